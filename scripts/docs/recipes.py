@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the memory into the docstring of each recipe, and the table of docs/recipes.md: ``make recipes``.
+"""Write the memory of each recipe into the catalog, and the table of docs/recipes.md: ``make recipes``.
 
 Counting the memory of all recipes takes minutes. ``make recipes ONLY="gemma 2b"`` counts only the recipes that
 contain these words, ``ONLY=-`` counts none.
@@ -30,10 +30,10 @@ def gigabytes(recipe: "Recipe") -> int:
 
 
 def write_memory(recipe: "Recipe") -> None:
-    """Put the memory into the docstring of ``recipe``."""
-    path = ROOT / "src" / f"{recipe.module.replace('.', '/')}.py"
-    docstring = re.compile(rf'(^(?:def )?{recipe.name}\b.*?"""[^\n]*: )\d+( GB)', re.DOTALL | re.MULTILINE)
-    path.write_text(docstring.sub(rf"\g<1>{gigabytes(recipe)}\g<2>", path.read_text(), count=1))
+    """Put the memory into the row of ``recipe``."""
+    path = ROOT / "src/megatron/bridge/recipes/catalog.yaml"
+    row = re.compile(rf"(^  {recipe.name}: .*: )\d+( GB)", re.MULTILINE)
+    path.write_text(row.sub(rf"\g<1>{gigabytes(recipe)}\g<2>", path.read_text()))
 
 
 def table() -> str:
@@ -50,7 +50,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Write the docstrings and the page."""
+    """Write the catalog and the page."""
     from megatron.bridge.recipes.catalog import catalog, search
 
     words = " ".join(sys.argv[1:])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.bridge.cli.main import main
-from megatron.bridge.cli.migrate import megatron_lm_table as table
-from megatron.bridge.cli.migrate.megatron_lm import translate
+from megatron.bridge.cli.migrate.megatron_lm import TABLES, translate
 from megatron.bridge.cli.migrate.megatron_lm_config import build
 from megatron.bridge.models.conversion.model_bridge import function_fields
 from megatron.bridge.recipes.catalog import find
@@ -204,8 +203,6 @@ def test_the_command_writes_a_config_that_train_reads(tmp_path, capsys):
 
 
 def test_each_argument_is_in_one_table():
-    groups = [table.SETTINGS, *(dict.fromkeys(names.split(), "") for names in table.IMPLIED.values())]
-    groups += [dict.fromkeys(names.split(), "") for names in table.MISSING.values()]
-    groups += [dict(pair.split("=") for pair in pairs.split()) for pairs in table.RENAMED.values()]
+    groups = [TABLES["settings"], *TABLES["implied"].values(), *TABLES["missing"].values(), *TABLES["renamed"].values()]
     names = [name for group in groups for name in group]
     assert sorted({name for name in names if names.count(name) > 1}) == []

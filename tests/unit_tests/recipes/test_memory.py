@@ -90,7 +90,7 @@ def used(recipe, activations=1.0, **options):
 
 @pytest.mark.parametrize("recipe", list(recipes()))
 class TestMemory:
-    def test_is_what_the_docstring_says_and_fits(self, recipe):
+    def test_is_what_the_catalog_says_and_fits(self, recipe):
         """`make recipes` writes the number."""
         total = used(recipe)
         assert math.ceil(total / 1e9) == recipe.memory
@@ -109,7 +109,7 @@ class TestMemory:
 
 
 def layout(recipe):
-    """The sizes in the docstring, which are those of the config."""
+    """The sizes in the catalog, which are those of the config."""
     parts = recipe.layout.split()
     found = [(part[:2], int(part[2:])) for part in parts]
     model = recipe.build().model

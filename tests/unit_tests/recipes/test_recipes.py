@@ -9,6 +9,7 @@ import inspect
 import operator
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -180,6 +181,13 @@ def timed(function):
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+def test_every_recipe_of_a_module_is_in_the_catalog():
+    for module in {recipe.module for recipe in catalog().values()}:
+        functions = vars(importlib.import_module(module))
+        names = {name for name in functions if re.match(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config", name)}
+        assert names <= set(catalog())
 
 
 def test_no_golden_file_is_left_over():

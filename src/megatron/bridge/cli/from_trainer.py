@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.migrate import trainer_table as table
 from megatron.bridge.cli.migrate.translation import Translation
 from megatron.bridge.cli.support.parser import count
 from megatron.bridge.utils.atomic import read_text
@@ -51,14 +50,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-_ALIASES = {name: known for name, _, known in (pair.partition("=") for pair in table.ALIASES.split())}
-_TARGETS = [
-    (key, f"{group}.{name}")
-    for group, pairs in table.SETTINGS.items()
-    for key, _, name in (pair.partition("=") for pair in pairs.split())
-]
+_TABLES = yaml_text.tables_beside(__file__)
+_ALIASES = _TABLES["aliases"]
+_TARGETS = [(key, f"{group}.{name}") for group, pairs in _TABLES["settings"].items() for key, name in pairs.items()]
 _SETTINGS = {key: [target for name, target in _TARGETS if name == key] for key, _ in _TARGETS}
-_REASONS = {name: reason for reason, names in table.MISSING.items() for name in names.split()}
+_REASONS = {name: reason for reason, names in _TABLES["missing"].items() for name in names}
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 """Keys that make up the batch size, and the Trainer's defaults."""
 
@@ -90,7 +86,7 @@ def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
 
 
 def _unknown(key: str) -> list[str]:
-    known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *table.IMPLIED.split(), *_REASONS]
+    known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *_TABLES["implied"], *_REASONS]
     if key in known:
         return []
     return [f"{key} is not a setting that this command knows{misspelling(key, known) or ': leave it out'}"]
@@ -98,7 +94,7 @@ def _unknown(key: str) -> list[str]:
 
 def _translate(key: str, value: Any, run: TrainerRun) -> None:
     found = run.translation
-    if value is False or key in table.IMPLIED.split():
+    if value is False or key in _TABLES["implied"]:
         found.implied[key] = "it is off" if value is False else "every run of this package does so, or needs none"
     elif key in _SPECIAL:
         if (reason := _SPECIAL[key](value, run)) is not None:
@@ -144,18 +140,18 @@ def _dataset(value: Any, run: TrainerRun) -> str | None:
 
 def _targets(value: Any, run: TrainerRun) -> str | None:
     names: list[str] = value.replace(",", " ").split() if isinstance(value, str) else value
-    if unknown := [name for name in names if name not in table.MODULES]:
+    if unknown := [name for name in names if name not in _TABLES["modules"]]:
         return f"{', '.join(unknown)}: all linear layers are the default; peft.target_modules takes Megatron's names"
-    modules = list(dict.fromkeys(table.MODULES[name] for name in names))
+    modules = list(dict.fromkeys(_TABLES["modules"][name] for name in names))
     run.translation.set("peft.target_modules", json.dumps(modules), "lora_target")
     return None
 
 
 _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
-    "lr_scheduler_type": _choice("scheduler.lr_decay_style", table.SCHEDULES),
-    "optim": _choice("optimizer.optimizer", table.OPTIMIZERS),
-    "stage": _choice("mode", table.MODES),
-    "finetuning_type": _choice("mode", table.MODES),
+    "lr_scheduler_type": _choice("scheduler.lr_decay_style", _TABLES["schedules"]),
+    "optim": _choice("optimizer.optimizer", _TABLES["optimizers"]),
+    "stage": _choice("mode", _TABLES["modes"]),
+    "finetuning_type": _choice("mode", _TABLES["modes"]),
     "bf16": lambda value, run: run.translation.set("mixed_precision", "bf16_mixed", "bf16"),
     "fp16": lambda value, run: run.translation.set("mixed_precision", "fp16_mixed", "fp16"),
     "gradient_checkpointing": _recompute,

@@ -46,8 +46,7 @@ class DataIterator(Protocol):
     seq_length].
     """
 
-    sample_ids: list[int]
-    """The positions of the samples of the last batch in the order of the run."""
+    sample_ids: list[int]  # the positions of the samples of the last batch in the order of the run
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -71,15 +70,12 @@ class BatchIterator:
     """A ``DataIterator`` over a map-style dataset."""
 
     dataset: Any
-    make_sampler: Callable[[], Sampler]
-    """Makes a sampler that starts at the first batch."""
-    num_workers: int = 0
-    """Number of worker processes that load samples."""
+    make_sampler: Callable[[], Sampler]  # makes a sampler that starts at the first batch
+    num_workers: int = 0  # number of worker processes that load samples
     read_ahead: bool = False
     """Without workers, a thread makes the next batch while this one is used. The dataset must then not use anything
     that the training uses, such as torch's random number generator."""
-    vocab_size: int | None = None
-    """Of the model, whose ids are below it; None checks none."""
+    vocab_size: int | None = None  # of the model, whose ids are below it; None checks none
     sample_ids: list[int] = field(default_factory=list[int], init=False)
     _batches: Iterator[tuple[list[int], Batch]] | None = field(default=None, init=False)
 
@@ -213,9 +209,6 @@ def build_iterators(
         image_share: see ``DatasetRequest``.
         vocab_size: of the model, whose ids are below it; None checks none.
         balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
-
-    Raises:
-        UserError: the data is missing, damaged or too small.
     """
     assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
     request = DatasetRequest(sizes, tokenizer, image_share)

@@ -36,18 +36,12 @@ class StreamReader(Protocol):
 class StreamingBatchIterator:
     """A ``DataIterator`` over a stream. Rank ``r`` has the readers ``r``, ``r + dp_size``, ... and takes turns."""
 
-    name: str
-    """Name of the data in messages."""
-    open_reader: Callable[[int], StreamReader]
-    """Opens the reader with the given index."""
-    readers: int
-    """Number of readers of all ranks; a multiple of the number of ranks that divides a global batch."""
-    shard: BatchShard
-    """The part of each batch that this rank draws."""
-    fingerprint: dict[str, Any]
-    """Everything that must be unchanged for a saved position to be valid, by key."""
-    consumed: int = 0
-    """Samples that all ranks together have already drawn; the state of the readers must be loaded."""
+    name: str  # name of the data in messages
+    open_reader: Callable[[int], StreamReader]  # opens the reader with the given index
+    readers: int  # number of readers of all ranks; a multiple of the number of ranks that divides a global batch
+    shard: BatchShard  # the part of each batch that this rank draws
+    fingerprint: dict[str, Any]  # everything that must be unchanged for a saved position to be valid, by key
+    consumed: int = 0  # samples that all ranks together have already drawn; the state of the readers must be loaded
     sample_ids: list[int] = field(default_factory=list[int], init=False)
     _mine: dict[int, StreamReader] = field(default_factory=dict[int, StreamReader], init=False)
     _drawn: int = field(default=0, init=False)  # by all ranks together

@@ -76,13 +76,7 @@ class AdapterBank(nn.Module):
 
 
 def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]) -> AdapterNames:
-    """Put several adapters beside the weights.
-
-    Args:
-        chunks: of this rank, without adapters.
-        adapters: where each is, by name.
-        add: puts one of them on the chunks and fills it.
-    """
+    """Put several adapters, directories by name, beside this rank's weights; ``add`` puts one there and fills it."""
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
     for name, path in adapters.items():

@@ -48,11 +48,8 @@ _RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, Mamba1Mixer, KimiDeltaAttent
 class DecodingState:
     """Caches of all layers of this rank's chunks.
 
-    Args:
-        tokens: tokens of all requests that the caches hold.
-        requests: requests that have recurrent states.
-        pack: on CPUs, keep weights as oneDNN wants them while attached; the parameters are empty meanwhile.
-        rings: see ``Kept.of``.
+    ``tokens`` are those of all requests that the caches hold, ``requests`` those with recurrent states. With ``pack``,
+    on CPUs, weights are as oneDNN wants them while attached; the parameters are empty meanwhile.
     """
 
     def __init__(
@@ -281,11 +278,7 @@ class Kept:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
-        """Of all layers of this rank.
-
-        Args:
-            rings: layers with a window keep the tokens that it can hold, and not all of a text.
-        """
+        """Of all layers of this rank; with ``rings``, those with a window keep the tokens that it can hold."""
         bare = [unwrap(chunk) for chunk in chunks]
         latent = [_latent(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for kept in latent for module in kept.modules}

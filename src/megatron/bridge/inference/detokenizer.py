@@ -12,9 +12,6 @@ class Detokenizer:
 
     A piece is held back while its last character may be incomplete, or while it may be the beginning of a stop
     text.
-
-    Args:
-        hf: tokenizer of transformers.
     """
 
     def __init__(self, hf: Any, stop: Sequence[str] = ()) -> None:

@@ -68,11 +68,8 @@ class Job:
 class Engine(AbstractContextManager["Engine"]):
     """Cached decoding with a model that stays as it is; the caches are there inside the context.
 
-    Args:
-        chunks: this rank's chunks, in evaluation mode.
-        hf: tokenizer of transformers; without one, completions have no text and stop texts are refused.
-        adapters: those of the chunks, if they are named.
-        pixels: what decodes the images of prompts; without it, they are refused.
+    ``chunks`` are this rank's, in evaluation mode. Without ``hf``, a tokenizer of transformers, completions have no
+    text and stop texts are refused; without ``pixels``, images are.
     """
 
     def __init__(
@@ -177,8 +174,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         Texts that wait and have not begun stay. Caches are not reused across the change.
 
-        Args:
-            running: what becomes of texts that run.
+        ``running`` says what becomes of texts that run.
         """
         if running not in get_args(Running):
             raise UserError(f"running={running!r} must be one of {', '.join(get_args(Running))}")

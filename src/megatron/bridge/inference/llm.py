@@ -44,9 +44,6 @@ class LLM:
         rows: new tokens of a step.
         trust_remote_code: run Python code of the model's repository.
         trust_checkpoint: unpickle all classes in a Megatron checkpoint, which can run code.
-
-    Raises:
-        UserError: nothing there can be loaded, or the layout does not fit.
     """
 
     def __init__(
@@ -139,18 +136,7 @@ class LLM:
     def generate(
         self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[list[Completion]]:
-        """Continue prompts.
-
-        Args:
-            prompts: texts, or lists of token ids.
-            sampling: how, for all prompts or for each.
-
-        Returns:
-            For each prompt its ``n`` completions.
-
-        Raises:
-            UserError: an empty prompt, an id beyond the vocabulary, or a text that is too long.
-        """
+        """The ``n`` completions of each text or list of token ids; the sampling is one for all or one for each."""
         from megatron.bridge.inference.prompts import as_list
 
         return list(self.generate_each(as_list(prompts), sampling))
@@ -163,16 +149,8 @@ class LLM:
     ) -> Iterator[list[Completion]]:
         """Continue prompts, and answer conversations among them.
 
-        Args:
-            prompts: texts, lists of token ids, or messages.
-            sampling: how, for all prompts or for each.
-            places: what to call each prompt in the message of an error.
-
-        Yields:
-            The completions of each prompt, in order, as soon as they are there.
-
-        Raises:
-            UserError: as in ``generate``, before anything is computed.
+        The completions of each prompt come in order, as soon as they are there; a ``UserError``, before anything is
+        computed. ``places`` are what to call each prompt in its message.
         """
         if self._workers is not None:
             yield from self._workers.iterate("generate_each", (prompts, sampling, places))
@@ -187,27 +165,13 @@ class LLM:
         yield from self._complete(tokens, how)
 
     def chat(self, messages: "Messages", sampling: Sampling | None = None) -> Completion:
-        """The next message of a conversation.
-
-        Args:
-            messages: with ``role`` and ``content``, as OpenAI writes them.
-            sampling: how.
-        """
+        """The next message of a conversation, whose messages have ``role`` and ``content``, as OpenAI writes them."""
         return next(iter(self.generate_each([messages], sampling)))[0]
 
     def stream(
         self, prompt: "Prompt | Messages", sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Completion]:
-        """The pieces of a completion as they come.
-
-        Args:
-            prompt: a text, token ids, or the messages of a conversation.
-            sampling: how.
-            stopped: asked on rank 0 at each step, to end early.
-
-        Yields:
-            Texts that join to the text of the completion, then the completion.
-        """
+        """The pieces of a completion as they come, then all of it; ``stopped`` is asked on rank 0 at each step."""
         if self._workers is not None:
             yield from self._workers.iterate("stream", (prompt, sampling), stopped)
             return
@@ -225,23 +189,14 @@ class LLM:
         yield job.completion
 
     def logprobs(self, texts: "Prompt | Sequence[Prompt]", top: int = 0) -> list[list[TokenLogprob]]:
-        """The log-probability of each token of texts but the first.
-
-        Args:
-            texts: texts, or lists of token ids.
-            top: how many most likely tokens to name beside each.
-        """
+        """The log-probability of each token of texts but the first, and of ``top`` most likely tokens beside each."""
         scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
         return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def replace_weights(self, step: "WeightStep") -> None:
-        """One step of new weights; ``refit.sender.Refit`` takes all of them.
-
-        Raises:
-            UserError: the weights are not those of the model.
-        """
+        """One step of new weights; ``refit.sender.Refit`` takes all of them."""
         if self._workers is None:
             for _ in self.weight_step(step):
                 pass
@@ -282,11 +237,7 @@ class LLM:
 
 
 def ranks_of(options: dict[str, Any]) -> int:
-    """How many processes an ``LLM`` with these options takes.
-
-    Raises:
-        UserError: a size below 1.
-    """
+    """How many processes an ``LLM`` with these options takes."""
     defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1024}
     return _check(*(options.get(name, value) for name, value in defaults.items()))
 

@@ -34,9 +34,7 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
 
     A line's random numbers come from the seed of the command and its number, unless it has a seed of its own.
 
-    Args:
-        defaults: sampling parameters of the command.
-        chat: make a text the message of a user.
+    ``defaults`` are sampling parameters of the command; ``chat`` makes a text the message of a user.
     """
     lines = list(_lines(path, defaults, chat))
     if not lines:
@@ -98,12 +96,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 class CompletionFile:
-    """A file to which completions are appended, whole lines only.
-
-    Args:
-        path: the file; lines that a killed command has written stay.
-        lines: what the file is about.
-    """
+    """A file on ``lines`` to which completions are appended, whole lines only, behind those of a killed command."""
 
     def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:
         self.path = path

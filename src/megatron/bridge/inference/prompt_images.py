@@ -43,12 +43,7 @@ class TokensWithImages(list[int]):
 
 
 class PromptSight:
-    """What the tokens of a prompt see beside earlier tokens: images, and tokens behind them.
-
-    Args:
-        config: of the model.
-        has_processor: whether images can be decoded.
-    """
+    """What the tokens of a prompt see beside earlier tokens: images, and tokens behind them."""
 
     def __init__(self, config: Any, has_processor: bool) -> None:
         self._config = config

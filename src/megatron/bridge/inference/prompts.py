@@ -47,12 +47,9 @@ def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[s
 class PromptReader:
     """From prompts to token ids.
 
-    Args:
-        hf: tokenizer of transformers; None if there is none.
-        template: chat template instead of that of the image processor or the tokenizer.
-        media: how images are processed; None for a model that sees none.
-        share: of the ranks among which images are shared out, this one and how many there are.
-        max_context: tokens of a prompt; None for any number.
+    ``hf`` is a tokenizer of transformers, if there is one; ``template`` goes before those of the image processor and of
+    the tokenizer; ``media`` is None for a model that sees no images; ``share`` is this rank, and how many there are, of
+    those that share out images.
     """
 
     def __init__(
@@ -74,15 +71,7 @@ class PromptReader:
         return MediaProcessor(self.media, self.hf)
 
     def tokens(self, prompt: Prompt | Messages, where: str) -> list[int]:
-        """Token ids of a text with the special tokens that its tokenizer adds, or of a conversation to be answered.
-
-        Args:
-            prompt: a text, token ids, or a conversation.
-            where: what to call the prompt in the message of an error.
-
-        Raises:
-            UserError: it is nothing of this, the chat template refuses it, or an image cannot be read.
-        """
+        """Token ids of a text with its tokenizer's special tokens, or of a conversation; ``where`` is for errors."""
         if isinstance(prompt, Mapping) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
             return self._of_chat(prompt, where)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
@@ -157,12 +146,7 @@ def parse_chat(messages: Messages, where: str) -> Chat:
 
 
 def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
-    """All end tokens.
-
-    Args:
-        hf: tokenizer of transformers; None if there is none.
-        folder: where ``generation_config.json`` and ``config.json`` may be.
-    """
+    """All end tokens, also of ``generation_config.json`` and ``config.json`` in the folder."""
     found = declared_ends(folder)
     if hf is not None:
         found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
@@ -185,14 +169,7 @@ def declared_ends(folder: Path | None) -> set[int]:
 def end_of_turn(
     hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None, parts: bool = False
 ) -> set[int]:
-    """The special token that the chat template puts after an answer, found by rendering one.
-
-    Args:
-        hf: tokenizer of transformers.
-        template: a template instead of the tokenizer's own.
-        before: the conversation to answer; a question of one word when None.
-        parts: the template is that of a vision-language model; see ``ChatTemplate``.
-    """
+    """The special token that the chat template puts after an answer to ``before``, found by rendering one."""
     if template is None and not hf.chat_template:
         return set()
     messages = [*(before or [{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": _MARKER}]

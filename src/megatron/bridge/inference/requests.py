@@ -14,48 +14,26 @@ MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt. The defaults are greedy.
+    """How to continue a prompt. The defaults are greedy."""
 
-    Raises:
-        UserError: a value that has no meaning.
-    """
-
-    max_new_tokens: int = 256
-    """Tokens to generate at most; 0 only computes log-probabilities of the prompt."""
-    temperature: float = 0.0
-    """Divides the logits; 0, and what is below 1e-6, takes the most likely token."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens whose probabilities sum up to this."""
-    min_p: float = 0.0
-    """Keep tokens at least this likely, relative to the most likely one."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens that the text contains, its prompt included."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens as often as they were generated."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens."""
-    adapter_name: str | None = None
-    """One of the model's named adapters; None computes with the base model, or its only adapter."""
-    seed: int | None = None
-    """Of the random numbers; the same seed gives the same text in any batch and layout. None draws one."""
-    n: int = 1
-    """How many completions of the prompt."""
-    stop: Sequence[str] = ()
-    """End at one of these texts, which is not part of the completion."""
-    stop_ids: Sequence[int] = ()
-    """End at one of these tokens, in addition to the model's own end tokens."""
-    ignore_eos: bool = False
-    """Go on after the model's own end tokens."""
-    logprobs: int | None = None
-    """Log-probability of each generated token, and of this many most likely tokens beside it; None for none."""
-    prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, but the first."""
-    score_from: int = 1
-    """Index of the first token of the prompt whose log-probability is wanted."""
+    max_new_tokens: int = 256  # tokens to generate at most; 0 only computes log-probabilities of the prompt
+    temperature: float = 0.0  # divides the logits; 0, and what is below 1e-6, takes the most likely token
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the most likely tokens whose probabilities sum up to this
+    min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
+    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens of prompt and text
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
+    frequency_penalty: float = 0.0  # subtracted from the logits of generated tokens as often as they were generated
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    adapter_name: str | None = None  # a named adapter; None computes with the base model, or its only adapter
+    seed: int | None = None  # gives the same text in any batch and layout; None draws one
+    n: int = 1  # how many completions of the prompt
+    stop: Sequence[str] = ()  # end at one of these texts, which is not part of the completion
+    stop_ids: Sequence[int] = ()  # end at one of these tokens, in addition to the model's own end tokens
+    ignore_eos: bool = False  # go on after the model's own end tokens
+    logprobs: int | None = None  # of generated tokens, and of so many most likely ones beside each; None for none
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt, but the first
+    score_from: int = 1  # index of the first token of the prompt whose log-probability is wanted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -93,11 +71,7 @@ class Sampling:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "") -> "Sampling":
-        """The sampling of a mapping of field names.
-
-        Raises:
-            UserError: an unknown name, or a value that has no meaning; the message begins with ``where``.
-        """
+        """The sampling of a mapping of field names; the message of a ``UserError`` begins with ``where``."""
         names = [it.name for it in fields(cls)]
         for name in values:
             if name not in names:
@@ -139,8 +113,7 @@ class TokenLogprob:
     token: int
     logprob: float
     is_most_likely: bool
-    top: dict[int, float] = field(default_factory=dict)
-    """The most likely tokens, best first."""
+    top: dict[int, float] = field(default_factory=dict)  # the most likely tokens, best first
 
 
 @dataclass
@@ -148,18 +121,11 @@ class Completion:
     """One continuation of a prompt."""
 
     prompt_tokens: list[int]
-    tokens: list[int] = field(default_factory=list)
-    """Generated tokens, with the one that ended the text."""
-    text: str = ""
-    """Text of the tokens without special tokens, up to a stop text."""
-    finish_reason: FinishReason | None = None
-    """``stop`` at an end token or stop text, ``length`` after ``max_new_tokens``; None while it goes on."""
+    tokens: list[int] = field(default_factory=list)  # generated tokens, with the one that ended the text
+    text: str = ""  # text of the tokens without special tokens, up to a stop text
+    finish_reason: FinishReason | None = None  # ``stop`` also at an end token, ``length`` after ``max_new_tokens``
     seed: int = 0
-    choice: int = 0
-    """Index among the ``n`` completions of the prompt."""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of ``tokens``, if asked for."""
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, if asked for."""
-    weight_versions: list[int] = field(default_factory=list)
-    """Of ``tokens``: how many times the weights had been replaced when each was generated."""
+    choice: int = 0  # index among the ``n`` completions of the prompt
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of ``tokens``, if asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on, if asked for
+    weight_versions: list[int] = field(default_factory=list)  # replacements before each of ``tokens``

@@ -26,14 +26,7 @@ Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
 
 
 class Runner:
-    """The model of this rank with its caches.
-
-    Args:
-        chunks: this rank's chunks, one for each virtual stage, in evaluation mode.
-        vocabulary: tokens without the padding of the vocabulary.
-        adapters: those of the chunks that are named.
-        pixels: what decodes the images of prompts.
-    """
+    """The model of this rank, in evaluation mode, with its caches; ``vocabulary`` is without padding."""
 
     def __init__(
         self,
@@ -57,13 +50,9 @@ class Runner:
     def run(self, plan: Plan, outputs: Sequence[Output], width: int) -> Tensor | None:
         """Compute a plan.
 
-        Args:
-            plan: of this rank's lane; an empty one runs one row for the sake of the other ranks' experts.
-            outputs: what is wanted of which row, in the order of rows.
-            width: columns of the result.
-
-        Returns:
-            [outputs, width] in float64 on the rank that chooses, None on the others.
+        The plan is that of this rank's lane; an empty one runs one row for the sake of the other ranks' experts.
+        ``outputs`` say what is wanted of which row, in the order of rows: [outputs, width] in float64 on the rank that
+        chooses.
         """
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)

@@ -34,15 +34,7 @@ def uniform(seed: int, position: int, choice: int) -> float:
 def choose(
     logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int, seed: int, choice: int
 ) -> int:
-    """The next token.
-
-    Args:
-        logits: [vocabulary] of the last token.
-        tokens: the text so far.
-        prompt_length: how many of its tokens are the prompt's.
-        seed: of this text.
-        choice: index of the completion.
-    """
+    """The next token, by the ``logits`` of the last one; the first ``prompt_length`` of ``tokens`` are the prompt."""
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
     if sampling.is_greedy:

@@ -44,13 +44,7 @@ _DELTA_CHUNK = 64
 
 
 def flops_per_token(chunks: Iterable[nn.Module], length: int, teachers: Iterable[nn.Module] = ()) -> float:
-    """Operations of one step for each token, forward and backward; to be called on all ranks of a model replica.
-
-    Args:
-        chunks: this rank's bare chunks of the model.
-        length: tokens of a sequence; each attends to those before it.
-        teachers: bare chunks that only run forward, beside those of the model.
-    """
+    """Operations of one step for each token, only forward for ``teachers``; all ranks of a replica call this."""
     here = local_flops_per_token(chunks, length) + local_flops_per_token(teachers, length, backward=False)
     if not dist.is_initialized():
         return here

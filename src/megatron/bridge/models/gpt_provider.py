@@ -397,11 +397,7 @@ class GPTModelProvider(ModelProvider):
 
 
 def pad_query_groups(provider: Any) -> int | None:
-    """Pad the attention heads of ``provider`` if tensor parallelism cannot split or replicate its query groups.
-
-    Returns:
-        The number of query groups without padding; None if they need none.
-    """
+    """Pad heads where tensor parallelism cannot share the query groups; their number without padding, else None."""
     heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
     ranks = provider.tensor_model_parallel_size
     # Megatron-Core replicates fewer groups than ranks, provided that the numbers divide

@@ -43,15 +43,7 @@ def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> No
 
 
 def load_adapters(chunks: list[Any], directory: Path) -> None:
-    """Add the adapters of a run to its base model, and fill them.
-
-    Args:
-        chunks: This rank's chunks of the base model.
-        directory: One iteration of a run that trained adapters.
-
-    Raises:
-        UserError: The checkpoint is damaged, or its adapters do not fit the model.
-    """
+    """Add the adapters of a run to its base model, and fill them."""
     method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
     assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
     method(chunks, training=False)

@@ -31,10 +31,7 @@ class _Adapted:
     adapter_is_on: bool  # only on instances; False lets the layer compute without its adapter
 
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """What stands for ``weight``, a parameter of this layer, in a model without adapters.
-
-        Collective over the ranks that the weight is cut over.
-        """
+        """What stands for ``weight`` in a model without adapters; collective over the ranks that it is cut over."""
         index = self._index(weight)
         return (
             weight if index is None else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)

@@ -94,10 +94,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, name: str) -> None:
-        """Draw the whole of A and B, seeded by the layer's name and the expert's number; keep this rank's part.
-
-        So the first values are the same under any layout.
-        """
+        """Draw the whole of A and B, by layer and expert the same under any layout, and keep this rank's part."""
         factors: tuple[tuple[str, Tensor, Init], ...] = (
             ("a", self.a, self.shape.init_a),
             ("b", self.b, self.shape.init_b),

@@ -34,9 +34,6 @@ def create_peft(config: Mapping[str, Any], dtype: torch.dtype | str | None = Non
             None and empty lists mean the default; ``merge``, ``adapter_path`` and
             ``freeze_*`` are the caller's own.
         dtype: of the model; refused when the method is applied to a model of another one.
-
-    Raises:
-        UserError: a setting that the method does not have.
     """
     values = {_NAMES.get(name, name): value for name, value in config.items() if name not in _OF_CALLERS}
     kind = str(values.pop("type", None) or "lora")
@@ -69,14 +66,8 @@ def load_peft_adapter_checkpoint(
 ) -> None:
     """Fill the adapters of a model from a Megatron checkpoint.
 
-    Args:
-        model: A chunk or all chunks of this rank, adapted with ``peft``.
-        adapter_checkpoint_path: A run's folder, one of its checkpoints, or any ``torch_dist`` directory.
-        peft: What the model was adapted with.
-        strict: Without effect: an adapter that is missing from the checkpoint is always an error.
-
-    Raises:
-        UserError: No checkpoint there, or one of other adapters.
+    The path is that of a run, of one of its checkpoints, or of any ``torch_dist`` directory. ``strict`` has no effect:
+    an adapter that is missing from the checkpoint is always an error.
     """
     del peft, strict
     chunks = bare_chunks(model)

@@ -211,10 +211,7 @@ class FinetuneRecipe(Protocol):
 def pretrain_recipe(
     size: Size | str, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
 ) -> PretrainRecipe:
-    """A recipe that returns ``pretrain(size, options, *shared, **recommended)`` for the options of its caller.
-
-    In the modules of this package, the name and the docstring of a recipe are those of the assignment.
-    """
+    """A recipe that returns ``pretrain(size, options, *shared, **recommended)`` for the options of its caller."""
     return _recipe(pretrain, size, shared, recommended)
 
 

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All recipes by name, and the values that they recommend, read from their source: listing them imports no torch.
+"""All recipes by name, and the values that they recommend, read without importing torch.
 
 A recipe is a public name with its stage and ``_config``, such as ``_pretrain_config``, in a module
-``recipes/<family>.py``: a function, or an assignment with a docstring below it. The first line of the docstring reads
-``what it trains, N x GPU: M GB each, layout.``; ``make recipes`` writes M.
+``recipes/<family>.py``. Its row in ``catalog.yaml`` reads ``what it trains, N x GPU: M GB each, layout.``, which
+becomes its docstring; ``make recipes`` writes M.
 """
 
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _DEFAULTS = {"pretrain": "PRETRAIN", "sft": "FINETUNE"}  # tables of ``builders.
 _PARAMETERS = {"mixed_precision_recipe": "precision"}
 """Parameters of recipes whose defaults are recommended values, and the options they stand for."""
 
-_NAME = re.compile(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config")
 _SUMMARY = re.compile(
     r"^(?P<what>.+), (?P<count>\d+) x (?P<kind>[^:,]+): (?P<memory>\d+) GB(?: each)?, (?P<layout>.+)\.$"
 )
@@ -47,7 +46,7 @@ class Recipe:
     gpu_kind: str  # their type
     memory: int  # GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts
     layout: str  # model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``
-    docstring: str
+    summary: str  # all of this as a sentence
 
     @property
     def mode(self) -> Mode:
@@ -71,16 +70,17 @@ class Recipe:
 @cache
 def catalog() -> dict[str, Recipe]:
     """Every recipe by name, in alphabetical order."""
-    found = [recipe for path in Path(__file__).parent.glob("*.py") for recipe in _recipes_of(path)]
-    return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
+    families = yaml_text.tables_beside(__file__)
+    rows = [(name, family, text) for family, texts in families.items() for name, text in texts.items()]
+    return {name: _parse(name, f"{__package__}.{family}", text) for name, family, text in sorted(rows)}
 
 
 def name_functions(module: str) -> None:
-    """Give the recipes of a family the names and docstrings in their source, so that they pickle and have a help."""
+    """Give the recipes of a family their names and docstrings, so that they pickle and have a help."""
     for recipe in catalog().values():
         if recipe.module == module:
             function = recipe.function()
-            function.__module__, function.__doc__ = recipe.module, recipe.docstring
+            function.__module__, function.__doc__ = recipe.module, recipe.summary
             function.__name__ = function.__qualname__ = recipe.name
 
 
@@ -108,31 +108,11 @@ def _searchable(recipe: Recipe) -> str:
     return f"{recipe.name} {recipe.stage} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower()
 
 
-def _recipes_of(path: Path) -> list[Recipe]:
-    found = _documented(ast.parse(path.read_text()).body)
-    return [_parse(name, f"{__package__}.{path.stem}", text) for name, text in found if _NAME.match(name)]
-
-
-def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """The names that a module defines, each with its docstring."""
-    for node, below in pairwise([*body, ast.Pass()]):
-        match node, below:
-            case ast.FunctionDef(name=name), _:
-                yield name, ast.get_docstring(node) or ""
-            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
-                yield name, text.strip()
-            case ast.Assign(targets=[ast.Name(id=name)]), _:
-                yield name, ""
-            case _:
-                pass
-
-
-def _parse(name: str, module: str, docstring: str) -> Recipe:
-    match = _SUMMARY.match(docstring.partition("\n")[0])
-    form = "what it trains, N x GPU: M GB each, layout."
-    assert match, f"{module}.{name}: the docstring must begin with '{form}'"
+def _parse(name: str, module: str, summary: str) -> Recipe:
+    match = _SUMMARY.match(summary)
+    assert match, f"{name} in catalog.yaml must read 'what it trains, N x GPU: M GB each, layout.'"
     count, memory = int(match["count"]), int(match["memory"])
-    return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"], docstring)
+    return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"], summary)
 
 
 def recommended(recipe: Recipe) -> dict[str, Value]:

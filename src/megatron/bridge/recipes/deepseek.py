@@ -14,16 +14,12 @@ _LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 deepseek_v2_lite_pretrain_config = pretrain_recipe(
     DEEPSEEK_V2_LITE, _V2_PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5
 )
-"""DeepSeek-V2-Lite 16B pretraining, 8 x H100 80GB: 60 GB each, EP8."""
 deepseek_v2_pretrain_config = pretrain_recipe(
     "deepseek-ai/DeepSeek-V2", _V2_PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5
 )
-"""DeepSeek-V2 236B pretraining, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
 
 deepseek_v2_lite_finetune_config = finetune_recipe(DEEPSEEK_V2_LITE, layout(ep=8))
-"""DeepSeek-V2-Lite 16B full fine-tuning, 8 x H100 80GB: 60 GB each, EP8."""
 deepseek_v2_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V2", _LAYOUT)
-"""DeepSeek-V2 236B full fine-tuning, 128 x H100 80GB: 60 GB each, TP8 PP4 EP16."""
 
 # DeepSeek-V3, with learning rate and sequence length of "DeepSeek-V3 Technical Report" (2024); V3.2 with the same.
 #
@@ -39,25 +35,18 @@ _V3_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, 
 deepseek_v3_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, layout(tp=4, pp=16, vp=2, ep=16, etp=1)
 )
-"""DeepSeek-V3 671B pretraining, 1024 x H100 80GB: 68 GB each, TP4 PP16 EP16."""
 deepseek_v3_pretrain_config_32nodes = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
 )
-"""DeepSeek-V3 671B pretraining on 32 nodes, 256 x H100 80GB: 70 GB each, TP8 PP8 EP32."""
 deepseek_v3_fp8_blockwise_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, FP8_BLOCKWISE, layout(tp=4, pp=16, vp=2, ep=32, etp=1)
 )
-"""DeepSeek-V3 671B pretraining in blockwise FP8, 1024 x H100 80GB: 63 GB each, TP4 PP16 EP32."""
 deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _V3_PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1)
 )
-"""DeepSeek-V3 671B pretraining in MXFP8, 256 x B200 180GB: 128 GB each, TP4 PP16 EP8."""
 deepseek_v32_pretrain_config = pretrain_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V3_PRETRAIN, _V32)
-"""DeepSeek-V3.2 671B pretraining, 512 x H100 80GB: 62 GB each, TP8 PP16 EP16."""
 
 deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
-"""DeepSeek-V3 671B full fine-tuning, 256 x H100 80GB: 70 GB each, TP8 PP8 EP32."""
 deepseek_v32_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V32)
-"""DeepSeek-V3.2 671B full fine-tuning, 512 x H100 80GB: 62 GB each, TP8 PP16 EP16."""
 
 name_functions(__name__)

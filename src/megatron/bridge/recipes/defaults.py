@@ -24,13 +24,8 @@ RECURRENT_TARGETS = [*TARGETS, "out_proj"]
 def default_peft_config(peft_scheme: str | PEFT, model: GPTModelProvider | None = None, **changes: Any) -> PEFT:
     """Adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
 
-    Args:
-        peft_scheme: ``lora`` or ``dora``; a ``PEFT`` object is returned unchanged.
-        model: The model to adapt. None means plain attention in every layer.
-        **changes: Fields of the adapter to set.
-
-    Raises:
-        UserError: the scheme is unknown.
+    ``changes`` are fields of the adapter; without ``model``, attention is plain in every layer, and a ``PEFT`` object
+    is returned unchanged.
     """
     if isinstance(peft_scheme, PEFT):
         return peft_scheme
@@ -59,13 +54,7 @@ def squad_example(record: dict[str, Any]) -> dict[str, str]:
 def default_squad_config(
     seq_length: int, packed_sequence: bool = True, pad_seq_to_mult: int | None = None
 ) -> HFDatasetConfig:
-    """SQuAD: questions whose answers are part of a given text.
-
-    Args:
-        seq_length: Tokens per row.
-        packed_sequence: Whether to pack several samples into one row.
-        pad_seq_to_mult: Pad each sample to a multiple of this length. None pads as the parallel layout requires.
-    """
+    """SQuAD: questions whose answers are part of a given text, padded as the parallel layout requires by default."""
     packing = PackedSequenceSpecs(packed_sequence_size=seq_length, pad_seq_to_mult=pad_seq_to_mult)
     return HFDatasetConfig(
         seq_length=seq_length,

@@ -8,34 +8,22 @@ from megatron.bridge.recipes.options import layout
 # Gemma. Learning rates are our own: none are published.
 
 gemma_2b_pretrain_config = pretrain_recipe("google/gemma-2b", seq_length=8192, lr=3e-4)
-"""Gemma 2B pretraining, 8 x H100 80GB: 58 GB each, no model parallelism."""
 gemma_7b_pretrain_config = pretrain_recipe("google/gemma-7b", layout(tp=4), seq_length=8192, lr=3e-4)
-"""Gemma 7B pretraining, 16 x H100 80GB: 41 GB each, TP4."""
 
 gemma_2b_finetune_config = finetune_recipe("google/gemma-2b", lr=1e-5)
-"""Gemma 2B full fine-tuning, 8 x H100 80GB: 38 GB each, no model parallelism."""
 gemma_7b_finetune_config = finetune_recipe("google/gemma-7b", layout(tp=2))
-"""Gemma 7B full fine-tuning, 8 x H100 80GB: 60 GB each, TP2."""
 
 # Gemma 2. Learning rates are our own: none are published.
 
 gemma2_2b_pretrain_config = pretrain_recipe("google/gemma-2-2b", seq_length=8192, lr=3e-4)
-"""Gemma 2 2B pretraining, 8 x H100 80GB: 62 GB each, no model parallelism."""
 gemma2_9b_pretrain_config = pretrain_recipe("google/gemma-2-9b", layout(tp=4), seq_length=8192, lr=3e-4)
-"""Gemma 2 9B pretraining, 16 x H100 80GB: 45 GB each, TP4."""
 gemma2_27b_pretrain_config = pretrain_recipe("google/gemma-2-27b", layout(tp=8), seq_length=8192, lr=2e-4)
-"""Gemma 2 27B pretraining, 32 x H100 80GB: 56 GB each, TP8."""
 vaultgemma_1b_pretrain_config = pretrain_recipe("google/vaultgemma-1b", seq_length=1024, micro_batch_size=4, lr=5e-4)
-"""VaultGemma 1B pretraining, 8 x H100 80GB: 23 GB each, no model parallelism."""
 
 gemma2_2b_finetune_config = finetune_recipe("google/gemma-2-2b", lr=1e-5)
-"""Gemma 2 2B full fine-tuning, 8 x H100 80GB: 41 GB each, no model parallelism."""
 gemma2_9b_finetune_config = finetune_recipe("google/gemma-2-9b", layout(tp=2))
-"""Gemma 2 9B full fine-tuning, 8 x H100 80GB: 66 GB each, TP2."""
 gemma2_27b_finetune_config = finetune_recipe("google/gemma-2-27b", layout(tp=8))
-"""Gemma 2 27B full fine-tuning, 16 x H100 80GB: 54 GB each, TP8."""
 vaultgemma_1b_finetune_config = finetune_recipe("google/vaultgemma-1b", seq_length=1024, micro_batch_size=4, lr=1e-5)
-"""VaultGemma 1B full fine-tuning, 8 x H100 80GB: 23 GB each, no model parallelism."""
 
 # Gemma 3 and 4; of the vision-language models (4B and larger) the text model. Learning rates are our own.
 #
@@ -44,36 +32,23 @@ vaultgemma_1b_finetune_config = finetune_recipe("google/vaultgemma-1b", seq_leng
 GEMMA4_26B_A4B = "google/gemma-4-26B-A4B-it"
 
 gemma3_1b_pretrain_config = pretrain_recipe("google/gemma-3-1b-pt", seq_length=8192, lr=5e-4)
-"""Gemma 3 1B pretraining, 8 x H100 80GB: 38 GB each, no model parallelism."""
 gemma3_4b_pretrain_config = pretrain_recipe("google/gemma-3-4b-pt", layout(tp=2), seq_length=8192, lr=3e-4)
-"""Gemma 3 4B (text) pretraining, 8 x H100 80GB: 47 GB each, TP2."""
 gemma3_12b_pretrain_config = pretrain_recipe("google/gemma-3-12b-pt", layout(tp=4), seq_length=8192, lr=3e-4)
-"""Gemma 3 12B (text) pretraining, 16 x H100 80GB: 56 GB each, TP4."""
 gemma3_27b_pretrain_config = pretrain_recipe("google/gemma-3-27b-pt", layout(tp=8), seq_length=8192, lr=2e-4)
-"""Gemma 3 27B (text) pretraining, 32 x H100 80GB: 55 GB each, TP8."""
 gemma4_26b_a4b_pretrain_config = pretrain_recipe(GEMMA4_26B_A4B, layout(tp=2, ep=8, etp=1), seq_length=8192, lr=3e-4)
-"""Gemma 4 26B-A4B (text) pretraining, 32 x H100 80GB: 68 GB each, TP2 EP8."""
 
 gemma3_1b_finetune_config = finetune_recipe("google/gemma-3-1b-pt", lr=1e-5)
-"""Gemma 3 1B full fine-tuning, 1 x H100 80GB: 34 GB, no model parallelism."""
 gemma3_4b_finetune_config = finetune_recipe("google/gemma-3-4b-pt", lr=1e-5)
-"""Gemma 3 4B (text) full fine-tuning, 8 x H100 80GB: 58 GB each, no model parallelism."""
 gemma3_12b_finetune_config = finetune_recipe("google/gemma-3-12b-pt", layout(tp=4))
-"""Gemma 3 12B (text) full fine-tuning, 8 x H100 80GB: 50 GB each, TP4."""
 gemma3_27b_finetune_config = finetune_recipe("google/gemma-3-27b-pt", layout(tp=8))
-"""Gemma 3 27B (text) full fine-tuning, 16 x H100 80GB: 53 GB each, TP8."""
 gemma4_26b_a4b_finetune_config = finetune_recipe(GEMMA4_26B_A4B, layout(tp=2, ep=8, etp=1))
-"""Gemma 4 26B-A4B (text) full fine-tuning, 16 x H100 80GB: 60 GB each, TP2 EP8."""
 
 # Gemma 3 with its vision tower. Learning rates are our own.
 #
 # The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
 
 gemma3_vl_4b_finetune_config = finetune_recipe("google/gemma-3-4b-it", layout(tp=4), lr=1e-5)
-"""Gemma 3 VL 4B full fine-tuning, 8 x H100 80GB: 40 GB each, TP4."""
 gemma3_vl_12b_finetune_config = finetune_recipe("google/gemma-3-12b-it", layout(tp=8))
-"""Gemma 3 VL 12B full fine-tuning, 16 x H100 80GB: 38 GB each, TP8."""
 gemma3_vl_27b_finetune_config = finetune_recipe("google/gemma-3-27b-it", layout(tp=8))
-"""Gemma 3 VL 27B full fine-tuning, 16 x H100 80GB: 66 GB each, TP8."""
 
 name_functions(__name__)

@@ -8,18 +8,12 @@ from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layo
 # GLM-4 of 2024 and of April 2025 (0414). Learning rates are our own: none are published.
 
 glm4_9b_pretrain_config = pretrain_recipe("zai-org/GLM-4-9B-0414", layout(tp=2), seq_length=8192, lr=3e-4)
-"""GLM-4 9B pretraining, 16 x H100 80GB: 64 GB each, TP2."""
 glm4_9b_chat_pretrain_config = pretrain_recipe("zai-org/glm-4-9b-chat-hf", layout(tp=2), seq_length=8192, lr=3e-4)
-"""GLM-4 9B Chat (2024) pretraining, 16 x H100 80GB: 61 GB each, TP2."""
 glm4_32b_pretrain_config = pretrain_recipe("zai-org/GLM-4-32B-0414", layout(tp=8), seq_length=8192, lr=2e-4)
-"""GLM-4 32B pretraining, 32 x H100 80GB: 56 GB each, TP8."""
 
 glm4_9b_finetune_config = finetune_recipe("zai-org/GLM-4-9B-0414", layout(tp=2))
-"""GLM-4 9B full fine-tuning, 8 x H100 80GB: 57 GB each, TP2."""
 glm4_9b_chat_finetune_config = finetune_recipe("zai-org/glm-4-9b-chat-hf", layout(tp=2))
-"""GLM-4 9B Chat (2024) full fine-tuning, 8 x H100 80GB: 56 GB each, TP2."""
 glm4_32b_finetune_config = finetune_recipe("zai-org/GLM-4-32B-0414", layout(tp=8))
-"""GLM-4 32B full fine-tuning, 16 x H100 80GB: 59 GB each, TP8."""
 
 # GLM-4.5 with the first and the last learning rate of "GLM-4.5" (2025), but Adam; 4.7-Flash and GLM-5 with our own.
 #
@@ -37,28 +31,20 @@ _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5
 glm45_air_106b_pretrain_config = pretrain_recipe(
     "zai-org/GLM-4.5-Air", _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
 )
-"""GLM-4.5 Air 106B-A12B pretraining, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_pretrain_config = pretrain_recipe(
     "zai-org/GLM-4.5", _LARGE_STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
 )
-"""GLM-4.5 355B-A32B pretraining, 256 x H100 80GB: 57 GB each, TP8 PP16 EP8."""
 glm47_flash_30b_pretrain_config = pretrain_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
-"""GLM-4.7-Flash 30B-A3B pretraining, 32 x H100 80GB: 54 GB each, TP2 EP8."""
 glm5_744b_pretrain_config = pretrain_recipe(
     "zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1), seq_length=4096, global_batch_size=4096, lr=2e-4
 )
-"""GLM-5 744B-A40B pretraining, 256 x H100 80GB: 71 GB each, TP8 PP16 EP16."""
 
 glm45_air_106b_finetune_config = finetune_recipe("zai-org/GLM-4.5-Air", _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
-"""GLM-4.5 Air 106B-A12B full fine-tuning, 64 x H100 80GB: 58 GB each, TP4 PP4 EP8."""
 glm45_355b_finetune_config = finetune_recipe(
     "zai-org/GLM-4.5", _LARGE_STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
 )
-"""GLM-4.5 355B-A32B full fine-tuning, 128 x H100 80GB: 69 GB each, TP8 PP8 EP16."""
 glm47_flash_30b_finetune_config = finetune_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1))
-"""GLM-4.7-Flash 30B-A3B full fine-tuning, 16 x H100 80GB: 66 GB each, TP2 EP8."""
 glm5_744b_finetune_config = finetune_recipe("zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1))
-"""GLM-5 744B-A40B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP16 EP16."""
 
 # GLM-4.5V: GLM-4.5 Air with a vision tower. The learning rate is our own.
 #
@@ -69,6 +55,5 @@ _V_STAGES: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3L"}
 glm_45v_finetune_config = finetune_recipe(
     "zai-org/GLM-4.5V", _V_STAGES, layout(tp=4, pp=4, vp=3, ep=8, etp=1), recompute=["vision_model"]
 )
-"""GLM-4.5V 106B-A12B full fine-tuning, 64 x H100 80GB: 64 GB each, TP4 PP4 EP8."""
 
 name_functions(__name__)

@@ -29,6 +29,5 @@ GPT3_175B = ProviderSize(
 gpt3_175b_pretrain_config = pretrain_recipe(
     GPT3_175B, layout(tp=8, pp=4, vp=6), seq_length=2048, global_batch_size=1536, lr=6e-5, min_lr=6e-6
 )
-"""GPT-3 175B pretraining, 128 x H100 80GB: 62 GB each, TP8 PP4."""
 
 name_functions(__name__)

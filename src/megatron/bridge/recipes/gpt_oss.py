@@ -15,15 +15,11 @@ GPT_OSS_20B = size_of("openai/gpt-oss-20b", _TRAINING)
 GPT_OSS_120B = size_of("openai/gpt-oss-120b", _TRAINING)
 
 gpt_oss_20b_pretrain_config = pretrain_recipe(GPT_OSS_20B, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4)
-"""gpt-oss 20B pretraining, 16 x H100 80GB: 65 GB each, TP2 EP4."""
 gpt_oss_120b_pretrain_config = pretrain_recipe(
     GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1), seq_length=4096, lr=2e-4
 )
-"""gpt-oss 120B pretraining, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
 
 gpt_oss_20b_finetune_config = finetune_recipe(GPT_OSS_20B, layout(tp=2, ep=8, etp=1))
-"""gpt-oss 20B full fine-tuning, 8 x H100 80GB: 66 GB each, TP2 EP8."""
 gpt_oss_120b_finetune_config = finetune_recipe(GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1))
-"""gpt-oss 120B full fine-tuning, 64 x H100 80GB: 71 GB each, TP2 PP4 EP8."""
 
 name_functions(__name__)

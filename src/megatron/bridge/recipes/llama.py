@@ -25,22 +25,16 @@ from megatron.bridge.training.config import ConfigContainer
 LLAMA2_7B = "meta-llama/Llama-2-7b-hf"
 
 llama2_7b_pretrain_config = pretrain_recipe(LLAMA2_7B, seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5)
-"""Llama 2 7B pretraining, 8 x H100 80GB: 71 GB each, no model parallelism."""
 llama2_13b_pretrain_config = pretrain_recipe(
     "meta-llama/Llama-2-13b-hf", layout(tp=2), seq_length=4096, global_batch_size=1024, lr=3e-4, min_lr=3e-5
 )
-"""Llama 2 13B pretraining, 16 x H100 80GB: 65 GB each, TP2."""
 llama2_70b_pretrain_config = pretrain_recipe(
     "meta-llama/Llama-2-70b-hf", layout(tp=8, pp=2), seq_length=4096, global_batch_size=1024, lr=1.5e-4, min_lr=1.5e-5
 )
-"""Llama 2 70B pretraining, 64 x H100 80GB: 52 GB each, TP8 PP2."""
 
 llama2_7b_finetune_config = finetune_recipe(LLAMA2_7B)
-"""Llama 2 7B full fine-tuning, 8 x H100 80GB: 71 GB each, no model parallelism."""
 llama2_13b_finetune_config = finetune_recipe("meta-llama/Llama-2-13b-hf", layout(tp=4))
-"""Llama 2 13B full fine-tuning, 8 x H100 80GB: 47 GB each, TP4."""
 llama2_70b_finetune_config = finetune_recipe("meta-llama/Llama-2-70b-hf", layout(tp=8, pp=2))
-"""Llama 2 70B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8 PP2."""
 
 # Llama 3, whose config Llama 3.1 to 3.3 share.
 #
@@ -52,58 +46,35 @@ _PRETRAIN_8B: PretrainOptions = {"seq_length": 8192, "lr": 3e-4}
 _PRETRAIN_70B: PretrainOptions = {"seq_length": 8192, "lr": 1.5e-4, "min_lr": 1.5e-6}
 
 llama3_8b_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, layout(tp=2))
-"""Llama 3 8B pretraining, 8 x H100 80GB: 58 GB each, TP2."""
 llama3_8b_16k_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, LENGTH_16K, layout(tp=2, cp=2))
-"""Llama 3 8B pretraining on 16k tokens, 16 x H100 80GB: 53 GB each, TP2 CP2."""
 llama3_8b_64k_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, LENGTH_64K, layout(tp=4, cp=2))
-"""Llama 3 8B pretraining on 64k tokens, 32 x H100 80GB: 61 GB each, TP4 CP2."""
 llama3_8b_128k_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, LENGTH_128K, layout(tp=4, cp=4))
-"""Llama 3 8B pretraining on 128k tokens, 64 x H100 80GB: 61 GB each, TP4 CP4."""
 llama3_70b_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, layout(tp=8, pp=2))
-"""Llama 3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
 llama3_70b_16k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_16K, layout(tp=8, pp=2, cp=2))
-"""Llama 3 70B pretraining on 16k tokens, 128 x H100 80GB: 59 GB each, TP8 PP2 CP2."""
 llama3_70b_64k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_64K, layout(tp=8, pp=2, cp=8))
-"""Llama 3 70B pretraining on 64k tokens, 256 x H100 80GB: 57 GB each, TP8 PP2 CP8."""
 llama3_70b_128k_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16))
-"""Llama 3 70B pretraining on 128k tokens, 512 x H100 80GB: 58 GB each, TP8 PP2 CP16."""
 llama3_8b_fp8_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, FP8, layout(tp=2))
-"""Llama 3 8B pretraining in FP8, 8 x H100 80GB: 65 GB each, TP2."""
 llama3_8b_fp8_blockwise_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, FP8_BLOCKWISE, layout(tp=2))
-"""Llama 3 8B pretraining in blockwise FP8, 8 x H100 80GB: 65 GB each, TP2."""
 llama3_8b_mxfp8_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, MXFP8)
-"""Llama 3 8B pretraining in MXFP8, 8 x B200 180GB: 118 GB each, no model parallelism."""
 llama3_8b_nvfp4_pretrain_config = pretrain_recipe(LLAMA3_8B, _PRETRAIN_8B, NVFP4)
-"""Llama 3 8B pretraining in NVFP4, 8 x B200 180GB: 111 GB each, no model parallelism."""
 
 
 def llama3_8b_low_precision_pretrain_config(
     mixed_precision_recipe: LowPrecision = "bf16_with_fp8_current_scaling_mixed", **options: Unpack[PretrainOptions]
 ) -> ConfigContainer:
-    """Llama 3 8B pretraining in a low precision, 8 x H100 80GB: 65 GB each, TP2.
-
-    Args:
-        mixed_precision_recipe: The precision; the option ``precision`` overrides it.
-        **options: The options of all pretraining recipes.
-    """
+    # the option ``precision`` overrides the argument
     return pretrain(LLAMA3_8B, options, _PRETRAIN_8B, layout(tp=2), precision=mixed_precision_recipe)
 
 
 llama3_70b_fp8_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, FP8, layout(tp=8, pp=4, vp=5))
-"""Llama 3 70B pretraining in FP8, 64 x H100 80GB: 60 GB each, TP8 PP4."""
 llama3_70b_fp8_blockwise_pretrain_config = pretrain_recipe(
     LLAMA3_70B, _PRETRAIN_70B, FP8_BLOCKWISE, layout(tp=8, pp=4, vp=5)
 )
-"""Llama 3 70B pretraining in blockwise FP8, 64 x H100 80GB: 60 GB each, TP8 PP4."""
 llama3_70b_mxfp8_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, MXFP8, layout(tp=4, pp=2))
-"""Llama 3 70B pretraining in MXFP8, 64 x B200 180GB: 132 GB each, TP4 PP2."""
 llama3_70b_nvfp4_pretrain_config = pretrain_recipe(LLAMA3_70B, _PRETRAIN_70B, NVFP4, layout(tp=4, pp=2))
-"""Llama 3 70B pretraining in NVFP4, 64 x B200 180GB: 124 GB each, TP4 PP2."""
 
 llama3_8b_finetune_config = finetune_recipe(LLAMA3_8B, layout(tp=2))
-"""Llama 3 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama3_70b_finetune_config = finetune_recipe(LLAMA3_70B, layout(tp=8, pp=2))
-"""Llama 3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
 
 # Llama 3.1: Llama 3 with 128k positions, and 405B.
 #
@@ -120,54 +91,35 @@ _PRETRAIN_405B: PretrainOptions = {
 }
 
 llama31_8b_pretrain_config = pretrain_recipe("meta-llama/Llama-3.1-8B", layout(tp=2), seq_length=8192, lr=3e-4)
-"""Llama 3.1 8B pretraining, 8 x H100 80GB: 58 GB each, TP2."""
 llama31_70b_pretrain_config = pretrain_recipe(LLAMA31_70B, _PRETRAIN_70B, layout(tp=8, pp=2))
-"""Llama 3.1 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
 llama31_405b_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, layout(tp=8, pp=8, vp=4, cp=4))
-"""Llama 3.1 405B pretraining, 1024 x H100 80GB: 66 GB each, TP8 PP8 CP4."""
 llama31_8b_128k_pretrain_config = pretrain_recipe("meta-llama/Llama-3.1-8B", LENGTH_128K, layout(tp=4, cp=4), lr=3e-4)
-"""Llama 3.1 8B pretraining on 128k tokens, 64 x H100 80GB: 61 GB each, TP4 CP4."""
 llama31_70b_128k_pretrain_config = pretrain_recipe(LLAMA31_70B, _PRETRAIN_70B, LENGTH_128K, layout(tp=8, pp=2, cp=16))
-"""Llama 3.1 70B pretraining on 128k tokens, 512 x H100 80GB: 58 GB each, TP8 PP2 CP16."""
 llama31_405b_128k_pretrain_config = pretrain_recipe(
     LLAMA31_405B, _PRETRAIN_405B, LENGTH_128K, layout(tp=8, pp=8, vp=4, cp=4), recompute="full"
 )
-"""Llama 3.1 405B pretraining on 128k tokens, 1024 x H100 80GB: 66 GB each, TP8 PP8 CP4."""
 llama31_405b_fp8_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, FP8, layout(tp=8, pp=16, vp=4, cp=4))
-"""Llama 3.1 405B pretraining in FP8, 1024 x H100 80GB: 54 GB each, TP8 PP16 CP4."""
 llama31_405b_mxfp8_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, MXFP8, layout(tp=8, pp=8, vp=8))
-"""Llama 3.1 405B pretraining in MXFP8, 512 x B200 180GB: 141 GB each, TP8 PP8."""
 llama31_405b_nvfp4_pretrain_config = pretrain_recipe(LLAMA31_405B, _PRETRAIN_405B, NVFP4, layout(tp=8, pp=8, vp=8))
-"""Llama 3.1 405B pretraining in NVFP4, 512 x B200 180GB: 134 GB each, TP8 PP8."""
 
 llama31_8b_finetune_config = finetune_recipe("meta-llama/Llama-3.1-8B", layout(tp=2))
-"""Llama 3.1 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama31_70b_finetune_config = finetune_recipe(LLAMA31_70B, layout(tp=8, pp=2))
-"""Llama 3.1 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
 llama31_405b_finetune_config = finetune_recipe(
     LLAMA31_405B, layout(tp=8, pp=16, vp=4, cp=2), embedding_and_loss_are_layers=True
 )
-"""Llama 3.1 405B full fine-tuning, 256 x H100 80GB: 61 GB each, TP8 PP16 CP2."""
 
 # Llama 3.2 and Llama 3.3, a further-trained 3.1 70B. The learning rates of Llama 3.2 are our own.
 
 llama32_1b_pretrain_config = pretrain_recipe("meta-llama/Llama-3.2-1B", seq_length=8192, lr=5e-4, min_lr=5e-6)
-"""Llama 3.2 1B pretraining, 8 x H100 80GB: 25 GB each, no model parallelism."""
 llama32_3b_pretrain_config = pretrain_recipe("meta-llama/Llama-3.2-3B", seq_length=8192, lr=3e-4)
-"""Llama 3.2 3B pretraining, 8 x H100 80GB: 51 GB each, no model parallelism."""
 llama33_70b_pretrain_config = pretrain_recipe(
     "meta-llama/Llama-3.3-70B-Instruct", layout(tp=8, pp=2), seq_length=8192, lr=1.5e-4, min_lr=1.5e-6
 )
-"""Llama 3.3 70B pretraining, 64 x H100 80GB: 65 GB each, TP8 PP2."""
 
 llama32_1b_finetune_config = finetune_recipe("meta-llama/Llama-3.2-1B", lr=1e-5)
-"""Llama 3.2 1B full fine-tuning, 1 x H100 80GB: 30 GB, no model parallelism."""
 llama32_1b_dpo_config = dpo_recipe("meta-llama/Llama-3.2-1B", lr=1e-6)
-"""Llama 3.2 1B DPO, 1 x H100 80GB: 36 GB, no model parallelism."""
 llama32_3b_finetune_config = finetune_recipe("meta-llama/Llama-3.2-3B", lr=1e-5)
-"""Llama 3.2 3B full fine-tuning, 8 x H100 80GB: 38 GB each, no model parallelism."""
 llama33_70b_finetune_config = finetune_recipe("meta-llama/Llama-3.3-70B-Instruct", layout(tp=8, pp=2))
-"""Llama 3.3 70B full fine-tuning, 32 x H100 80GB: 66 GB each, TP8 PP2."""
 
 # The text model of Llama 4. Learning rates are our own.
 
@@ -175,8 +127,6 @@ LLAMA4_SCOUT_109B = "meta-llama/Llama-4-Scout-17B-16E-Instruct"
 _LAYOUT: LayoutOptions = layout(tp=2, pp=4, ep=8, etp=1)
 
 llama4_scout_109b_pretrain_config = pretrain_recipe(LLAMA4_SCOUT_109B, _LAYOUT, seq_length=4096, lr=2e-4)
-"""Llama 4 Scout 109B-A17B (text) pretraining, 64 x H100 80GB: 68 GB each, TP2 PP4 EP8."""
 llama4_scout_109b_finetune_config = finetune_recipe(LLAMA4_SCOUT_109B, _LAYOUT)
-"""Llama 4 Scout 109B-A17B (text) full fine-tuning, 64 x H100 80GB: 68 GB each, TP2 PP4 EP8."""
 
 name_functions(__name__)

@@ -17,18 +17,12 @@ MINISTRAL3_8B_VL = "mistralai/Ministral-3-8B-Instruct-2512"
 MINISTRAL3_14B_VL = "mistralai/Ministral-3-14B-Instruct-2512"
 
 ministral3_3b_pretrain_config = pretrain_recipe("mistralai/Ministral-3-3B-Base-2512", seq_length=8192, lr=3e-4)
-"""Ministral 3 3B (text) pretraining, 8 x H100 80GB: 54 GB each, no model parallelism."""
 ministral3_8b_pretrain_config = pretrain_recipe(MINISTRAL3_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Ministral 3 8B (text) pretraining, 8 x H100 80GB: 62 GB each, TP2."""
 ministral3_14b_pretrain_config = pretrain_recipe(MINISTRAL3_14B, layout(tp=4), seq_length=8192, lr=3e-4)
-"""Ministral 3 14B (text) pretraining, 16 x H100 80GB: 46 GB each, TP4."""
 
 ministral3_3b_finetune_config = finetune_recipe("mistralai/Ministral-3-3B-Instruct-2512")
-"""Ministral 3 3B full fine-tuning, 8 x H100 80GB: 67 GB each, no model parallelism."""
 ministral3_8b_finetune_config = finetune_recipe(MINISTRAL3_8B_VL, layout(tp=2))
-"""Ministral 3 8B full fine-tuning, 8 x H100 80GB: 66 GB each, TP2."""
 ministral3_14b_finetune_config = finetune_recipe(MINISTRAL3_14B_VL, layout(tp=4))
-"""Ministral 3 14B full fine-tuning, 8 x H100 80GB: 60 GB each, TP4."""
 
 # Mistral 7B, NeMo and Small, and Ministral of 2024. Learning rates are our own: none are published.
 
@@ -37,37 +31,25 @@ MISTRAL_NEMO_12B = "mistralai/Mistral-Nemo-Base-2407"
 MISTRAL_SMALL_24B = "mistralai/Mistral-Small-24B-Base-2501"
 
 mistral_7b_pretrain_config = pretrain_recipe("mistralai/Mistral-7B-v0.3", layout(tp=2), seq_length=8192, lr=3e-4)
-"""Mistral 7B pretraining, 8 x H100 80GB: 53 GB each, TP2."""
 ministral_8b_pretrain_config = pretrain_recipe(MINISTRAL_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Ministral 8B pretraining, 8 x H100 80GB: 59 GB each, TP2."""
 mistral_nemo_12b_pretrain_config = pretrain_recipe(MISTRAL_NEMO_12B, layout(tp=4), seq_length=8192, lr=3e-4)
-"""Mistral NeMo 12B pretraining, 16 x H100 80GB: 42 GB each, TP4."""
 mistral_small_24b_pretrain_config = pretrain_recipe(MISTRAL_SMALL_24B, layout(tp=4), seq_length=8192, lr=2e-4)
-"""Mistral Small 24B pretraining, 32 x H100 80GB: 68 GB each, TP4."""
 
 mistral_7b_finetune_config = finetune_recipe("mistralai/Mistral-7B-v0.3", layout(tp=2))
-"""Mistral 7B full fine-tuning, 8 x H100 80GB: 43 GB each, TP2."""
 ministral_8b_finetune_config = finetune_recipe(MINISTRAL_8B, layout(tp=2))
-"""Ministral 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 mistral_nemo_12b_finetune_config = finetune_recipe(MISTRAL_NEMO_12B, layout(tp=2))
-"""Mistral NeMo 12B full fine-tuning, 8 x H100 80GB: 70 GB each, TP2."""
 mistral_small_24b_finetune_config = finetune_recipe(MISTRAL_SMALL_24B, layout(tp=4))
-"""Mistral Small 24B full fine-tuning, 16 x H100 80GB: 65 GB each, TP4."""
 
 # Mixtral. Learning rates are our own: none are published.
 
 mixtral_8x7b_pretrain_config = pretrain_recipe(
     "mistralai/Mixtral-8x7B-v0.1", layout(tp=2, pp=4, vp=4, ep=4, etp=1), seq_length=4096, lr=3e-4
 )
-"""Mixtral 8x7B pretraining, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
 mixtral_8x22b_pretrain_config = pretrain_recipe(
     "mistralai/Mixtral-8x22B-v0.1", layout(tp=4, pp=4, vp=7, ep=8, etp=1), seq_length=4096, lr=2e-4
 )
-"""Mixtral 8x22B pretraining, 128 x H100 80GB: 62 GB each, TP4 PP4 EP8."""
 
 mixtral_8x7b_finetune_config = finetune_recipe("mistralai/Mixtral-8x7B-v0.1", layout(tp=2, pp=4, vp=4, ep=4, etp=1))
-"""Mixtral 8x7B full fine-tuning, 32 x H100 80GB: 57 GB each, TP2 PP4 EP4."""
 mixtral_8x22b_finetune_config = finetune_recipe("mistralai/Mixtral-8x22B-v0.1", layout(tp=8, pp=4, vp=7, ep=8, etp=1))
-"""Mixtral 8x22B full fine-tuning, 64 x H100 80GB: 64 GB each, TP8 PP4 EP8."""
 
 name_functions(__name__)

@@ -22,25 +22,19 @@ kimi_k2_pretrain_config = pretrain_recipe(
     min_lr=2e-5,
     pipeline_layout="Et|(tt|)*30L",
 )
-"""Kimi K2 1T-A32B pretraining, 1024 x H100 80GB: 58 GB each, TP8 PP16 EP16."""
 kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
-"""Kimi-Linear 48B-A3B pretraining, 32 x H100 80GB: 69 GB each, TP2 EP8."""
 
 kimi_k2_finetune_config = finetune_recipe(
     "moonshotai/Kimi-K2-Instruct", layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
 )
-"""Kimi K2 1T-A32B full fine-tuning, 512 x H100 80GB: 71 GB each, TP8 PP16 EP16."""
 kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1))
-"""Kimi-Linear 48B-A3B full fine-tuning, 32 x H100 80GB: 69 GB each, TP2 EP8."""
 
 # Moonlight. The learning rate is from "Muon is Scalable for LLM Training" (2025); the optimizer here is Adam.
 
 MOONLIGHT_16B = "moonshotai/Moonlight-16B-A3B"
 
 moonlight_16b_pretrain_config = pretrain_recipe(MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
-"""Moonlight 16B-A3B pretraining, 16 x H100 80GB: 62 GB each, EP4."""
 
 moonlight_16b_finetune_config = finetune_recipe(MOONLIGHT_16B, layout(tp=2, ep=4, etp=1))
-"""Moonlight 16B-A3B full fine-tuning, 8 x H100 80GB: 60 GB each, TP2 EP4."""
 
 name_functions(__name__)

@@ -13,20 +13,14 @@ LLAMA_NEMOTRON_49B = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
 LLAMA_NEMOTRON_253B = "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1"
 
 llama_nemotron_8b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-"""Llama-Nemotron 8B pretraining, 8 x H100 80GB: 58 GB each, TP2."""
 llama_nemotron_49b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_49B, layout(tp=8), seq_length=8192, lr=2e-4)
-"""Llama-Nemotron 49B pretraining, 64 x H100 80GB: 65 GB each, TP8."""
 llama_nemotron_253b_pretrain_config = pretrain_recipe(
     LLAMA_NEMOTRON_253B, layout(tp=8, pp=6, cp=2), seq_length=8192, global_batch_size=768, lr=8e-5, min_lr=8e-7
 )
-"""Llama-Nemotron 253B pretraining, 384 x H100 80GB: 64 GB each, TP8 PP6 CP2."""
 
 llama_nemotron_8b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_8B, layout(tp=2))
-"""Llama-Nemotron 8B full fine-tuning, 8 x H100 80GB: 48 GB each, TP2."""
 llama_nemotron_49b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_49B, layout(tp=8))
-"""Llama-Nemotron 49B full fine-tuning, 32 x H100 80GB: 65 GB each, TP8."""
 llama_nemotron_253b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_253B, layout(tp=8, pp=9), global_batch_size=192)
-"""Llama-Nemotron 253B full fine-tuning, 144 x H100 80GB: 71 GB each, TP8 PP9."""
 
 # Nemotron-4, and the Minitrons that were pruned from it.
 #
@@ -40,24 +34,16 @@ NEMOTRON4_340B = "nvidia/Nemotron-4-340B-Base"
 nemotron4_15b_pretrain_config = pretrain_recipe(
     NEMOTRON4_15B, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7
 )
-"""Nemotron-4 15B pretraining, 32 x H100 80GB: 70 GB each, TP2."""
 nemotron4_340b_pretrain_config = pretrain_recipe(
     NEMOTRON4_340B, layout(tp=8, pp=12, vp=8), seq_length=4096, global_batch_size=2304, lr=1e-4, min_lr=1e-6
 )
-"""Nemotron-4 340B pretraining, 768 x H100 80GB: 66 GB each, TP8 PP12."""
 minitron_4b_pretrain_config = pretrain_recipe("nvidia/Minitron-4B-Base", seq_length=4096, lr=3e-4)
-"""Minitron 4B pretraining, 8 x H100 80GB: 49 GB each, no model parallelism."""
 minitron_8b_pretrain_config = pretrain_recipe("nvidia/Minitron-8B-Base", layout(tp=2), seq_length=4096, lr=3e-4)
-"""Minitron 8B pretraining, 8 x H100 80GB: 50 GB each, TP2."""
 
 nemotron4_15b_finetune_config = finetune_recipe(NEMOTRON4_15B, layout(tp=4))
-"""Nemotron-4 15B full fine-tuning, 16 x H100 80GB: 44 GB each, TP4."""
 nemotron4_340b_finetune_config = finetune_recipe(NEMOTRON4_340B, layout(tp=8, pp=8, vp=6, cp=2))
-"""Nemotron-4 340B full fine-tuning, 256 x H100 80GB: 71 GB each, TP8 PP8 CP2."""
 minitron_4b_finetune_config = finetune_recipe("nvidia/Minitron-4B-Base", lr=1e-5)
-"""Minitron 4B full fine-tuning, 8 x H100 80GB: 49 GB each, no model parallelism."""
 minitron_8b_finetune_config = finetune_recipe("nvidia/Minitron-8B-Base", layout(tp=2))
-"""Minitron 8B full fine-tuning, 8 x H100 80GB: 50 GB each, TP2."""
 
 # Nemotron-H: Mamba-2 layers (M) and feed-forward layers (-) with a few attention layers (*).
 #
@@ -69,22 +55,14 @@ NEMOTRONH_56B = "nvidia/Nemotron-H-56B-Base-8K"
 _H_PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768}
 
 nemotronh_4b_pretrain_config = pretrain_recipe("nvidia/Nemotron-H-4B-Base-8K", _H_PRETRAIN, lr=8e-4, min_lr=8e-6)
-"""Nemotron-H 4B pretraining, 8 x H100 80GB: 69 GB each, no model parallelism."""
 nemotronh_8b_pretrain_config = pretrain_recipe(NEMOTRONH_8B, _H_PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-"""Nemotron-H 8B pretraining, 16 x H100 80GB: 55 GB each, TP2."""
 nemotronh_47b_pretrain_config = pretrain_recipe(NEMOTRONH_47B, _H_PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6)
-"""Nemotron-H 47B pretraining, 64 x H100 80GB: 62 GB each, TP8."""
 nemotronh_56b_pretrain_config = pretrain_recipe(NEMOTRONH_56B, _H_PRETRAIN, layout(tp=8, pp=2), lr=4e-4, min_lr=4e-6)
-"""Nemotron-H 56B pretraining, 64 x H100 80GB: 54 GB each, TP8 PP2."""
 
 nemotronh_4b_finetune_config = finetune_recipe("nvidia/Nemotron-H-4B-Base-8K", lr=1e-5)
-"""Nemotron-H 4B full fine-tuning, 8 x H100 80GB: 52 GB each, no model parallelism."""
 nemotronh_8b_finetune_config = finetune_recipe(NEMOTRONH_8B, layout(tp=2))
-"""Nemotron-H 8B full fine-tuning, 8 x H100 80GB: 49 GB each, TP2."""
 nemotronh_47b_finetune_config = finetune_recipe(NEMOTRONH_47B, layout(tp=8))
-"""Nemotron-H 47B full fine-tuning, 32 x H100 80GB: 62 GB each, TP8."""
 nemotronh_56b_finetune_config = finetune_recipe(NEMOTRONH_56B, layout(tp=8, pp=2))
-"""Nemotron-H 56B full fine-tuning, 32 x H100 80GB: 54 GB each, TP8 PP2."""
 
 # Nemotron Nano: version 2, which is dense, and version 3, with experts (E) instead of feed-forward layers.
 #
@@ -95,22 +73,16 @@ NEMOTRON_3_NANO = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
 _NANO_PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768, "lr": 4.5e-4, "min_lr": 4.5e-6}
 
 nemotron_nano_9b_v2_pretrain_config = pretrain_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", _NANO_PRETRAIN, layout(tp=2))
-"""Nemotron Nano 9B v2 pretraining, 16 x H100 80GB: 59 GB each, TP2."""
 nemotron_nano_12b_v2_pretrain_config = pretrain_recipe(
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2", _NANO_PRETRAIN, layout(tp=4)
 )
-"""Nemotron Nano 12B v2 pretraining, 16 x H100 80GB: 43 GB each, TP4."""
 nemotron_3_nano_pretrain_config = pretrain_recipe(
     NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
 )
-"""Nemotron 3 Nano 30B-A3B pretraining, 32 x H100 80GB: 61 GB each, TP2 EP8."""
 
 nemotron_nano_9b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout(tp=2))
-"""Nemotron Nano 9B v2 full fine-tuning, 8 x H100 80GB: 53 GB each, TP2."""
 nemotron_nano_12b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-12B-v2", layout(tp=4))
-"""Nemotron Nano 12B v2 full fine-tuning, 8 x H100 80GB: 45 GB each, TP4."""
 nemotron_3_nano_finetune_config = finetune_recipe(NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1))
-"""Nemotron 3 Nano 30B-A3B full fine-tuning, 16 x H100 80GB: 63 GB each, TP2 EP8."""
 
 # Nemotron Nano VL v2. Learning rates and the batch size of pretraining are Megatron Bridge's.
 #
@@ -123,8 +95,6 @@ NEMOTRON_NANO_VL = "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16"
 nemotron_nano_v2_vl_12b_pretrain_config = pretrain_recipe(
     NEMOTRON_NANO_VL, layout(tp=4), seq_length=4096, global_batch_size=32, lr=3e-4, min_lr=3e-5
 )
-"""Nemotron Nano v2 VL 12B pretraining, 8 x H100 80GB: 61 GB each, TP4."""
 nemotron_nano_v2_vl_12b_finetune_config = finetune_recipe(NEMOTRON_NANO_VL, layout(tp=4), lr=1e-5, min_lr=1e-6)
-"""Nemotron Nano v2 VL 12B full fine-tuning, 8 x H100 80GB: 61 GB each, TP4."""
 
 name_functions(__name__)

@@ -14,21 +14,13 @@ OLMO3_7B = "allenai/Olmo-3-1025-7B"
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 1024}
 
 olmoe_7b_pretrain_config = pretrain_recipe("allenai/OLMoE-1B-7B-0924", _PRETRAIN, lr=4e-4, min_lr=4e-5)
-"""OLMoE 7B pretraining, 8 x H100 80GB: 62 GB each, no model parallelism."""
 olmo2_7b_pretrain_config = pretrain_recipe("allenai/OLMo-2-1124-7B", _PRETRAIN, layout(tp=2), lr=3e-4, min_lr=3e-5)
-"""OLMo 2 7B pretraining, 16 x H100 80GB: 38 GB each, TP2."""
 olmo3_7b_pretrain_config = pretrain_recipe(OLMO3_7B, layout(tp=2), seq_length=8192, lr=3e-4, min_lr=3e-5)
-"""Olmo 3 7B pretraining, 16 x H100 80GB: 49 GB each, TP2."""
 flexolmo_33b_pretrain_config = pretrain_recipe("allenai/FlexOlmo-7x7B-1T", layout(tp=8), seq_length=4096, lr=2e-4)
-"""FlexOlmo 33B pretraining, 32 x H100 80GB: 50 GB each, TP8."""
 
 olmoe_7b_finetune_config = finetune_recipe("allenai/OLMoE-1B-7B-0924")
-"""OLMoE 7B full fine-tuning, 8 x H100 80GB: 62 GB each, no model parallelism."""
 olmo2_7b_finetune_config = finetune_recipe("allenai/OLMo-2-1124-7B", layout(tp=2))
-"""OLMo 2 7B full fine-tuning, 8 x H100 80GB: 44 GB each, TP2."""
 olmo3_7b_finetune_config = finetune_recipe(OLMO3_7B, layout(tp=2))
-"""Olmo 3 7B full fine-tuning, 8 x H100 80GB: 44 GB each, TP2."""
 flexolmo_33b_finetune_config = finetune_recipe("allenai/FlexOlmo-7x7B-1T", layout(tp=8))
-"""FlexOlmo 33B full fine-tuning, 16 x H100 80GB: 63 GB each, TP8."""
 
 name_functions(__name__)

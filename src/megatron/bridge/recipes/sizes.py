@@ -87,10 +87,7 @@ class CheckpointSize(Size):
 def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: Any) -> Size:
     """The size of the model ``hub_id``, whose config is in ``configs``.
 
-    Args:
-        hub_id: Owner and name on the hub.
-        training: ``Size.training``.
-        **changes: Entries of a size that was never published and uses the tokenizer of ``hub_id``.
+    With ``changes`` of its entries, the size was never published and uses the tokenizer of ``hub_id``.
 
     Raises:
         FileNotFoundError: ``configs`` has no such model.

@@ -25,12 +25,7 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
 
     The reference runs with the same parallel sizes as the model. It is not trained or saved.
 
-    Args:
-        config: The configuration. An unresolved one is resolved into a copy; the original is not modified.
-
-    Raises:
-        UserError: There are no pretrained weights, the reference does not match the model or the parallel sizes,
-            or ``pretrain`` refuses the config.
+    An unresolved config is resolved into a copy.
     """
     given = container_of(config)
     if given.dpo is None:

@@ -189,9 +189,6 @@ def load_checkpoint(
 
     In the second case ``checkpoint.finetune`` becomes True, to start at step 0. What is None of the optimizer and
     scheduler stays there. Returns the step, and the floating-point operations so far.
-
-    Raises:
-        UserError: No checkpoint, a damaged one, or one of another model or schedule.
     """
     config = state.cfg.checkpoint
     found = config.load is not None and checkpoint_exists(config.load)

@@ -21,12 +21,11 @@ Loss = tuple[Tensor, Tensor, LossReport]
 
 
 def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
-    """Run one model chunk on the next microbatch.
+    """Run one model chunk on the next microbatch: its output, and the function that computes the loss from it.
 
-    Returns:
-        The chunk's output (on the last stage what the head makes of each token, [micro_batch_size, sequence of
-        this context-parallel rank, classes or hidden size]) and the function that computes the loss from it:
-        ``classification_loss``, with one label ``reward_loss``, of an embedding model ``contrastive_loss``.
+    On the last stage the output is what the head makes of each token, [micro_batch_size, sequence of this
+    context-parallel rank, classes or hidden size]; the loss is ``classification_loss``, with one label ``reward_loss``,
+    of an embedding model ``contrastive_loss``.
     """
     batch, config = next_batch(data_iterator), get_model_config(model)
     assert isinstance(config, GPTModelProvider), "the model was not built by a provider"
@@ -45,9 +44,8 @@ def _loss_of(config: GPTModelProvider) -> Any:
 def classification_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
     """Cross-entropy of the class at each position in the loss, as transformers' classification models have it.
 
-    Args:
-        batch: with ``labels`` and ``loss_mask``, [batch, sequence]; labels outside of the mask are not read.
-        scores: [batch, sequence, classes].
+    ``labels`` and ``loss_mask`` are [batch, sequence], labels outside of the mask are not read; ``scores`` [batch,
+    sequence, classes].
     """
     mask = batch["loss_mask"].view(-1) > 0
     labels, chosen = batch["labels"].view(-1)[mask], scores.flatten(0, 1)[mask].float()

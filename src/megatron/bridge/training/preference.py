@@ -86,11 +86,9 @@ class PreferenceStep:
     learns_preferences = True
 
     def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
-        """Run one chunk of both models on the next pairs.
+        """Run one chunk of both models on the next pairs: the tensor for the next stage, and the function of the loss.
 
-        Returns:
-            The tensor for the next stage (on the last stage the loss of each token, [1, tokens of this
-            context-parallel rank]) and the function that computes the loss of the pairs from it.
+        On the last stage the tensor is the loss of each token, [1, tokens of this context-parallel rank].
         """
         assert run.config.dpo is not None, "dpo is not set"
         batch, pair = next_batch(data_iterator), pair_of(model)
@@ -179,10 +177,7 @@ def kl_estimate(ratios: Tensor) -> Tensor:
 
 
 def sum_by_answer(batch: dict[str, Any], values: Tensor) -> Tensor:
-    """Sums of ``values`` [tokens, ...] over each answer, on all context-parallel ranks.
-
-    Each rank gets the gradient of its tokens.
-    """
+    """Sums of ``values`` [tokens, ...] over each answer and the context-parallel ranks, with gradients for each."""
     answers = len(batch["cu_seqlens"]) - 1
     sums = values.new_zeros(answers, *values.shape[1:]).index_add(0, answer_of_token(batch), values)
     return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())

@@ -223,10 +223,7 @@ def _single_or_list(functions: list[Any]) -> Any:
 def build_data(
     config: ConfigContainer, tokenizer: Tokenizer, consumed: int = 0, place: tuple[int, int] | None = None
 ) -> Iterators:
-    """The data of one data-parallel rank, from where ``consumed`` samples of all ranks end.
-
-    ``place`` is the rank and the number of these ranks; None stands for those of this process.
-    """
+    """The data of one data-parallel rank, by default this one, from where ``consumed`` samples of all ranks end."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     held_out = config.validation.eval_iters * batch
     sizes = (samples_of(config.train), held_out, held_out)

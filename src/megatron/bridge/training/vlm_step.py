@@ -25,18 +25,12 @@ def forward_step(
     What depends on a whole sequence (positions, which feature belongs to which token, how far an image sees ahead)
     is computed before context parallelism cuts it.
 
-    Args:
-        data_iterator: The microbatches of this rank.
-        model: The chunk, with its wrappers.
-        all_tokens: Compute the losses of tokens that are not trained, too, for a loss function of your own.
+    With ``all_tokens``, losses of tokens that are not trained are computed, too, for a loss function of your own.
 
     Returns:
         The chunk's output (on the last stage the loss of each token, [micro_batch_size, sequence of this
         context-parallel rank], which may be zero for tokens that are not trained) and the function that computes
         the loss from it.
-
-    Raises:
-        UserError: The model has no vision tower, and the batch has images.
     """
     config: Any = get_model_config(model)
     batch = dict(next(data_iterator))

@@ -36,10 +36,8 @@ def local_rank() -> int:
 def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None) -> None:
     """Join the default process group, unless that is done: torchrun's or srun's, or one of this process alone.
 
-    Args:
-        backend: ``nccl`` or ``gloo``; None takes NCCL where there is a GPU.
-        timeout_minutes: how long a collective may wait for a rank.
-        store: where the ranks find each other, instead of at torchrun's address.
+    ``backend`` is ``nccl`` or ``gloo``; None takes NCCL where there is a GPU. A collective waits ``timeout_minutes``
+    for a rank; ``store`` is where the ranks find each other, instead of at torchrun's address.
     """
     if is_initialized():
         return
@@ -60,10 +58,7 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
 
 
 def gpu_of_rank(local_rank: int, visible: int) -> int:
-    """The index of a rank's GPU among those that its process sees.
-
-    Launchers show a process either all GPUs of the machine or only its own (``srun --gpus-per-task=1``).
-    """
+    """The index of a rank's GPU among those that its process sees: all, or its own (``srun --gpus-per-task=1``)."""
     if visible == 1:
         return 0
     if local_rank >= visible:
@@ -116,9 +111,6 @@ class PendingMaximum:
     """The largest of all ranks' numbers, computed while this process goes on.
 
     Only ``wait`` synchronizes with the device, and only with work that was queued before.
-
-    Args:
-        number: This rank's; all ranks make the object at the same point.
     """
 
     def __init__(self, number: float) -> None:

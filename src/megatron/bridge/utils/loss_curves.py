@@ -46,11 +46,7 @@ def curves(
 ) -> list[Curve]:
     """A number of a run while it trained and, where they have it, of its evaluations.
 
-    Args:
-        rows: From ``read_metrics``.
-        label: Of the run.
-        axis: ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
-        source: Where the rows are from, in messages.
+    ``axis`` is ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
     """
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _SKIPPED))
     if metric not in names:
@@ -98,12 +94,7 @@ def smoothed(values: Sequence[float], points: int) -> list[float]:
 
 
 def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smooth: int = 1) -> None:
-    """Write a picture; its format is that of the name.
-
-    Args:
-        panels: Curves by what is written beside them, one below the other.
-        smooth: Points that are averaged; the points themselves stay visible behind the line.
-    """
+    """Write a picture of curves, averaged over ``smooth`` points, which stay visible; its name gives the format."""
     from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
 
     figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its hints are partial

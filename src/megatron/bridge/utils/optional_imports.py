@@ -18,14 +18,7 @@ def installed(package: str) -> bool:
 
 
 def import_optional(package: str, key: str, extra: str, is_setting: bool = True) -> Any:
-    """The module ``package``.
-
-    Args:
-        package: dotted name.
-        key: what in the config asks for it, or the command that needs it.
-        extra: the extra of this project that installs it.
-        is_setting: whether ``key`` is of the config, and can be left unset.
-    """
+    """The module ``package`` of an extra, for a key of the config (``is_setting``) or a command."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -39,12 +32,7 @@ def missing_message(package: str, key: str, extra: str, is_setting: bool = True)
 
 
 def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``module``.
-
-    Args:
-        module: Its name.
-        homes: Public name -> ``module:name`` where it is defined.
-    """
+    """The ``__getattr__`` of ``module``, for public names that are defined in ``homes``, as ``module:name``."""
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -22,8 +22,7 @@ def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, thread
     At most ``limit`` bytes of results exist at a time, or one result that is larger. The one that was yielded last
     counts until the next is asked for, so the caller has let go of it by then.
 
-    Args:
-        calls: (bytes of the result, what computes it).
+    Each call comes with the bytes of its result.
 
     Raises:
         BaseException: what a call raised, in its turn; those after it are not begun.

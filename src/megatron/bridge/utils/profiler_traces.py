@@ -53,11 +53,9 @@ def find_traces(place: Path) -> dict[int, Path]:
 def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> MergedTrace:
     """Write the traces of all ranks to ``target``, one rank in memory at a time.
 
-    Args:
-        traces: File by rank.
-        target: A new file; compressed if its name ends in ``.gz``.
-        clock: ``wall`` trusts the machines' clocks; ``barrier`` shifts each rank so that all leave the barrier
-            before the first profiled step at once, for machines whose clocks differ.
+    The target is compressed if its name ends in ``.gz``. ``clock`` ``wall`` trusts the machines' clocks; ``barrier``
+    shifts each rank so that all leave the barrier before the first profiled step at once, for machines whose clocks
+    differ.
 
     Raises:
         UserError: a trace is missing, damaged, or not of this kind; nothing is written then.

@@ -56,11 +56,7 @@ class RunStatus:
         return self.train[-1].get("step time", 0.0) if self.train else 0.0
 
     def summary(self, now: datetime) -> dict[str, str]:
-        """What to show, by name.
-
-        Args:
-            now: Local time, from which the end is counted. The steps alone count, without evaluations and saves.
-        """
+        """What to show, by name; the end is counted from ``now`` by the steps alone, without evaluations and saves."""
         total = "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
         found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
         last = self.train[-1] if self.train else {}

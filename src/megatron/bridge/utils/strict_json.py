@@ -30,10 +30,6 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # faster than ``json.loa
 def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
     """The value of a JSON text in UTF-8.
 
-    Args:
-        text: The text, with or without a byte order mark.
-        parse_constant: Converts ``NaN`` and ``Infinity``, as in ``json.loads``.
-
     Raises:
         ValueError: the text is not valid JSON (``json.JSONDecodeError``), not UTF-8 (``UnicodeDecodeError``), has
             duplicate keys (``DuplicateKeyError``), deep nesting, or a number with thousands of digits.

@@ -137,11 +137,7 @@ def read_torch(file: Path | io.BytesIO, source: str, **options: Any) -> Any:
 
 
 def check_readable(value: object, source: str) -> None:
-    """Raise what reading ``value`` from a checkpoint would raise.
-
-    Raises:
-        UntrustedPickleError: it contains anything that ``read_torch`` refuses.
-    """
+    """Raise an ``UntrustedPickleError`` if ``value`` contains anything that ``read_torch`` refuses."""
     stream = io.BytesIO()
     torch.save(value, stream)
     stream.seek(0)

@@ -51,10 +51,8 @@ class Tile:
 
     rows: slice
     keys: slice
-    causal: bool = False
-    """Query i of a square tile sees the keys up to i."""
-    positions: tuple[int, int] | None = None
-    """Positions of the first query and the first key if the tile needs another mask (`visibility_mask`)."""
+    causal: bool = False  # query i of a square tile sees the keys up to i
+    positions: tuple[int, int] | None = None  # of the first query and the first key if the tile needs another mask
 
 
 def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) -> Iterator[Tile]:
@@ -156,13 +154,7 @@ def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor 
 
 
 def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
-    """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees.
-
-    Args:
-        ahead: [b, s], how many positions each query sees ahead.
-        span: The span that ``tile`` is of.
-        tile: Its keys begin where ``span``'s do, or later.
-    """
+    """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees, by ``ahead`` [b, s]."""
     queries = torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device) - span.row + span.position
     keys = torch.arange(tile.keys.start, tile.keys.stop, device=ahead.device) - span.key_row
     return (keys > (queries + ahead[:, tile.rows])[..., None])[:, None]
@@ -225,8 +217,7 @@ class PackedSegment:
 
     start: int
     length: int
-    padded: int
-    """Length with padding."""
+    padded: int  # length with padding
 
 
 def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list[PackedSegment]:

@@ -55,20 +55,13 @@ def takes_over(layer: int, offset: int, every: int) -> bool:
 class Index(NamedTuple):
     """Queries, keys and weights that the indexer computes from tokens."""
 
-    queries: Tensor
-    """[s, b, h, d]."""
-    keys: Tensor
-    """[t, b, d]."""
-    weights: Tensor
-    """[s, b, h], in fp32."""
+    queries: Tensor  # [s, b, h, d]
+    keys: Tensor  # [t, b, d]
+    weights: Tensor  # [s, b, h], in fp32
 
 
 class Indexer(MegatronModule):
-    """The indexer of a layer; every tensor-parallel rank has all of it and computes the same.
-
-    Attributes:
-        cache: keys of earlier tokens while the model decodes, else None.
-    """
+    """The indexer of a layer, the same on tensor-parallel ranks; ``cache`` has earlier keys while the model decodes."""
 
     cache: AttentionCache | None = None
 

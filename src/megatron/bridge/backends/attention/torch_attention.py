@@ -139,7 +139,7 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Compute attention.
+        """Compute attention: [s, b, h * dv] or [t, h * dv], zeros for a query that sees no key (padding).
 
         Args:
             query: [s, b, h, d], or [t, h, d] for packed sequences.
@@ -152,9 +152,6 @@ class TorchAttention(MegatronModule):
             attn_mask_type: Causal or not; None takes the layer's.
             attention_bias: Not supported.
             packed_seq_params: Where the sequences of a packed row begin.
-
-        Returns:
-            [s, b, h * dv] or [t, h * dv]; zeros for a query that sees no key (padding).
         """
         assert attention_bias is None, "the torch backend has no attention bias"
         if self.cache is not None:
@@ -378,10 +375,7 @@ class _TileAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, hidden: Tensor | None, causal: bool
     ) -> Tensor:
-        """Attention [b, h, rows, d].
-
-        ``bias`` is [rows, keys]; ``hidden`` is boolean and broadcastable to [b, h, rows, keys].
-        """
+        """Attention [b, h, rows, d] with ``bias`` [rows, keys]; ``hidden`` is broadcastable to [b, h, rows, keys]."""
         if hidden is None:  # every row of a tile sees a key
             return self._attend(q, k, v, bias, causal)
         if causal:

@@ -42,16 +42,7 @@ class AttentionCache:
             tensor[target : target + count] = tensor[source : source + count].clone()
 
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store new keys and values, and attend.
-
-        Args:
-            query: [rows, 1, h, d].
-            key: [rows, 1, g, d].
-            value: [rows, 1, g, dv].
-
-        Returns:
-            [rows, 1, h * dv]; zeros for padding.
-        """
+        """Store new keys and values [rows, 1, g, d], and attend: [rows, 1, h * dv], zeros for padding."""
         self.store(key[:, 0], value[:, 0])
         return self.read(core, query)
 

@@ -38,10 +38,7 @@ class PackedWeight:
 
 
 class PackedLayer:
-    """Replaces ``forward`` of a linear layer that is not sharded.
-
-    Megatron-Core's has autograd functions around the product, 0.2 ms in each layer of a decoder.
-    """
+    """Replaces ``forward`` of a whole linear layer, whose autograd functions take 0.2 ms in each layer of a decoder."""
 
     def __init__(self, layer: Any, packed: PackedWeight) -> None:
         self._packed = packed

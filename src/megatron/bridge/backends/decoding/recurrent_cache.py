@@ -38,14 +38,8 @@ class RecurrentCache:
     def run(self, inputs: Tensor, width: int, mix: Mix, dtype: torch.dtype | None = None) -> Tensor:
         """Advance the states of the step's requests.
 
-        Args:
-            inputs: [rows, 1, f].
-            width: features of an output.
-            mix: computes one group.
-            dtype: of the outputs; that of the inputs when None.
-
-        Returns:
-            [rows, 1, width]; zeros for padding.
+        ``mix`` computes one group of ``inputs`` [rows, 1, f]. Outputs are [rows, 1, width], zeros for padding, in
+        ``dtype`` or in that of the inputs.
         """
         out = inputs.new_zeros(inputs.size(0), width, dtype=dtype or inputs.dtype)
         for group in self.step.groups:

@@ -38,9 +38,8 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
     Outside of forward and backward passes, its parameters are this rank's rows of the fp32 master weights. The
     weights that it computes with are a separate copy, sharded or whole. Gradients are reduced and summed in fp32.
 
-    Args:
-        ddp_config: ``data_parallel_sharding_strategy`` selects what is sharded.
-        module: The chunk, in half precision if the config says so, with equal weights on all ranks.
+    ``data_parallel_sharding_strategy`` of ``ddp_config`` selects what is sharded. The chunk is in half precision if the
+    config says so, with equal weights on all ranks.
     """
 
     def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:

@@ -40,11 +40,9 @@ class ParameterAttributes:
     def attach(self, parameter: Tensor, ranges: RowRanges, compute_copy: Tensor | None = None) -> None:
         """Set the attributes on the sharded parameter.
 
-        Args:
-            parameter: Sharded master weights.
-            ranges: The rows of each rank, in rank order.
-            compute_copy: This rank's rows of the weights that the model computes with, if the wrapper keeps them
-                as a separate copy instead of casting the master weights in each forward pass.
+        ``ranges`` are the rows of each rank, in rank order. ``compute_copy`` is this rank's rows of the weights that
+        the model computes with, if the wrapper keeps them as a separate copy instead of casting the master weights in
+        each forward pass.
         """
         vars(parameter).update(self.attributes)
         setattr(parameter, _ROW_RANGES, ranges)

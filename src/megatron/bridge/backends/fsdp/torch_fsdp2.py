@@ -33,10 +33,8 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
     model, so the optimizer needs no other copy. Gradients are summed over ranks and microbatches in fp32. Experts
     are sharded over the ranks that have the same ones.
 
-    Args:
-        ddp_config: Kept for Megatron-Core, which reads it.
-        module: The chunk, in half precision if the config says so, with equal weights on all ranks. It may be in
-            host memory: each unit is moved to the device when it is sharded.
+    Megatron-Core reads ``ddp_config``. The chunk is in half precision if the config says so, with equal weights on all
+    ranks; it may be in host memory: each unit is moved to the device when it is sharded.
     """
 
     def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
@@ -97,10 +95,7 @@ def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _make_master_weights(part: nn.Module) -> None:
-    """Convert to fp32 what is trained and not sharded yet.
-
-    Unit by unit, as the whole model in fp32 may not fit on a GPU.
-    """
+    """Convert to fp32 what is trained and not sharded yet: unit by unit, as the whole model may not fit on a GPU."""
     for parameter in part.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()

@@ -3,33 +3,9 @@
 
 import torch
 
-# Dense bf16 TFLOP/s by words of the device name, from NVIDIA's data sheets: A10 and A100 (2021), A30, A40 and
-# H100 PCIe (2022), GH200, L4, L40 and L40S (2023), H20, H100, H200, DGX B200 and GB200 NVL72 (2024), DGX B300
-# and GB300 NVL72 (2025). Rates with sparsity, or of a whole machine, have been divided. Export versions (A800,
-# H800) compute as fast as the originals.
-BF16_TFLOPS: dict[str, float] = {
-    "A10": 125.0,
-    "A30": 165.0,
-    "A40": 149.7,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L4": 121.0,
-    "L40": 181.0,
-    "L40S": 362.0,
-    "H20": 148.0,
-    "H100": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H800": 989.0,
-    "H800 PCIe": 756.0,
-    "H200": 989.0,
-    "H200 NVL": 835.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "B300": 2250.0,
-    "GB200": 2500.0,
-    "GB300": 2500.0,
-}
+from megatron.bridge.utils.config import yaml_text
+
+BF16_TFLOPS: dict[str, float] = yaml_text.tables_beside(__file__)
 
 
 def bf16_tflops(name: str) -> float | None:

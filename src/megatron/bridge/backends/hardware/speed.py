@@ -37,10 +37,7 @@ def host_bandwidth(size: int | None = None) -> float:
 
 
 def all_reduce_bandwidth(size: int | None = None) -> float | None:
-    """Bytes a second that each rank sends and receives in a ring (NCCL's bus bandwidth); None on one rank.
-
-    To be called on all ranks of the default group.
-    """
+    """Bytes a second that each rank of the default group moves in a ring (NCCL's bus bandwidth); None on one rank."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return None

@@ -17,10 +17,8 @@ from megatron.bridge.utils.errors import UserError
 def initialize_user_buffers(config: TransformerConfig, tokens: int, settings: str | None) -> None:
     """Set up the buffers after the process groups and before the model.
 
-    Args:
-        config: The config of the model, with ``tp_comm_overlap``.
-        tokens: Tokens of a microbatch on a context-parallel rank.
-        settings: YAML file with Transformer Engine's settings of each product; None takes its defaults.
+    ``tokens`` are those of a microbatch on a context-parallel rank, ``settings`` a YAML file with Transformer Engine's
+    settings of each product; None takes its defaults.
     """
     from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
 

@@ -49,14 +49,9 @@ def collect_losses() -> Iterator[dict[str, torch.Tensor]]:
 def process_mtp_loss(hidden_states: torch.Tensor, labels: torch.Tensor | None, **others: Any) -> torch.Tensor:
     """Attach the losses of multi-token prediction to the hidden states of the decoder.
 
-    Args:
-        hidden_states: Those of the decoder, then of each depth: [(1 + depths) x sequence, batch, hidden].
-        labels: The next tokens, [batch, sequence of this context-parallel rank]; None if the model returns logits,
-            which Megatron-Core's own function handles.
-        **others: The other arguments of Megatron-Core's ``process_mtp_loss``.
-
-    Returns:
-        The decoder's hidden states, [sequence, batch, hidden].
+    ``hidden_states`` are those of the decoder, which are returned, then of each depth: [(1 + depths) x sequence, batch,
+    hidden]. ``labels`` are the next tokens, [batch, sequence of this context-parallel rank]; without any the model
+    returns logits, which Megatron-Core's own function handles, as it does the ``others``.
     """
     if labels is None:
         return _core_process_mtp_loss(hidden_states=hidden_states, labels=None, **others)

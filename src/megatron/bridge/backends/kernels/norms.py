@@ -66,10 +66,7 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias``, in the dtype of the weight.
-
-    ``layernorm_bias=False`` in the config leaves the bias out.
-    """
+    """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias`` in the dtype of the weight, or without bias."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
@@ -104,14 +101,7 @@ class SplitNorm(nn.Module):
 
 
 class HeadsNorm(SplitNorm):
-    """A norm of queries or keys with a gain for each feature of each head; a rank has that of its heads.
-
-    Args:
-        config: Gives head width, epsilon, dtype and the kind of gain.
-        heads: Number of heads of all ranks, with padding.
-        true_heads: Number of heads without padding.
-        group: The tensor-parallel ranks.
-    """
+    """A norm of queries or keys with a gain for each feature of each head, padding included; a rank has its heads'."""
 
     def __init__(
         self, config: TransformerConfig, heads: int, true_heads: int, group: torch.distributed.ProcessGroup

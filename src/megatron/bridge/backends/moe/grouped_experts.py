@@ -75,11 +75,8 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """``x[rows of expert i] @ weights[i].T + biases[i]`` [tokens, out].
 
-    Args:
-        x: [tokens, in], the tokens of one expert after those of another.
-        counts: Tokens of each expert.
-        weights: [out, in] each; one kernel multiplies with all of them on a GPU if it has one for them.
-        biases: [out] each, or none.
+    ``x`` [tokens, in] has the tokens of one expert after those of another, ``counts`` of each. Weights are [out, in],
+    and one kernel multiplies with all of them on a GPU if it has one for them; biases are [out], or there are none.
     """
     out = _GroupedMatmul.apply(x, counts, bool(biases), *weights, *biases)
     assert isinstance(out, torch.Tensor)
@@ -135,10 +132,8 @@ def _expert_slices(counts: list[int]) -> list[slice]:
 class GroupedLinear(torch.nn.Module):
     """One linear layer per local expert (``weight{i}``, ``bias{i}``), split over expert-tensor-parallel ranks."""
 
-    split: int
-    """The dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers."""
-    packed: list[PackedWeight] | None = None
-    """Weights as oneDNN multiplies with them while the model decodes; the parameters are empty then."""
+    split: int  # the dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers
+    packed: list[PackedWeight] | None = None  # as oneDNN wants weights while decoding; the parameters are empty then
     row_multiple = 1
     """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""
 

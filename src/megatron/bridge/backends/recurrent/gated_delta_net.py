@@ -43,14 +43,9 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """The weighted sum of each feature over the last tokens of its sequence.
 
-    Args:
-        x: [b, t, features].
-        weight: [features, taps]; the tap of the current token is last.
-        bias: [features].
-        cu_seqlens: [sequences + 1], the bounds of the sequences of a packed row; None is one sequence a row.
-
-    Returns:
-        [b, t, features].
+    ``x`` and the result are [b, t, features], ``weight`` is [features, taps] with the tap of the current token last,
+    ``bias`` [features]. ``cu_seqlens`` [sequences + 1] are the bounds of the sequences of a packed row; None is one
+    sequence a row.
     """
     taps, length = weight.shape[-1], x.shape[1]
     position = None if cu_seqlens is None else positions_in_sequences(cu_seqlens, length)
@@ -199,9 +194,8 @@ def _first_chunks(lengths: list[int], size: int) -> set[int]:
 def init_conv_weight(weight: Tensor, group: dist.ProcessGroup) -> None:
     """Initialize the weight of a convolution, drawn for all tensor-parallel ranks: else all would draw the same.
 
-    Args:
-        weight: [features of this rank, 1, taps]; uniform within 1 / sqrt(taps), as in PyTorch.
-        group: The tensor-parallel ranks, whose random number generators agree.
+    It is [features of this rank, 1, taps], uniform within 1 / sqrt(taps) as in PyTorch; the random number generators of
+    ``group`` agree.
     """
     ranks, bound = group.size(), weight.shape[-1] ** -0.5
     whole = torch.empty(ranks * weight.shape[0], *weight.shape[1:]).uniform_(-bound, bound)

@@ -229,13 +229,7 @@ class TorchMambaMixer(MambaMixer):
 
 
 class GroupRMSNorm(SplitNorm):
-    """RMSNorm over each group of the outputs of a mixer, with the signature of mamba-ssm's norm.
-
-    Args:
-        hidden_size: Outputs of this rank.
-        group_size: Outputs of a group.
-        norm_before_gate: Must be False, because the gate has been applied.
-    """
+    """RMSNorm over each group of a mixer's gated outputs on this rank, with the signature of mamba-ssm's norm."""
 
     def __init__(
         self, hidden_size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: torch.dtype

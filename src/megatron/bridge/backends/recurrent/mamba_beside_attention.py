@@ -24,11 +24,7 @@ class BesideMambaSubmodules(SelfAttentionSubmodules):
 
 
 class AttentionBesideMamba(SelfAttention):
-    """Attention and a mixer.
-
-    Attributes:
-        multipliers: of the outputs of attention and of the mixer.
-    """
+    """Attention and a mixer, with ``multipliers`` of the outputs of each."""
 
     def __init__(
         self, config: Any, submodules: BesideMambaSubmodules, layer_number: int, *args: Any, **kwargs: Any

@@ -86,11 +86,7 @@ class SharedKVAttention(SelfAttention):
 
 
 def connect_shared_kv(model: torch.nn.Module, config: Any) -> None:
-    """Connect each layer that shares keys and values to the layer that computes them.
-
-    Raises:
-        UserError: that layer is on another pipeline stage.
-    """
+    """Connect each layer that shares keys and values to the layer that computes them."""
     sources: dict[bool, SharedKVAttention] = {}
     users: dict[SharedKVAttention, SharedKVAttention] = {}
     for module in model.modules():

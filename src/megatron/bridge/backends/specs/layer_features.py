@@ -72,13 +72,7 @@ Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, flo
 def add_features(
     block: TransformerBlockSubmodules, config: TransformerConfig, provider: BackendSpecProvider
 ) -> TransformerBlockSubmodules:
-    """Add the features that ``config`` declares to each layer of ``block``.
-
-    Args:
-        block: The layers of one pipeline stage.
-        config: The config of the model; a plain ``TransformerConfig`` declares no features.
-        provider: The backend that ``block`` was made for.
-    """
+    """Add the features that ``config`` declares to each layer of a stage, which was made for ``provider``."""
     _check(config, provider)
     layers = [_with_features(spec, config, provider) for spec in block.layer_specs or []]
     return dataclasses.replace(block, layer_specs=layers)
@@ -224,10 +218,7 @@ class ResidualAdd(torch.nn.Module):
 
     It replaces Megatron-Core's ``bias_dropout_add`` and has the same interface.
 
-    Args:
-        config: The config of the layer.
-        norm: Builds the norm of the output; None is no norm.
-        scale: Multiplies the output after the norm.
+    ``norm`` builds the norm of the output, None is no norm; ``scale`` multiplies after it.
     """
 
     def __init__(self, config: TransformerConfig, norm: Any, scale: float) -> None:

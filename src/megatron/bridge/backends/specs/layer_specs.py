@@ -7,6 +7,7 @@ following linear layer, the separate norm of the torch backend is saved under th
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -22,10 +23,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.heterogeneous.heterogeneous_config import TransformerBlockConfig
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -38,6 +45,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
 from megatron.bridge.backends.attention.sparse_attention import SparseAttention, is_sparse
 from megatron.bridge.backends.cpu.device import has_cuda
@@ -50,7 +58,6 @@ from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
 from megatron.bridge.backends.recurrent.one_group_mamba import OneGroupMambaMixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs import layer_features
-from megatron.bridge.backends.specs.heterogeneous_specs import heterogeneous_layer
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention, TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -353,13 +360,7 @@ _Use = Callable[[str, object, str], None]
 
 
 def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:
-    """Set the fields of ``config`` that depend on what ``backend`` supports on this machine.
-
-    The results stay the same; only the kernels differ.
-
-    Returns:
-        Changes of values that differ from the default of their field, which a user has chosen.
-    """
+    """Choose the kernels that ``backend`` supports here; changes of values that a user has chosen."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes: list[DisabledSetting] = []
 
@@ -408,3 +409,47 @@ def _use_cpu_kernels(config: TransformerConfig, use: _Use) -> None:
     use("bias_activation_fusion", fuses, "only SwiGLU of dense layers has a fused form on CPUs")
     eager.install()
     use("use_cpu_initialization", True, "there is no CUDA")
+
+
+def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> ModuleSpec:
+    """The parts of ``plain`` that ``block`` describes; Megatron-Core takes sizes from the config of each layer."""
+    edits: dict[str, Any] = {}
+    parts: Any = plain.submodules
+    names: dict[str, str] = dict(parts.sharded_state_dict_keys_map)
+    if block.attention.no_op:
+        edits |= {"self_attention": ModuleSpec(module=IdentityOp), **_left_out("input_layernorm", "self_attn_bda")}
+    elif block.attention.replace_with_linear:
+        edits["self_attention"] = ModuleSpec(module=LinearReplacement)
+        names["input_layernorm."] = "self_attention.layer_norm_"
+    if block.mlp.no_op:
+        edits |= {"mlp": IdentityOp, **_left_out("pre_mlp_layernorm", "mlp_bda")}
+    elif block.mlp.replace_with_linear:
+        edits["mlp"] = partial(LinearReplacement)
+        names["pre_mlp_layernorm."] = "mlp.layer_norm_"
+    edits["sharded_state_dict_keys_map"] = names
+    return dataclasses.replace(plain, submodules=dataclasses.replace(parts, **edits))
+
+
+def _left_out(norm: str, residual: str) -> dict[str, Any]:
+    """No norm, and nothing that is added to the residual stream."""
+    return {norm: IdentityOp, residual: IdentityFuncOp}
+
+
+class LinearReplacement(ColumnParallelLinear):
+    """A linear layer that replaces, and is called like, attention or a feed-forward layer.
+
+    ``ColumnParallelLinearGathered`` of Megatron-Core 0.19 pads the sequence instead of the features, so it fails
+    under sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        assert config.init_method is not None, "Megatron-Core derives init_method"
+        width = config.hidden_size
+        super().__init__(width, width, config=config, init_method=config.init_method, bias=config.add_bias_linear)
+
+    def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        """[s, b, hidden] to the same, and no bias."""
+        out = gather_from_tensor_model_parallel_region(super().forward(x)[0], group=self.tp_group)
+        if self.config.sequence_parallel:
+            out = scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        return out, None

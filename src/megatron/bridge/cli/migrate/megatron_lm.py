@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a command line of Megatron-LM's ``pretrain_gpt.py`` to a config.
 
-Each argument becomes a dotted override by the tables in ``megatron_lm_table``. The overrides are applied to a
+Each argument becomes a dotted override by the tables in ``megatron_lm.yaml``. The overrides are applied to a
 config with the defaults of Megatron-LM.
 """
 
@@ -16,13 +16,14 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-from megatron.bridge.cli.migrate import megatron_lm_table as table
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
 
 type Arguments = dict[str, list[str]]
 """Argument without dashes -> its values."""
 
+TABLES = yaml_text.tables_beside(__file__)
 _VARIABLE = re.compile(r"\$(?:\{([^}:]*)(?::-([^}]*))?\}|(\w+|[@*]))")
 _FORMATS = (
     "bf16 fp16 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 fp4_recipe "
@@ -31,8 +32,7 @@ _FORMATS = (
 _PRECISION = {"fp8-format": "fp8", "fp4-format": "fp4"} | {name.replace("_", "-"): name for name in _FORMATS.split()}
 LATENT_DEFAULTS: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
 _IMPLIED, _MISSING = (
-    {name: reason for reason, names in groups.items() for name in names.split()}
-    for groups in (table.IMPLIED, table.MISSING)
+    {name: reason for reason, names in TABLES[table].items() for name in names} for table in ("implied", "missing")
 )
 _BLENDS = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 _BLEND_FILES = ("data-args-path", "per-split-data-args-path")
@@ -48,10 +48,7 @@ class MegatronLMRun:
 
 
 def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
-    """Translate a command line: ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone.
-
-    Without ``world_size``, the number of processes is that of ``torchrun``.
-    """
+    """Translate ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone."""
     launcher, words = _split(_expand(command))
     arguments = _parse(words)
     found = Translation()
@@ -125,19 +122,20 @@ def _fields() -> dict[str, str]:
     groups = {"optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig, "model": MLATransformerConfig}
     found = {_dashed(entry.name): f"{group}.{entry.name}" for group, kind in groups.items() for entry in fields(kind)}
     found |= {f"ddp-{name}": key for name, key in found.items() if key.startswith("ddp.")}
-    for group, pairs in table.RENAMED.items():
-        found |= {name: f"{group}.{key}" for name, _, key in (pair.partition("=") for pair in pairs.split())}
-    for group, names in table.SAME_NAMES.items():
+    for group, pairs in TABLES["renamed"].items():
+        found |= {name: f"{group}.{key}" for name, key in pairs.items()}
+    for group, names in TABLES["same_names"].items():
         prefix = {"dataset.fim": "fim_", "inprocess_restart": "inprocess_"}.get(group, "")
-        found |= {_dashed(name): f"{group}.{name.removeprefix(prefix)}" for name in names.split()}
+        found |= {_dashed(name): f"{group}.{name.removeprefix(prefix)}" for name in names}
     return found
 
 
-def _row(name: str) -> str | None:
-    """What an argument sets, as in ``table.SETTINGS``."""
+def _row(name: str) -> list[str]:
+    """What an argument sets, as in the table of settings."""
     known = _fields()
     negated = known.get(name.removeprefix("no-")) if name.startswith("no-") else None
-    return table.SETTINGS.get(name) or known.get(name) or (f"{negated}=false" if negated else None)
+    own = [known[name]] if name in known else [f"{negated}=false"] if negated else []
+    return TABLES["settings"].get(name, own)
 
 
 def _dashed(name: str) -> str:
@@ -146,7 +144,7 @@ def _dashed(name: str) -> str:
 
 def _missing(name: str) -> str | None:
     """Why the argument has no counterpart; None if it has one or is unknown."""
-    if name in table.SETTINGS or name in _fields() or name in _SPECIAL:
+    if name in TABLES["settings"] or name in _fields() or name in _SPECIAL:
         return _MISSING.get(name)
     return next((reason for pattern, reason in _MISSING.items() if fnmatchcase(name, pattern)), None)
 
@@ -154,7 +152,7 @@ def _missing(name: str) -> str | None:
 def _unknown(name: str) -> list[str]:
     if name in _SPECIAL or name in _IMPLIED or _missing(name) or _row(name):
         return []
-    hint = misspelling(name, [*_SPECIAL, *table.SETTINGS, *_fields(), *_IMPLIED, *_MISSING])
+    hint = misspelling(name, [*_SPECIAL, *TABLES["settings"], *_fields(), *_IMPLIED, *_MISSING])
     return [f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"]
 
 
@@ -167,10 +165,10 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
     elif (reason := _missing(name)) is not None:
         found.missing[f"--{name}"] = reason
     else:
-        row = _row(name) or ""
-        if values and all("=" in part for part in row.split()):
+        row = _row(name)
+        if values and all("=" in part for part in row):
             raise UserError(f"--{name} takes no value, but {values[0]} follows it: remove that")
-        for part in row.split():
+        for part in row:
             key, equals, value = part.partition("=")
             found.set(key, value if equals else _value(name, key, values), f"--{name}")
 
@@ -178,9 +176,9 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
 def _value(name: str, key: str, values: list[str]) -> str:
     """The values as YAML."""
     field = key.rpartition(".")[2]
-    if field in table.PATTERNS.split() and values:
+    if field in TABLES["patterns"] and values:
         return json.dumps(_pattern(name, values[0]))
-    if len(values) > 1 or (values and field in table.LISTS.split()):
+    if len(values) > 1 or (values and field in TABLES["lists"]):
         return f"[{', '.join(' '.join(values).split())}]"
     return values[0] if values else "true"
 

@@ -17,10 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: str = "") -> None:
-    """Add the Hugging Face model, also under ``names``, and the arguments below.
-
-    ``without`` tells what happens without the option; an empty text requires it.
-    """
+    """Add the Hugging Face model, required or ``without`` with what that means, and the arguments below."""
     parser.add_argument(
         "--hf-model",
         *names,

@@ -49,10 +49,7 @@ class Job:
         return "" if self.recipe is None else self.recipe.gpu_kind
 
     def resolve(self, world_size: int, count_rows: Callable[[Any], int] | None = None) -> "Resolved[ConfigContainer]":
-        """The resolved config for ``world_size`` processes, not necessarily on this machine.
-
-        ``count_rows`` is that of ``ConfigContainer.resolve``.
-        """
+        """``ConfigContainer.resolve`` for ``world_size`` processes, not necessarily on this machine."""
         resolved = self.config.resolve(world_size, self.origins, count_rows)
         check_sticks(resolved.config, self.changes)
         return resolved

@@ -20,19 +20,13 @@ def pack(
 
     The longest sample comes first, and each goes to the row where it leaves the least space.
 
-    Args:
-        lengths: positive length of each sample, at most ``capacity``.
-        capacity: length of a row.
-        images: tokens of images of each sample, at most ``image_capacity``; None does not limit them.
-        image_capacity: tokens of images that a row may have.
-
-    Returns:
-        The indices of the samples in each row, in ascending order. Rows are ordered by their first sample, and
-        every sample is in exactly one row.
-
     Example:
         >>> [row.tolist() for row in pack([3, 5, 2, 8, 6], 8)]
         [[0, 1], [2, 4], [3]]
+
+    Lengths are positive and at most ``capacity``; ``images``, if any, are tokens of images of each sample, at most
+    ``image_capacity``. The indices of the samples in a row ascend, rows are ordered by their first sample, and every
+    sample is in exactly one row.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     assert not len(sizes) or (sizes.min() > 0 and sizes.max() <= capacity), "a sample does not fit"
@@ -101,10 +95,7 @@ def cut_for_rank(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
     Each sequence is cut into ``2 * size`` equal chunks. A rank gets one from the front and the mirrored one from
     the back, so that causal attention is equal work for all ranks.
 
-    Args:
-        boundaries: the start of each sequence, and the end of the last one; lengths are multiples of ``2 * size``.
-        rank: the context-parallel rank.
-        size: number of context-parallel ranks.
+    ``boundaries`` are the start of each sequence and the end of the last one; lengths are multiples of ``2 * size``.
     """
     parts = []
     for start, stop in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):

@@ -29,18 +29,13 @@ class RowImages(NamedTuple):
 class SampleRows(Dataset[Row]):
     """Rows with one sample each, without padding if ``seq_length`` is None. Those of a microbatch are concatenated."""
 
-    has_cu_seqlens: ClassVar[bool] = True
-    """Whether rows hold the boundaries of their samples, so that several can share a row."""
+    has_cu_seqlens: ClassVar[bool] = True  # whether rows hold the boundaries of several samples
 
     samples: Samples
-    seq_length: int | None
-    """Length of a row; None: that of its sample."""
-    padding: int
-    """The padding token, which is never in the loss."""
-    multiple: int = 1
-    """In rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism."""
-    media: MediaProcessor | None = None
-    """The image processor; rows then have their ``images``, and positions of three axes where the model has them."""
+    seq_length: int | None  # length of a row; None: that of its sample
+    padding: int  # the padding token, which is never in the loss
+    multiple: int = 1  # in rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism
+    media: MediaProcessor | None = None  # rows then have ``images``, and positions of three axes if need be
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -161,14 +156,10 @@ class EpochRows(Dataset[Row]):
     """The rows of another dataset over and over, in a new order each epoch."""
 
     rows: Any
-    size: int
-    """Number of rows to present."""
-    seed: int | None
-    """Seed of the order, which depends on the seed and the epoch only; None keeps the order of ``rows``."""
-    report: EncodingReport = field(default_factory=EncodingReport)
-    """What became of the records behind the rows, for the preview."""
-    source: str = ""
-    """Where the records are, for the preview."""
+    size: int  # number of rows to present
+    seed: int | None  # the order depends on it and the epoch only; None keeps that of ``rows``
+    report: EncodingReport = field(default_factory=EncodingReport)  # what became of the records, for the preview
+    source: str = ""  # where the records are, for the preview
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
     def __len__(self) -> int:
@@ -199,9 +190,7 @@ class EpochRows(Dataset[Row]):
 class BlendedRows(Dataset[Row]):
     """Rows of several datasets, ordered so that their shares are as close to the weights as possible at any time.
 
-    Args:
-        parts: the datasets, each with at least ``size`` rows.
-        size: number of rows to present.
+    Each of the ``parts`` has at least ``size`` rows, which is the number to present.
     """
 
     def __init__(self, parts: Sequence[Dataset[Row]], weights: Sequence[float], size: int) -> None:

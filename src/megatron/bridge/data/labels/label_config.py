@@ -26,10 +26,8 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
     is scored, and nothing is appended to what the tokenizer makes of it. ``train_on`` has no effect.
     """
 
-    num_labels: int | None = None
-    """Number of classes; None takes ``model.num_labels``."""
-    label_names: list[str] | None = None
-    """Names of the classes, in the order of their numbers; None takes numbers only."""
+    num_labels: int | None = None  # number of classes; None takes ``model.num_labels``
+    label_names: list[str] | None = None  # names of the classes, in the order of their numbers; None takes numbers only
 
     def encoding_rules(self) -> EncodingRules:
         names = tuple(self.label_names or ())
@@ -66,16 +64,11 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
     a text have no class.
     """
 
-    num_labels: int | None = None
-    """Number of classes; None takes ``model.num_labels``."""
-    label_names: list[str] | None = None
-    """Names of the classes, in the order of their numbers; None takes numbers only."""
-    label_all_tokens: bool = False
-    """Whether all tokens of a word have its class; else only the first one counts."""
-    text_column: str = "tokens"
-    """The key of the words."""
-    label_column: str = "ner_tags"
-    """The key of their classes."""
+    num_labels: int | None = None  # number of classes; None takes ``model.num_labels``
+    label_names: list[str] | None = None  # names of the classes, in the order of their numbers; None takes numbers only
+    label_all_tokens: bool = False  # whether all tokens of a word have its class; else only the first one counts
+    text_column: str = "tokens"  # the key of the words
+    label_column: str = "ner_tags"  # the key of their classes
 
     def pair_rules(self) -> EncodingRules:
         return self.encoding_rules().extended(

@@ -16,22 +16,12 @@ Grid = tuple[int, int, int]
 
 
 class Expansion:
-    """The images of one family.
+    """The images of one family, by ``config.json`` and, above it, ``processor_config.json``."""
 
-    Args:
-        processor: transformers' image processor.
-        values: ``config.json``, and above it ``processor_config.json``.
-        hf: tokenizer of transformers.
-    """
-
-    options: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of the image processor, as transformers' processor of the family passes them."""
-    images_in_sample: int | None = None
-    """Images that a sample may have; None for any number."""
-    template: ClassVar[str | None] = None
-    """The chat template of checkpoints that have none."""
-    has_patches: ClassVar[bool] = False
-    """Whether tensors hold the patches of all images, one image after another, and not an entry for each tile."""
+    options: ClassVar[Mapping[str, Any]] = {}  # of the processor, as transformers' of the family passes them
+    images_in_sample: int | None = None  # images that a sample may have; None for any number
+    template: ClassVar[str | None] = None  # the chat template of checkpoints that have none
+    has_patches: ClassVar[bool] = False  # whether tensors hold the patches of one image after another, not of tiles
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         self.processor, self.values, self.hf = processor, values, hf
@@ -254,10 +244,7 @@ class LlavaNext(Llava):
 
 
 class LlavaOneVision(LlavaNext):
-    """Llava-OneVision: as Llava-NeXT, and shrunk above a number of tiles.
-
-    Several images of one sample would be encoded in another way.
-    """
+    """Llava-OneVision: as Llava-NeXT, shrunk above a number of tiles; several images would be encoded otherwise."""
 
     images_in_sample = 1
 

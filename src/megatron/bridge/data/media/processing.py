@@ -6,19 +6,21 @@ decode images in order to count tokens, and would lose which characters belong t
 """
 
 import hashlib
+import http.client
 import json
 import math
+import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
-from megatron.bridge.data.media.fetching import fetched
 from megatron.bridge.data.media.media_rules import MediaRules, loading
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
@@ -26,7 +28,51 @@ from megatron.bridge.data.media.tiles import TileProcessor
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video, zeros_without_memory
 from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
+from megatron.bridge.utils.atomic import published_file
 from megatron.bridge.utils.errors import UserError, one_line
+
+FOLDER = ".fetched"  # below the root of the media
+MAX_BYTES = 200_000_000
+_SECONDS = 30  # without an answer
+_SCHEMES = ("http://", "https://")
+
+
+def fetched(raw: Any, root: Path, where: str) -> Any:
+    """What a record says about an image or a video, with a path below ``root`` in the place of an address."""
+    if isinstance(raw, Mapping):
+        return {key: fetched(value, root, where) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [fetched(value, root, where) for value in raw]
+    if not isinstance(raw, str) or not raw.startswith(_SCHEMES):
+        return raw
+    name = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest() + Path(urlsplit(raw).path).suffix[:8]
+    path = root / FOLDER / name
+    if not path.is_file():
+        content = _download(raw, where)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with published_file(path) as aside:
+                aside.write_bytes(content)
+        except OSError as error:
+            raise UserError(
+                f"{where}: {raw} cannot be kept in {path.parent} ({error}): set dataset.media_root"
+            ) from error
+    return f"{FOLDER}/{name}"
+
+
+def _download(address: str, where: str) -> bytes:
+    request = urllib.request.Request(address, headers={"User-Agent": "megatron-bridge"})
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as response:
+            content: bytes = response.read(MAX_BYTES + 1)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(
+            f"{where}: {address} cannot be downloaded ({one_line(error)}): correct it, or remove the record"
+        ) from error
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{where}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path")
+    return content
+
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,12 +87,7 @@ _TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "p
 
 
 class MediaProcessor:
-    """The images and videos of a run.
-
-    Args:
-        rules: which processor, and how it is set.
-        hf: tokenizer of transformers, whose special tokens are the placeholders.
-    """
+    """The images and videos of a run; the special tokens of the tokenizer ``hf`` are the placeholders."""
 
     def __init__(self, rules: MediaRules, hf: "PreTrainedTokenizerBase") -> None:
         self.root = Path(rules.root)

@@ -51,11 +51,9 @@ MediaReference = ImageReference | VideoReference
 def refer(raw: Any, root: Path, where: str) -> ImageReference:
     """The reference to an image that a record names, once its size is read.
 
-    Args:
-        raw: a path, a ``data:`` URL, bytes, a PIL image, or an object with one of them under ``image``, ``path``,
-            ``url`` or ``bytes``.
-        root: the folder that relative paths start from; images outside of it are refused.
-        where: the record, for messages.
+    ``raw`` is a path, a ``data:`` URL, bytes, a PIL image, or an object with one of them under ``image``, ``path``,
+    ``url`` or ``bytes``. Relative paths start from ``root``, and images outside of it are refused; ``where`` names the
+    record in messages.
     """
     source = source_of(raw, root, where, "image")
     height, width = _measure(source, where)

@@ -18,12 +18,7 @@ _DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "down
 
 
 class TileProcessor:
-    """An image becomes a grid of tiles in the shape nearest to its own, and behind them the whole as one tile.
-
-    Args:
-        values: ``preprocessor_config.json``, and below it ``config.json``.
-        path: what the files are of.
-    """
+    """An image becomes a grid of tiles in the shape nearest to its own, and behind them the whole as one tile."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values: dict[str, Any] = {"image_size": values.get("force_image_size", 512), **_DEFAULTS}

@@ -35,13 +35,7 @@ MAX_PIXELS = 2_000_000_000  # of the frames that are used: more would take more 
 
 
 class VideoProcessor:
-    """Transformers' processor of a family, of whose videos the frames are images or have a token of their own.
-
-    Args:
-        kind: ``model_type`` of the family.
-        rules: which processor, and how it is set.
-        values: ``config.json``.
-    """
+    """Transformers' processor of a ``model_type``, whose videos' frames are images or have a token of their own."""
 
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
         self.processor = _load(kind, rules)
@@ -154,10 +148,8 @@ def zeros_without_memory(like: Tensor) -> Tensor:
 def refer_video(raw: Any, root: Path, where: str) -> VideoReference:
     """The reference to a video that a record names, once its size is read.
 
-    Args:
-        raw: what ``references.refer`` takes, or ``{"frames": [images], "fps": rate}``.
-        root: the folder that relative paths start from; files outside of it are refused.
-        where: the record, for messages.
+    ``raw`` is what ``references.refer`` takes, or ``{"frames": [images], "fps": rate}``. Relative paths start from
+    ``root``, and files outside of it are refused; ``where`` names the record in messages.
     """
     if isinstance(raw, dict) and "frames" in raw:
         return _refer_frames(raw["frames"], raw.get("fps"), root, where)

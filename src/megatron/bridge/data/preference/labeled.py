@@ -70,10 +70,8 @@ class LabeledRows(SampleRows):
 
     The second sequence is for the estimate of KL. It takes the answer of the next sample that has another prompt.
 
-    Args:
-        samples: what ``LabeledEncoder`` makes of the records.
-        longest: cut second sequences to this number of tokens.
-        multiple: pad each sequence to a multiple of this.
+    ``samples`` are those of ``LabeledEncoder``; second sequences are cut to ``longest`` tokens, and each sequence is
+    padded to a multiple of ``multiple``.
     """
 
     def __init__(self, samples: Samples, padding: int, longest: int, multiple: int = 1) -> None:

@@ -48,8 +48,7 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     the ``last`` message."""
     padding_free: bool = True
     pair_names: ClassVar[tuple[str, str]] = ("chosen", "rejected")
-    labeled: bool | None = None
-    """Whether a record is one answer with a label. None: True with ``dpo.loss_type=kto``."""
+    labeled: bool | None = None  # whether a record is one answer with a label. None: True with ``dpo.loss_type=kto``
 
     def pair_rules(self) -> EncodingRules:
         """How records become pairs."""

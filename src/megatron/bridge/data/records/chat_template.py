@@ -8,18 +8,57 @@ answer, including its end-of-turn token. If not (some templates rewrite earlier 
 certain, and the record is refused: training on everything would look just as plausible in a loss curve.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator
+import resource
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.formats import Chat, Message
 from megatron.bridge.data.records.media_parts import as_parts
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
-from megatron.bridge.utils.resource_limits import limited
+
+CPU_SECONDS = 10.0
+MEMORY = 4 << 30
+
+
+@contextmanager
+def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator[None]:
+    """End the block when it takes more than this CPU time or memory.
+
+    Limits apply in the main thread, because only it receives signals; elsewhere the block runs without limits.
+
+    ``memory`` is in bytes, in addition to the address space of the process at the start.
+
+    Raises:
+        TimeoutError: the block takes longer.
+        MemoryError: the block needs more memory.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> NoReturn:
+        raise TimeoutError(f"it takes more than {cpu_seconds:.0f} s")
+
+    before, (soft, hard) = signal.signal(signal.SIGVTALRM, interrupt), resource.getrlimit(resource.RLIMIT_AS)
+    wanted = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,10 +85,8 @@ class ChatTemplate:
     """Renders conversations with a tokenizer's chat template."""
 
     hf: "PreTrainedTokenizerBase"
-    template: str | None = None
-    """A template instead of the tokenizer's own."""
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Variables for the template, such as ``enable_thinking``."""
+    template: str | None = None  # a template instead of the tokenizer's own
+    options: dict[str, Any] = field(default_factory=dict[str, Any])  # such as ``enable_thinking``
     parts: bool = False
     """The template is that of a vision-language model: one that never asks whether content is a string (Llava's,
     SmolVLM's) is given lists of parts for text, too."""

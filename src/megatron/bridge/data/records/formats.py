@@ -39,18 +39,12 @@ FORMATS: dict[str, tuple[str, ...]] = {
 class Chat:
     """A conversation."""
 
-    messages: list[Message]
-    """Messages as chat templates expect them: ``role``, ``content``, and any other keys of the record."""
-    tools: list[dict[str, Any]] | None = None
-    """Descriptions of the tools that the assistant may call."""
-    excluded: frozenset[int] = frozenset()
-    """Indices of the assistant messages that are left out of the loss (``weight`` 0)."""
-    completion: int | None = None
-    """Index of the first message of the completion; None: the first after the last user message."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as ``enable_thinking``."""
-    images: tuple[PlacedMedium, ...] = ()
-    """Images and videos in the order in which they are rendered. With them, all content is a list of parts."""
+    messages: list[Message]  # as chat templates expect them: ``role``, ``content``, and any other keys of the record
+    tools: list[dict[str, Any]] | None = None  # descriptions of the tools that the assistant may call
+    excluded: frozenset[int] = frozenset()  # assistant messages that are left out of the loss (``weight`` 0)
+    completion: int | None = None  # index of its first message; None: the first after the last user message
+    template_options: dict[str, Any] = field(default_factory=dict)  # such as ``enable_thinking``
+    images: tuple[PlacedMedium, ...] = ()  # in the order of rendering; with them, all content is a list of parts
 
     @property
     def answers(self) -> list[int]:

@@ -49,10 +49,8 @@ def prepare(
 ) -> PreparedSamples:
     """The samples of ``source``.
 
-    Args:
-        folder: where samples are kept for later runs, shared by all nodes. All ranks must then call this, and rank
-            0 does the work. None keeps the samples in memory.
-        workers: number of processes that tokenize.
+    They are kept in ``folder`` for later runs, shared by all nodes: all ranks must then call this, and rank 0 does the
+    work, with ``workers`` processes that tokenize. Without a folder they stay in memory.
     """
     if folder is None:
         prepared = _in_memory(source, encoder, workers)

@@ -10,14 +10,9 @@ from megatron.bridge.data.records.samples import Sample
 def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None) -> Sample:
     """At most ``limit`` tokens of ``sample``.
 
-    Args:
-        sample: a sample with more than ``limit`` tokens.
-        limit: maximum number of tokens.
-        policy: ``right`` removes the end, ``left`` the beginning. ``keep_answer`` keeps the last run of trained
-            tokens and as much as fits of what comes directly before it; an answer that does not fit alone loses
-            its end.
-        opening: the token that begins every text, such as BOS, or None. If the sample begins with it, so does the
-            result, because the model has never seen a text without it.
+    ``policy`` ``right`` removes the end, ``left`` the beginning. ``keep_answer`` keeps the last run of trained tokens
+    and as much as fits of what comes directly before it; an answer that does not fit alone loses its end. If the sample
+    begins with ``opening``, such as BOS, so does the result, because the model has never seen a text without it.
     """
     assert policy in ("left", "right", "keep_answer"), policy
     if policy == "right":

@@ -93,18 +93,12 @@ MAKERS: Mapping[str, Maker] = {
 class HFDatasetConversationProvider(SFTDatasetConfig):
     """A dataset whose rows a maker turns into conversations."""
 
-    maker_name: str
-    """A key of ``MAKERS``, such as ``rdr``; also written ``make_rdr_dataset``."""
-    dataset_name: str | None = None
-    """Hub id, or a folder with rows of the same columns; None is the maker's own."""
-    revision: str | None = None
-    """Branch, tag or commit on the hub."""
-    train_split: str = "train"
-    """Name of the training split."""
-    validation_split: str | None = "validation"
-    """Name of the validation split; None needs ``do_validation=False``."""
-    test_split: str | None = None
-    """Name of the test split; None skips testing."""
+    maker_name: str  # a key of ``MAKERS``, such as ``rdr``; also written ``make_rdr_dataset``
+    dataset_name: str | None = None  # hub id, or a folder with rows of the same columns; None is the maker's own
+    revision: str | None = None  # branch, tag or commit on the hub
+    train_split: str = "train"  # name of the training split
+    validation_split: str | None = "validation"  # name of the validation split; None needs ``do_validation=False``
+    test_split: str | None = None  # name of the test split; None skips testing
 
     @property
     def maker(self) -> Maker:

@@ -21,16 +21,11 @@ COLORS = ("red", "green", "blue")
 class MockVLMConversationProvider(SFTDatasetConfig):
     """Pictures of noise in which one color is stronger; the answers name it, so a model can learn them."""
 
-    prompt: str = "Describe this image."
-    """The question about the images."""
-    random_seed: int = 0
-    """Seed of the pictures."""
-    image_size: tuple[int, int] = (256, 256)
-    """Width and height in pixels."""
-    num_images: int = 1
-    """Images of a sample."""
-    num_samples: int = 64
-    """Different samples of a split."""
+    prompt: str = "Describe this image."  # the question about the images
+    random_seed: int = 0  # seed of the pictures
+    image_size: tuple[int, int] = (256, 256)  # width and height in pixels
+    num_images: int = 1  # images of a sample
+    num_samples: int = 64  # different samples of a split
 
     def problems(self) -> list[str]:
         found = [*super().problems(), *too_small(self, "num_samples")]

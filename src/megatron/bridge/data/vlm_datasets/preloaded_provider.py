@@ -12,19 +12,12 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(kw_only=True)
 class PreloadedVLMConversationProvider(SFTDatasetConfig):
-    """Records in files anywhere: LLaVA's JSON, JSONL, Parquet or Arrow.
+    """Records in LLaVA's JSON or in the formats of ``FinetuningDatasetConfig``, and images below ``image_folder``."""
 
-    The formats are those of ``FinetuningDatasetConfig``. Images are paths below ``image_folder``.
-    """
-
-    train_data_path: str
-    """File with the training records."""
-    valid_data_path: str | None = None
-    """File with the validation records; None needs ``do_validation=False``."""
-    test_data_path: str | None = None
-    """File with the test records; None skips testing."""
-    image_folder: str | None = None
-    """Folder that the paths of images start from; None stands for the folder of ``train_data_path``."""
+    train_data_path: str  # file with the training records
+    valid_data_path: str | None = None  # file with the validation records; None needs ``do_validation=False``
+    test_data_path: str | None = None  # file with the test records; None skips testing
+    image_folder: str | None = None  # where the paths of images start; None is the folder of ``train_data_path``
 
     @property
     def media_folder(self) -> str:
@@ -48,11 +41,7 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
             raise UserError(f"dataset.image_folder={self.image_folder} is not a directory: check the path")
 
     def source(self, split: Split) -> FileSource | None:
-        """The file of the split.
-
-        Raises:
-            UserError: there is none for validation.
-        """
+        """The file of the split."""
         path = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]
         if path is None and split == "valid":
             raise UserError(

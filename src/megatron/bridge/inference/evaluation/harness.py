@@ -127,15 +127,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run tasks of the harness; to be called on all ranks.
 
-    Args:
-        tasks: names of tasks or groups, or YAML files.
-        include_path: folder with further tasks.
-        limit: examples of each task at most.
-        few_shot: examples in the prompt; the task's own number when None.
-        chat: put prompts into the chat template.
-
-    Returns:
-        The results, with a record of each example under ``samples``; nothing on other ranks than the first.
+    ``tasks`` are names of tasks or groups, or YAML files, also in ``include_path``; of each at most ``limit`` examples
+    are taken, with ``few_shot`` examples in the prompt (the task's own number when None), and with ``chat`` in the chat
+    template. The results have a record of each example under ``samples``; ranks but the first get nothing.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     known = manager.all_tasks

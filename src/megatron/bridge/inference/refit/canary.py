@@ -20,12 +20,7 @@ SCORING = Sampling(max_new_tokens=0, prompt_logprobs=0)
 
 
 class Canary:
-    """Texts whose log-probabilities the trainer and the engine must agree on.
-
-    Args:
-        prompts: token ids of each text, at least two tokens.
-        tolerance: largest difference; by the dtype of the model when None.
-    """
+    """Texts, as token ids, whose log-probabilities trainer and engine must agree on, up to ``tolerance``."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], tolerance: float | None = None) -> None:
         if not prompts or any(len(prompt) < 2 for prompt in prompts):
@@ -53,14 +48,7 @@ class Canary:
         return [one.logprob for job in jobs for one in job.completion.prompt_logprobs]
 
     def check(self, expected: Sequence[float], found: Sequence[float]) -> float:
-        """Compare, and remember the trainer's numbers for the next time.
-
-        Args:
-            expected: of the trainer.
-            found: of the engine.
-
-        Returns:
-            The largest difference.
+        """Compare with the trainer's numbers, and remember them for the next time: the largest difference.
 
         Raises:
             UserError: the engine has other weights, or still those of the last time.

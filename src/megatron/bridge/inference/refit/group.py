@@ -35,14 +35,8 @@ def join_group(
 ) -> Any:
     """The group of a trainer's rank 0 and the processes of an engine, beside whatever groups either has.
 
-    Args:
-        address: of the trainer.
-        port: free on it.
-        world_size: processes of the engine, and one.
-        rank: 0 is the trainer.
-        backend: ``nccl`` or ``gloo``; all must give the same.
-        name: of the group, as ``init_weights_update_group`` takes it.
-        timeout: for processes to join.
+    ``rank`` 0 is the trainer, ``world_size`` the processes of the engine, and one; all give the same ``backend``,
+    ``nccl`` or ``gloo``, and the ``name`` that ``init_weights_update_group`` takes.
     """
     dist: Any = torch_dist  # torch has no public function for a group that is no part of the default one
     meeting = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
@@ -75,9 +69,6 @@ def broadcast_weights(
         api: whose call it is.
         bucket_bytes: a bucket ends with the first tensor that goes beyond this; there are two of them.
         changed_only: leave out what is as it was at the last call.
-
-    Raises:
-        UserError: an engine that is not known, or tensors whose dtypes do not go into one bucket.
     """
     apis: dict[str, Any] = {"vllm": _to_vllm, "sglang": _to_sglang}
     if api not in apis:
@@ -88,9 +79,6 @@ def broadcast_weights(
 
 def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
     """What goes into each bucket, and where, as the engines compute it.
-
-    Raises:
-        UserError: a tensor that would begin in the middle of a number.
 
     Example:
         >>> infos = [WeightInfo(name, (10,), torch.float32) for name in "abc"]

@@ -34,14 +34,12 @@ def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
     Buckets lie in turn at the start and at the end of one buffer, so that one can be filled while the receiver
     reads the one before.
 
-    Args:
-        infos: of the tensors.
-        bucket_bytes: of two buckets; a tensor larger than one has a bucket of its own.
-
     Example:
         >>> infos = [WeightInfo(name, (10,), torch.float32) for name in "abc"]
         >>> [[(slot.info.name, slot.start) for slot in bucket] for bucket in layout(infos, 240)]
         [[('a', 0), ('b', 64)], [('c', 128)]]
+
+    A tensor larger than ``bucket_bytes``, one of two buckets, has a bucket of its own.
     """
     buckets: list[list[Slot]] = []
     end = 0

@@ -39,12 +39,9 @@ def send_weights(
 ) -> RefitReport:
     """Send weights once; every rank of the trainer calls this.
 
-    Args:
-        stream: of the model.
-        take: hands a step to the receiver and returns when it is done; None on all ranks but 0.
-        bucket_bytes: of shared memory, for two buckets; a larger tensor takes what it needs.
-        changed_only: leave out what is as it was at the last call.
-        running: what becomes of texts that run.
+    ``take`` hands a step to the receiver and returns when it is done; None on all ranks but 0. ``bucket_bytes`` of
+    shared memory hold two buckets, and a larger tensor takes what it needs. ``changed_only`` leaves out what is as it
+    was at the last call; ``running`` says what becomes of texts that run.
     """
     push = None if take is None else partial(_send, take, bucket_bytes, changed_only, running)
     return sent(stream, push, changed_only)
@@ -53,16 +50,7 @@ def send_weights(
 def sent(
     stream: WeightStream, push: Callable[[list[WeightInfo], Iterator[Any]], None] | None, changed_only: bool
 ) -> RefitReport:
-    """Let rank 0 push weights, and the other ranks hand them to it.
-
-    Args:
-        stream: of the model.
-        push: takes what comes, and the functions of ``WeightStream.writes``; None on all ranks but 0.
-        changed_only: leave out what is as it was at the last call.
-
-    Raises:
-        UserError: another rank than 0 wants the weights.
-    """
+    """Let rank 0 ``push`` weights, by the functions of ``WeightStream.writes``, and the others hand them to it."""
     if push is not None and rank() != 0:
         raise UserError(f"rank {rank()} of the trainer has a receiver: weights come to rank 0, so give it there")
     start = time.perf_counter()
@@ -107,15 +95,7 @@ def _send(
 
 
 class Refit:
-    """Keeps an engine at the weights of a model that trains, and proves it each time.
-
-    Args:
-        llm: the engine, an ``LLM``; None on the ranks of the trainer that do not own it.
-        stream: of the model; on every rank of the trainer.
-        chunks: of this rank of the trainer, for the canary.
-        canary: texts to compare on.
-        bucket_bytes: of shared memory.
-    """
+    """Keeps an engine, which some ranks of the trainer own, at the weights of a model that trains, and proves it."""
 
     def __init__(
         self, llm: Any, stream: WeightStream, chunks: Sequence[Any], canary: Canary, bucket_bytes: int = BUCKET_BYTES
@@ -124,12 +104,7 @@ class Refit:
         self._bucket_bytes = bucket_bytes
 
     def __call__(self, changed_only: bool = False, running: Running = "abort") -> RefitReport:
-        """Send the weights as they are now; every rank of the trainer calls this.
-
-        Args:
-            changed_only: leave out what is as it was at the last call with ``changed_only``.
-            running: what becomes of texts that run.
-        """
+        """Send the weights, or what changed since the last such call; every rank of the trainer calls this."""
         expected = self._canary.trainer_logprobs(self._chunks)
         take = None if self._llm is None else self._llm.replace_weights
         report = send_weights(self._stream, take, self._bucket_bytes, changed_only, running)

@@ -45,11 +45,8 @@ class WeightStream:
     The ranks of the model make one each. Nothing but the first call of the constructor and the iteration
     communicates.
 
-    Args:
-        bridge: of the model's architecture.
-        model: this rank's chunks.
-        dtype: convert floating-point tensors to this dtype; None leaves them as they are.
-        bucket_bytes: what ranks exchange at a time.
+    ``dtype`` is that of floating-point tensors; None leaves them as they are. Ranks exchange ``bucket_bytes`` at a
+    time.
     """
 
     def __init__(
@@ -82,8 +79,7 @@ class WeightStream:
     def send(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) as ``metadata`` announces, on every rank; all ranks must iterate.
 
-        Args:
-            tasks: those of ``changed``; all when None.
+        ``tasks`` are those of ``changed``; all when None.
 
         Raises:
             UserError: a tensor is not as announced, because its mapping computes another shape.
@@ -105,11 +101,7 @@ class WeightStream:
         They copy, and convert, straight from the shards, and are valid until the next one is asked for. Other
         ranks must iterate, too; what they get is of no use.
 
-        Args:
-            tasks: those of ``changed``; all when None.
-
-        Raises:
-            UserError: as of ``send``.
+        The arguments and errors are those of ``send``.
         """
         hook = bridge_for(self._bridge.hf_config)
         if hook.computes_on_export:

@@ -24,12 +24,7 @@ class EngineGoneError(Exception):
 
 
 class EngineClient:
-    """Talks with the ranks of ``workers``; to be made and used in an event loop.
-
-    Args:
-        capacity: choices that run or wait at the same time.
-        failed: called with the reason when the engine has ended.
-    """
+    """Talks with the ranks of ``workers`` in an event loop; ``failed`` is called with the reason when they end."""
 
     def __init__(self, workers: Workers, capacity: int, failed: Callable[[str], object]) -> None:
         self._workers = workers

@@ -81,14 +81,7 @@ class _Sent:
 
 
 def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator[tuple[list[Event], Load]]:
-    """Serve until the process ends; runs on every rank, as ``Workers.start`` explains.
-
-    Args:
-        receive: gives rank 0 what has arrived.
-
-    Yields:
-        The events of each step, and the load after it.
-    """
+    """Serve until the process ends; runs on every rank, and ``receive`` gives rank 0 what has arrived."""
     loop = EngineLoop(llm.engine)
     while True:
         commands = broadcast_object(receive(0.0 if loop.is_busy else IDLE_SECONDS))

@@ -6,13 +6,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A request that is not answered.
-
-    Args:
-        message: one sentence for a person.
-        param: the field that is wrong.
-        code: for programs.
-    """
+    """A request that is not answered: a sentence for a person, the field that is wrong, and a code for programs."""
 
     def __init__(
         self,

@@ -7,24 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.utils.config import yaml_text
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 
-NOT_SUPPORTED = {
-    "functions": "functions are not supported: leave it out",
-    "function_call": "functions are not supported: leave it out",
-    "tools": "tools are not supported: leave it out",
-    "tool_choice": "tools are not supported: leave it out",
-    "parallel_tool_calls": "tools are not supported: leave it out",
-    "audio": "audio is not supported: leave it out",
-    "modalities": "only text is generated: leave it out",
-    "prediction": "predicted outputs are not supported: leave it out",
-    "chat_template": "templates of requests are not used: start the server with --template",
-    "guided_json": "grammars are not supported: leave it out",
-    "guided_regex": "grammars are not supported: leave it out",
-    "suffix": "text cannot be inserted before a suffix: leave it out",
-}
+NOT_SUPPORTED = yaml_text.tables_beside(__file__)
 """Fields of other servers, with what to do."""
 
 # fields that are those of ``Sampling``
@@ -235,12 +223,7 @@ class DetokenizeRequest(_Strict):
 
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
-    """A sentence for one of pydantic's errors, and the field that it concerns.
-
-    Args:
-        error: of ``ValidationError.errors()``.
-        names: the fields that there are.
-    """
+    """A sentence for one of pydantic's errors, and the field that it concerns, one of ``names`` if it is known."""
     from megatron.bridge.utils.errors import did_you_mean
 
     where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]

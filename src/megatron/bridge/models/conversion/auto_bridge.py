@@ -209,7 +209,7 @@ class AutoBridge(AdapterCalls):
         source = self._export_source(model)
         plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
         plan = peft_format.merging(plan) if merge_adapter_weights else plan
-        stream = buckets.stream_with_tasks(self._bridge, plan, source, cpu, bucket_bytes)
+        stream = buckets.stream(self._bridge, plan, source, cpu, bucket_bytes)
         total = len(plan.hf_names) + len(plan.ties)
         for task, (name, weight) in console.track(stream, "Exporting", total=total, show=show_progress):
             found = weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
@@ -384,7 +384,8 @@ class AutoBridge(AdapterCalls):
         chunks, stored = streaming.stored_model(megatron_path, mp_overrides, self.to_megatron_provider)
         source = self._export_source(chunks)
         plan = self._export_plan(chunks, source)
-        yield from buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))
+        stream = buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))
+        yield from (named for _, named in stream)
 
     def save_megatron_model(self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None) -> None:
         """Save the weights of all ranks as a Megatron checkpoint that loads under any parallel layout.

@@ -19,13 +19,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_description(
     checkpoint: str | Path, directory: Path, architecture: str | None = None, tokenizer: Any = None
 ) -> None:
-    """Write ``config.json`` for a Megatron checkpoint, and its tokenizer.
-
-    Args:
-        checkpoint: root of a checkpoint, or one of its iterations.
-        directory: an existing directory to write to.
-        architecture: such as ``LlamaForCausalLM``; None finds the only one that computes the same.
-    """
+    """Write ``config.json``, of the architecture that computes the same if none is given, and the tokenizer."""
     provider = stored_provider.read(checkpoint)
     config = _config(provider, _chosen(provider, architecture))
     if tokenizer is not None:

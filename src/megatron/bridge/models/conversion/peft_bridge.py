@@ -27,14 +27,7 @@ def build_adapter_config_dict(
     base_model_name_or_path: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What ``peft.PeftModel.from_pretrained`` needs to know of adapters.
-
-    Args:
-        peft_config: the LoRA, CanonicalLoRA or DoRA that they were made with.
-        target_modules: names of the Hugging Face modules that they are beside.
-        base_model_name_or_path: where the base model is.
-        rank_pattern: modules whose rank is another one.
-    """
+    """What ``peft.PeftModel.from_pretrained`` needs to know of adapters beside ``target_modules``."""
     is_dora = type(peft_config).__name__ == "DoRA"
     described = Described(peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout)
     return {

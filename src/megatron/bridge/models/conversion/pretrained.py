@@ -28,10 +28,7 @@ def local_weights(name: str | Path) -> Path:
 
 
 def tokenizer_of(name: str | Path) -> str | None:
-    """Directory or hub id of the tokenizer of the weights ``name``; None if there is none on this machine.
-
-    It lies beside them, or the run that wrote them names it.
-    """
+    """Directory or hub id of the tokenizer beside the weights ``name`` or of the run that wrote them, if any."""
     if is_megatron_checkpoint(name):
         kept = model_io.tokenizer_dir(name)
         if kept is not None:

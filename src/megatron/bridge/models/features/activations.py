@@ -39,10 +39,7 @@ def _xielu(x: Tensor, positive: Any, negative: Any, beta: Any, capped: Tensor) -
 
 
 class XIELU(nn.Module):
-    """An activation with two trained numbers (Huang and Schlag, 2024, arXiv:2411.13010).
-
-    Tensor-parallel ranks share them, and add up their gradients.
-    """
+    """An activation with two numbers (arXiv:2411.13010) that tensor-parallel ranks share, adding up gradients."""
 
     def __init__(self, config: Any, tp_group: Any) -> None:
         super().__init__()

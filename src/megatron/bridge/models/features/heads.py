@@ -17,14 +17,7 @@ _FIRST_WEIGHTS_SEED = 1234
 
 
 class LinearForLastLayer(nn.Linear):
-    """A head in place of the output layer: hidden states [sequence, batch, hidden] to values in fp32.
-
-    Args:
-        input_size: of the hidden states.
-        output_size: values of each token; 1 is a critic's.
-        sequence_parallel: each rank has part of the sequence, and gathers the values.
-        bias: whether the head has a bias.
-    """
+    """A head in place of the output layer: hidden states [sequence, batch, hidden], gathered, to values in fp32."""
 
     def __init__(
         self, input_size: int, output_size: int, *, sequence_parallel: bool = False, bias: bool = False
@@ -56,11 +49,7 @@ class LinearForLastLayer(nn.Linear):
 
 
 class HiddenStates(nn.Module):
-    """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, in fp32.
-
-    Args:
-        sequence_parallel: each rank has part of the sequence, and gathers the states.
-    """
+    """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, gathered, in fp32."""
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         super().__init__()

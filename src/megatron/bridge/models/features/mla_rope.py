@@ -19,12 +19,7 @@ _KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class LatentRotaryEmbedding(YarnRotaryEmbedding):
-    """Angles of the ``qk_pos_emb_head_dim`` dimensions of a head that carry positions, for all layers.
-
-    Args:
-        config: the provider that the model was built from; ``rope_parameters`` says which rule.
-        cp_group: context-parallel ranks, which share out the positions.
-    """
+    """Angles of the ``qk_pos_emb_head_dim`` dimensions of a head that carry positions, for all layers."""
 
     def __init__(self, config: Any, cp_group: Any) -> None:
         parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}

@@ -84,13 +84,7 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding with the frequencies of one of transformers' scaling rules.
-
-    Args:
-        plain: the embedding to replace; layout and process group are taken from it.
-        config: the provider that the model was built from.
-        parameters: which rule, and its base ``rope_theta``.
-    """
+    """Megatron's rotary embedding, in the layout of ``plain``, with frequencies by one of transformers' rules."""
 
     def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
         super().__init__(**_layout(plain, config, parameters))
@@ -125,12 +119,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 class LayerwiseRotaryEmbedding(nn.Module):
-    """Two rotary embeddings in one tensor; each layer takes its own.
-
-    Args:
-        everywhere: that of layers without a window.
-        local: that of layers with a window.
-    """
+    """Two rotary embeddings in one tensor, of layers without and with a window; each layer takes its own."""
 
     def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()
@@ -147,11 +136,7 @@ class LayerwiseRotaryEmbedding(nn.Module):
         return self.everywhere.get_rotary_seq_len(*args, **kwargs)
 
     def get_cos_sin(self, *_: Any) -> Any:
-        """What only flash decoding asks for.
-
-        Raises:
-            UserError: always; its kernel takes one table for all layers.
-        """
+        """Refuse flash decoding, which alone asks for it: its kernel takes one table for all layers."""
         raise UserError("local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False")
 
 

@@ -44,12 +44,7 @@ class BestExpertGroups:
 
 
 class CorrectedSoftmax:
-    """Replaces a router's replay as well.
-
-    Args:
-        router: has the correction.
-        smallest: the smallest number that weights are divided by.
-    """
+    """Replaces a router's replay as well."""
 
     layer_number: int | None = None
 

@@ -20,11 +20,7 @@ _OTHERS: dict[str, Any] = {
 
 
 def check(config: Any) -> None:
-    """Refuse settings of sparse attention that this implementation does not have.
-
-    Raises:
-        UserError: one of them, or a size that is missing.
-    """
+    """Refuse settings of sparse attention that this implementation does not have."""
     if not is_sparse(config):
         return
     for name, value in _OTHERS.items():

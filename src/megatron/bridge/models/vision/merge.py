@@ -13,13 +13,10 @@ from megatron.bridge.utils.errors import UserError
 
 
 def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | None) -> Tensor:
-    """For each token the row of the features that replaces it, -1 for text.
+    """For each token [b, s] the row of the features that replaces it, -1 for text; samples are in the order of images.
 
     Rows of images come first, then those of videos, each in the order of the tokens. To be called on whole
     sequences: context parallelism cuts its result like the tokens.
-
-    Args:
-        input_ids: [b, s], samples in the order of their images.
     """
     rows, first = torch.full_like(input_ids, -1), 0
     for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
@@ -31,10 +28,7 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
 
 
 def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
-    """For each token [b, s], how many tokens of its own image are behind it.
-
-    To be called on whole sequences; context parallelism cuts its result like the tokens.
-    """
+    """For each token [b, s] of whole sequences, how many tokens of its own image are behind it."""
     places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     inside = input_ids == image_token
     end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)
@@ -47,9 +41,8 @@ def prompt_look_ahead(loss_mask: Tensor, bounds: Sequence[int]) -> Tensor:
     A prompt ends before the first token that is trained; without one, no token sees ahead. To be called on whole
     sequences, like ``look_ahead``.
 
-    Args:
-        loss_mask: [b, s], above zero where the next token is trained.
-        bounds: where the sequences of a packed row begin and end; ``[0, s]`` of any other.
+    ``loss_mask`` [b, s] is above zero where the next token is trained; ``bounds`` are those of the sequences of a
+    packed row, ``[0, s]`` of any other.
     """
     ahead = torch.zeros_like(loss_mask, dtype=torch.long)
     for start, stop in pairwise(bounds):
@@ -69,13 +62,7 @@ def check_rows(rows: Tensor, features: Tensor | None) -> None:
 
 
 class Places:
-    """Where the features belong in this rank's part of the residual stream.
-
-    Args:
-        rows: [b, s], rows of the features or -1.
-        sequence_parallel: the stream is cut along the sequence over tensor-parallel ranks.
-        device: of the stream.
-    """
+    """Where the features of ``rows`` [b, s], -1 for none, belong in this rank's part of the residual stream."""
 
     def __init__(self, rows: Tensor, sequence_parallel: bool, device: torch.device) -> None:
         rows = rows.transpose(0, 1)

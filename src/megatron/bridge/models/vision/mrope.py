@@ -16,10 +16,8 @@ class MultimodalRotary(nn.Module):
     parallelism. Here, positions of a packed row are those of the whole row, from which Megatron-Core takes each
     rank's part; those of other rows are already this rank's.
 
-    Args:
-        plain: the embedding whose frequencies are used.
-        sections: how many frequencies belong to time, height and width.
-        interleaved: the axes take turns, as in Qwen3-VL; else each has a block of frequencies.
+    ``sections`` are how many frequencies belong to time, height and width. ``interleaved`` axes take turns, as in
+    Qwen3-VL; else each has a block of frequencies.
     """
 
     def __init__(self, plain: Any, sections: list[int], interleaved: bool) -> None:

@@ -25,26 +25,16 @@ PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "conne
 class VisionGPTModelProvider(GPTModelProvider):
     """A ``GPTModelProvider`` whose first pipeline stage has transformers' vision tower in front."""
 
-    vision: dict[str, Any] | None = None
-    """The Hugging Face config without its text model, as plain values; None builds the text model alone."""
-    deallocate_pipeline_outputs: bool = False
-    """With deepstack, a stage sends a view of a tensor, whose memory cannot be freed."""
-    mrope_interleaved: bool = False
-    """The axes of ``mrope_section`` take turns (Qwen3-VL); else each has a block of frequencies."""
-    freeze_language_model: bool = False
-    """Train the tower and its projector only."""
-    freeze_vision_model: bool = False
-    """Leave the tower as it is; its projector is trained."""
-    freeze_vision_projection: bool = False
-    """Leave what lies between tower and decoder as it is."""
-    bidirectional_images: bool = False
-    """The tokens of an image attend to each other both ways (Gemma 3)."""
-    bidirectional_prompt: bool = False
-    """The tokens before the first one that is trained attend to each other both ways (PaliGemma)."""
-    recompute_vision_model: bool = False
-    """Keep only the input of each layer of the tower, and compute the rest again in the backward pass."""
-    share_images: bool = True
-    """Tensor- and context-parallel ranks each encode a part of the images; False lets each encode all."""
+    vision: dict[str, Any] | None = None  # Hugging Face's config without its text model; None builds that alone
+    deallocate_pipeline_outputs: bool = False  # a stage of deepstack sends a view, whose memory cannot be freed
+    mrope_interleaved: bool = False  # the axes of ``mrope_section`` take turns (Qwen3-VL), or each has a block
+    freeze_language_model: bool = False  # train the tower and its projector only
+    freeze_vision_model: bool = False  # leave the tower as it is; its projector is trained
+    freeze_vision_projection: bool = False  # leave what lies between tower and decoder as it is
+    bidirectional_images: bool = False  # the tokens of an image attend to each other both ways (Gemma 3)
+    bidirectional_prompt: bool = False  # tokens before the first trained one attend both ways (PaliGemma)
+    recompute_vision_model: bool = False  # keep only the inputs of the tower's layers for the backward pass
+    share_images: bool = True  # ranks of tensor and context groups each encode a part, else each encodes all
 
     @property
     def looks_ahead(self) -> bool:
@@ -160,8 +150,7 @@ class VisionGPTModelProvider(GPTModelProvider):
 class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
     """A ``MambaModelProvider`` whose first pipeline stage has RADIO in front, as transformers computes it."""
 
-    radio_layer_scales: bool = False
-    """RADIO's layers scale what they add, as in checkpoints that transformers wrote; published ones do not."""
+    radio_layer_scales: bool = False  # RADIO's layers scale what they add; not in published checkpoints
 
     def _model_class(self) -> type[Any]:
         return VisionHybridModel

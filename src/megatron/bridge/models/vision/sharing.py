@@ -29,15 +29,9 @@ def rank_share(config: Any) -> tuple[int, int]:
 def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -> tuple[Tensor | None, Tensor | None]:
     """Features of all images of a microbatch, images before videos.
 
-    Args:
-        tower: what ``build_tower`` made.
-        media: tensors of the images; the same on all ranks that share them, but for patches, which may be those of
-            the rank's own images only.
-        share: encode a part of the images here; False encodes all of them.
-        dummy: tensors of the smallest image, encoded where there is none.
-
-    Returns:
-        Features [tokens, width], None without images; and the features of the dummy, None without one.
+    ``media`` are the same on all ranks that share them, but for patches, which may be those of the rank's own images
+    only. With ``share`` a part of the images is encoded here. ``dummy``, the smallest image, is encoded where there is
+    none; its features come beside the others [tokens, width].
     """
     trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
     with torch.set_grad_enabled(trained):

@@ -35,16 +35,14 @@ class Features:
 
     rows: Tensor
     """[tokens, hidden x (1 + deep)]: what replaces the embeddings of placeholders, and what deeper layers add."""
-    counts: list[int]
-    """Tokens of each image."""
+    counts: list[int]  # tokens of each image
 
 
 def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True) -> nn.Module:
     """The vision part of transformers' model, its parameters in ``dtype``; buffers keep their precision.
 
-    Args:
-        vision: the Hugging Face config as plain values; of ``text_config``, the width is enough.
-        initialize: draw the first weights; False leaves them undefined, for weights that are loaded.
+    Of ``text_config`` in the config, the width is enough. Without ``initialize`` the first weights are undefined, for
+    weights that are loaded.
     """
     from transformers.initialization import no_init_weights
 

@@ -27,15 +27,9 @@ class TopTokens(NamedTuple):
 def kl_divergence(student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
     """KL(teacher || student) of each token, over the whole vocabulary.
 
-    Args:
-        student: Logits of this rank's shard of the vocabulary, [..., shard].
-        teacher: The teacher's logits, likewise; they get no gradient.
-        temperature: Divides the logits of both. Gradients shrink with its square, for which the caller compensates
-            (https://arxiv.org/abs/1503.02531, section 2).
-        group: The ranks over which the vocabulary is sharded.
-
-    Returns:
-        The divergence in nats, [...], equal on all ranks.
+    Logits are [..., this rank's shard of the vocabulary]; those of the teacher get no gradient. The divergence in nats
+    [...] is equal on all ranks of ``group``. ``temperature`` divides the logits; gradients shrink with its square, for
+    which the caller compensates (https://arxiv.org/abs/1503.02531, section 2).
     """
     return _WholeKL.apply(student, teacher.detach(), temperature, group)  # pyright: ignore[reportReturnType]
 
@@ -47,14 +41,8 @@ def top_kl_divergence(student: Tensor, teacher: TopTokens, temperature: float, g
     both distributions agree on the top tokens. Unlike truncation, it preserves the probability mass of the other
     tokens.
 
-    Args:
-        student: Logits of this rank's shard of the vocabulary, [..., shard].
-        teacher: The teacher's top tokens at the same temperature.
-        temperature: Divides the student's logits.
-        group: The ranks over which the vocabulary is sharded.
-
-    Returns:
-        The divergence in nats, [...], equal on all ranks.
+    Logits are [..., this rank's shard of the vocabulary]; the divergence in nats [...] is equal on all ranks of
+    ``group``.
     """
     return _TopKL.apply(student, *teacher, temperature, group)  # pyright: ignore[reportReturnType]
 

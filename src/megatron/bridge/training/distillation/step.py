@@ -29,11 +29,9 @@ class StudentStep:
     learns_from_teacher = True
 
     def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
-        """Run one chunk of the student and of the teacher on the next microbatch.
+        """Run one chunk of student and teacher on the next microbatch: the next stage's tensor, and the loss function.
 
-        Returns:
-            The tensor for the next stage (on the last stage the student's logits [batch, sequence, vocabulary
-            shard]) and the function that computes the loss from the logits.
+        On the last stage the tensor is the student's logits [batch, sequence, vocabulary shard].
         """
         config = run.config.distill
         assert config is not None, "distill is not set"

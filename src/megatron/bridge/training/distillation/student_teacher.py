@@ -38,10 +38,7 @@ class ChunkPair:
     states: dict[WatchedLayer, Tensor] = field(default_factory=dict[WatchedLayer, Tensor])
 
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The outputs of student and teacher for one microbatch.
-
-        They are logits [batch, sequence, vocabulary shard] on the last stage, elsewhere hidden states.
-        """
+        """What student and teacher make of a microbatch: logits [batch, sequence, shard], before them hidden states."""
         self.states = {}
         self._receive()
         ours = model(**inputs)

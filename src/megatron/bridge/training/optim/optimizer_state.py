@@ -80,10 +80,7 @@ def _slices_in_row(shape: tuple[int, ...], row: int, start: int, end: int, flat:
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, ShardedTensor]:
-    """The sharded state dict of the optimizer's tensors, for saving or for loading in place.
-
-    ``model_state`` is the sharded state dict of its model chunks.
-    """
+    """The sharded state dict of the optimizer's tensors, to save or to load in place, from that of its model chunks."""
     described = _by_parameter(model_state)
     state: dict[str, ShardedTensor] = {}
     for shard in parameter_shards(optimizer):
@@ -179,10 +176,7 @@ def _by_parameter(model_state: dict[str, Any]) -> dict[int, ShardedTensor | Shar
 
 
 def _checkpoint_tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:
-    """The checkpoint tensors that a parameter is split into, with the offset of each in the parameter.
-
-    For example, the gate and the up projection are two halves of one parameter.
-    """
+    """The tensors that a parameter (gate and up projection, say) is split into, with the offset of each in it."""
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
     found: list[Any] = entry.shards if isinstance(entry, ShardedRowsFactory) else list(nested_values(entry.build()))

@@ -36,10 +36,7 @@ class Schedule(OptimizerParamScheduler):
 
 
 def build_scheduler(config: ConfigContainer, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The scheduler for a resolved config.
-
-    It counts samples, not steps, so that its position stays valid when the batch size changes.
-    """
+    """The scheduler for a resolved config, which counts samples, as the batch size may change."""
     return schedule(config.scheduler, config.optimizer, lengths(config), optimizer)
 
 

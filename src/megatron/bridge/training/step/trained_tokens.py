@@ -23,9 +23,7 @@ WORTHWHILE = 0.9  # share of trained tokens above which logits of all tokens are
 def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments that make a ``GPTModel`` compute logits of trained tokens only; other losses are zero.
 
-    Args:
-        model: A chunk of a model, with its wrappers.
-        batch: The whole microbatch on the host; its ``loss_mask`` is 0 where a token is not trained.
+    The batch is the whole microbatch on the host; its ``loss_mask`` is 0 where a token is not trained.
 
     Returns:
         An empty dict if the model computes the logits of all tokens: more than ``WORTHWHILE`` of them are trained,

@@ -11,11 +11,7 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 def build_tokenizer(
     config: TokenizerConfig, make_vocab_size_divisible_by: int = 1, tensor_model_parallel_size: int = 1
 ) -> Any:
-    """The tokenizer, whose ``padded_vocab_size`` is its size rounded up as a model's embedding.
-
-    Raises:
-        UserError: a value is missing, or the tokenizer cannot be loaded.
-    """
+    """The tokenizer, whose ``padded_vocab_size`` is its size rounded up as a model's embedding."""
     tokenizer: Any = tokenizers.build_tokenizer(config)
     sizes = (tokenizer.vocab_size, max(1, make_vocab_size_divisible_by), tensor_model_parallel_size)
     tokenizer.padded_vocab_size = calculate_padded_vocab_size(*sizes)

@@ -27,9 +27,6 @@ def create_ddp_config(
 
     Megatron-FSDP shards the weights, too, and always the optimizer's state. ``overrides`` win over the other
     arguments, and ``finalize`` fills in the fields that are None.
-
-    Raises:
-        TypeError: ``overrides`` has a field that is unknown.
     """
     if not wrap_with_ddp:
         return None

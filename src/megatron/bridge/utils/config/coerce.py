@@ -59,14 +59,11 @@ def _resolve(kind: type[Any], name: str) -> Any:
 def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
     """Convert ``value`` to the type ``annotation``.
 
-    Args:
-        value: As parsed from YAML.
-        annotation: A resolved type annotation.
-        text: The raw text of a scalar: a field of type str keeps it as it is (``001``).
-
     Example:
         >>> coerce(1, float), coerce([1, 2], tuple[int, ...]), coerce(7, str, "007")
         (1.0, (1, 2), '007')
+
+    ``text`` is the raw text of a scalar: a field of type str keeps it as it is (``001``).
 
     Raises:
         CoercionError: the value has the wrong type; the message is a fragment that starts with "must be".

@@ -78,15 +78,7 @@ def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that references stand for.
-
-    Args:
-        raw: Values with references by dotted key.
-        tree: Everything that they may refer to; ``raw`` is put into it.
-
-    Raises:
-        UserError: one line for each reference that cannot be resolved.
-    """
+    """The values that references in ``raw``, by dotted key, stand for; ``tree``, which takes them, is all there is."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

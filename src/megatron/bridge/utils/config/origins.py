@@ -62,10 +62,7 @@ def leaf_values(config: Any) -> dict[str, Any]:
 
 
 def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
-    """A line for each value that is not its field's default: the value, the default, and where it came from.
-
-    Derived values are left out: they follow from the others.
-    """
+    """A line for each value, but derived ones, that is not its field's default: both, and where it came from."""
     origins = origins or Origins({})
     lines: list[str] = []
     for key, entry, value in _entries(config):
@@ -77,12 +74,7 @@ def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
 
 
 def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
-    """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment.
-
-    Args:
-        origins: Where its values came from.
-        defaults: Write the values that are their field's default, too.
-    """
+    """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment, without defaults if asked."""
     skipped = set[str]() if defaults else origins.defaults()
     return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped))
 

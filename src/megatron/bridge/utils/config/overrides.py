@@ -25,32 +25,7 @@ from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, sugges
 _MISSING = object()
 _INDEX = re.compile(r"\[(\w+)\]")
 
-OTHER_NAMES = {
-    "max_steps": "train.train_iters",
-    "num_steps": "train.train_iters",
-    "num_train_epochs": "train.num_epochs",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.global_batch_size",
-    "batch_size": "train.global_batch_size",
-    "learning_rate": "optimizer.lr",
-    "lr_scheduler_type": "scheduler.lr_decay_style",
-    "warmup_steps": "scheduler.lr_warmup_iters",
-    "warmup_ratio": "scheduler.lr_warmup_fraction",
-    "max_grad_norm": "optimizer.clip_grad",
-    "output_dir": "checkpoint.save",
-    "save_steps": "checkpoint.save_interval",
-    "save_total_limit": "checkpoint.most_recent_k",
-    "eval_steps": "validation.eval_interval",
-    "logging_steps": "logger.log_interval",
-    "max_seq_length": "dataset.seq_length",
-    "max_length": "dataset.seq_length",
-    "num_hidden_layers": "model.num_layers",
-    "intermediate_size": "model.ffn_hidden_size",
-    "num_key_value_heads": "model.num_query_groups",
-    "precision": "mixed_precision",
-    "gradient_checkpointing": "model.recompute_granularity",
-}
-"""Settings as other frameworks spell them -> their keys here, for suggestions."""
+OTHER_NAMES = yaml_text.tables_beside(__file__)
 
 
 @dataclass(frozen=True)
@@ -68,10 +43,8 @@ class Layer:
     """Values from one origin. A later layer overrides an earlier one."""
 
     origin: str
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """Nested or dotted keys, as read from a YAML file."""
-    overrides: Sequence[str] = ()
-    """``a.b=value`` items, as typed on a command line."""
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # nested or dotted keys
+    overrides: Sequence[str] = ()  # ``a.b=value`` items, as typed on a command line
 
 
 @dataclass(frozen=True)
@@ -93,12 +66,8 @@ def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "comman
 def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
     """Set the values of ``layers`` on ``config``, all of them or none.
 
-    Args:
-        config: A dataclass instance of dataclasses; changed in place.
-        layers: Later ones override earlier ones. References see the values of all layers.
-
-    Returns:
-        One change for each key, in the order in which they were last set.
+    Later layers override earlier ones, and references see the values of all. There is a change for each key, in the
+    order in which they were last set.
     """
     transaction = _Transaction(config)
     try:
@@ -135,10 +104,7 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
-    """Refuse a config in which a later step replaced a value that somebody set; of two changes the last counts.
-
-    Null asks a later step for the value.
-    """
+    """Refuse a config in which a later step replaced the last value that somebody set, unless it is null."""
     refuse(
         [
             f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
@@ -405,13 +371,7 @@ def _find(config: Any, key: str) -> _Slot:
 
 
 def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
-    """The type that a member must have, and whether None is its default.
-
-    Args:
-        owner: A group, dict, list or tuple.
-        name: Of the member.
-        annotation: Of the owner itself.
-    """
+    """The type that a member must have by the ``annotation`` of its owner, and whether None is its default."""
     if is_group(owner):
         entry = next(entry for entry in config_fields(owner) if entry.name == name)
         return field_types(cast("type[Any]", type(owner))).get(name, Any), entry.default is None

@@ -37,12 +37,8 @@ def to_plain(value: object) -> Any:
 def from_plain(data: object, trust: bool = False) -> Any:
     """Rebuild what ``to_plain`` wrote.
 
-    Args:
-        trust: Import every class and function that the data name, which can run code. Without it, only names that
-            ``names.locate`` knows are imported.
-
-    Raises:
-        UserError: unknown keys, unknown names, values that a dataclass refuses; all of them are named.
+    With ``trust``, every class and function that the data name is imported, which can run code; else only names that
+    ``names.locate`` knows.
     """
     problems: list[str] = []
     with importing(trust):

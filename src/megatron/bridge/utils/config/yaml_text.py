@@ -6,6 +6,7 @@ Reading and writing share one set of rules, so that every scalar comes back as w
 """
 
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -93,15 +94,18 @@ def _check_size(text: str, source: str) -> None:
             )
 
 
+def tables_beside(module: str) -> dict[str, Any]:
+    """The tables of constants in the YAML file of a module, whose ``__file__`` is given."""
+    path = Path(module).with_suffix(".yaml")
+    return read(path.read_text(), path.name)
+
+
 def read(text: str, source: str = "the YAML text") -> Any:
     """Plain data from YAML; ``source`` names the text in messages.
 
     Example:
         >>> read("lr: 1e-4")
         {'lr': 0.0001}
-
-    Raises:
-        UserError: the text is not valid YAML; line and column are named.
     """
     try:
         _check_size(text, source)

@@ -27,10 +27,7 @@ class AdaptedModule(Protocol):
     """A layer with an adapter."""
 
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """What stands for ``weight``, a parameter of this layer, in a model without adapters.
-
-        Collective over the ranks that the weight is cut over.
-        """
+        """What stands for ``weight`` in a model without adapters; collective over the ranks that it is cut over."""
         ...
 
     def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:

@@ -80,9 +80,6 @@ class AdapterCalls:
             base_model_name_or_path: where the adapter says that its base is; this bridge's own model when None.
             show_progress: say on rank 0 what was written.
             overwrite: replace the adapter that an earlier save wrote to ``path``; other weights are refused.
-
-        Raises:
-            UserError: no adapters, or such that the format cannot hold, or a directory that cannot be written.
         """
         if peft_config is not None:
             peft_format.refuse_other_config(model_io.as_chunks(model), peft_config)
@@ -98,11 +95,7 @@ class AdapterCalls:
     def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
         """Fill the model's adapters from a directory in the format of the ``peft`` library.
 
-        Args:
-            model: this rank's chunks, adapted with what ``peft.hf_adapter.peft_for`` gives for ``path``.
-            path: directory with ``adapter_config.json``.
-
-        Raises:
-            UserError: the adapters differ in anything; nothing was changed.
+        Its chunks are adapted with what ``peft.hf_adapter.peft_for`` gives for ``path``. If the adapters differ in
+        anything, nothing is changed.
         """
         peft_format.load(self._adapter_plan(model), Path(path))

@@ -186,13 +186,7 @@ def _module_of(name: str) -> str:
 
 
 def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
-    """The content of ``adapter_config.json``.
-
-    Args:
-        found: all that ``stream`` gave.
-        plan: of the model, to name modules as briefly as is exact.
-        base: where the base model is.
-    """
+    """The content of ``adapter_config.json`` for all that ``stream`` gave, with names as brief as is exact."""
     adapters = {one.module: one.described for one in found if one.described is not None}
     first = _most_common(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
@@ -248,12 +242,7 @@ def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
 
 
 def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
-    """Write the adapters of a model into ``directory``; all ranks call this, one of them writes.
-
-    Args:
-        base: where the base model is.
-        write: whether this rank writes.
-    """
+    """Write the adapters of a model into ``directory``; all ranks call this, those with ``write`` write."""
     found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
     if not any(one.described for one in found):
         raise UserError("this model has no adapters to write: save the model itself")

@@ -88,10 +88,7 @@ def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
 
 @torch.no_grad()
 def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> ModelOutputs:
-    """Run this rank's chunks on token ids [rows, sequence]; the result is whole on every rank.
-
-    ``extra`` are further arguments of the model: ``media``, or ``position_ids`` instead of the usual ones.
-    """
+    """Run this rank's chunks on token ids [rows, sequence], with ``extra`` arguments; all ranks get the whole."""
     hidden: dict[str, Tensor] = {}
     modules: dict[str, nn.Module] = {}
     for chunk in map(unwrap, chunks):

@@ -26,10 +26,6 @@ def linear_replacements(
     """One linear layer in place of attention, or of the feed-forward layer.
 
     The normalisations before them are named by ``attention`` and ``mlp`` where they are modules of their own.
-
-    Args:
-        layers: Hugging Face's name of a layer.
-        norms: the normalisations before attention and feed-forward layer.
     """
     ours = "decoder.layers.*"
     parts = (("self_attention", "self_attn.linear_attn", norms[0]), ("mlp", "mlp.linear_mlp", norms[1]))

@@ -10,13 +10,9 @@ def mamba(
 ) -> Block:
     """A Mamba-2 mixer, and the normalisation before it.
 
-    Args:
-        layers: Hugging Face's name of a layer.
-        names: its name of the mixer in a layer.
-        norm: its name of the normalisation in a layer; None where ``attention``, for the same layer, names it.
-        replaces_attention: the layer is one of attention otherwise, and ``attention`` names its normalisation where
-            that is a module.
-        ours: Megatron's name of the mixer in a layer that has it beside attention.
+    ``norm`` is None where ``attention``, for the same layer, names it. With ``replaces_attention`` the layer is one of
+    attention otherwise, whose normalisation ``attention`` names where that is a module. ``ours`` is Megatron's name of
+    a mixer beside attention.
     """
     ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else ours}", f"{layers}.{names}"
     norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
@@ -36,13 +32,7 @@ def mamba(
 
 
 def selective_mamba(layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm") -> Block:
-    """A Mamba-1 mixer; the normalisation before it is named by ``attention`` where it is a module of its own.
-
-    Args:
-        layers: Hugging Face's name of a layer.
-        names: its name of the mixer in a layer.
-        norm: its name of the normalisation in a layer.
-    """
+    """A Mamba-1 mixer; the normalisation before it is named by ``attention`` where it is a module of its own."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
     pairs = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias", "x_proj": "x_proj.weight"}

@@ -24,12 +24,7 @@ _PROJECTIONS = {
 
 
 def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
-    """Multi-latent attention, with or without a latent of the queries, and the normalisation before it.
-
-    Args:
-        layers: Hugging Face's name of a layer.
-        norm: the normalisation before the attention.
-    """
+    """Multi-latent attention, with or without a latent of the queries, and the normalisation before it."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     return (
         *(AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight") for mine, hf in _PROJECTIONS.items()),
@@ -40,11 +35,7 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
 
 
 def indexer(layers: str = "model.layers.*") -> Block:
-    """The indexer of sparse attention, which chooses the keys that a query sees.
-
-    Args:
-        layers: Hugging Face's name of a layer.
-    """
+    """The indexer of sparse attention, which chooses the keys that a query sees."""
     ours, theirs = "decoder.layers.*.self_attention.core_attention.indexer", f"{layers}.self_attn.indexer"
     return tuple(
         ReplicatedMapping(f"{ours}.{prefix}{name}", f"{theirs}.{name}")
@@ -62,14 +53,10 @@ def indexer(layers: str = "model.layers.*") -> Block:
 class MTPNames:
     """Hugging Face's names of one layer of multi-token prediction: prefixes, without ``.weight``."""
 
-    layer: str
-    """What takes the place of a decoder layer's name."""
-    enorm: str
-    """Norm of the next token's embedding."""
-    hnorm: str
-    """Norm of this token's hidden state."""
-    eh_proj: str
-    """Projection of both together."""
+    layer: str  # what takes the place of a decoder layer's name
+    enorm: str  # norm of the next token's embedding
+    hnorm: str  # norm of this token's hidden state
+    eh_proj: str  # projection of both together
     norm: str
     hidden_first: bool = field(default=False, kw_only=True)
     """The projection takes the hidden state before the embedding."""
@@ -90,10 +77,8 @@ def mtp(
     Each norms the embedding of the next token and the hidden state of this one, projects both together, and goes
     on as a layer of the decoder and a final norm before the model's own output layer.
 
-    Args:
-        *layer: the blocks of a layer of the decoder, under its names.
-        layers: Hugging Face's name of a layer.
-        names: (config, depth) -> names of the layer of that depth.
+    ``layer`` holds the blocks of a layer of the decoder, under its names; ``names`` gives from a config and a depth the
+    names of the layer of that depth.
     """
 
     def of(config: Any) -> Block:

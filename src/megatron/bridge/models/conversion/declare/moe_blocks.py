@@ -16,12 +16,7 @@ _LAYER = "decoder.layers.*.mlp"
 
 
 def expert_names(linear: str, kind: str = "weight") -> tuple[str, str]:
-    """Megatron's two names of one expert's parameter; the last wildcard is the expert's number.
-
-    Args:
-        linear: ``linear_fc1`` or ``linear_fc2``.
-        kind: ``weight`` or ``bias``.
-    """
+    """Megatron's two names of one expert's parameter; the last wildcard is the expert's number."""
     parent = f"{_LAYER}.experts"
     return f"{parent}.{linear}.{kind}*", f"{parent}.local_experts.*.{linear}.{kind}"
 
@@ -35,12 +30,7 @@ def experts(
 ) -> Block:
     """Experts without biases, each with its own tensors.
 
-    Args:
-        names: Hugging Face's name of an expert in a layer.
-        gate: its gate projection; None without one.
-        up: its up projection.
-        down: its output projection.
-        layers: Hugging Face's name of a layer.
+    The names are Hugging Face's: of an expert in a layer, and in it of the projections; ``gate`` is None without one.
     """
     expert = f"{layers}.{names}"
     gates = gate and f"{expert}.{gate}.weight"
@@ -53,15 +43,7 @@ def experts(
 def stacked_experts(
     names: str, up: str = "gate_up_proj", down: str = "down_proj", layers: str = "model.layers.*", turned: bool = False
 ) -> Block:
-    """Experts that two tensors of a layer hold together, gate and up projection in one.
-
-    Args:
-        names: Hugging Face's name of what has the tensors in a layer.
-        up: its tensor of gates and up projections.
-        down: its tensor of output projections.
-        layers: Hugging Face's name of a layer.
-        turned: an expert's matrix is stored as [in, out].
-    """
+    """Experts that two tensors of a layer hold together, gate and up projection in one."""
     parent = f"{layers}.{names}"
     first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
     second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
@@ -71,14 +53,7 @@ def stacked_experts(
 def as_stacked(
     registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry], layers: str, names: str = "mlp.experts"
 ) -> MegatronMappingRegistry:
-    """``registry`` for a checkpoint whose experts are stacked, either way round; as it is for any other.
-
-    Args:
-        registry: the mappings of the architecture.
-        entries: the checkpoint's tensors.
-        layers: the checkpoint's name of a layer.
-        names: its name of what has the tensors in a layer.
-    """
+    """``registry`` for a checkpoint whose experts are stacked, either way round; as it is for any other."""
     ends = (f".{names}.gate_up_proj", f".{names}.down_proj")
     up, down = (next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends)
     if up is None or down is None:
@@ -102,12 +77,8 @@ def router(
 ) -> Block:
     """The router, with its bias and the correction that it adds to scores only to choose experts.
 
-    Args:
-        name: Hugging Face's name of the router in a layer.
-        correction: its name of the correction, in the router or in ``correction_in``.
-        norm: the normalisation before the experts; None where ``mlp``, for the dense layers, names it.
-        layers: Hugging Face's name of a layer.
-        correction_in: its name of the module in a layer that has the correction; the router when None.
+    ``correction`` is in the router or in the module ``correction_in`` of the layer. ``norm``, before the experts, is
+    None where ``mlp``, for the dense layers, names it.
     """
     theirs = f"{layers}.{name}"
     block: Block = (
@@ -131,12 +102,8 @@ def shared_experts(
 ) -> Block:
     """The experts that every token passes, as one feed-forward layer.
 
-    Args:
-        name: Hugging Face's name of them in a layer.
-        gate: its name of the gate on their output, in a layer; None without one.
-        layers: Hugging Face's name of a layer.
-        gated: there is a gate beside the up projection.
-        fused: names of the tensor of gate and up projection and of the output projection.
+    ``gate`` on their output is None without one. With ``gated`` there is a gate beside the up projection; ``fused``
+    names the tensor of both and that of the output projection.
     """
     parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
     if fused:

@@ -52,27 +52,18 @@ Prefixes = Mapping[str, str]
 class VisionBridge(DecoderBridge):
     """A bridge of two parts: ``text_config`` is read by the text model's own bridge, the rest by transformers."""
 
-    texts: ClassVar[dict[str, str]] = {}
-    """``model_type`` of the text config -> the architecture whose bridge reads it."""
-    tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")
-    """Modules of transformers' model beside its language model."""
-    language: ClassVar[str] = "language_model"
-    """What transformers' model calls its language model."""
-    names: ClassVar[Prefixes] = {}
-    """How names of a text model (``model.``, ``lm_head.``) and of tower modules begin in transformers' files."""
-    other_names: ClassVar[Mapping[str, Prefixes]] = {}
-    """The same of other checkpoints: a beginning that only they have -> their names."""
+    texts: ClassVar[dict[str, str]] = {}  # ``model_type`` of the text config -> the architecture whose bridge reads it
+    tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")  # modules beside the language model
+    language: ClassVar[str] = "language_model"  # what transformers' model calls its language model
+    names: ClassVar[Prefixes] = {}  # how names of the text model and of the tower begin in transformers' files
+    other_names: ClassVar[Mapping[str, Prefixes]] = {}  # a beginning that only other checkpoints have -> their names
     text_values: ClassVar[dict[str, Any]] = {}
     """Keys that the text model's bridge reads and transformers' model does not, with what it computes; a function
     is given the ``text_config``."""
-    text_ignored: ClassVar[tuple[str, ...]] = ()
-    """Keys of ``text_config`` that change nothing here."""
-    values: ClassVar[dict[str, Any]] = {}
-    """Attributes of the provider that the architecture implies."""
-    extra_weights: ClassVar[Block] = ()
-    """Mappings in place of those that the text model's bridge has for the same parameters."""
-    tied_unless_said: ClassVar[bool] = False
-    """Embeddings are tied where ``config.json`` does not say."""
+    text_ignored: ClassVar[tuple[str, ...]] = ()  # keys of ``text_config`` that change nothing here
+    values: ClassVar[dict[str, Any]] = {}  # attributes of the provider that the architecture implies
+    extra_weights: ClassVar[Block] = ()  # in place of mappings that the text model's bridge has
+    tied_unless_said: ClassVar[bool] = False  # embeddings are tied where ``config.json`` does not say
 
     # ---- config -> provider -------------------------------------------------------------------------------------
 

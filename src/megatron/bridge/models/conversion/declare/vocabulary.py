@@ -54,12 +54,7 @@ def groups_with(key: str) -> list[str]:
 
 
 def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
-    """What to do about a config key that an architecture does not claim.
-
-    Args:
-        claimed: the architecture's own keys.
-        families: architectures that claim ``key``.
-    """
+    """What to do about a config key that is not among those ``claimed`` by an architecture, but by ``families``."""
     if meant := misspelling(key, claimed):
         return meant
     readers = " or ".join(groups_with(key)[:2])

@@ -36,19 +36,6 @@ def stream(
     cpu: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     tasks: Iterable[WeightConversionTask] | None = None,
-) -> Iterator[HFWeightTuple]:
-    """``stream_with_tasks`` without the tasks."""
-    for _, named in stream_with_tasks(bridge, plan, source, cpu, bucket_bytes, tasks):
-        yield named
-
-
-def stream_with_tasks(
-    bridge: MegatronModelBridge,
-    plan: Plan,
-    source: SafetensorsCheckpoint | None = None,
-    cpu: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
-    tasks: Iterable[WeightConversionTask] | None = None,
 ) -> Iterator[tuple[WeightConversionTask, HFWeightTuple]]:
     """Whole Hugging Face tensors with their names and tasks, in the order of the model, on every rank.
 
@@ -88,9 +75,8 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
 
     A tensor that is not whole yet is put together by whoever takes it, which saves a copy.
 
-    Args:
-        plan: what to convert, by a bridge whose hook computes nothing; its ties are left out.
-        bucket_bytes: as ``stream_with_tasks`` takes it; half of it is handed out while the other half arrives.
+    The bridge's hook computes nothing, and the plan's ties are left out. ``bucket_bytes`` is that of
+    ``stream``; half of it is handed out while the other half arrives.
     """
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
@@ -106,9 +92,7 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
 def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) -> Iterator[list[WeightConversionTask]]:
     """Runs of tasks whose exchange takes ``limit`` bytes; a task that communicates by itself is alone.
 
-    Args:
-        tasks: in the order of the model.
-        merged: whether weights are computed first, from adapters, on any rank.
+    ``tasks`` are in the order of the model. ``merged``: weights are computed first, from adapters, on any rank.
     """
     bucket: list[WeightConversionTask] = []
     held = largest = last = 0

@@ -119,18 +119,10 @@ def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Pending[list[T
     return Pending(list(shards.view(parts, *local.shape).unbind()), (work,))
 
 
-def gather(tensor: Tensor, group: Group, parts: int, receiver: int) -> list[Tensor] | None:
-    """The shards of all ``parts`` ranks on the rank ``receiver`` of the group, None on the others."""
-    return start_gather(tensor, group, parts, receiver).wait()
-
-
 def start_gather(
     tensor: Tensor, group: Group, parts: int, receiver: int, empty: Callable[..., Tensor] = torch.empty
 ) -> Pending[list[Tensor] | None]:
-    """Begin to get the shards of all ``parts`` ranks on the rank ``receiver`` of the group.
-
-    Sends one by one: ``torch.distributed.gather`` copies the receiver's own shard, too.
-    """
+    """Begin to get all shards on one rank, by single sends: ``torch.distributed.gather`` copies the receiver's, too."""
     rank = rank_and_size(group)[0]
     if parts == 1:
         return Pending([tensor] if rank == receiver else None)

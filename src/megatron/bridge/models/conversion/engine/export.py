@@ -68,11 +68,8 @@ def save(
 ) -> None:
     """Write the weights into ``directory``, sharded like the source.
 
-    Args:
-        bridge: the architecture's bridge, for its hook.
-        directory: exists, and is the same on all ranks.
-        source: the checkpoint to be like; None makes new shards.
-        tasks: those of the plan, one after the other, if the plan's own have no numbers.
+    ``directory`` exists, and is the same on all ranks; without a source the shards are new. ``tasks`` are those of the
+    plan, one after the other, if the plan's own have no numbers.
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))
@@ -156,7 +153,7 @@ def _write_in_turn(
 ) -> BaseException | None:
     """Write whole tensors, one rank after the other; an error is returned, since the others wait for this rank."""
     failure: BaseException | None = None
-    for index, (name, weight) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
+    for index, (_, (name, weight)) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
         if writers[index % len(writers)] == distributed.rank() and failure is None:
             try:
                 _check_place(writer, name, tuple(weight.shape))
@@ -228,7 +225,7 @@ def _gathered(
         mine, parts = cast(Tensor, task.exported), task.shard.parts
         if parts > 1 and _in_rows(task):
             return [(task.shard.part, mine)]
-        shards = exchange.gather(mine, group, parts, receiver)
+        shards = exchange.start_gather(mine, group, parts, receiver).wait()
         return None if shards is None else list(enumerate(shards))
     whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:

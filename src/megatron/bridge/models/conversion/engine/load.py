@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,22 +32,13 @@ def load(
 ) -> None:
     """Fill this rank's parameters.
 
-    Args:
-        bridge: the architecture's bridge, for its hooks.
-        plan: closed against ``checkpoint``.
-        declared_dtype: dtype that the checkpoint's config says they have; None takes the most common one.
-        allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
-
-    Raises:
-        UserError: tensors of a wrong shape or dtype, all in one message, before anything is copied.
+    ``plan`` is closed against ``checkpoint``; without a ``declared_dtype`` its most common one is expected. Patterns in
+    ``allowed_mismatched_params`` keep their values if shapes differ. Other tensors of a wrong shape or dtype are
+    refused in one message, before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
-
-    def fill_one(task: WeightConversionTask) -> None:
-        fill(bridge, task, checkpoint)
-
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(fill_one, tasks))
+        list(pool.map(partial(fill, bridge, checkpoint=checkpoint), tasks))
 
 
 def checked(

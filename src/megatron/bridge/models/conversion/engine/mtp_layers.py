@@ -41,12 +41,7 @@ class MTPLayers:
         return any(name.startswith(prefixes) for name in names)
 
     def tensors(self, parameters: Iterable[str], num_layers: int) -> list[str]:
-        """Hugging Face's names of all tensors.
-
-        Args:
-            parameters: Megatron's names of the model without the layers. Each layer is like the decoder's last.
-            num_layers: layers of the decoder.
-        """
+        """Hugging Face's names of all tensors: the layers are like the last one among Megatron's ``parameters``."""
         last = f"decoder.layers.{num_layers - 1}."
         of_layer = [name.removeprefix(last) for name in parameters if name.startswith(last)]
         found = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))

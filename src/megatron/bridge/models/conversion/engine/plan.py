@@ -95,18 +95,12 @@ class WeightConversionTask:
 class Plan:
     """All tasks of one model."""
 
-    tasks: tuple[WeightConversionTask, ...]
-    """In the order of the model; the same list on every rank of a model replica."""
-    ties: dict[str, str] = field(default_factory=dict[str, str])
-    """Hugging Face name -> the name that holds the same numbers."""
-    buffers: tuple[str, ...] = ()
-    """Hugging Face tensors that are not converted: recomputed, or of another part of the model."""
-    copies: frozenset[str] = frozenset()
-    """Names in ``ties`` of tensors that the architecture stores a second time, tied or not."""
-    heads: frozenset[str] = frozenset()
-    """Hugging Face tensors of a head that stands for the output layer; a checkpoint may lack them."""
-    replaced: frozenset[str] = frozenset()
-    """Hugging Face tensors of the output layer that a declared head stands for; neither read nor written."""
+    tasks: tuple[WeightConversionTask, ...]  # in the order of the model; the same list on every rank of a model replica
+    ties: dict[str, str] = field(default_factory=dict[str, str])  # Hugging Face name -> the one with the same numbers
+    buffers: tuple[str, ...] = ()  # Hugging Face tensors that are recomputed, or of another part of the model
+    copies: frozenset[str] = frozenset()  # names in ``ties`` that the architecture stores a second time, tied or not
+    heads: frozenset[str] = frozenset()  # tensors of a head in the output layer's place; a checkpoint may lack them
+    replaced: frozenset[str] = frozenset()  # of the output layer that a head stands for; neither read nor written
 
     @property
     def hf_names(self) -> list[str]:

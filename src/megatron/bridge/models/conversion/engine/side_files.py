@@ -44,15 +44,7 @@ def write(
     history: History,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write everything but weights.
-
-    Args:
-        provider: as the model was declared.
-        source: the model to be like, or only its transformers config.
-        title: name of the exported model.
-        history: what was done to the weights.
-        dtype: of the weights; the source's when None.
-    """
+    """Write everything but weights for a ``provider`` as it was declared; ``dtype`` is the source's when None."""
     for file in history.run_files:
         shutil.copyfile(file, directory / file.name)
     stored = {} if dtype is None else {"dtype": dtype_name(dtype)}
@@ -139,12 +131,7 @@ def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
 
 
 def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") -> History:
-    """What a checkpoint and the folder of its run tell: steps, what they began with, losses.
-
-    Args:
-        path: root of a checkpoint, or one of its iterations.
-        adapters: what was merged into the weights.
-    """
+    """What a checkpoint and the folder of its run tell: steps, what they began with, losses."""
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0
     described = model_io.has_run_config(directory)

@@ -44,12 +44,9 @@ def load_hook(path: str | Path) -> PreWrapHook:
 def read_for_layout(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: MakeProvider | None = None
 ) -> Any:
-    """The provider under other parallel sizes: those of the running process groups, else of one process.
+    """The provider under parallel sizes: ``mp_overrides``, else those of the running groups, else of one process.
 
-    Args:
-        path: root of a checkpoint, or one of its iterations.
-        mp_overrides: parallel sizes that go before these.
-        default: makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
+    ``default`` makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
     """
     undescribed = default is not None and not model_io.has_run_config(path)
     provider = default(False) if default is not None and undescribed else read(path)

@@ -43,10 +43,8 @@ def planner(
 ) -> LazySavePlanner:
     """What gives a save of ``chunks`` the numbers of a Hugging Face model.
 
-    Args:
-        bridge: the architecture's bridge, for its hooks.
-        plan: of these chunks as they were built, before they were made half-precise.
-        chunks: on the meta device, in the precision to save.
+    ``plan`` is of these chunks as they were built, before they were made half-precise; ``chunks`` are on the meta
+    device, in the precision to save.
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
@@ -76,12 +74,7 @@ def _made(
 
 
 class StoredModel:
-    """The weights of a Megatron checkpoint under a layout, read a few at a time.
-
-    Args:
-        chunks: this rank's, on the meta device.
-        path: a checkpoint root, or one iteration's directory.
-    """
+    """The weights of a Megatron checkpoint under the layout of ``chunks`` on the meta device, read a few at a time."""
 
     def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
         allocator.release_freed_memory()
@@ -136,10 +129,7 @@ class StoredModel:
 def stored_model(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: stored_provider.MakeProvider
 ) -> tuple[list[Any], StoredModel]:
-    """The chunks of a Megatron checkpoint without memory, and their numbers.
-
-    The arguments are those of ``stored_provider.read_for_layout``.
-    """
+    """The chunks of a checkpoint without memory, as ``stored_provider.read_for_layout`` has them, and their numbers."""
     outline = stored_provider.read_for_layout(path, mp_overrides, default).meta_model()
     chunks = to_half_precision(outline, outline[0].config)
     return chunks, StoredModel(chunks, path)

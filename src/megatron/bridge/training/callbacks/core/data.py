@@ -22,10 +22,7 @@ from megatron.bridge.utils.console import print_rank_0
 
 
 class DataPosition(Callback):
-    """Saves and restores the position of each data reader, under any number of ranks.
-
-    For indexed data ``Progress`` holds the position as one number.
-    """
+    """Saves the position of each data reader, if ``Progress`` does not have it, for any number of ranks."""
 
     def __init__(self) -> None:
         self._batches: StreamingBatchIterator | None = None

@@ -39,10 +39,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class Throughput:
-    """Model FLOP/s and MFU.
-
-    Not computed for fine-tuning data: a packed row of several samples needs less than its length suggests.
-    """
+    """Model FLOP/s and MFU; not for fine-tuning data, whose packed rows need less than their length suggests."""
 
     def __init__(self, config: ConfigContainer, run: Run) -> None:
         chunks = [unwrap(chunk) for chunk in run.model]

@@ -16,6 +16,7 @@ from megatron.bridge.training.callbacks.observe.trackers import MLflowOutput, Pr
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.loss_curves import METRICS
 from megatron.bridge.utils.run_status import remaining
@@ -88,23 +89,7 @@ class ConsoleOutput:
         return remaining(timedelta(seconds=round(per_step * (self._train_iters - step))), datetime.now())
 
 
-# Formats of metrics on the console. None: the console does not show it. A metric without a row is a loss.
-_CONSOLE_FORMATS: dict[str, str | None] = {
-    "learning rate": "lr {:.2e}",
-    "grad norm": "grad norm {:.3f}",
-    "params norm": "params norm {:.3f}",
-    "zeros in grad": "{:,.0f} zeros in grad",
-    "loss scale": "loss scale {:g}",
-    "tokens per second": "{:,.0f} tokens/s",
-    "TFLOP/s per process": "{:.3g} TFLOP/s",
-    "MFU": "{:.1%} MFU",
-    "peak memory GB": "{:.2f} GB",
-    "joules per step": "{:,.0f} J",
-    "watts per GPU": "{:,.0f} W",
-    "skipped steps": "{} skipped",
-    **dict.fromkeys(("step time", "batch size", "consumed samples", "consumed tokens", "data wait")),
-    **dict.fromkeys(("memory GB", "reserved memory GB")),
-}
+_CONSOLE_FORMATS: dict[str, str | None] = yaml_text.tables_beside(__file__)
 _NOTABLE_WAIT = 0.05  # fraction of the step time
 _SHORTEST_SHOWN = 0.05  # milliseconds; shorter times would be shown as 0.0
 

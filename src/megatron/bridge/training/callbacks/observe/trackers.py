@@ -14,6 +14,7 @@ from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks.observe.metrics import PREFIX, Metrics
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.atomic import write_text
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.serialize import dump_yaml, to_plain
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.environment import environment
@@ -121,27 +122,7 @@ def _save_id(config: ConfigContainer, name: str, value: str) -> None:
 
 NAMESPACE = "megatron_bridge_"
 
-GAUGES: dict[str, tuple[str, str, float]] = {
-    "learning rate": ("learning_rate", "learning rate of the last step", 1),
-    "grad norm": ("grad_norm", "gradient norm before clipping", 1),
-    "params norm": ("params_norm", "norm of the trained weights", 1),
-    "zeros in grad": ("zeros_in_grad", "zeros in the gradient", 1),
-    "loss scale": ("loss_scale", "factor of the fp16 loss", 1),
-    "step time": ("step_seconds", "mean time of a step", 1),
-    "data wait": ("data_wait_seconds", "mean time of a step in which the slowest rank waits for data", 1),
-    "tokens per second": ("tokens_per_second", "tokens per second of all processes", 1),
-    "TFLOP/s per process": ("process_flops", "model FLOP/s of a process", 1e12),
-    "MFU": ("mfu_ratio", "fraction of the device's peak", 1),
-    "batch size": ("batch_samples", "samples of a step", 1),
-    "consumed samples": ("consumed_samples", "training samples so far", 1),
-    "consumed tokens": ("consumed_tokens", "training tokens so far", 1),
-    "skipped steps": ("skipped_steps", "steps without an update so far", 1),
-    "memory GB": ("memory_bytes", "memory in use, the maximum over ranks", 1e9),
-    "peak memory GB": ("peak_memory_bytes", "peak memory, the maximum over ranks", 1e9),
-    "reserved memory GB": ("reserved_memory_bytes", "memory of the allocator, the maximum over ranks", 1e9),
-    "joules per step": ("step_joules", "energy of a step over all GPUs", 1),
-    "watts per GPU": ("gpu_watts", "mean power of a GPU", 1),
-}
+GAUGES = yaml_text.tables_beside(__file__)
 """Metric -> its name in Prometheus, what it means, and the factor to Prometheus' base unit."""
 
 

@@ -25,17 +25,12 @@ from megatron.bridge.utils.config.serialize import copy_config
 class Resolved[ConfigT: RunConfig]:
     """What runs."""
 
-    config: ConfigT
-    """A copy of the user's config in which every derived field is set."""
+    config: ConfigT  # a copy of the user's config in which every derived field is set
     world_size: int
-    notes: list[str]
-    """A sentence for each value that was replaced, to be shown to the user."""
-    problems: list[str]
-    """A sentence for each contradiction; a config with one must not run."""
-    origins: Origins
-    """Where each value of ``config`` came from."""
-    tokenizer: Any = None
-    """Added by ``setup.add_tokenizer``; None where nothing needs one, as in a dry run."""
+    notes: list[str]  # a sentence for each value that was replaced, to be shown to the user
+    problems: list[str]  # a sentence for each contradiction; a config with one must not run
+    origins: Origins  # where each value of ``config`` came from
+    tokenizer: Any = None  # added by ``setup.add_tokenizer``; None where nothing needs one, as in a dry run
 
     def set_derived(self, key: str, value: Any) -> None:
         """Set a field ``block.name`` that could not be derived before."""

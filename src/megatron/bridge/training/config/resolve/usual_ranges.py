@@ -6,27 +6,9 @@ from typing import Any
 
 from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils.config import yaml_text
 
-# What GPT-3, Llama, Qwen, DeepSeek-V3, OLMo 2, SmolLM2 and guides to fine-tuning use, and three to ten times as
-# much or as little.
-USUAL: dict[str, tuple[float, float]] = {
-    "optimizer.weight_decay": (0.0, 0.5),
-    "optimizer.adam_beta1": (0.5, 0.99),
-    "optimizer.adam_beta2": (0.9, 0.9999),
-    "optimizer.adam_eps": (1e-16, 1e-4),
-    "optimizer.clip_grad": (0.0, 100.0),
-    "model.init_method_std": (1e-4, 0.2),
-    "model.layernorm_epsilon": (1e-12, 1e-3),
-    "model.rotary_base": (1e2, 1e12),  # Falcon-H1 has 1e11
-    "model.hidden_dropout": (0.0, 0.5),
-    "model.attention_dropout": (0.0, 0.5),
-    "model.moe_aux_loss_coeff": (0.0, 0.5),
-    "model.moe_z_loss_coeff": (0.0, 0.1),
-    "model.mtp_loss_scaling_factor": (0.0, 1.0),
-    "peft.alpha": (0.1, 2048.0),
-    "peft.dropout": (0.0, 0.5),
-    "distill.temperature": (0.1, 20.0),
-}
+USUAL = yaml_text.tables_beside(__file__)
 ADAM_LR = (1e-8, 2e-2)
 OTHER_LR = (1e-8, 1.0)  # ``optimizer.lr`` of Muon and SGD, which do not divide a gradient by its size
 SOFTMAX_SCALE = (0.05, 20.0)  # ``model.softmax_scale`` in units of 1 / sqrt(width of a head)
