@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the testbench in one profile mode, in the layout of test_env.sh: run.sh MODE [options of megatron-bridge testbench]
+# Run the testbench in one profile mode, in the layout of test_env.sh: run.sh MODE [options of python -m scripts.testbench]
 set -euo pipefail
-. "$(dirname "$0")/test_env.sh"
+root=$(cd "$(dirname "$0")/../.." && pwd)
+. "$root/scripts/testbench/test_env.sh"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 mode=$1
 shift
 ranks=$((TP_SIZE * CP_SIZE > EP_SIZE * ${ETP_SIZE:-1} ? TP_SIZE * CP_SIZE : EP_SIZE * ${ETP_SIZE:-1}))
@@ -14,4 +16,4 @@ options=(--profile-mode "$mode")
 [ -z "$TEST_OPS_LIST" ] || options+=(--ops ${TEST_OPS_LIST//,/ })
 [ -z "$TEST_CASE_IDXES" ] || options+=(--case-indexes ${TEST_CASE_IDXES//,/ })
 exec ${TESTBENCH_WRAPPER:-} torchrun --nproc-per-node "$ranks" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 \
-    -m megatron.bridge.cli.main testbench "${settings[@]}" "$@" "${options[@]}"
+    -m scripts.testbench "${settings[@]}" "$@" "${options[@]}"

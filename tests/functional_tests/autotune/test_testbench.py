@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.bridge.autotune.testbench import Bench, Case, Launcher, TestWithHiddenInputs, register
+from scripts.testbench import Bench, Case, Launcher, TestWithHiddenInputs, register
 from tests.unit_tests.autotune.models import provider
 from tests.unit_tests.autotune.test_memory import configured
 

@@ -25,7 +25,6 @@ SUBCOMMANDS = {
     "train": "pretrain or fine-tune a model from a recipe",
     "launch": "start a recipe on this machine or on a Slurm cluster, or write it for Kubernetes",
     "tune": "find the fastest parallel layout that fits, without a GPU",
-    "testbench": "time single operators of a model, beside what the theory says of them",
     "generate": "continue prompts with any checkpoint",
     "chat": "chat with any checkpoint",
     "serve": "serve any checkpoint with OpenAI's endpoints",

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from megatron.bridge.autotune.testbench.cases import Case, read_cases
-from megatron.bridge.autotune.testbench.output import spelled
 from megatron.bridge.utils.errors import UserError
+from scripts.testbench.cases import Case, read_cases
+from scripts.testbench.output import spelled
 
 
 def test_cases_are_read(tmp_path):

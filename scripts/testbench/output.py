@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.bridge.autotune.testbench.cases import Case
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+from scripts.testbench.cases import Case
 
 Unit = Literal["s", "bytes", "operations"]
 File = Literal["timing", "memory_weights", "memory_activation", "flops"]

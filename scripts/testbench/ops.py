@@ -11,12 +11,12 @@ from torch import nn
 
 from megatron.bridge.autotune import activations
 from megatron.bridge.autotune.layers import layers_of
-from megatron.bridge.autotune.testbench.bench import Bench, Target
-from megatron.bridge.autotune.testbench.test_op import Call, TestOp, TestWithHiddenInputs, register
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.models.flops import operations_between
 from megatron.bridge.training import setup
 from megatron.bridge.training.optim.optimizer import build_optimizer
+from scripts.testbench.bench import Bench, Target
+from scripts.testbench.test_op import Call, TestOp, TestWithHiddenInputs, register
 
 
 def _named(*endings: str) -> Callable[[str, Any], bool]:

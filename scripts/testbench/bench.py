@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_map_only
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import Sizes, sizes_of
 from megatron.bridge.autotune.predict import run_of
-from megatron.bridge.autotune.testbench.cases import Case
 from megatron.bridge.autotune.time.work import Run
 from megatron.bridge.training import setup
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import cut_sequences, on_device, packed_parameters
 from megatron.bridge.utils.errors import UserError
+from scripts.testbench.cases import Case
 
 Target = tuple[Any, str]  # an object and the name of its method
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge testbench``: time the operators of a model, and compare their memory and work with the theory."""
+"""``python -m scripts.testbench``: time the operators of a model, and compare their memory and work with the theory."""
 
 import argparse
 import sys
@@ -10,23 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.exit_code import exit_code
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.cli.support.train_job import Job, add_job_options, prepare
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.bridge.autotune.testbench import Case
-    from megatron.bridge.autotune.testbench.output import Results
+    from scripts.testbench import Case
+    from scripts.testbench.output import Results
 
 DESCRIPTION = (
     "Run single operators of a model, forward and backward, and write time, memory and work beside the theory. "
     "Under torchrun the operators run in the layout of the config."
 )
 EXAMPLES = """examples:
-  megatron-bridge testbench --hf-model checkpoints/smollm2 --ops SelfAttention MLPDense
-  torchrun --nproc-per-node=2 -m megatron.bridge.cli.main testbench --recipe llama32_1b_pretrain_config \\
+  python -m scripts.testbench --hf-model checkpoints/smollm2 --ops SelfAttention MLPDense
+  torchrun --nproc-per-node=2 -m scripts.testbench --recipe llama32_1b_pretrain_config \\
       --cases cases.json model.tensor_model_parallel_size=2
 """
 
@@ -70,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron.bridge.autotune.testbench import Bench, Launcher
     from megatron.bridge.utils import distributed
     from megatron.bridge.utils.torchrun_env import read_number
+    from scripts.testbench import Bench, Launcher
 
     model, cases = _cases(args)
     args.hf_model = args.hf_model or (model if args.recipe is None and args.config is None else None)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cases(args: argparse.Namespace) -> tuple[str | None, "list[Case]"]:
-    from megatron.bridge.autotune.testbench.cases import read_cases
+    from scripts.testbench.cases import read_cases
 
     model, cases = read_cases(args.cases) if args.cases else (None, [])
     for index in args.case_indexes or ():
@@ -165,3 +166,14 @@ def _lines(results: "Results") -> Iterator[str]:
                 for direction, each in leaf.items() if "real" not in leaf else (("", leaf),):
                     rows.append((f"  {op}", f"{case} {direction}", each["real"], each["estimated"]))
         yield from columns(rows)
+
+
+def main() -> int:
+    parser = Parser(prog="python -m scripts.testbench", description=DESCRIPTION, epilog=EXAMPLES)
+    add_arguments(parser)
+    args = parser.parse_args()
+    return exit_code(lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

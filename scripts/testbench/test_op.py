@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.bridge.autotune import activations
 from megatron.bridge.autotune.layers import is_dispatched, layer_shape
-from megatron.bridge.autotune.testbench.bench import Bench, Target
 from megatron.bridge.autotune.time.step import operations_per_token
+from scripts.testbench.bench import Bench, Target
 
 OPS: dict[str, "TestOp"] = {}
 """All operators by name."""

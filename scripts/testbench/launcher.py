@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.bridge.autotune.testbench import ops as _built_in  # noqa: F401  # registers them
-from megatron.bridge.autotune.testbench.bench import Bench
-from megatron.bridge.autotune.testbench.cases import Case
-from megatron.bridge.autotune.testbench.output import Results
-from megatron.bridge.autotune.testbench.test_op import OPS, Call, TestOp, tensors_of
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware.speed import matmul_flops
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.profiler_traces import trace_name
+from scripts.testbench import ops as _built_in  # noqa: F401  # registers them
+from scripts.testbench.bench import Bench
+from scripts.testbench.cases import Case
+from scripts.testbench.output import Results
+from scripts.testbench.test_op import OPS, Call, TestOp, tensors_of
 
 COLLECT, NSYS, TORCH, SNAPSHOT = range(4)
 """Profile modes: numbers, Nsight Systems, PyTorch's profiler, a snapshot of the GPU's memory."""

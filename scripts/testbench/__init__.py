@@ -5,9 +5,10 @@ A ``TestOp`` says which operator of a model it runs, prepares its input, and giv
 it for each case. ``register`` adds an operator of one's own.
 """
 
-from megatron.bridge.autotune.testbench.bench import Bench
-from megatron.bridge.autotune.testbench.cases import Case
-from megatron.bridge.autotune.testbench.launcher import Launcher
-from megatron.bridge.autotune.testbench.test_op import OPS, Call, TestOp, TestWithHiddenInputs, register
+import megatron.bridge  # noqa: F401  # before megatron.core, which needs it on a CPU
+from scripts.testbench.bench import Bench
+from scripts.testbench.cases import Case
+from scripts.testbench.launcher import Launcher
+from scripts.testbench.test_op import OPS, Call, TestOp, TestWithHiddenInputs, register
 
 __all__ = ["OPS", "Bench", "Call", "Case", "Launcher", "TestOp", "TestWithHiddenInputs", "register"]
