@@ -9,9 +9,9 @@ import signal
 import time
 from dataclasses import dataclass
 
-from megatron.bridge.checkpoint import paths
+from megatron.bridge.checkpoint import bucket, paths
 from megatron.bridge.checkpoint.hashing_writer import HashingWriter
-from megatron.bridge.utils import atomic
+from megatron.bridge.utils import atomic, storage
 from megatron.bridge.utils.processes import free_port
 from tests.functional_tests.checkpoint.runs import STEPS, Series, run_to
 
@@ -36,6 +36,9 @@ POINTS = {
     "publish": (atomic, "publish"),
     "move the tracker": (paths, "write_tracker"),
     "delete an old one": (shutil, "rmtree"),
+    "upload": (storage, "push"),
+    "publish in the bucket": (bucket, "publish"),
+    "delete in the bucket": (storage, "delete"),
 }
 
 
@@ -114,6 +117,8 @@ def _rank(rank, world, port, root, arguments, results, kill):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = dict(arguments)
+    os.environ |= arguments.pop("environment", {})
     if kill is not None and kill.rank == rank:
         if kill.point in POINTS:
             _arm(kill)

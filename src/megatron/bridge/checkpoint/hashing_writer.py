@@ -12,23 +12,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from megatron.bridge.checkpoint import manifest
+from megatron.bridge.checkpoint import bucket, manifest
 from megatron.bridge.checkpoint.host_buffers import HostBuffer, with_own_storage
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import distributed, storage
+from megatron.bridge.utils.storage_paths import url_of
 
 
 class _HashingFiles(FileSystem):
@@ -56,11 +57,19 @@ class HashingWriter(FileSystemWriter):
 
     def __init__(self, directory: Path, save_id: str) -> None:
         # One thread: torch drops the error of a writer thread, and the checkpoint would lack its tensors.
-        super().__init__(directory, thread_count=1, per_thread_copy_ahead=0)
+        in_bucket = url_of(directory) is not None  # then the disk holds a copy for a while
+        super().__init__(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=not in_bucket)
         self.records: manifest.FileRecords = {}
         self.cancelled = threading.Event()
         self.fs = _HashingFiles(self.records, self.cancelled)
         self.save_id = save_id
+        self._token = f"{bucket.token_of(directory)}_" if in_bucket else ""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As torch's, but shards that go to a bucket have names of their own."""
+        found = super().prepare_global_plan(plans)
+        prefixes = [_StoragePrefix(plan.storage_data.prefix + self._token) for plan in found]
+        return [replace(plan, storage_data=prefix) for plan, prefix in zip(found, prefixes, strict=True)]
 
 
 class _ResolvedPlanner(DefaultSavePlanner):
@@ -94,9 +103,12 @@ class PreparedSave:
     metadata: Metadata | None
 
     def write_files(self) -> WrittenFiles:
-        """Write this rank's files, without communication."""
+        """Write and upload this rank's files, without communication."""
         with without_zip_checksums():
             results = self.writer.write_data(self.plan, self.planner).wait()
+        if url_of(self.directory) is not None:
+            final = bucket.final_of(self.directory)
+            storage.push(self.directory, self.writer.records, final, self.writer.cancelled)
         return WrittenFiles(results, self.writer.records)
 
     def finish(self, written: list[WrittenFiles]) -> manifest.FileRecords:

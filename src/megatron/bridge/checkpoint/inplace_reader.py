@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from megatron.bridge.utils import unpickling
+from megatron.bridge.utils import storage, unpickling
 
 # Bytes of a tensor in its file. For a smaller one, finding its place takes longer than copying it.
 LARGE = 8 << 20
@@ -34,6 +34,8 @@ class InplaceReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all that ``plan`` names into what ``planner`` answers with."""
+        needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        storage.pull(Path(self.path), needed)
         others: list[ReadItem] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:

@@ -20,13 +20,14 @@ from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.bridge.checkpoint import (
+    bucket,
     inplace_reader,  # noqa: F401 - Megatron-Core reads with it
     manifest,
 )
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank, root_cause
 from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.checkpoint.replicas import digest
-from megatron.bridge.utils import distributed, strict_json, unpickling
+from megatron.bridge.utils import distributed, storage, strict_json, unpickling
 from megatron.bridge.utils.errors import UserError, first_few
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
@@ -87,6 +88,7 @@ def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    storage.pull(directory, bucket.is_small)  # on other machines than the first rank's
     # Under another layout ranks share one object of the old one, which Megatron-Core takes for a mistake: what is
     # wanted was compared with what there is, so its own check of the wish can go.
     with without_torch_warnings():
@@ -119,6 +121,8 @@ def load_common(directory: Path) -> dict[str, Any]:
 
 def check_files(directory: Path) -> Metadata:
     """Read the metadata and see that every file it names is there in full; costs no reading of tensors."""
+    storage.pull(directory, bucket.is_small)
+    size_of = storage.sizes(directory)
     _check_format(directory)
     metadata = _read_metadata(directory)
     if _has_manifest(metadata) and not (directory / manifest.NAME).is_file():
@@ -127,11 +131,11 @@ def check_files(directory: Path) -> Metadata:
     for place in metadata.storage_data.values():
         needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
     for name, size in sorted(needed.items()):
-        path = directory / name
-        if not path.is_file():
+        found = size_of(name)
+        if found is None:
             raise DamagedError.of(directory, f"{name} is missing")
-        if path.stat().st_size < size:
-            raise DamagedError.of(directory, f"{name} has {path.stat().st_size} of {size} bytes")
+        if found < size:
+            raise DamagedError.of(directory, f"{name} has {found} of {size} bytes")
     return metadata
 
 

@@ -19,6 +19,8 @@ Two steps decide. Both are atomic on network file systems too, with or without `
 * To take a dead holder's lock away, a process deletes the holder's file by its token. This can never delete the
   lock of another process, no matter how long ago the file was read. Whoever claims next gets the lock.
 
+On object storage, ``bucket`` has steps of its own for the same.
+
 A process killed between the two leaves an empty ``run.lock``, which is free. What a client of a network file
 system has cached can delay a claim, but it cannot make two.
 """
@@ -36,11 +38,14 @@ from dataclasses import asdict
 from pathlib import Path
 from uuid import uuid4
 
+from megatron.bridge.checkpoint import bucket
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.processes import Process
+from megatron.bridge.utils.storage_paths import url_of
 
-NAME = "run.lock"
+NAME = bucket.LOCK
 BEAT = 10.0
 PATIENCE = 3 * BEAT
 
@@ -52,7 +57,7 @@ _held: dict[Path, "_Lock"] = {}
 def acquire(root: str | Path) -> bool:
     """Take the lock of ``root`` until ``release`` or the end of the process; False if it is held already."""
     try:
-        key = Path(root).resolve()
+        key = storage.local(root).resolve()
         if key in _held and _held[key].owner == Process.current():
             return False
         existed = key.is_dir()
@@ -68,14 +73,14 @@ def acquire(root: str | Path) -> bool:
 
 def check(root: str | Path) -> None:
     """Refuse to go on where another process took the lock over from this one."""
-    key = Path(root).resolve()
-    if key in _held and not _held[key].record.exists():
+    key = storage.local(root).resolve()
+    if key in _held and not _exists(_held[key].record):
         raise _refusal(key, holder(root))
 
 
 def release(root: str | Path) -> None:
     """Give the lock of ``root`` back, if this process holds it; a directory made for it alone goes, too."""
-    lock = _held.pop(Path(root).resolve(), None)
+    lock = _held.pop(storage.local(root).resolve(), None)
     if lock is not None:
         lock.release()
 
@@ -93,7 +98,7 @@ def held(root: str | Path) -> Iterator[None]:
 
 def holder(root: str | Path) -> Process | None:
     """The process that holds the lock of ``root`` by what its file says, dead or alive."""
-    record = _record(Path(root).resolve())
+    record = _record(storage.local(root).resolve())
     return None if record is None else _read(record)
 
 
@@ -114,6 +119,8 @@ def _take(root: Path) -> Path:
 def _claim(root: Path) -> Path | None:
     """Publish a file that names this process as the lock, in one step; None if another process has done so."""
     token = uuid4().hex
+    if url_of(root) is not None:
+        return bucket.claim(root / NAME / f"{token}{_RECORD}", json.dumps(asdict(Process.current())))
     aside, name = root / f".{NAME}.{token}", f"{token}{_RECORD}"
     aside.mkdir(parents=True)
     try:
@@ -136,6 +143,8 @@ def _renamed(aside: Path, path: Path) -> bool:
 def _record(root: Path) -> Path | None:
     """The file that says who holds the lock of ``root``."""
     path = root / NAME
+    if url_of(root) is not None:
+        return next((path / name for name in storage.listing(path)), None)
     try:
         return next((entry for entry in path.iterdir() if entry.suffix == _RECORD), None)
     except FileNotFoundError:
@@ -146,7 +155,8 @@ def _record(root: Path) -> Path | None:
 
 def _read(record: Path) -> Process | None:
     try:
-        return Process(**json.loads(record.read_text()))
+        text = record.read_text() if url_of(record) is None else storage.read(record) or ""
+        return Process(**json.loads(text))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -166,10 +176,17 @@ def _remove_if_dead(record: Path, root: Path) -> None:
 def _is_alive(other: Process | None, record: Path) -> bool:
     if other is not None and other.is_here:
         return other.is_alive
-    return record.exists() and _beats(record)
+    return _exists(record) and _beats(record)
+
+
+def _exists(record: Path) -> bool:
+    return record.exists() if url_of(record) is None else storage.read(record) is not None
 
 
 def _remove(record: Path, root: Path) -> bool:
+    if url_of(record) is not None:
+        storage.delete(record)
+        return True
     try:
         record.unlink()
     except (FileNotFoundError, IsADirectoryError):  # the latter: one file has become a directory
@@ -198,7 +215,9 @@ def _beats(record: Path) -> bool:
     return False
 
 
-def _touched(record: Path) -> int | None:
+def _touched(record: Path) -> int | str | None:
+    if url_of(record) is not None:
+        return next((entry.tag for name, entry in storage.listing(record.parent).items() if name == record.name), None)
     try:
         return record.stat().st_mtime_ns
     except FileNotFoundError:
@@ -219,8 +238,11 @@ class _Lock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
-            with suppress(OSError):  # the lock was taken over, or the file system is away for a moment
-                os.utime(self.record)
+            with suppress(OSError, storage.StorageError):  # it was taken over, or storage is away for a moment
+                if url_of(self.record) is None:
+                    os.utime(self.record)
+                elif (text := storage.read(self.record)) is not None:
+                    storage.write(self.record, text)
 
     def release(self) -> None:
         """Stop and remove the file, unless this is a forked copy."""
@@ -228,7 +250,8 @@ class _Lock:
         self._stop.set()
         if Process.current() == self.owner:
             root = self.record.parent.parent
-            _remove(self.record, root)
+            with suppress(storage.StorageError):  # another run waits until it takes this one for dead
+                _remove(self.record, root)
             if not self._root_existed:
                 with suppress(OSError):  # something is in it
                     root.rmdir()

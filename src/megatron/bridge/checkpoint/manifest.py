@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 import xxhash
 
-from megatron.bridge.utils import strict_json
+from megatron.bridge.utils import storage, strict_json
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.storage_paths import url_of
 
 NAME = "manifest.json"
 ALGORITHM = "xxh3_128"
@@ -165,9 +166,13 @@ def files_of(directory: Path) -> Iterator[str]:
 
 
 def write(directory: Path, iteration: int | None, save_id: str, known: Mapping[str, FileRecord]) -> Manifest:
-    """Write the manifest of ``directory``; the small files that nobody hashed while writing are hashed now."""
-    files = {name: known.get(name) or hash_file(directory / name) for name in files_of(directory)}
-    lost = sorted(known.keys() - files.keys())
+    """Write the manifest of ``directory``; the small files that nobody hashed while writing are hashed now.
+
+    Shards that go to a bucket may lie on other machines.
+    """
+    names = sorted({*files_of(directory), *known})
+    files = {name: known.get(name) or hash_file(directory / name) for name in names}
+    lost = sorted(known.keys() - files_of(directory)) if url_of(directory) is None else []
     assert not lost, f"files that were written are not in {directory}: {lost}"
     manifest = Manifest(iteration, save_id, files)
     content = {"format": FORMAT, "algorithm": ALGORITHM, **asdict(manifest)}
@@ -183,6 +188,7 @@ def read(directory: Path) -> Manifest | None:
         DamagedError: it cannot be read, or is not what was written.
         UserError: a later version wrote it.
     """
+    storage.pull(directory, {NAME})
     try:
         text = (directory / NAME).read_bytes()
     except FileNotFoundError:
@@ -216,30 +222,37 @@ def _own_hash(content: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def problem(directory: Path, name: str, record: FileRecord, content: bool) -> str | None:
+def problem(directory: Path, name: str, record: FileRecord, content: bool, size_of: storage.SizeOf) -> str | None:
     """What is wrong with one file: that it is missing, its size, or with ``content`` its hash."""
     path = directory / name
     try:
-        if not path.is_file():
+        if (size := size_of(name)) is None:
             return f"{name} is missing"
-        size = path.stat().st_size
         if size != record.size:
             return f"{name} has {size} of {record.size} bytes"
-        if content and hash_file(path).hash != record.hash:
+        if content and record.hash not in _hashes(path):
             return f"the content of {name} is not what was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror or error})"
     return None
 
 
+def _hashes(path: Path) -> Iterator[str]:
+    yield hash_file(path).hash
+    if url_of(path) is not None:  # the downloaded copy may be damaged, and not what lies in the bucket
+        storage.forget(path)
+        storage.pull(path.parent, {path.name})
+        yield hash_file(path).hash
+
+
 def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: VerifyMode) -> list[str]:
     """What is wrong with the files ``names``; in fast mode only small files are read."""
-    found = []
-    for name in names:
-        record = manifest.files[name]
-        if sentence := problem(directory, name, record, mode == "full" or record.size <= SMALL):
-            found.append(sentence)
-    return found
+    records = {name: manifest.files[name] for name in names}
+    read = {name for name, record in records.items() if mode == "full" or record.size <= SMALL}
+    storage.pull(directory, read, deep=True)
+    size_of = storage.sizes(directory)
+    found = (problem(directory, name, record, name in read, size_of) for name, record in records.items())
+    return [sentence for sentence in found if sentence]
 
 
 def check_identity(directory: Path, manifest: Manifest, iteration: int | None) -> None:

@@ -18,9 +18,11 @@ import re
 import shutil
 from pathlib import Path
 
+from megatron.bridge.checkpoint import bucket
 from megatron.bridge.checkpoint.manifest import DamagedError
-from megatron.bridge.utils import atomic
+from megatron.bridge.utils import atomic, storage
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.storage_paths import url_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_CONFIG = "run_config.yaml"
@@ -42,7 +44,7 @@ def iteration_dir(root: str | Path, iteration: int) -> Path:
         >>> iteration_dir("run", 10).as_posix()
         'run/iter_0000010'
     """
-    return Path(root) / f"iter_{iteration:07d}"
+    return storage.local(root) / f"iter_{iteration:07d}"
 
 
 def iteration_of(directory: Path) -> int | None:
@@ -58,7 +60,8 @@ def iteration_of(directory: Path) -> int | None:
 
 def published_iterations(root: str | Path) -> list[int]:
     """Iterations that have a published directory, ascending, whether or not the tracker names them."""
-    root = Path(root)
+    root = storage.local(root)
+    bucket.refresh(root)
     if not root.is_dir():
         return []
     return sorted(number for path in root.iterdir() if (number := iteration_of(path)) is not None and path.is_dir())
@@ -70,7 +73,8 @@ def latest_iteration(root: str | Path) -> int | None:
     Raises:
         DamagedError: the tracker does not hold a number, or names an iteration that is not there.
     """
-    tracker = Path(root) / TRACKER
+    tracker = storage.local(root) / TRACKER
+    bucket.refresh(tracker.parent)
     try:
         text = tracker.read_text().strip()
     except FileNotFoundError:
@@ -92,7 +96,13 @@ def resolve(path: str | Path) -> Path:
     Raises:
         UserError: nothing there can be loaded; the message names what is missing.
     """
-    path = Path(path)
+    found = _resolve(storage.local(path))
+    storage.pull(found, bucket.is_small, deep=True)
+    return found
+
+
+def _resolve(path: Path) -> Path:
+    bucket.refresh(path)
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist; give the directory that a run or an import saved to")
     if not path.is_dir():
@@ -112,6 +122,9 @@ def resolve(path: str | Path) -> Path:
 def remove(root: str | Path, iteration: int) -> None:
     """Delete a published checkpoint; a kill halfway leaves no directory that looks like one."""
     directory = iteration_dir(root, iteration)
+    if url_of(directory) is not None:
+        bucket.remove(directory)
+        return
     aside = directory.with_name(directory.name + REMOVED)
     shutil.rmtree(aside, ignore_errors=True)
     directory.rename(aside)
@@ -124,7 +137,9 @@ def recover(root: str | Path) -> None:
     Replacing a directory takes two renames; a kill between them leaves the old one as ``.replaced``, which is put
     back. Staging directories and half-deleted checkpoints are removed.
     """
-    root = Path(root)
+    root = storage.local(root)
+    if url_of(root) is not None:
+        bucket.recover(root)
     if not root.is_dir():
         return
     for path in root.iterdir():
@@ -140,7 +155,10 @@ def recover(root: str | Path) -> None:
 def write_tracker(root: str | Path, iteration: int) -> None:
     """Name ``iteration`` as the newest; its directory must have been published before."""
     assert iteration_dir(root, iteration).is_dir(), f"iteration {iteration} is not published in {root}"
-    atomic.write_text(Path(root) / TRACKER, f"{iteration}\n")
+    tracker = storage.local(root) / TRACKER
+    atomic.write_text(tracker, f"{iteration}\n")
+    if url_of(tracker) is not None:
+        bucket.push_beside(tracker.parent)
 
 
 def _choices(root: str | Path) -> str:

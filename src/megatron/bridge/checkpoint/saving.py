@@ -21,15 +21,22 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from megatron.bridge.checkpoint import manifest, paths
+from megatron.bridge.checkpoint import bucket, manifest, paths
 from megatron.bridge.checkpoint.async_writer import AsyncSaver
-from megatron.bridge.checkpoint.collective import forget_frames, on_first_rank, out_of_space, root_cause
+from megatron.bridge.checkpoint.collective import (
+    forget_frames,
+    on_every_rank,
+    on_first_rank,
+    out_of_space,
+    root_cause,
+)
 from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, collective_steps, prepare_save
 from megatron.bridge.checkpoint.host_buffers import copy_size
 from megatron.bridge.checkpoint.loading import COMMON_STATE, FORMAT, without_torch_warnings
 from megatron.bridge.checkpoint.replicas import distribute_replicas
-from megatron.bridge.utils import atomic, distributed
+from megatron.bridge.utils import atomic, distributed, storage
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.storage_paths import url_of
 
 ExtraFiles = Callable[[Path], None]
 
@@ -87,6 +94,7 @@ class _SaveAttempt:
         self._write_extra = write_extra
         self._overwrite = overwrite
         self._published = published
+        self._in_bucket = url_of(directory) is not None
         # A name of its own: a process of an earlier attempt that still lives cannot write into this one.
         token = on_first_rank(lambda: uuid.uuid4().hex[:8])
         self._staging = atomic.staging_path(directory.with_name(f"{directory.name}.{token}"))
@@ -98,13 +106,15 @@ class _SaveAttempt:
         except BaseException as error:
             forget_frames(error)
             # No collective here: an error that only this rank saw must not make it wait for the others.
-            if distributed.rank() == 0:
+            if distributed.rank() == 0 or (self._in_bucket and distributed.local_rank() == 0):
                 shutil.rmtree(self._staging, ignore_errors=True)
             raise save_error(error, self._directory) from error
 
     def prepare(self, state: dict[str, Any], planner: MCoreSavePlanner | None) -> None:
         """Make the staging directory and agree on who writes what."""
         on_first_rank(self._create)
+        if self._in_bucket:
+            on_every_rank(lambda: self._staging.mkdir(parents=True, exist_ok=True))  # on each machine
         save_id = on_first_rank(manifest.new_save_id)
         with without_torch_warnings():
             self.prepared = prepare_save(torch_state(state), self._staging, planner or save_planner(), save_id)
@@ -113,10 +123,16 @@ class _SaveAttempt:
         """Publish what all ranks have written; ``outcome`` tells what this one has."""
         with without_torch_warnings():
             collective_steps().all_reduce("write", outcome, self._publish)
+        if self._in_bucket and distributed.local_rank() == 0 and self._staging.is_dir():
+            bucket.keep(self._staging)  # on other machines than the first rank's
 
     def _create(self) -> None:
         if not self._overwrite:
             atomic.refuse_existing(self._directory)
+        if self._in_bucket and not self._overwrite and storage.listing(self._directory):
+            raise UserError(f"output directory {self._directory} exists: remove it or choose another one")
+        if self._in_bucket:
+            bucket.begin(self._directory)
         atomic.create_staging(self._staging.with_name(self._staging.name.removesuffix(atomic.STAGING_SUFFIX)))
 
     def _publish(self, written: list[WrittenFiles]) -> None:
@@ -125,8 +141,14 @@ class _SaveAttempt:
             self._write_extra(self._staging)
         save_config(FORMAT, str(self._staging))
         iteration = paths.iteration_of(self._directory)
-        manifest.write(self._staging, iteration, self.prepared.writer.save_id, records)
-        atomic.publish(self._staging, self._directory)
+        saved = manifest.write(self._staging, iteration, self.prepared.writer.save_id, records)
+        if self._in_bucket:
+            small = [name for name in saved.files if bucket.is_small(name)]
+            storage.push(self._staging, [*small, manifest.NAME], self._directory)
+            bucket.publish(self._directory, {name: record.size for name, record in saved.files.items()})
+            bucket.keep(self._staging)
+        else:
+            atomic.publish(self._staging, self._directory)
         self._published()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint, add_trust_remote_code
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,4 +105,5 @@ def _adapted(args: argparse.Namespace, check_base: bool = True) -> "tuple[AutoBr
 
 
 def _in_peft_format(path: Path) -> bool:
+    storage.pull(path, {"adapter_config.json", "adapter_model.safetensors"})
     return os.path.lexists(path / "adapter_config.json")

@@ -7,9 +7,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.bridge.checkpoint import lock, manifest, paths
+from megatron.bridge.checkpoint import bucket, lock, manifest, paths
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     root: Path = args.path
+    bucket.refresh(root)
     if not root.is_dir():
         raise UserError(f"{root} is not a folder: give the folder of a run")
     try:
@@ -69,6 +71,7 @@ def _list(args: argparse.Namespace) -> int:
     found = paths.published_iterations(root)
     for number in found:
         directory = paths.iteration_dir(root, number)
+        storage.pull(directory, bucket.is_small)
         when = datetime.fromtimestamp(directory.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         mark = "  newest" if number == newest else ""
         say(f"{directory.name}  {when}  {size(folder_size(directory)):>9}  {_state(directory)}{mark}")

@@ -11,6 +11,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distri
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import skip_gc_at_exit
+from megatron.bridge.utils.storage_paths import split
 from megatron.bridge.utils.torchrun_env import adopt_slurm_step, read_number
 from megatron.bridge.version import __version__
 
@@ -47,6 +49,10 @@ SUBCOMMANDS = {
 }
 
 
+# the options that can be URLs of object storage
+URLS = {"megatron_path", "hf_path", "hf_model", "adapter", "model", "path", "first", "second", "target"}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     with skip_gc_at_exit():
@@ -71,12 +77,26 @@ def _run(arguments: list[str]) -> int:
     if module is None:
         parser.print_help()
         return 2
+    _use_local_folders(args)
     if not getattr(args, "trust_checkpoint", False):
         return module.run(args)
     from megatron.bridge.utils import unpickling  # imports torch
 
     with unpickling.trusting(True):
         return module.run(args)
+
+
+def _use_local_folders(args: argparse.Namespace) -> None:
+    """Replace URLs of object storage in the arguments, and refuse those that are not read or written there."""
+    for name, value in vars(args).items():
+        if not isinstance(value, (str, Path)) or (found := split(value)) is None:
+            continue
+        from megatron.bridge.utils import storage
+
+        if name in URLS:
+            setattr(args, name, type(value)(storage.local("://".join(found))))
+        elif storage.is_url(value):
+            raise UserError(f"{name}={value} cannot be a URL: give a local path")
 
 
 def _load(name: str) -> ModuleType:

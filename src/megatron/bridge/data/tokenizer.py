@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megatron.bridge.utils import strict_json
+from megatron.bridge.utils import storage, strict_json
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
@@ -196,11 +196,15 @@ def bos_token(tokenizer: Tokenizer) -> int | None:
     return token if isinstance(token, int) else None
 
 
+_ENDINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # of a tokenizer's files in a bucket
+
+
 def load_hf_tokenizer(path: str, trust_remote_code: bool = False, **options: Any) -> "PreTrainedTokenizerBase":
     """``AutoTokenizer.from_pretrained``, with one sentence for whatever goes wrong."""
     from transformers import AutoTokenizer
 
-    folder = Path(path).expanduser()
+    folder = storage.local(path).expanduser()
+    storage.pull(folder, lambda name: name.endswith(_ENDINGS))
     place = str(folder) if folder.is_dir() else path
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)

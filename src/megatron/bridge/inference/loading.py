@@ -19,6 +19,7 @@ from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_group
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
 from megatron.bridge.peft.checkpoint import fingerprint, load_adapters
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -166,6 +167,8 @@ def _base_of(checkpoint: str | Path) -> dict[str, str] | None:
 
 def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
     """Put adapters beside the weights and fill them."""
+    path = storage.local(path)
+    storage.pull(path, {"adapter_config.json", "adapter_model.safetensors"})
     if (path / "adapter_config.json").is_file():
         if bridge is None:
             raise UserError(f"the adapter {path} is in the format of peft, which needs a Hugging Face base model")

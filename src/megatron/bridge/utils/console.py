@@ -4,9 +4,12 @@
 import os
 from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron.bridge.utils.storage_paths import shown
 
 _WIDTH = 80
 
@@ -14,7 +17,14 @@ _WIDTH = 80
 @cache
 def console() -> Console:
     """The shared console; ranks above 0 get one that prints nothing."""
-    return ensure_width(Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True))
+    return ensure_width(
+        _Terminal(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
+    )
+
+
+class _Terminal(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
 
 
 def print_rank_0(text: str) -> None:

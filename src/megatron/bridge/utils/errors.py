@@ -4,13 +4,18 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+from megatron.bridge.utils.storage_paths import shown
+
 
 class UserError(ValueError):
     """A mistake that the user can mend: the message is one sentence with the key, the value and the way out.
 
     Command lines print the message alone and exit with code 1; any other exception is a bug and keeps its
-    traceback.
+    traceback. Folders that stand for URLs are shown as URLs.
     """
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 def refuse(problems: Iterable[str]) -> None:

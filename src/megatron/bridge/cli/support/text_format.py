@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
+from megatron.bridge.utils.storage_paths import shown, url_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +28,8 @@ def size(count: float) -> str:
 
 
 def folder_size(folder: Path) -> int:
+    if url_of(folder) is not None:
+        return sum(entry.size for entry in storage.listing(folder, deep=True).values())
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -51,7 +55,7 @@ def shape(sizes: Iterable[int]) -> str:
 
 def say(text: str) -> None:
     """Print to standard output at once, on every rank."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(shown(text) + "\n")
     sys.stdout.flush()
 
 

@@ -3,17 +3,17 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.bridge.data.dataset_config import Split
 from megatron.bridge.data.finetuning.sft_config import FILE_STEMS, SFTDatasetConfig
 from megatron.bridge.data.records.sources import FileSource, HoldOutSource, HubSource, RecordSource, is_saved_dataset
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 
 def is_read_by_datasets(name: str) -> bool:
     """Whether ``name`` is what ``HFDatasetConfig`` reads, rather than a folder with a file for each split."""
-    path = Path(name)
+    path = storage.fetch(name)
     if not path.exists():
         return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None  # the form of a hub id
     if path.is_file() or is_saved_dataset(path):
@@ -55,11 +55,11 @@ class HFDatasetConfig(SFTDatasetConfig):
     @property
     def is_local(self) -> bool:
         """Whether ``dataset_name`` is a file or a folder on this machine."""
-        return Path(self.dataset_name).exists()
+        return storage.fetch(self.dataset_name).exists()
 
     def check_sources(self) -> None:
         name = self.dataset_name
-        if name.startswith(("/", "./", "../", "~")) and not self.is_local:
+        if (storage.is_url(name) or name.startswith(("/", "./", "../", "~"))) and not self.is_local:
             raise UserError(f"dataset.dataset_name={name} does not exist: check the path")
 
     def source(self, split: Split) -> RecordSource | None:
@@ -68,7 +68,9 @@ class HFDatasetConfig(SFTDatasetConfig):
         name = self.train_split if holds_out else names[split]
         if name is None:
             return None
-        whole: RecordSource = HubSource(self.dataset_name, self.dataset_subset, name, self.revision, self.streaming)
-        if Path(self.dataset_name).is_file():
-            whole = FileSource(Path(self.dataset_name))
+        place = storage.fetch(self.dataset_name)
+        place_name = str(place) if storage.is_url(self.dataset_name) else self.dataset_name
+        whole: RecordSource = HubSource(place_name, self.dataset_subset, name, self.revision, self.streaming)
+        if place.is_file():
+            whole = FileSource(place)
         return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole

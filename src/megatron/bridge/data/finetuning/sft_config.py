@@ -3,12 +3,12 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits, too_small
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.data.records.sources import SUFFIXES, FileSource, LimitedSource, RecordSource, RenamedSource
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,14 +102,14 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
 
     @property
     def media_folder(self) -> str:
-        return self.media_root or self.dataset_root
+        return self.media_root or str(storage.local(self.dataset_root))
 
     def check_sources(self) -> None:
-        if not Path(self.dataset_root).is_dir():
+        if not storage.fetch(self.dataset_root).is_dir():
             raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
 
     def source(self, split: Split) -> RecordSource:
-        folder, stem = Path(self.dataset_root), FILE_STEMS[split]
+        folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
         found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
         if len(found) > 1:
             raise UserError(f"{' and '.join(map(str, found))} both exist: remove or rename one of them")

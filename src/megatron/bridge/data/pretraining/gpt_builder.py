@@ -15,6 +15,7 @@ from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.data.pretraining.blend import Blend
 from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
 from megatron.bridge.data.pretraining.indexed_writer import finished_state
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -87,8 +88,11 @@ def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTD
 
 
 def _without_single_weight(blend: Blend | None) -> Blend | None:
-    """A single corpus needs no blending."""
-    return (blend[0], None) if blend is not None and len(blend[0]) == 1 else blend
+    """The local prefixes of a blend; a single corpus needs no blending."""
+    if blend is None:
+        return None
+    prefixes = [str(storage.local(prefix)) for prefix in blend[0]]
+    return prefixes, None if len(prefixes) == 1 else blend[1]
 
 
 def _needed_blends(config: "GPTDatasetConfig", request: DatasetRequest) -> list[Any] | None:
@@ -127,6 +131,9 @@ def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "G
 
 
 def open_corpus(prefix: str) -> IndexedDataset:
+    place = storage.local(prefix)
+    prefix = str(place)
+    storage.pull(place.parent, lambda name: name.startswith(f"{place.name}."))
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise UserError(_missing_corpus(prefix, suffix))

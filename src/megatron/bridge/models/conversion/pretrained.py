@@ -13,18 +13,20 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
+from megatron.bridge.utils import storage
+from megatron.bridge.utils.storage_paths import url_of
 
 
 def is_megatron_checkpoint(name: str | Path) -> bool:
     """Whether ``name`` is a directory in Megatron's format; every other name is a Hugging Face model's."""
-    return Path(name).is_dir() and not is_hf_model(name)
+    return not is_hf_model(name) and (url_of(storage.local(name)) is not None or Path(name).is_dir())
 
 
 def local_weights(name: str | Path) -> Path:
     """The directory of the weights ``name``, a directory in either format or a hub id, whose files are downloaded."""
     if hub.is_hub_id(name):
         return hub.resolve(name, weights=True)
-    return Path(name).expanduser() if is_hf_model(name) else paths.resolve(name)
+    return storage.local(name).expanduser() if is_hf_model(name) else paths.resolve(name)
 
 
 def tokenizer_of(name: str | Path) -> str | None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the files of a model are: a local directory, or the hub's cache; and the way back to the hub."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 # other serialisations of the same weights; stale beside a converted model, and large
@@ -25,7 +27,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 def is_hf_model(path: str | Path) -> bool:
     """Whether ``path`` is the directory of a Hugging Face model."""
-    return (Path(path).expanduser() / CONFIG).is_file()
+    folder = storage.local(path).expanduser()
+    storage.pull(folder, {CONFIG})
+    return (folder / CONFIG).is_file()
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -34,7 +38,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def is_hub_id(name: str | Path) -> bool:
     """Whether ``name`` can be a model on the hub: no file or directory has this name, and it is no path."""
-    text = str(name)
+    text = str(storage.local(name))
     return not Path(text).expanduser().exists() and text.count("/") <= 1 and not text.startswith(("/", ".", "~"))
 
 
@@ -61,7 +65,9 @@ def resolve(model: str | Path, *, weights: bool, revision: str | None = None, ca
         revision: branch, tag or commit on the hub.
         cache_dir: hub cache to use; huggingface_hub's own when None.
     """
-    path = Path(model).expanduser()
+    path = storage.local(model).expanduser()
+    unwanted = () if weights else WEIGHT_PATTERNS
+    storage.pull(path, lambda name: not any(fnmatch(name, pattern) for pattern in unwanted), deep=True, exact=weights)
     if path.is_dir():
         if not is_hf_model(path):
             raise UserError(f"{path} is not a Hugging Face model: it has no config.json")

@@ -14,10 +14,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.models.hf_pretrained.hub import WEIGHT_PATTERNS
+from megatron.bridge.models.hf_pretrained import bucket_folder
+from megatron.bridge.models.hf_pretrained.hub import CONFIG, WEIGHT_PATTERNS
 from megatron.bridge.models.hf_pretrained.safetensors_files import INDEX, SINGLE
 from megatron.bridge.utils import atomic
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.storage_paths import url_of
 
 RECORD = ".megatron-bridge.json"
 """The record: name -> [bytes, time of the last change in ns] of each file that a save published.
@@ -26,6 +28,7 @@ While a save publishes, a file that it replaces has two of them: it may have bee
 """
 _ADAPTER = "adapter_model.safetensors"
 _ENTRY_POINTS = (SINGLE, INDEX, _ADAPTER)
+_CONFIGS = ("adapter_config.json", CONFIG)  # without one, no reader takes a folder in a bucket for a model
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 Stamp = list[int]
@@ -41,6 +44,8 @@ def create_staging(folder: Path, overwrite: bool = True) -> Path:
     """
     if folder.is_file():
         raise UserError(f"output directory {folder} is a file: choose another one")
+    if url_of(folder) is not None:
+        bucket_folder.prepare(folder)
     _refuse_weights(folder, overwrite)
     return atomic.create_staging(folder, overwrite=True)
 
@@ -52,6 +57,9 @@ def publish(staging: Path, folder: Path) -> None:
     cleans up.
     """
     new = _stamps(staging)
+    if url_of(folder) is not None:
+        bucket_folder.publish(staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new])
+        return
     if not folder.exists() or not any(folder.iterdir()):
         _write_record(staging, new)
         atomic.publish(staging, folder)

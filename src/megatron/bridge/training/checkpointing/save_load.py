@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron.bridge.checkpoint import loading, lock, model_io, paths, rank_local, saving, verification
+from megatron.bridge.checkpoint import bucket, loading, lock, model_io, paths, rank_local, saving, verification
 from megatron.bridge.checkpoint.async_writer import AsyncSaver
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
@@ -389,9 +389,10 @@ def _configured_start(config: CheckpointConfig) -> StartingPoint | None:
 
 def _own_checkpoints(config: CheckpointConfig) -> tuple[Path, ...]:
     """The published checkpoints in ``checkpoint.save``, newest first."""
-    if config.save is None or not Path(config.save).is_dir():
+    root = Path(config.save or "")
+    bucket.refresh(root)
+    if config.save is None or not root.is_dir():
         return ()
-    root = Path(config.save)
     with lock.held(root):  # files that look like leftovers may belong to a running job
         paths.recover(root)
     published = paths.published_iterations(root)[::-1]

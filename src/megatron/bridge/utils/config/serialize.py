@@ -21,6 +21,7 @@ from typing import Any, cast
 from megatron.bridge.utils.config import interpolation, yaml_text
 from megatron.bridge.utils.config.names import MARKERS, TARGET, importing, is_dtype, is_named, locate, name_of
 from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
+from megatron.bridge.utils.storage_paths import shown
 
 # A partial is called with arguments that the file chooses; only initialisers are let through.
 PARTIAL_HOMES = ("torch.nn.init.",)
@@ -98,7 +99,7 @@ def _write(value: Any, path: str, problems: list[str]) -> Any:
     if (writer := _WRITERS.get(cast(Any, type(value)))) is not None:
         return writer(value, path, problems)
     if isinstance(value, PurePath):
-        return {"_path_": interpolation.escape(str(value))}
+        return {"_path_": interpolation.escape(shown(str(value)))}
     if is_group(value):
         return _write_dataclass(value, path, problems)
     if is_named(value) and (name := name_of(value)) is not None:
@@ -241,7 +242,7 @@ def _or_top(path: str) -> str:
 
 
 _WRITERS: dict[type, Callable[[Any, str, list[str]], Any]] = {
-    str: lambda value, _, __: interpolation.escape(value),
+    str: lambda value, _, __: interpolation.escape(shown(value)),
     list: _write_list,
     tuple: lambda value, path, problems: {"_tuple_": _write_list(value, path, problems)},
     dict: _write_mapping,

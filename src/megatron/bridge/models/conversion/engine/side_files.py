@@ -19,7 +19,7 @@ from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card,
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import distributed, storage
 
 # keys of older configs that a newer key replaces
 _REPLACED = {
@@ -155,6 +155,7 @@ def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
 @contextmanager
 def published(path: Path, overwrite: bool = True) -> Generator[Path]:
     """A staging directory on all ranks whose files are published into ``path``, or vanish on an error."""
+    path = storage.local(path)
     staging = on_first_rank(lambda: model_folder.create_staging(path, overwrite))
     try:
         yield staging

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.checkpoint import lock
+from megatron.bridge.checkpoint import bucket, lock
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
@@ -13,7 +13,9 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
 from megatron.bridge.utils.config.origins import Origins, annotated_yaml
+from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.environment import environment, git_diff, summary
+from megatron.bridge.utils.storage import StorageError
 
 
 class RunLock(Callback):
@@ -31,6 +33,10 @@ class RunLock(Callback):
     def close(self, context: Run) -> None:
         save = context.config.checkpoint.save
         if save is not None and distributed.rank() == 0:
+            try:
+                bucket.push_beside(Path(save))
+            except StorageError as error:  # the run may be ending because of it
+                print_rank_0(f"not uploaded: {error}")
             lock.release(Path(save))
 
 

@@ -15,6 +15,7 @@ from megatron.bridge.training.config.resolve.findings import Findings, Hardware
 from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
+from megatron.bridge.training.config.resolve.urls import use_local_folders
 from megatron.bridge.training.config.resolve.usual_ranges import unusual_numbers
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.origins import Origins, leaf_values
@@ -56,6 +57,7 @@ def resolve[ConfigT: RunConfig](
         count_rows: Counts the rows of an epoch, if ``train.num_epochs`` is set; None leaves ``train_iters``.
     """
     copied, findings = copy_config(config), Findings(hardware, count_rows)
+    findings.problems += list(use_local_folders(copied))
     before = leaf_values(copied)
     _derive(copied, world_size, findings)
     origins = origins.copy() if origins else Origins.of(config, "script")

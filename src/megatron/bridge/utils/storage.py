@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files on object storage, through fsspec: what lies at a URL, downloads into its local folder, uploads from there.
+
+fsspec's file systems read credentials and endpoints from the environment, transfer large files in parallel parts, and
+repeat what fails with growing pauses. What fails even so is a ``StorageError``.
+"""
+
+import errno
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from itertools import batched
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
+from megatron.bridge.utils.optional_imports import missing_message
+from megatron.bridge.utils.storage_paths import CACHE, beside, root, split, url_of
+
+AT_ONCE = 8  # files that are uploaded, of each s3fs sends up to 10 parts of 50 MB; ranges that are downloaded
+RANGE = 32 << 20
+# 8 tries of a request within about a minute, unless a variable of AWS or fsspec says otherwise
+_OPTIONS = {"s3": {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 8}}}}
+_PAUSES = random.SystemRandom()
+_NO_STORAGE = ("file", "local", "data", "http", "https")
+
+_OUTSIDE = {".", "..", ""}  # parts of names that lead out of a folder
+
+SizeOf = Callable[[str], int | None]
+
+
+class StorageError(UserError):
+    """A bucket that cannot be reached, read or written; what was there before is as it was."""
+
+
+class Entry(NamedTuple):
+    """What a bucket says of one file or folder; the tag is another one whenever the content is."""
+
+    size: int
+    tag: str
+    is_folder: bool
+
+
+def is_url(text: object) -> bool:
+    """Whether ``text`` is a URL of object storage, and not one of a web page or a path."""
+    found = split(text)
+    return found is not None and found[0] in _known()
+
+
+def local(place: str | Path) -> Path:
+    """The local folder or file for a URL, whether or not anything is there yet; a path stays what it is."""
+    found = split(place)
+    if found is None or ("://" not in str(place) and found[0] not in _known()):
+        return Path(place)
+    scheme, rest = found
+    _filesystem(scheme)
+    if _OUTSIDE & set(rest.split("/")):
+        raise UserError(f"{scheme}://{rest} names no folder of a bucket: write {scheme}://BUCKET/FOLDER")
+    return Path(root(), scheme, rest)
+
+
+def fetch(place: str | Path) -> Path:
+    """``local``, downloaded: the file, or all files of the folder. A path stays what it is."""
+    path = local(place)
+    pull(path.parent, {path.name})
+    if not path.is_file():
+        pull(path, lambda name: True, deep=True, exact=True)
+    return path
+
+
+def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
+    """What lies in the bucket at ``folder``, by the path below it; ``deep`` lists the files of all subfolders."""
+    from fsspec.utils import tokenize
+
+    with _reaching(folder) as (files, url):
+        prefix = files._strip_protocol(url).strip("/") + "/"
+        try:
+            found: Any = files.find(url, detail=True).values() if deep else files.ls(url, detail=True)
+        except FileNotFoundError:
+            return {}
+    named = {str(one["name"]).strip("/"): one for one in found}
+    return {
+        name.removeprefix(prefix): Entry(int(one.get("size") or 0), tokenize(one), one["type"] == "directory")
+        for name, one in named.items()
+        if name.startswith(prefix) and not _OUTSIDE & set(name.split("/"))
+    }
+
+
+def sizes(folder: Path) -> SizeOf:
+    """What tells the size of a file of ``folder``, here or in the bucket, by its name; None if it is not there."""
+    if url_of(folder) is None:
+        return lambda name: (folder / name).stat().st_size if (folder / name).is_file() else None
+    found = listing(folder, deep=True)
+    return lambda name: found[name].size if name in found else None
+
+
+def pull(
+    folder: Path, wanted: Collection[str] | Callable[[str], bool], deep: bool = False, exact: bool = False
+) -> None:
+    """Download the wanted files of ``folder`` that are not here as they are in the bucket; a folder of a disk stays.
+
+    ``deep`` downloads those of subfolders, too; ``exact`` removes files that the bucket does not have.
+    """
+    if url_of(folder) is None or (not callable(wanted) and not wanted):
+        return
+    is_wanted = wanted if callable(wanted) else wanted.__contains__
+    found = {name: entry for name, entry in listing(folder, deep).items() if not entry.is_folder and is_wanted(name)}
+    for some in batched(sorted(found), 32):
+        with ExitStack() as locks:
+            _lock(locks, [folder / name for name in some])
+            _download(folder, {name: found[name] for name in some if not _is_current(folder / name, found[name])})
+    for path in [path for path in folder.rglob("*") if path.is_file()] if exact else ():
+        if path.relative_to(folder).as_posix() not in found:
+            path.unlink(missing_ok=True)
+
+
+def push(folder: Path, names: Iterable[str], target: Path | None = None, stop: threading.Event | None = None) -> None:
+    """Upload files of ``folder`` to where it stands for, or ``target`` does; those before ``stop`` is set."""
+    for some in batched(names, AT_ONCE):
+        if stop is None or not stop.is_set():
+            with _reaching(target or folder) as (files, url):
+                files.put([str(folder / name) for name in some], [f"{url}/{name}" for name in some])
+
+
+def forget(file: Path) -> None:
+    """Have ``pull`` download a file again."""
+    beside(file, ".tag").unlink(missing_ok=True)
+
+
+def note_current(folder: Path, names: Iterable[str], deep: bool = False) -> None:
+    """Note that files were uploaded, so that they are not downloaded again."""
+    found = listing(folder, deep)
+    for name in names:
+        beside(folder / name, ".tag").write_text(found[name].tag)
+
+
+def write(file: Path, text: str) -> None:
+    with _reaching(file) as (files, url):
+        files.pipe_file(url, text.encode())
+
+
+def read(file: Path) -> str | None:
+    """The text of a file; None if there is none."""
+    with _reaching(file) as (files, url):
+        try:
+            return files.cat_file(url).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+
+def delete(path: Path) -> None:
+    """Remove a file, or all files of a folder."""
+    below = [f"/{name}" for name in listing(path, deep=True)] or [""]
+    with _reaching(path) as (files, url), suppress(FileNotFoundError):
+        files.rm([url + name for name in below])
+
+
+def _filesystem(scheme: str) -> Any:
+    import fsspec
+    from fsspec.config import conf
+
+    if scheme not in _known():
+        hint = did_you_mean(scheme, _known())
+        raise UserError(f"{scheme}:// is no object storage that fsspec knows: use s3://, gs:// or a path{hint}")
+    chosen = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys()
+    try:
+        options = {"use_listings_cache": False, **({} if chosen else _OPTIONS.get(scheme, {})), **conf.get(scheme, {})}
+        found = fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        needs = missing_message(f"for {scheme}", f"{scheme}://", "storage", is_setting=False)
+        raise UserError(f"{needs} ({one_line(error)})") from error
+    _keep_random_state()
+    return found
+
+
+def _keep_random_state() -> None:
+    """Have pauses between retries drawn from another generator than Python's, whose state a run saves and restores."""
+    for name in ("aiohttp.connector", "botocore.retryhandler", "gcsfs.retry"):
+        if name in sys.modules:
+            vars(sys.modules[name])["random"] = _PAUSES
+    if "botocore" in sys.modules:
+        start: Any = import_module("botocore.retries.standard").ExponentialBackoff.__init__
+        start.__defaults__ = tuple(_PAUSES.random if value == random.random else value for value in start.__defaults__)
+
+
+def _known() -> set[str]:
+    from fsspec import available_protocols
+
+    return {name for name in available_protocols() if name not in _NO_STORAGE}
+
+
+@contextmanager
+def _reaching(path: Path) -> Iterator[tuple[Any, str]]:
+    """The file system and the URL of a local folder or file; what cannot be done there is a ``StorageError``."""
+    url = url_of(path)
+    assert url is not None, f"{path} stands for no URL"
+    try:
+        yield _filesystem(url.partition(":")[0]), url
+    except UserError:
+        raise
+    except Exception as error:
+        why, way_out = one_line(error) or type(error).__name__, "check the URL, and credentials and endpoint in the"
+        way_out += " environment, then start again"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            way_out = f"free some space, or set {CACHE} to a folder on another disk"
+        raise StorageError(f"{url} cannot be read or written: {why}; {way_out}") from error
+
+
+def _is_current(path: Path, entry: Entry) -> bool:
+    note = beside(path, ".tag")
+    return path.is_file() and note.is_file() and note.read_text() == entry.tag
+
+
+def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
+    """Keep other processes from downloading the same files; all take the locks in the same order."""
+    from filelock import FileLock
+
+    for path in paths:
+        locks.enter_context(FileLock(beside(path, ".lock")))
+
+
+def _download(folder: Path, found: dict[str, Entry]) -> None:
+    """Download files aside, a few ranges at a time, and rename those that arrived in full."""
+    parts = {name: (folder / name).with_name(f".{Path(name).name}.part") for name in found}
+    for part in parts.values():
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b"")
+    places = [(name, start) for name, entry in found.items() for start in range(0, entry.size, RANGE)]
+    for some in batched(places, AT_ONCE):
+        starts, ends = [start for _, start in some], [min(start + RANGE, found[name].size) for name, start in some]
+        with _reaching(folder) as (files, url):
+            # unlike ``get``, this repeats a range whose connection was lost in the middle
+            contents = files.cat_ranges([f"{url}/{name}" for name, _ in some], starts, ends, on_error="raise")
+            for (name, _), content in zip(some, contents, strict=True):
+                with parts[name].open("ab") as part:
+                    part.write(content)
+    for name, part in parts.items():
+        if (size := part.stat().st_size) != found[name].size:
+            raise StorageError(f"{url_of(folder / name)} gave {size} of {found[name].size} bytes; start again")
+        forget(folder / name)
+        part.replace(folder / name)
+        beside(folder / name, ".tag").write_text(found[name].tag)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""URLs of object storage, and local folders that stand for them: ``<cache>/s3/bucket/run`` for ``s3://bucket/run``.
+
+All that reads or writes files works on these folders. ``utils.storage`` fills them from the bucket, and uploads what
+was written. Messages and saved configs show the URL.
+"""
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+
+CACHE = "MEGATRON_BRIDGE_CACHE"  # environment variable: the folder of what is downloaded or about to be uploaded
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)  # pathlib makes one slash of two
+
+
+def split(text: object) -> tuple[str, str] | None:
+    """Scheme and rest of a URL; None for a path.
+
+    Example:
+        >>> split("s3://bucket/run"), split("runs/llama")
+        (('s3', 'bucket/run'), None)
+    """
+    found = _URL.fullmatch(str(text))
+    return None if found is None else (found[1], found[2].strip("/"))
+
+
+def root() -> str:
+    return _resolved(os.environ.get(CACHE) or "~/.cache/megatron-bridge")
+
+
+@cache
+def _resolved(cache: str) -> str:
+    return str(Path(cache).expanduser().resolve() / "storage")
+
+
+def url_of(path: str | Path) -> str | None:
+    """The URL that a local folder or file stands for; None if it stands for itself."""
+    scheme, _, rest = str(path).removeprefix(root() + os.sep).partition(os.sep)
+    return f"{scheme}://{rest}" if rest and str(path).startswith(root() + os.sep) else None
+
+
+def shown(text: str) -> str:
+    """``text`` with URLs for the folders that stand for them."""
+    prefix = root() + os.sep
+    return re.sub(re.escape(prefix) + r"([a-z][a-z0-9+.-]+)/", r"\1://", text) if prefix in text else text
+
+
+def beside(path: Path, ending: str) -> Path:
+    """Where something is noted about a downloaded file."""
+    found = Path(root(), ".state", path.relative_to(root()))
+    found.parent.mkdir(parents=True, exist_ok=True)
+    return found.with_name(found.name + ending)
