@@ -27,6 +27,7 @@ SAME_FIELDS = (
     *("random_seed", "split", "path_to_cache", "mmap_bin_files", "num_dataset_builder_threads"),
     *("mid_level_dataset_surplus", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
 )
+MOST_DOCUMENTS = 2**31 - 1  # its indices are int32
 
 
 class CorpusDataset(GPTDataset):
@@ -123,6 +124,11 @@ def _check_corpora(config: "GPTDatasetConfig", core: CoreGPTDatasetConfig, reque
 def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "GPTDatasetConfig") -> None:
     corpus = open_corpus(prefix)
     count = len(corpus)
+    if count > MOST_DOCUMENTS:
+        raise UserError(
+            f"dataset.blend: {prefix} has {count:,} documents, more than the {MOST_DOCUMENTS:,} that Megatron-Core "
+            f"counts: divide its inputs among several corpora, and blend them"
+        )
     first, last = (round(edge * count) for edge in part)  # rounded as in Megatron-Core
     if int(corpus.sequence_lengths[first:last].sum()) < 2:
         raise UserError(

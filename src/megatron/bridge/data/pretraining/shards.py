@@ -45,7 +45,7 @@ from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.tokenizer import tokenizer_key
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.atomic import write_text
+from megatron.bridge.utils.atomic import published_file, refuse_unwritable, write_text
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
@@ -86,17 +86,23 @@ class ShardPlan:
             config = replace(config, tokenizer_model=str(folder.absolute()))
         template = template_text(config.chat_template)
         config = replace(config, output_prefix=config.output_prefix.absolute(), chat_template=template)
-        local = [part if ":" in part.url else _absolute(part) for part in checked_parts(config)]
-        shards = divided(config, local, shard_bytes)
+        parts = [
+            part if ":" in part.url else part._replace(url=str(Path(part.url).absolute()))
+            for part in checked_parts(config)
+        ]
+        shards = divided(config, parts, shard_bytes)
         key = dataset_key(config, encoder.tokenizer, [], shards)
         return cls(config, key, _identity(encoder), np.dtype(encoder.dtype).itemsize, shards)
 
     @classmethod
     def load(cls, path: Path) -> "ShardPlan":
         saved = strict_json.read(path)
-        config = saved["config"] | {"output_prefix": Path(saved["config"]["output_prefix"])}
-        shards = [[Part(*part) for part in shard["parts"]] for shard in saved["shards"]]
-        return cls(PreprocessConfig(**config), saved["key"], saved["tokenizer"], saved["token_bytes"], shards)
+        try:
+            config = saved["config"] | {"output_prefix": Path(saved["config"]["output_prefix"])}
+            shards = [[Part(*part) for part in shard["parts"]] for shard in saved["shards"]]
+            return cls(PreprocessConfig(**config), saved["key"], saved["tokenizer"], saved["token_bytes"], shards)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a manifest of this version: choose another --output-prefix") from error
 
     def save(self, facts: list[WriterState] | None = None, **more: Any) -> None:
         found = [asdict(fact) for fact in facts or ()] or [{} for _ in self.shards]
@@ -139,15 +145,15 @@ def preprocess_shards(
     config: PreprocessConfig, executor: str, shard_bytes: int, sbatch: dict[str, str]
 ) -> dict[str, Any]:
     """Make what is missing, and return the manifest. After an error or a kill, the same call continues."""
-    lacking = [name for name in ("partition", "time") if name not in sbatch]
-    if (executor == "slurm") == bool(lacking) or (sbatch and executor != "slurm"):
+    if (executor == "slurm") != ({"partition", "time"} <= sbatch.keys()) or (sbatch and executor != "slurm"):
         raise UserError(
             f"--executor {executor} with --sbatch {' '.join(sbatch)}: --sbatch partition=NAME time=HH:MM:SS belongs to "
             f"--executor slurm, and only there"
         )
     encoder = DocumentEncoder(config)
     plan = ShardPlan.of(config, encoder, shard_bytes)
-    _claim(plan)
+    with refuse_unwritable(f"--output-prefix={config.output_prefix}", "free some space, or choose another one"):
+        _claim(plan)
     missing, fruitless = plan.missing(range(len(plan.shards))), 0
     if not missing and (found := finished_manifest(plan.config.output_prefix)):
         return found
@@ -248,11 +254,9 @@ def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dic
     lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
     said = [*lines, *(line for line in lines if line.startswith("sbatch: error: "))][-1]
     node = os.environ.get("RAY_ADDRESS", socket.gethostname()) if executor == "ray" else socket.gethostname()
-    left = len(plan.missing(missing))
-    return process.returncode * (
-        f"--executor {executor} on {node} ended when {left} of {len(plan.shards)} shards were missing ({said[:300]}): "
-        f"see {log}, then repeat the command to continue"
-    )
+    left = f"{len(plan.missing(missing))} of {len(plan.shards)} shards were missing"
+    message = f"--executor {executor} on {node} ended when {left} ({said[:300]}): see {log}, then repeat the command"
+    return message if process.returncode else ""
 
 
 def _lost(plan: ShardPlan, missing: list[int]) -> str:
@@ -273,18 +277,13 @@ def _join(plan: ShardPlan) -> dict[str, Any]:
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
     if not sums["documents"]:
         raise UserError(f"the input {', '.join(map(str, plan.config.inputs))} holds no text: check --input")
-    index, aside = Path(f"{prefix}.idx"), plan.aside(0, "index")
-    try:
-        lengths = [
-            Lengths(Path(f"{plan.prefix(number)}.idx"), HEADER.size, report.documents)
-            for number, report in enumerate(reports)
-        ]
-        write_index(aside, f"u{plan.token_bytes}", lengths)
-        aside.replace(index)
+    index = Path(f"{prefix}.idx")
+    files = [Path(f"{plan.prefix(number)}.idx") for number in range(len(states))]
+    with refuse_unwritable(f"--output-prefix={prefix}", "free some space, then repeat the command"):
+        with published_file(index) as aside:
+            pairs = zip(files, reports, strict=True)
+            write_index(aside, f"u{plan.token_bytes}", [Lengths(file, HEADER.size, at.documents) for file, at in pairs])
         plan.save(states, digests={".idx": corpus_digest.digest(index)}, **sums)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"cannot write {index}: {error.strerror}: free some space, then repeat the command") from error
     shutil.rmtree(plan.folder / "incomplete", ignore_errors=True)
     return strict_json.read(manifest_path(prefix))
 
@@ -295,14 +294,9 @@ def _name_repeated(plan: ShardPlan, states: list[WriterState]) -> None:
     for number, state in enumerate(states):
         same = first.setdefault(state.facts["sha256"], number)
         if same != number and state.report.documents:
-            console().print(
-                f"{plan.name(number)} repeats {plan.name(same)}: remove one of them from --input", markup=False
-            )
+            text = f"{plan.name(number)} repeats {plan.name(same)}: remove one of them from --input"
+            console().print(text, markup=False)
 
 
 def _identity(encoder: DocumentEncoder) -> str:
     return hashlib.sha256(tokenizer_key(encoder.tokenizer).encode()).hexdigest()
-
-
-def _absolute(part: Part) -> Part:
-    return part._replace(url=str(Path(part.url).absolute()))
