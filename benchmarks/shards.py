@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corpora in shards: speed beside Megatron-LM's tool and datatrove, memory, and the index of a huge corpus.
 
-``python benchmarks/shards.py speed --megatron-lm CHECKOUT`` compares MB per CPU second of three programs, one core each.
-The difference between a small and a large input is measured, so that start-up does not count, and a busy machine
-matters little. ``memory`` shows the peak of resident memory for growing inputs, ``index`` the time and memory of a rank
+``python benchmarks/shards.py speed --megatron-lm CHECKOUT`` compares MB per CPU second of three programs on one core.
+The difference between a small and a large input is measured: start-up does not count, and a busy machine matters
+little. ``memory`` shows the peak of resident memory for growing inputs, ``index`` the time and memory of a rank
 that builds the samples of a simulated corpus, and of one that reads them.
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -120,9 +121,10 @@ def simulated(folder: Path, documents: int) -> np.ndarray:
 
 def rank(folder: Path, documents: int, length: int) -> dict[str, float]:
     """Build or, if they are in the cache, read the sample indices of one epoch; seconds and bytes of this process."""
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
 
+    from megatron.bridge.data.pretraining.gpt_builder import CorpusDataset
     from megatron.bridge.data.tokenizer import NullTokenizer
 
     lengths = np.memmap(folder / "lengths", np.int32, "r")
@@ -131,16 +133,24 @@ def rank(folder: Path, documents: int, length: int) -> dict[str, float]:
         reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False, tokenizer=NullTokenizer(100),
     )  # fmt: skip
     corpus = SimpleNamespace(sequence_lengths=lengths, path_prefix="simulated")
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    cpu = time.process_time()
-    made = GPTDataset(corpus, "simulated", np.arange(documents, dtype=np.int32), None, Split.train, config)
+    peak, kept, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, own_memory(), time.process_time()
+    made = CorpusDataset(
+        corpus, str(folder / "corpus"), np.arange(documents, dtype=np.int32), None, Split.train, config
+    )
     return {
-        "seconds": time.perf_counter() - start,
         "cpu": time.process_time() - cpu,
-        "memory": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024.0,
+        "peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024.0,
+        "kept": own_memory() - kept,
         "samples": len(made),
         "tokens": int(lengths.sum(dtype=np.int64)),
     }
+
+
+def own_memory() -> float:
+    """Resident bytes that no other process shares; memory maps of files are not among them."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024.0
 
 
 def index(args: argparse.Namespace, folder: Path) -> str:
@@ -148,31 +158,31 @@ def index(args: argparse.Namespace, folder: Path) -> str:
     from megatron.bridge.data.pretraining.indexed_writer import Lengths, write_index
 
     simulated(folder, args.documents)
-    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    write_index(folder / "index", "u4", [Lengths(folder / "lengths", 0, args.documents)])
-    join = {"cpu": time.process_time() - cpu}
-    join["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024.0
-    join["disk"] = (folder / "index").stat().st_size
-    (folder / "index").unlink()
-    ranks = []
-    for _ in range(2):
-        words = [sys.executable, __file__, "rank", "--documents", str(args.documents), "--folder", str(folder)]
-        ranks.append(json.loads(subprocess.run(words, check=True, capture_output=True).stdout.splitlines()[-1]))
+    peak, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    write_index(folder / "corpus.idx", "u4", [Lengths(folder / "lengths", 0, args.documents)])
+    join = {"cpu": time.process_time() - cpu, "kept": 0.0, "disk": (folder / "corpus.idx").stat().st_size}
+    join["peak"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024.0
+    words = [sys.executable, __file__, "rank", "--documents", str(args.documents), "--folder", str(folder)]
+    first, other = (
+        json.loads(subprocess.run(words, check=True, capture_output=True).stdout.splitlines()[-1]) for _ in range(2)
+    )
     disk = sum(path.stat().st_size for path in (folder / "cache").iterdir())
-    tokens = ranks[0]["tokens"]
     named = {
         "join the shards": join,
-        "rank 0 builds": {**ranks[0], "disk": disk},
-        "another rank reads": {**ranks[1], "disk": 0},
+        "rank 0 builds": first | {"disk": disk},
+        "another rank reads": other | {"disk": 0},
     }
-    times = 15e12 / tokens
+    times = 15e12 / first["tokens"]
+    corpora = -(-args.documents * times // (2**31 - 1))
     rows: list[list[str]] = []
     for name, at in named.items():
-        rows.append([name, f"{at['cpu']:.2f}", f"{at['memory'] / 1e6:,.0f}", f"{at['disk'] / 1e6:,.0f}"])
-        rows[-1] += [f"{at['cpu'] * times / 3600:.2f}", f"{at['memory'] * times / 1e9:,.0f}"]
-        rows[-1].append(f"{at['disk'] * times / 1e9:,.0f}")
-    heads = ["CPU s", "MB memory", "MB disk", "15 T: CPU h", "15 T: GB memory", "15 T: GB disk"]
-    return f"{args.documents:,} documents, {tokens / 1e9:,.1f} billion tokens\n{table(['', *heads], rows)}"
+        # peaks are those of one corpus, as they follow one another
+        scaled = at["cpu"] * times / 3600, at["peak"] * times / corpora / 1e9, at["kept"] * times / 1e9
+        rows.append([name, f"{at['cpu']:.2f}", *(f"{at[key] / 1e6:,.0f}" for key in ("peak", "kept", "disk"))])
+        rows[-1] += [f"{scaled[0]:.2f}", f"{scaled[1]:,.1f}", f"{scaled[2]:,.1f}", f"{at['disk'] * times / 1e9:,.0f}"]
+    heads = ["CPU s", "MB at most", "MB kept", "MB on disk", "CPU h", "GB at most", "GB kept", "GB on disk"]
+    title = f"{args.documents:,} documents with {first['tokens'] / 1e9:,.1f} billion tokens"
+    return f"{title}; 15 trillion in {corpora:.0f} corpora\n{table(['', *heads], rows)}"
 
 
 def main() -> None:

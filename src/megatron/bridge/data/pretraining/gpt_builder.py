@@ -36,6 +36,13 @@ class CorpusDataset(GPTDataset):
     Megatron-Core would read the indices of the corpus that was there before.
     """
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # the rank that built them holds them in memory; read again, they are memory maps as on the others
+        self.document_index, self.sample_index, self.shuffle_index = self._build_document_sample_shuffle_indices()
+        if len(self.indices):  # consecutive numbers, which would take 4 bytes for each document on every rank
+            self.indices: Any = slice(int(self.indices[0]), int(self.indices[-1]) + 1)
+
     @property
     def unique_description_hash(self) -> str:
         """The name of the indices in the cache."""

@@ -48,7 +48,10 @@ from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import published_file, refuse_unwritable, write_text
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import installed, missing_message
 
+EXECUTORS = {"local": (), "slurm": ("datatrove",), "ray": ("ray", "datatrove")}  # and what they need
+EXTRAS = {"slurm": "shards", "ray": "ray"}
 ROUNDS = 3  # without a new shard, as when a worker is killed for its memory each time
 SUMS = ("documents", "tokens", "empty", "input_bytes")
 
@@ -150,6 +153,9 @@ def preprocess_shards(
             f"--executor {executor} with --sbatch {' '.join(sbatch)}: --sbatch partition=NAME time=HH:MM:SS belongs to "
             f"--executor slurm, and only there"
         )
+    for package in EXECUTORS[executor]:
+        if not installed(package):
+            raise UserError(missing_message(package, f"--executor {executor}", EXTRAS[executor], is_setting=False))
     encoder = DocumentEncoder(config)
     plan = ShardPlan.of(config, encoder, shard_bytes)
     with refuse_unwritable(f"--output-prefix={config.output_prefix}", "free some space, or choose another one"):
