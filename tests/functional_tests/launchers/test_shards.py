@@ -40,6 +40,7 @@ def environment(monkeypatch):
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(BESIDE)])
 
 
 @pytest.fixture

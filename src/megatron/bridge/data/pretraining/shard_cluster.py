@@ -49,10 +49,7 @@ def _run_ray(common: dict[str, Any]) -> None:
     import ray
     from datatrove.executor import RayPipelineExecutor
 
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(log_to_driver=False)
-    else:  # of this machine alone, which no other machine can reach
-        ray.init("local", log_to_driver=False, include_dashboard=False)
+    ray.init(os.environ.get("RAY_ADDRESS", "local"), log_to_driver=False)
     RayPipelineExecutor(**common, mem_per_cpu_gb=1).run()
 
 
@@ -61,20 +58,14 @@ def _run_slurm(common: dict[str, Any], sbatch: dict[str, str]) -> None:
 
     own = {name: sbatch.pop(name, "") for name in ("partition", "time", "qos")}
     name = f"preprocess-{os.getpid()}-{int(time.time())}"
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    executor = SlurmPipelineExecutor(
-        **common, **own, job_name=name, env_command=f"export PATH='{path}'", sbatch_args=sbatch
-    )
-    executor.launch_merge_stats = _nothing
+    path = f"export PATH='{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}'"
+    executor = SlurmPipelineExecutor(**common, **own, job_name=name, env_command=path, sbatch_args=sbatch)
+    executor.launch_merge_stats = partial(list)  # no job that sums datatrove's statistics, of which there are none
     try:
         executor.run()
         _wait_for(name)
     finally:
         subprocess.run(["scancel", f"--name={name}"], check=False)
-
-
-def _nothing() -> None:
-    """Instead of a job that sums datatrove's statistics, of which there are none."""
 
 
 def _wait_for(name: str) -> None:
