@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Install optional packages into .cache/NAME for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
 # Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB), lm-evaluation-harness (eval), FastAPI (serve),
-# torchvision (vlm), s3fs and moto's server (storage), Kubeflow's models of manifests (kubernetes) and the Python part of
-# Transformer Engine (te). They are not in requirements.lock for the reasons in their lock files, and not in .venv because
-# setup.sh would remove them there.
+# datatrove, Ray and s3fs (shards, 290 MB), s3fs and moto's server (storage), torchvision (vlm), Kubeflow's models of
+# manifests (kubernetes) and the Python part of Transformer Engine (te). They are not in requirements.lock for the
+# reasons in their lock files, and not in .venv because setup.sh would remove them there.
 # usage: scripts/extra.sh NAME   (idempotent)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ name=${1:-}
 lock=scripts/$name.lock
 target=.cache/$name
 if [ ! -f "$lock" ]; then
-    echo "usage: scripts/extra.sh energon|eval|kubernetes|resiliency|serve|storage|te|trackers|vlm" >&2
+    echo "usage: scripts/extra.sh energon|eval|kubernetes|resiliency|serve|shards|storage|te|trackers|vlm" >&2
     exit 2
 fi
 wanted=$(sha256sum < "$lock")

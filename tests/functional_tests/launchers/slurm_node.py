@@ -41,7 +41,7 @@ KillWait=30
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-NodeName={node} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+NodeName={node} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
 PartitionName=toy Nodes={node} Default=YES MaxTime=60 State=UP OverSubscribe=NO
 """
 

@@ -94,7 +94,12 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     """Names follow Megatron-LM's tool where it has the same options."""
     parser.add_argument(
-        "--input", dest="inputs", nargs="+", type=Path, required=True, metavar="FILE", help="input files, in order"
+        "--input",
+        dest="inputs",
+        nargs="+",
+        required=True,
+        metavar="INPUT",
+        help="files or URLs (.jsonl, .txt, .parquet; also .gz and .zst), patterns, or hub:ID?revision=COMMIT, in order",
     )
     parser.add_argument("--output-prefix", type=Path, required=True, help="output path without .bin and .idx")
     parser.add_argument("--tokenizer-model", required=True, help="directory or hub id of a Hugging Face tokenizer")
@@ -142,6 +147,10 @@ def _add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=workers, default=os.cpu_count() or 1, help="worker processes (default: all cores)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    shards = parser.add_argument_group("shards, for terabytes")
+    shards.add_argument("--executor", choices=("local", "slurm", "ray"), help="what makes shards (default: no shards)")
+    shards.add_argument("--shard-mb", type=count, metavar="N", help="megabytes of input in each (default: 256)")
+    shards.add_argument("--sbatch", nargs="+", metavar="KEY=VALUE", help="options of sbatch, without --")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that the tokenizer's repository contains"
     )
@@ -223,8 +232,24 @@ def _run_preprocess(args: argparse.Namespace) -> int:
 
     args.workers *= args.partitions or 1
     config = PreprocessConfig(**{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)})
+    if args.executor:
+        return _run_shards(args, config)
+    if args.shard_mb or args.sbatch:
+        raise UserError("--shard-mb and --sbatch are for shards: add --executor local, slurm or ray")
     for part in _for_each_key(config, args.json_keys):
         console().print(f"{part.output_prefix}.bin and .idx: {preprocess(part).summary()}")
+    return 0
+
+
+def _run_shards(args: argparse.Namespace, config: "PreprocessConfig") -> int:
+    from megatron.bridge.data.pretraining.shards import preprocess_shards
+    from megatron.bridge.utils.console import console
+
+    sbatch = dict(word.removeprefix("--").partition("=")[::2] for word in args.sbatch or ())
+    for part in _for_each_key(config, args.json_keys):
+        made = preprocess_shards(part, args.executor, (args.shard_mb or 256) * 10**6, sbatch)
+        counts = f"{made['documents']:,} documents, {made['tokens']:,} tokens in {len(made['shards']):,} shards"
+        console().print(f"{part.output_prefix}.manifest.json: {counts}; train on it with --data {part.output_prefix}")
     return 0
 
 

@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.processes import die_with_parent
 
 _function: Callable[[Any], Any] | None = None  # inherited by forked workers, so that none loads a tokenizer again
 
@@ -23,7 +25,7 @@ def ordered_map[T, R](function: Callable[[T], R], workers: int) -> Iterator[Call
         return
     global _function  # noqa: PLW0603
     _function = function
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_start) as pool:
         try:
             yield lambda items: _in_order(pool, items, 2 * workers)
         except BrokenProcessPool as error:
@@ -38,8 +40,9 @@ def _call(item: Any) -> Any:
     return _function(item)
 
 
-def _one_thread() -> None:
+def _start() -> None:
     """The processes are the parallelism; threads within each would compete for the same cores."""
+    die_with_parent(signal.SIGKILL)  # it would wait for work forever
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

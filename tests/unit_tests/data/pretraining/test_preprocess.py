@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from megatron.bridge.cli import data as data_cli
 from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
+from megatron.bridge.data.pretraining import inputs
 from megatron.bridge.data.pretraining import preprocess as module
 from megatron.bridge.data.pretraining.corpus_digest import BLOCK, BLOCKS, digest
 from megatron.bridge.data.pretraining.gpt_builder import open_corpus
@@ -59,7 +60,7 @@ def read(prefix):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_jsonl_equals_the_naive_loop(make, jsonl, tokenizer_dir, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 500)  # many pieces: their order must not depend on who is faster
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", 500)  # many pieces: their order must not depend on who is faster
     report = make(jsonl, append_eod=True, workers=workers)
     expected = naive(tokenizer_dir, DOCUMENTS, end=[1])
     assert read(tmp_path / "out") == expected
@@ -219,7 +220,7 @@ class _Interrupts:
 
 @pytest.mark.parametrize("seconds", [0.0, 1000.0])
 def test_an_interrupted_run_goes_on(make, jsonl, tokenizer_dir, tmp_path, monkeypatch, seconds):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", 500)
     monkeypatch.setattr("megatron.bridge.data.pretraining.indexed_writer.SAVE_SECONDS", seconds)
     second = tmp_path / "second.jsonl"
     second.write_text(jsonl.read_text())

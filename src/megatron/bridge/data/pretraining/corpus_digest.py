@@ -33,8 +33,10 @@ def check(prefix: str, written: dict[str, str]) -> None:
         written: Digest by ending. Corpora of other tools have none.
     """
     for ending, expected in written.items():
-        if digest(Path(prefix + ending)) != expected:
+        path = Path(prefix + ending)
+        if not path.is_file() or digest(path) != expected:
+            state = "has changed" if path.is_file() else "is lost"
             raise UserError(
-                f"the corpus {prefix}{ending} has changed since `megatron-bridge data preprocess` wrote it: copy "
-                f"or write it again, or delete {prefix}.source.json if the change is meant"
+                f"the corpus {path} {state} since `megatron-bridge data preprocess` wrote it: copy or write it again, "
+                f"or delete {prefix}.source.json if the change is meant"
             )

@@ -14,7 +14,9 @@ from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Splits
 from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.data.pretraining.blend import Blend
 from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
-from megatron.bridge.data.pretraining.indexed_writer import finished_state
+from megatron.bridge.data.pretraining.indexed_writer import INDEX_MAGIC, finished_state
+from megatron.bridge.data.pretraining.shard_corpus import ShardedCorpus
+from megatron.bridge.data.pretraining.shards import finished_manifest, shard_prefix
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
@@ -26,7 +28,7 @@ SAME_FIELDS = (
     *("random_seed", "split", "path_to_cache", "mmap_bin_files", "num_dataset_builder_threads"),
     *("mid_level_dataset_surplus", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
 )
-INDEX_HEADER = b"MMIDIDX\x00\x00"
+MOST_DOCUMENTS = 2**31 - 1  # its indices are int32
 
 
 class CorpusDataset(GPTDataset):
@@ -34,6 +36,13 @@ class CorpusDataset(GPTDataset):
 
     Megatron-Core would read the indices of the corpus that was there before.
     """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # the rank that built them holds them in memory; read again, they are memory maps as on the others
+        self.document_index, self.sample_index, self.shuffle_index = self._build_document_sample_shuffle_indices()
+        if len(self.indices):  # consecutive numbers, which would take 4 bytes for each document on every rank
+            self.indices: Any = slice(int(self.indices[0]), int(self.indices[-1]) + 1)
 
     @property
     def unique_description_hash(self) -> str:
@@ -43,6 +52,12 @@ class CorpusDataset(GPTDataset):
     @unique_description_hash.setter
     def unique_description_hash(self, of_settings: str) -> None:
         self._hash = f"{of_settings}-{corpus_digest.digest(Path(f'{self.dataset_path}.idx'))}"
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: CoreGPTDatasetConfig) -> IndexedDataset:
+        if finished_manifest(dataset_path) is None:
+            return GPTDataset.build_low_level_dataset(dataset_path, config)
+        return ShardedCorpus(dataset_path, mmap=config.mmap_bin_files)
 
 
 def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> Splits:
@@ -120,6 +135,11 @@ def _check_corpora(config: "GPTDatasetConfig", core: CoreGPTDatasetConfig, reque
 def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "GPTDatasetConfig") -> None:
     corpus = open_corpus(prefix)
     count = len(corpus)
+    if count > MOST_DOCUMENTS:
+        raise UserError(
+            f"dataset.blend: {prefix} has {count:,} documents, more than the {MOST_DOCUMENTS:,} that Megatron-Core "
+            f"counts: divide its inputs among several corpora, and blend them"
+        )
     first, last = (round(edge * count) for edge in part)  # rounded as in Megatron-Core
     if int(corpus.sequence_lengths[first:last].sum()) < 2:
         raise UserError(
@@ -134,6 +154,11 @@ def open_corpus(prefix: str) -> IndexedDataset:
     place = storage.local(prefix)
     prefix = str(place)
     storage.pull(place.parent, lambda name: name.startswith(f"{place.name}."))
+    if (manifest := finished_manifest(prefix)) is not None:
+        corpus_digest.check(prefix, manifest["digests"])
+        for number, shard in enumerate(manifest["shards"]):
+            corpus_digest.check(str(shard_prefix(prefix, number)), shard["digests"])
+        return ShardedCorpus(prefix)
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise UserError(_missing_corpus(prefix, suffix))
@@ -141,7 +166,7 @@ def open_corpus(prefix: str) -> IndexedDataset:
         raise UserError(f"the corpus {prefix}.bin is empty: run `megatron-bridge data preprocess` again")
     try:
         with Path(prefix + ".idx").open("rb") as file:
-            assert file.read(len(INDEX_HEADER)) == INDEX_HEADER, "it is not an index"
+            assert file.read(len(INDEX_MAGIC)) == INDEX_MAGIC, "it is not an index"
         corpus = IndexedDataset(prefix)
     except (AssertionError, ValueError, OSError) as error:
         raise UserError(f"the corpus index {prefix}.idx is damaged ({error}): write it again") from error

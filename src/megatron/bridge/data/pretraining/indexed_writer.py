@@ -8,7 +8,9 @@ disk and which input that was. A finished dataset keeps ``.source.json``, which 
 
 import json
 import os
+import struct
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +23,10 @@ from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
 
 SAVE_SECONDS = 10.0  # the work that a kill may cost
+BLOCK = 1 << 20  # documents whose index is in memory at once
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, documents and one
+DTYPE_CODES = {2: 8, 4: 4}  # Megatron-Core's codes of uint16 and int32, by their bytes
 FINAL = (UserError, OSError)  # a resumed run would fail with these again, so nothing is kept for one
 
 
@@ -68,6 +74,7 @@ class WriterState:
     place: InputPosition = field(default_factory=InputPosition)  # the input up to here has been written
     report: PreprocessReport = field(default_factory=PreprocessReport)
     digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of the finished files, by ending
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # of a shard: its node, hash and lengths
 
     @classmethod
     def load(cls, path: Path) -> "WriterState | None":
@@ -75,12 +82,44 @@ class WriterState:
         try:
             saved = json.loads(path.read_text())
             place, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
-            return cls(saved["key"], place, report, dict(saved.get("digests", {})))
+            return cls(saved["key"], place, report, dict(saved.get("digests", {})), dict(saved.get("facts", {})))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def save(self, path: Path) -> None:
         write_text(path, json.dumps(asdict(self)))
+
+
+class Lengths(NamedTuple):
+    """Where the lengths of ``count`` documents lie in a file, as int32."""
+
+    path: Path
+    offset: int
+    count: int
+
+
+def write_index(path: Path, dtype: Any, files: list[Lengths]) -> None:
+    """Write Megatron-Core's index of consecutive documents, in memory that does not depend on their number."""
+    width, count = np.dtype(dtype).itemsize, sum(file.count for file in files)
+    end = 0
+    with path.open("wb") as index:
+        index.write(HEADER.pack(INDEX_MAGIC, 1, DTYPE_CODES[width], count, count + 1))
+        for lengths in _blocks(files):
+            index.write(lengths.tobytes())
+        for lengths in _blocks(files):
+            ends = end + np.cumsum(lengths, dtype=np.int64) * width
+            index.write((ends - lengths * np.int64(width)).tobytes())
+            end = int(ends[-1])
+        for first in range(0, count + 1, BLOCK):
+            index.write(np.arange(first, min(first + BLOCK, count + 1)).tobytes())
+        index.flush()
+        os.fsync(index.fileno())
+
+
+def _blocks(files: list[Lengths]) -> Iterator[np.ndarray]:
+    for path, offset, count in files:
+        for first in range(0, count, BLOCK):
+            yield np.fromfile(path, np.int32, min(BLOCK, count - first), offset=offset + 4 * first)
 
 
 class IndexedDatasetWriter:
@@ -156,17 +195,8 @@ class IndexedDatasetWriter:
         self._saved = now
 
     def _finish(self) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder  # imports torch
-
         self._save()
-        lengths = np.fromfile(self._lengths_path, np.int32)
-        if not len(lengths):
-            return
-        builder: Any = IndexedDatasetBuilder(os.devnull, dtype=self._dtype.type)
-        builder.sequence_lengths, builder.document_indices = lengths, np.arange(len(lengths) + 1)
-        builder.finalize(str(self._index))
-        with self._index.open("rb") as file:
-            os.fsync(file.fileno())
+        write_index(self._index, self._dtype, [Lengths(self._lengths_path, 0, self.state.report.documents)])
         tokens, index, source = (_beside(self._prefix, end) for end in (".bin", ".idx", ".source.json"))
         for path in (index, source):
             path.unlink(missing_ok=True)  # an old index must never describe new tokens

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -20,10 +20,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron.bridge.data.pretraining.indexed_writer import (
     EncodedDocuments,
     IndexedDatasetWriter,
-    InputPosition,
     PreprocessReport,
     finished_state,
 )
+from megatron.bridge.data.pretraining.inputs import DocumentChunk, Format, Part, find_parts, read_chunks
 from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.formats import expect
@@ -35,19 +35,17 @@ from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-Format = Literal["jsonl", "text", "chat"]
 VERSION = 1  # of the output: a dataset of another version is made again
 
 LONGEST = 2**31 - 1
-CHUNK_BYTES = 1 << 20  # large enough that passing results costs < 1 %, small enough to keep all workers busy
-SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
 
 
 @dataclass(kw_only=True)
 class PreprocessConfig:
     """What is tokenized, how, and where the output goes."""
 
-    inputs: list[Path]  # input files, in the order of the output
+    # files, URLs of any fsspec scheme, patterns of both, or ``hub:ID?revision=COMMIT``; in the order of the output
+    inputs: list[Path | str]
     output_prefix: Path  # the output path without ``.bin`` and ``.idx``
     tokenizer_model: str  # directory or hub id of a Hugging Face tokenizer
     json_key: str = "text"  # key of the text in a JSONL line
@@ -63,16 +61,6 @@ class PreprocessConfig:
     chat_template: str | None = None
     overwrite: bool = False  # replace an existing output, even if it was made from the same content
     trust_remote_code: bool = False  # allow a tokenizer that brings its own Python code
-
-
-class DocumentChunk(NamedTuple):
-    """Consecutive documents of one file, as bytes."""
-
-    source: str
-    first_line: int
-    lines: list[bytes]
-    format: Format
-    end: InputPosition
 
 
 class DocumentEncoder:
@@ -131,13 +119,13 @@ def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
 
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """Tokenize ``config.inputs`` into an indexed dataset, or resume; an error of the input leaves no files behind."""
-    formats = _check(config)
+    parts = checked_parts(config)
     encoder = DocumentEncoder(config)
-    key = _key(config, formats, encoder.tokenizer)
+    key = dataset_key(config, encoder.tokenizer, [part.format for part in parts], _contents(parts))
     made = finished_state(config.output_prefix)
     if made is not None and made.key == key and not config.overwrite:
         return replace(made.report, found=True)
-    _refuse_existing(config)
+    refuse_existing(config)
     with (
         ordered_map(encoder, config.workers) as encode,
         IndexedDatasetWriter(config.output_prefix, encoder.dtype, key) as output,
@@ -145,27 +133,25 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
         report = output.state.report
         if report.documents:
             console().print(f"resuming after {report.documents:,} documents", markup=False)
-        chunks = _chunks(config, formats, output.state.place)
-        for documents in _progress(encode(chunks), config, report.input_bytes):
+        chunks = read_chunks(config, parts, output.state.place)
+        for documents in _progress(encode(chunks), sum(part.size for part in parts), report.input_bytes):
             output.write(documents)
         if not report.documents:
             raise UserError(f"the input {', '.join(map(str, config.inputs))} holds no text: check --input")
     return report
 
 
-def _check(config: PreprocessConfig) -> list[Format]:
+def checked_parts(config: PreprocessConfig) -> list[Part]:
+    """Every input as one part."""
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
-    for path in config.inputs:
-        if not path.is_file():
-            raise UserError(f"--input={path} is not a file: check the path")
     if config.chat_template is not None and config.format != "chat":
         raise UserError(f"--chat-template={config.chat_template} is for conversations: add --format chat")
-    return [config.format or _format_of(path) for path in config.inputs]
+    return find_parts(config)
 
 
-def _refuse_existing(config: PreprocessConfig) -> None:
-    for suffix in (".bin", ".idx"):
+def refuse_existing(config: PreprocessConfig, endings: tuple[str, ...] = (".bin", ".idx")) -> None:
+    for suffix in endings:
         path = Path(f"{config.output_prefix}{suffix}")
         if path.exists() and not config.overwrite:
             raise UserError(
@@ -174,42 +160,24 @@ def _refuse_existing(config: PreprocessConfig) -> None:
             )
 
 
-def _key(config: PreprocessConfig, formats: list[Format], tokenizer: HuggingFaceTokenizer) -> str:
+def dataset_key(config: PreprocessConfig, tokenizer: HuggingFaceTokenizer, formats: list[Format], inputs: Any) -> str:
     """A hash of everything that the output depends on."""
     options = (config.json_key, config.text_document, config.append_eod, config.add_special_tokens)
     template = template_text(config.chat_template)
-    inputs = [FileSource(path).fingerprint() for path in config.inputs]
     parts = [VERSION, tokenizer_key(tokenizer), options, template, formats, inputs]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def _format_of(path: Path) -> Format:
-    if path.suffix not in SUFFIXES:
-        known = " ".join(SUFFIXES)
-        raise UserError(f"the format of {path} is unknown (known endings: {known}): add --format jsonl, text or chat")
-    return SUFFIXES[path.suffix]
+def _contents(parts: list[Part]) -> list[str]:
+    """Hashes of local files, so that they can be moved; what is elsewhere is not read twice."""
+    paths = [Path(part.url) for part in parts]
+    return [
+        FileSource(path).fingerprint() if path.is_file() else f"{part.url} {part.version}"
+        for path, part in zip(paths, parts, strict=True)
+    ]
 
 
-def _chunks(config: PreprocessConfig, formats: list[Format], start: InputPosition) -> Iterator[DocumentChunk]:
-    for number, (path, kind) in enumerate(zip(config.inputs, formats, strict=True)):
-        if number < start.file:
-            continue
-        try:
-            with path.open("rb") as file:
-                if kind == "text" and config.text_document == "file":
-                    yield DocumentChunk(str(path), 1, [file.read()], kind, InputPosition(number + 1))
-                    continue
-                position = start if number == start.file else InputPosition(number)
-                file.seek(position.offset)
-                while lines := file.readlines(CHUNK_BYTES):
-                    end = InputPosition(number, file.tell(), position.line + len(lines))
-                    yield DocumentChunk(str(path), position.line, lines, kind, end)
-                    position = end
-        except OSError as error:
-            raise UserError(f"--input={path} cannot be read: {error.strerror}") from error
-
-
-def _progress(results: Iterator[EncodedDocuments], config: PreprocessConfig, done: int) -> Iterator[EncodedDocuments]:
+def _progress(results: Iterator[EncodedDocuments], size: int, done: int) -> Iterator[EncodedDocuments]:
     """Show a progress bar in bytes, on a terminal."""
     terminal = console()
     if not terminal.is_terminal:
@@ -217,7 +185,7 @@ def _progress(results: Iterator[EncodedDocuments], config: PreprocessConfig, don
         return
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=terminal) as progress:
-        task = progress.add_task("", total=sum(path.stat().st_size for path in config.inputs), completed=done)
+        task = progress.add_task("", total=size or None, completed=done)
         for result in results:
             yield result
             progress.advance(task, result.input_bytes)

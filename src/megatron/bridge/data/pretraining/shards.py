@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A corpus in shards, which any number of machines make, and which is read as one.
+
+``PREFIX.manifest.json`` says what belongs to each shard, and in the end what each holds. ``PREFIX.idx`` is the index
+that one process would have written; the tokens stay in ``PREFIX.shards``. A shard gets its name when it is whole, so
+that no kill leaves half of one, and two machines that make the same shard do no harm. Executors are not asked what they
+have done: shards that are on the disk, with their hashes, count.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from megatron.bridge.data.pretraining import corpus_digest
+from megatron.bridge.data.pretraining.indexed_writer import (
+    HEADER,
+    IndexedDatasetWriter,
+    Lengths,
+    WriterState,
+    finished_state,
+    write_index,
+)
+from megatron.bridge.data.pretraining.inputs import Part, divided, read_chunks
+from megatron.bridge.data.pretraining.preprocess import (
+    DocumentEncoder,
+    PreprocessConfig,
+    checked_parts,
+    dataset_key,
+    refuse_existing,
+)
+from megatron.bridge.data.records.chat_template import template_text
+from megatron.bridge.data.tokenizer import tokenizer_key
+from megatron.bridge.data.worker_pool import ordered_map
+from megatron.bridge.utils import strict_json
+from megatron.bridge.utils.atomic import published_file, refuse_unwritable, write_text
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.optional_imports import installed, missing_message
+
+EXECUTORS = {"local": (), "slurm": ("datatrove",), "ray": ("ray", "datatrove")}  # and what they need
+EXTRAS = {"slurm": "shards", "ray": "ray"}
+ROUNDS = 3  # without a new shard, as when a worker is killed for its memory each time
+SUMS = ("documents", "tokens", "empty", "input_bytes")
+
+
+def manifest_path(prefix: Path | str) -> Path:
+    return Path(f"{prefix}.manifest.json")
+
+
+def finished_manifest(prefix: Path | str) -> dict[str, Any] | None:
+    """The manifest of a corpus in shards; None if there is no such corpus, or if it is not finished."""
+    if not manifest_path(prefix).is_file() or Path(f"{prefix}.bin").exists():
+        return None
+    found = strict_json.read(manifest_path(prefix))
+    return found if isinstance(found, dict) and "documents" in found else None
+
+
+def shard_prefix(prefix: Path | str, number: int) -> Path:
+    return Path(f"{prefix}.shards", f"{number:06d}")
+
+
+@dataclass
+class ShardPlan:
+    """What belongs to each shard, in the order of the documents."""
+
+    config: PreprocessConfig
+    key: str  # hash of everything that the corpus is made from
+    tokenizer: str  # hash of the tokenizer
+    token_bytes: int
+    shards: list[list[Part]]
+
+    @classmethod
+    def of(cls, config: PreprocessConfig, encoder: DocumentEncoder, shard_bytes: int) -> "ShardPlan":
+        """Divide the inputs. The same inputs give the same plan; other machines may start in other folders."""
+        if (folder := Path(config.tokenizer_model).expanduser()).is_dir():
+            config = replace(config, tokenizer_model=str(folder.absolute()))
+        template = template_text(config.chat_template)
+        config = replace(config, output_prefix=config.output_prefix.absolute(), chat_template=template)
+        parts = [
+            part if ":" in part.url else part._replace(url=str(Path(part.url).absolute()))
+            for part in checked_parts(config)
+        ]
+        shards = divided(config, parts, shard_bytes)
+        key = dataset_key(config, encoder.tokenizer, [], shards)
+        return cls(config, key, _identity(encoder), np.dtype(encoder.dtype).itemsize, shards)
+
+    @classmethod
+    def load(cls, path: Path) -> "ShardPlan":
+        saved = strict_json.read(path)
+        try:
+            config = saved["config"] | {"output_prefix": Path(saved["config"]["output_prefix"])}
+            shards = [[Part(*part) for part in shard["parts"]] for shard in saved["shards"]]
+            return cls(PreprocessConfig(**config), saved["key"], saved["tokenizer"], saved["token_bytes"], shards)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a manifest of this version: choose another --output-prefix") from error
+
+    def save(self, facts: list[WriterState] | None = None, **more: Any) -> None:
+        found = [asdict(fact) for fact in facts or ()] or [{} for _ in self.shards]
+        shards = [{"parts": parts} | fact for parts, fact in zip(self.shards, found, strict=True)]
+        text = json.dumps(asdict(self) | {"shards": shards} | more, default=str, indent=1)
+        write_text(manifest_path(self.config.output_prefix), text)
+
+    def prefix(self, number: int) -> Path:
+        return shard_prefix(self.config.output_prefix, number)
+
+    @property
+    def folder(self) -> Path:
+        return self.prefix(0).parent
+
+    def aside(self, number: int, name: str) -> Path:
+        """Where what belongs to a shard, but is not it, is kept until all are made."""
+        return self.folder / "incomplete" / f"{number:06d}.{name}"
+
+    def name(self, number: int) -> str:
+        """What messages call a shard."""
+        parts = self.shards[number]
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        return f"shard {number} of {len(self.shards)} ({parts[0].name}{more})"
+
+    def made(self, number: int) -> WriterState | None:
+        """What a shard holds; None unless it is there, whole and of this plan."""
+        state = finished_state(self.prefix(number))
+        if state is None or state.key != self.key:
+            return None
+        with suppress(UserError):
+            corpus_digest.check(str(self.prefix(number)), state.digests)
+            return state
+        return None
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if self.made(number) is None]
+
+
+def preprocess_shards(
+    config: PreprocessConfig, executor: str, shard_bytes: int, sbatch: dict[str, str]
+) -> dict[str, Any]:
+    """Make what is missing, and return the manifest. After an error or a kill, the same call continues."""
+    if (executor == "slurm") != ({"partition", "time"} <= sbatch.keys()) or (sbatch and executor != "slurm"):
+        raise UserError(
+            f"--executor {executor} with --sbatch {' '.join(sbatch)}: --sbatch partition=NAME time=HH:MM:SS belongs to "
+            f"--executor slurm, and only there"
+        )
+    for package in EXECUTORS[executor]:
+        if not installed(package):
+            raise UserError(missing_message(package, f"--executor {executor}", EXTRAS[executor], is_setting=False))
+    encoder = DocumentEncoder(config)
+    plan = ShardPlan.of(config, encoder, shard_bytes)
+    with refuse_unwritable(f"--output-prefix={config.output_prefix}", "free some space, or choose another one"):
+        _claim(plan)
+    missing, fruitless = plan.missing(range(len(plan.shards))), 0
+    if not missing and (found := finished_manifest(plan.config.output_prefix)):
+        return found
+    while missing and fruitless < ROUNDS:
+        _make(plan, encoder, missing, executor, sbatch)
+        left = plan.missing(missing)
+        fruitless = fruitless + 1 if len(left) == len(missing) else 0
+        missing = left
+    if missing:
+        raise UserError(_lost(plan, missing))
+    return _join(plan)
+
+
+def make_shards(path: Path, numbers: list[int]) -> None:
+    """Make shards of the plan at ``path``, in a process of an executor, and note an error for whoever waits."""
+    plan = ShardPlan.load(path)
+    try:
+        encoder = DocumentEncoder(plan.config)
+        if _identity(encoder) != plan.tokenizer:
+            raise UserError(f"--tokenizer-model={plan.config.tokenizer_model} is another tokenizer here: copy it again")
+        said = next(filter(None, (make_shard(plan, encoder, number) for number in numbers)), "")
+    except UserError as error:
+        said = f"node {socket.gethostname()}: {error}"
+    if said:
+        write_text(plan.aside(numbers[0], "failed"), said)
+
+
+def make_shard(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> str:
+    """Make a shard unless it is there, and return what is wrong with its input or the disk."""
+    try:
+        if plan.made(number) is None:
+            _write(plan, encoder, number)
+    except (UserError, OSError) as error:
+        return f"{plan.name(number)} failed on node {socket.gethostname()}: {error}"
+    return ""
+
+
+def _write(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> None:
+    aside, node = plan.aside(number, f"{socket.gethostname()}.{os.getpid()}"), socket.gethostname()
+    with IndexedDatasetWriter(aside, encoder.dtype, plan.key) as output:
+        for documents in map(encoder, read_chunks(plan.config, plan.shards[number], output.state.place)):
+            output.write(documents)
+    state, sha256 = output.state, hashlib.sha256()
+    lengths = np.fromfile(f"{aside}.idx", np.int32, state.report.documents, offset=HEADER.size)
+    for ending in (".bin", ".idx"):
+        with Path(f"{aside}{ending}").open("rb") as file:
+            while block := file.read(1 << 20):
+                sha256.update(block)
+    low, middle, high = np.percentile(lengths, (0, 50, 100)) if len(lengths) else (0, 0, 0)
+    state.facts = {"node": node, "sha256": sha256.hexdigest()}
+    state.facts |= {"shortest": int(low), "median": int(middle), "longest": int(high)}
+    state.save(Path(f"{aside}.source.json"))
+    for ending in (".bin", ".idx", ".source.json"):
+        Path(f"{aside}{ending}").replace(f"{plan.prefix(number)}{ending}")
+
+
+def _claim(plan: ShardPlan) -> None:
+    """Keep what is there of the same plan; refuse what is there of another one, or remove it if told so."""
+    path = manifest_path(plan.config.output_prefix)
+    if not path.is_file() or ShardPlan.load(path).key != plan.key:
+        refuse_existing(plan.config, (".manifest.json", ".bin", ".idx"))
+        shutil.rmtree(plan.folder, ignore_errors=True)
+        for ending in (".bin", ".idx", ".source.json"):
+            Path(f"{plan.config.output_prefix}{ending}").unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save()
+    plan.aside(0, "").parent.mkdir(parents=True, exist_ok=True)
+    for note in plan.folder.glob("incomplete/*.failed"):
+        note.unlink()
+
+
+def _make(plan: ShardPlan, encoder: DocumentEncoder, missing: list[int], executor: str, sbatch: dict[str, str]) -> None:
+    said = ""
+    if executor == "local":  # a worker that is killed ends the pool, and the next round continues
+        with suppress(UserError), ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as made:
+            shown = track(made(missing), "", len(missing), console=console(), disable=not console().is_terminal)
+            said = next(filter(None, shown), "")
+    else:
+        broken = _run_cluster(plan, missing, executor, sbatch)
+        said = next((note.read_text() for note in sorted(plan.folder.glob("incomplete/*.failed"))), broken)
+    if said:
+        raise UserError(said)
+
+
+def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dict[str, str]) -> str:
+    """Run the executor in a process of its own, as Ray ends the one that loses the cluster; return what it died of."""
+    log = plan.folder / f"{executor}.log"
+    path = str(manifest_path(plan.config.output_prefix))
+    work = {"executor": executor, "plan": path, "missing": missing, "workers": plan.config.workers, "sbatch": sbatch}
+    code = "from megatron.bridge.data.pretraining.shard_cluster import main; main()"
+    with log.open("wb") as output:
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=output, stderr=output)
+        try:
+            process.communicate(json.dumps(work).encode())
+        finally:
+            process.terminate()
+            process.wait()
+    lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+    said = [*lines, *(line for line in lines if line.startswith("sbatch: error: "))][-1]
+    node = os.environ.get("RAY_ADDRESS", socket.gethostname()) if executor == "ray" else socket.gethostname()
+    left = f"{len(plan.missing(missing))} of {len(plan.shards)} shards were missing"
+    message = f"--executor {executor} on {node} ended when {left} ({said[:300]}): see {log}, then repeat the command"
+    return message if process.returncode else ""
+
+
+def _lost(plan: ShardPlan, missing: list[int]) -> str:
+    begun = sorted(path.name.rsplit(".", 3)[0] for path in plan.folder.glob(f"incomplete/{missing[0]:06d}.*"))
+    return (
+        f"{len(missing)} shards are missing after {ROUNDS} rounds without a new one, first {plan.name(missing[0])}, "
+        f"begun on node {begun[-1].partition('.')[2] if begun else 'none'}: its processes were killed, probably for "
+        f"memory; use fewer --workers, then repeat the command to continue"
+    )
+
+
+def _join(plan: ShardPlan) -> dict[str, Any]:
+    prefix = plan.config.output_prefix
+    states = [state for number in range(len(plan.shards)) if (state := plan.made(number)) is not None]
+    assert len(states) == len(plan.shards), "the caller makes lost shards again"
+    _name_repeated(plan, states)
+    reports = [state.report for state in states]
+    sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
+    if not sums["documents"]:
+        raise UserError(f"the input {', '.join(map(str, plan.config.inputs))} holds no text: check --input")
+    index = Path(f"{prefix}.idx")
+    files = [Path(f"{plan.prefix(number)}.idx") for number in range(len(states))]
+    with refuse_unwritable(f"--output-prefix={prefix}", "free some space, then repeat the command"):
+        with published_file(index) as aside:
+            pairs = zip(files, reports, strict=True)
+            write_index(aside, f"u{plan.token_bytes}", [Lengths(file, HEADER.size, at.documents) for file, at in pairs])
+        plan.save(states, digests={".idx": corpus_digest.digest(index)}, **sums)
+    shutil.rmtree(plan.folder / "incomplete", ignore_errors=True)
+    return strict_json.read(manifest_path(prefix))
+
+
+def _name_repeated(plan: ShardPlan, states: list[WriterState]) -> None:
+    """Shards with the same content. Small ones may be meant, so that they are named and kept."""
+    first: dict[str, int] = {}
+    for number, state in enumerate(states):
+        same = first.setdefault(state.facts["sha256"], number)
+        if same != number and state.report.documents:
+            text = f"{plan.name(number)} repeats {plan.name(same)}: remove one of them from --input"
+            console().print(text, markup=False)
+
+
+def _identity(encoder: DocumentEncoder) -> str:
+    return hashlib.sha256(tokenizer_key(encoder.tokenizer).encode()).hexdigest()
