@@ -76,7 +76,8 @@ def validate(args, processes=None):
 def _torchrun(arguments):
     args = _parsed_by_torchrun(arguments)
     nodes = int(str(args.nnodes).rpartition(":")[2])
-    _script([args.training_script, *args.training_script_args], nodes * int(args.nproc_per_node))
+    module = ["-m"] if args.module else []
+    _script([*module, args.training_script, *args.training_script_args], nodes * int(args.nproc_per_node))
 
 
 def _parsed_by_torchrun(arguments):
@@ -186,6 +187,7 @@ PROGRAMS = {
     "torchrun": _torchrun,
     "python": _script,
     "make": _make,
+    "scripts/testbench/testbench_collect_data.sh": lambda arguments: _script(["-m", "scripts.testbench", *arguments]),
     "uv": _uv,
     "pip": _extras,
     "sbatch": _sbatch,

@@ -12,13 +12,13 @@ _V2_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4608}
 _LAYOUT = layout(tp=8, pp=4, vp=5, ep=16, etp=1)
 
 deepseek_v2_lite_pretrain_config = pretrain_recipe(
-    DEEPSEEK_V2_LITE, _V2_PRETRAIN, layout(ep=8), lr=4.2e-4, min_lr=4.2e-5
+    DEEPSEEK_V2_LITE, _V2_PRETRAIN, layout(ep=4), lr=4.2e-4, min_lr=4.2e-5
 )
 deepseek_v2_pretrain_config = pretrain_recipe(
     "deepseek-ai/DeepSeek-V2", _V2_PRETRAIN, _LAYOUT, lr=2.4e-4, min_lr=2.4e-5
 )
 
-deepseek_v2_lite_finetune_config = finetune_recipe(DEEPSEEK_V2_LITE, layout(ep=8))
+deepseek_v2_lite_finetune_config = finetune_recipe(DEEPSEEK_V2_LITE, layout(ep=4))
 deepseek_v2_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V2", _LAYOUT)
 
 # DeepSeek-V3, with learning rate and sequence length of "DeepSeek-V3 Technical Report" (2024); V3.2 with the same.

@@ -127,7 +127,7 @@ qwen3_30b_a3b_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, la
 qwen3_235b_a22b_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, layout(tp=4, pp=8, vp=4, ep=8, etp=1)
 )
-qwen3_30b_a3b_fp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, FP8, layout(tp=4, ep=8, etp=1))
+qwen3_30b_a3b_fp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, FP8, layout(tp=2, ep=8, etp=1))
 qwen3_30b_a3b_mxfp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, MXFP8, layout(ep=4))
 qwen3_235b_a22b_fp8_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, FP8, layout(tp=4, pp=8, vp=4, ep=8, etp=1)
