@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megatron.bridge.data.tokenizer import Tokenizer
     from megatron.bridge.training.config import ConfigContainer
 
-DESCRIPTION = "Prepare training data, and preview it."
 _TABLES = yaml_text.tables_beside(__file__)
 
 

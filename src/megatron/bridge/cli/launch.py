@@ -20,14 +20,6 @@ from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
 
-DESCRIPTION = "Start a recipe, or a script of your own, on this machine or on a Slurm cluster, through NeMo-Run."
-EXAMPLES = """examples:
-  megatron-bridge launch --local --recipe llama32_1b_pretrain_config --devices 2 train.train_iters=10
-  megatron-bridge launch --recipe llama3_8b_pretrain_config --nodes 4 --devices 8 --partition gpu --account A \\
-      --time 04:00:00 --retries 5 checkpoint.save=runs/llama
-  megatron-bridge launch --on kubernetes --recipe llama3_8b_pretrain_config --nodes 4 --devices 8 \\
-      --container-image registry/bridge:1 --mount shared:/shared --rdma rdma/ib=8 checkpoint.save=/shared/llama
-"""
 RUN_RECIPE = "run_recipe.py"
 
 

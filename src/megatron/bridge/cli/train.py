@@ -14,16 +14,6 @@ from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.startup import without_gc
 
-DESCRIPTION = "Pretrain or fine-tune a model from a recipe."
-EXAMPLES = """examples:
-  megatron-bridge train --list llama pretrain
-  megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
-  megatron-bridge train --recipe llama3_70b_pretrain_config --rehearse
-  megatron-bridge train --recipe llama31_405b_pretrain_config --rehearse-rank 517 --world-size 16384
-  torchrun --nproc-per-node=8 -m megatron.bridge.cli.main train --recipe llama32_1b_pretrain_config \\
-      --data corpus/text checkpoint.save=runs/llama train.train_iters=5000
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser)
