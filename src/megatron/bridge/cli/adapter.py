@@ -15,16 +15,6 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
-DESCRIPTION = "Merge adapters into their base model, subtract them again, or write them for the peft library."
-EXAMPLES = """examples:
-  megatron-bridge adapter merge --adapter runs/lora --hf-path merged
-  megatron-bridge adapter export --adapter runs/lora --hf-path adapter
-  megatron-bridge adapter unmerge --adapter adapter --hf-model merged --hf-path base
-
---adapter is the folder of a run, one of its checkpoints, or a directory written by
-the peft library.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

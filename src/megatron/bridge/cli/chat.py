@@ -14,15 +14,6 @@ from typing import Any
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
 
-DESCRIPTION = "Chat with a model: its own template, answers as they come, Ctrl-C stops an answer."
-EXAMPLES = """example:
-  megatron-bridge chat HuggingFaceTB/SmolLM2-135M-Instruct --system "Answer briefly."
-
-/image FILE shows an image with the next question, /reset starts again, /undo takes back the
-last question, /seed N sets the seed, /save FILE writes the messages as JSON, /quit or Ctrl-D
-ends.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model_options(parser)

@@ -17,14 +17,6 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from megatron.bridge.checkpoint.inspection import StoredTensor
 
-DESCRIPTION = "List, inspect, verify, compare or convert Megatron checkpoints."
-EXAMPLES = """examples:
-  megatron-bridge checkpoint list runs/llama
-  megatron-bridge checkpoint verify runs/llama --all
-  megatron-bridge checkpoint diff runs/llama/iter_0000100 runs/llama/iter_0000200 --values
-  megatron-bridge checkpoint convert megatron_lm/iter_0005000 runs/converted
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -7,16 +7,6 @@ from pathlib import Path
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
 
-DESCRIPTION = (
-    "Convert a Hugging Face model to a Megatron checkpoint, bit for bit. Only a few parameters are in memory at a "
-    "time, so the model may be larger than the machine's memory."
-)
-EXAMPLES = """examples:
-  megatron-bridge convert --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
-  torchrun --nproc-per-node 2 --module megatron.bridge.cli.main convert --tp 2 \\
-      --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model_arguments(parser)

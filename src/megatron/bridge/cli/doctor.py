@@ -15,14 +15,6 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from megatron.bridge.models.model_provider import ModelProvider
 
-DESCRIPTION = (
-    "Print hardware, versions, and the layers and kernels that a run would use here, with the reason of each "
-    "choice; then measure matrix products, copies and, under torchrun, all-reduces. Takes less than a minute."
-)
-EXAMPLES = """examples:
-  megatron-bridge doctor
-  megatron-bridge doctor --recipe qwen3_30b_a3b_pretrain_config
-  torchrun --nproc-per-node 8 --no-python megatron-bridge doctor    (also measures all-reduces)"""
 _EXTRAS = {
     "transformer_engine": "layers in FP8, and the layer spec that is used where it is installed",
     "apex": "gradients that are added up by the matrix product",

@@ -13,17 +13,6 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DESCRIPTION = (
-    "Convert a Megatron checkpoint to a complete Hugging Face model. The other files (tokenizer, chat template, "
-    "...) come from --hf-model; a model that was trained from scratch needs none. Only a few parameters are in "
-    "memory at a time, so the model may be larger than the machine's memory."
-)
-EXAMPLES = """examples:
-  megatron-bridge export --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \\
-      --hf-path exported
-  megatron-bridge export --megatron-path runs/pretrain --hf-path exported
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model_arguments(
@@ -36,14 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "computes the same)",
     )
     model_options.add_trust_checkpoint(parser)
-    parser.add_argument(
-        "--megatron-path", type=Path, required=True, help="checkpoint directory, or one iteration in it"
-    )
-    parser.add_argument("--hf-path", type=Path, required=True, help="model directory to create")
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar and no summary")
-    parser.add_argument(
-        "--not-strict", action="store_true", help="export even if the tensors are not those of --hf-model"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

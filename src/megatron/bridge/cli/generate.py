@@ -9,21 +9,6 @@ from typing import Any
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
 
-DESCRIPTION = (
-    "Continue prompts. With --prompts and --out, completions are written one a line, in the order of the prompts; "
-    "the same command resumes where a killed one stopped."
-)
-EXAMPLES = """examples:
-  megatron-bridge generate checkpoints/smollm2 --prompt "The capital of France is" --max-new-tokens 20
-  megatron-bridge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts in.jsonl --out out.jsonl --chat
-
-  megatron-bridge generate Qwen/Qwen2.5-VL-3B-Instruct --image chart.png --prompt "What does it show?"
-
-A line of a .jsonl file is an object with prompt, text or input (a text or token ids) or
-messages, with images as in training data; an id; and sampling parameters of its own. A line
-of another file is a prompt.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model_options(parser)

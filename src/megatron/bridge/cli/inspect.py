@@ -15,10 +15,6 @@ from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.utils.errors import UserError, first_few
 
-DESCRIPTION = (
-    "Show parameters, dtypes, files, parallel layout and iteration of a checkpoint in either format. "
-    "Only headers are read."
-)
 PARALLEL_SIZES = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = (paths.TRACKER, "metadata.json")
 

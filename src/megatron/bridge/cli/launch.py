@@ -11,21 +11,15 @@ from typing import Any
 import yaml
 
 from megatron.bridge.cli.support import train_job
+from megatron.bridge.cli.support.parser import add_options
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.launchers import job_folder, preflight
 from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
 from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
 
-DESCRIPTION = "Start a recipe, or a script of your own, on this machine or on a Slurm cluster, through NeMo-Run."
-EXAMPLES = """examples:
-  megatron-bridge launch --local --recipe llama32_1b_pretrain_config --devices 2 train.train_iters=10
-  megatron-bridge launch --recipe llama3_8b_pretrain_config --nodes 4 --devices 8 --partition gpu --account A \\
-      --time 04:00:00 --retries 5 checkpoint.save=runs/llama
-  megatron-bridge launch --on kubernetes --recipe llama3_8b_pretrain_config --nodes 4 --devices 8 \\
-      --container-image registry/bridge:1 --mount shared:/shared --rdma rdma/ib=8 checkpoint.save=/shared/llama
-"""
 RUN_RECIPE = "run_recipe.py"
 
 
@@ -35,108 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train_job.add_job_options(job)  # pyright: ignore[reportArgumentType]  a group adds arguments as a parser does
     parser.set_defaults(job_actions=parser._actions[before:])
     job.add_argument("--script", default=RUN_RECIPE, metavar="FILE", help="Python script (default: %(default)s)")
-    _add_processes(parser)
-    _add_slurm(parser)
-    _add_kubernetes(parser)
-    _add_environment(parser)
-
-
-def _add_processes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("processes")
-    group.add_argument("--local", action="store_true", help="run on this machine, in the foreground")
-    group.add_argument("--devices", type=int, default=1, metavar="N", help="processes (GPUs) per node (default: 1)")
-    group.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
-    group.add_argument("--cpu", action="store_true", help="request no GPUs; the processes communicate over gloo")
-    group.add_argument(
-        "--launcher",
-        choices=("torchrun", "ft", "default"),
-        default="torchrun",
-        help="what starts the processes: torchrun, ft_launcher, or Slurm itself (default: torchrun)",
-    )
-    group.add_argument("--dry-run", action="store_true", help="print what would be submitted, and exit")
-    group.add_argument(
-        "--detach", action=argparse.BooleanOptionalAction, default=True, help="exit when the jobs are queued"
-    )
-    group.add_argument("--tail-logs", action="store_true", help="follow the log; implies --no-detach")
-    group.add_argument(
-        "--experiment-name", metavar="NAME", help="name of the folder and the job (default: the recipe's name)"
-    )
-
-
-def _add_slurm(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Slurm")
-    group.add_argument("--partition", metavar="NAME", help="partition (default: the cluster's default)")
-    group.add_argument("--account", metavar="NAME", help="account to charge (default: your default account)")
-    group.add_argument("--time", default="04:00:00", metavar="LIMIT", help="time limit of one job (default: 04:00:00)")
-    group.add_argument("--gres", metavar="LIST", help="generic resources per node, instead of --devices GPUs")
-    group.add_argument(
-        "--preempt-time",
-        type=int,
-        default=120,
-        metavar="S",
-        help="seconds before the time limit at which the run saves and exits (default: 120)",
-    )
-    group.add_argument(
-        "--retries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="requeue a job that ended early, at most N times (default: 0)",
-    )
-    group.add_argument(
-        "--chain", type=int, default=1, metavar="N", help="number of jobs to run one after the other (default: 1)"
-    )
-    group.add_argument("--ssh-tunnel", action="store_true", help="submit from another machine, over SSH")
-    group.add_argument("--host", metavar="NAME", help="login node, for --ssh-tunnel")
-    group.add_argument("--user", metavar="NAME", help="user name on the login node")
-    group.add_argument("--identity", type=Path, metavar="FILE", help="private key (default: ask for a password)")
-    group.add_argument("--remote-job-dir", type=Path, metavar="DIR", help="folder of the jobs (default: ~/.nemo_run)")
-
-
-def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Kubernetes (a manifest is written, nothing is submitted)")
-    group.add_argument("--on", choices=("slurm", "kubernetes"), default="slurm", help="cluster (default: slurm)")
-    group.add_argument("--kind", choices=("jobset", "pytorchjob"), help="object of the manifest (default: jobset)")
-    group.add_argument("--namespace", metavar="NAME", help="namespace (default: that of kubectl's context)")
-    group.add_argument(
-        "--resource",
-        action="append",
-        metavar="NAME=QUANTITY",
-        help="further resource of a pod, such as memory=900Gi; repeatable",
-    )
-    group.add_argument("--rdma", metavar="NAME=COUNT", help="network adapters of a pod, such as rdma/ib=8")
-    group.add_argument("--output", type=Path, metavar="FILE", help="manifest (default: standard output)")
-
-
-def _add_environment(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("environment of the job")
-    group.add_argument("--container-image", metavar="IMAGE", help="container image to run in (pyxis)")
-    group.add_argument(
-        "--mount",
-        action="append",
-        default=[],
-        metavar="FROM:TO",
-        help="directory to mount into the container, on Kubernetes CLAIM:/PATH; repeatable",
-    )
-    group.add_argument(
-        "--venv", type=Path, metavar="DIR", help="virtual environment of the job (default: the current one)"
-    )
-    group.add_argument(
-        "--packager",
-        choices=("pattern", "git", "none"),
-        default="pattern",
-        help="code to run: a copy of the working tree, the last commit, or the code in place (default: pattern)",
-    )
-    group.add_argument(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable; repeatable"
-    )
-    group.add_argument(
-        "--perf-env",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="set environment variables for GPU performance",
-    )
-    group.add_argument("--nsys", action="store_true", help="profile with Nsight Systems")
+    add_options(parser, yaml_text.tables_beside(__file__))
 
 
 def run(args: argparse.Namespace) -> int:

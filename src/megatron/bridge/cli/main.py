@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``megatron-bridge`` command.
 
-Each subcommand is a module of this package with ``DESCRIPTION``, ``add_arguments(parser)``, ``run(args) -> int``,
-and ``EXAMPLES`` if it has some. Only the requested module is imported, so ``--help`` is quick, and a module that
-cannot be imported does not break the others.
+Each subcommand has an entry in ``main.yaml`` and a module of this package with ``run(args) -> int``, and where they
+are needed ``add_arguments(parser)``, ``DESCRIPTION`` and ``EXAMPLES``. Only the requested module is imported, so
+``--help`` is quick, and a module that cannot be imported does not break the others.
 """
 
 import argparse
@@ -16,37 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Parser, add_options
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import skip_gc_at_exit
 from megatron.bridge.utils.storage_paths import split
 from megatron.bridge.utils.torchrun_env import adopt_slurm_step, read_number
 from megatron.bridge.version import __version__
 
-SUBCOMMANDS = {
-    "train": "pretrain or fine-tune a model from a recipe",
-    "launch": "start a recipe on this machine or on a Slurm cluster, or write it for Kubernetes",
-    "tune": "find the fastest parallel layout that fits, without a GPU",
-    "generate": "continue prompts with any checkpoint",
-    "chat": "chat with any checkpoint",
-    "serve": "serve any checkpoint with OpenAI's endpoints",
-    "eval": "evaluate any checkpoint with lm-evaluation-harness",
-    "convert": "convert a Hugging Face model to a Megatron checkpoint",
-    "export": "convert a Megatron checkpoint to a Hugging Face model",
-    "plan": "show which tensor becomes which parameter, without reading weights",
-    "port": "draft the bridge of an architecture that is not supported yet",
-    "inspect": "show the contents of a Hugging Face or Megatron checkpoint",
-    "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
-    "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
-    "from-megatron-lm": "translate a command line of Megatron-LM to a config",
-    "from-trainer": "translate settings of the Trainer, axolotl or LLaMA-Factory",
-    "adapter": "merge adapters, subtract them again, or write them for peft",
-    "data": "prepare training data, and preview it",
-    "watch": "show a run in the terminal while it trains: curves, speed, expected end, checkpoints",
-    "plot": "plot loss and throughput of one or several runs",
-    "doctor": "show what this machine has, which kernels a run uses on it, and how fast it is",
-    "trace": "merge the profiler traces of all ranks into one",
-}
+SUBCOMMANDS = yaml_text.tables_beside(__file__)
 
 
 # the options that can be URLs of object storage
@@ -118,13 +96,13 @@ def _parsers(
     )
     parser.add_argument("--version", action="version", version=f"megatron-bridge {__version__}")
     subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command, summary in SUBCOMMANDS.items():
+    for command, entry in SUBCOMMANDS.items():
+        chosen = subparsers.add_parser(command, help=entry["help"])
         if module is not None and command == name:
-            examples = getattr(module, "EXAMPLES", None)
-            chosen = subparsers.add_parser(command, help=summary, description=module.DESCRIPTION, epilog=examples)
-            module.add_arguments(chosen)
-        else:
-            subparsers.add_parser(command, help=summary)
+            chosen.description = getattr(module, "DESCRIPTION", entry.get("description"))
+            chosen.epilog = getattr(module, "EXAMPLES", entry.get("epilog"))
+            getattr(module, "add_arguments", lambda _: None)(chosen)
+            add_options(chosen, entry.get("options", {}))
     return parser, subparsers.choices
 
 

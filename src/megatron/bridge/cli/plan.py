@@ -12,10 +12,6 @@ from megatron.bridge.cli.support import model_options, text_format
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 
-DESCRIPTION = (
-    "Print the conversion plan of a model: which Hugging Face tensors become which Megatron parameter, and how it "
-    "is split. No weights are read, and the model is built without memory."
-)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # of a layer or an expert
 
 

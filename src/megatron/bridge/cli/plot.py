@@ -8,22 +8,7 @@ from megatron.bridge.cli.support import text_format
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError
 
-DESCRIPTION = "Plot metrics of one or several runs, by default loss and throughput, from metrics.jsonl."
 PICTURE = "curves.png"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path(PICTURE), metavar="FILE", help="picture (default: %(default)s)"
-    )
-    parser.add_argument("--metric", action="append", metavar="NAME", help="metric to plot; repeatable")
-    parser.add_argument(
-        "--smooth", type=int, default=1, metavar="N", help="plot means of N points; the points stay visible"
-    )
-    parser.add_argument(
-        "--x", choices=["step", "tokens", "time"], default="step", help="horizontal axis (default: %(default)s)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

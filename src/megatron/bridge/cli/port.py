@@ -11,11 +11,6 @@ from typing import Any
 from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.utils.errors import UserError, first_problems
 
-DESCRIPTION = (
-    "Draft the bridge of an architecture that is not supported: find the nearest family, tell which keys and "
-    "tensors it does not claim and what reads them elsewhere, and try the draft on a tiny model, on the CPU. No "
-    "weights are read. The exit code is 0 if the draft passes on one process."
-)
 _TEST = """# SPDX-License-Identifier: Apache-2.0
 import {kind}_bridge  # noqa: F401 - registers itself
 
@@ -37,11 +32,6 @@ SIZE = Size({model!r}, {config}, published=False)
 {kind}_pretrain_config = pretrain_recipe(SIZE, seq_length=2048, global_batch_size=64, lr=3e-4, min_lr=3e-5)
 {kind}_finetune_config = finetune_recipe(SIZE)
 """
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL_OR_CONFIG", help="model directory, hub id, or a config.json")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write the draft, its test and a recipe there")
 
 
 def run(args: argparse.Namespace) -> int:

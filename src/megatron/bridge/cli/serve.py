@@ -6,22 +6,10 @@ import os
 from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
-from megatron.bridge.cli.support.parser import count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import import_optional
 
-DESCRIPTION = (
-    "Serve a model with OpenAI's endpoints and a chat page (the extra serve). Without a key, only this machine "
-    "can reach it."
-)
-EXAMPLES = """examples:
-  megatron-bridge serve HuggingFaceTB/SmolLM2-135M-Instruct
-  megatron-bridge serve meta-llama/Llama-3.2-1B --adapters math=runs/lora-math --adapters chat=adapters/chat
-  megatron-bridge serve runs/sft --tp 2 --host 0.0.0.0 --api-key-file key.txt
-
-The key can also be in the variable MEGATRON_BRIDGE_API_KEY. SIGTERM finishes what runs.
-"""
 KEY_VARIABLE = "MEGATRON_BRIDGE_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _SHORTEST_KEY = 16
@@ -30,18 +18,6 @@ _SHORTEST_KEY = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_model_options(parser)
     model_options.add_named_adapters(parser, "the model of a request")
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1); others need a key")
-    server.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes a free one")
-    server.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key of every request")
-    server.add_argument("--name", help="of the model in requests (default: the last part of PATH)")
-    server.add_argument("--max-queue", type=count, default=256, metavar="N", help="texts that may wait (256)")
-    server.add_argument(
-        "--request-timeout", type=count, default=600, metavar="S", help="seconds until a request is given up (600)"
-    )
-    server.add_argument(
-        "--drain-timeout", type=count, default=600, metavar="S", help="seconds to finish after SIGTERM (600)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,8 +7,6 @@ from pathlib import Path
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.utils.profiler_traces import find_traces, merge
 
-DESCRIPTION = "Work with the traces that profiling.use_pytorch_profiler=true writes."
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     merge = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(

@@ -13,13 +13,6 @@ if TYPE_CHECKING:
     from megatron.bridge.models.conversion.check.certificate import Certificate
     from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
 
-DESCRIPTION = (
-    "Compare every tensor bit for bit, and the logits of both models on the same tokens. Write the result, with a "
-    "hash of each tensor, as a JSON certificate. The exit code is 1 if anything differs."
-)
-EXAMPLES = """example:
-  megatron-bridge verify HuggingFaceTB/SmolLM2-135M checkpoints/smollm2 --certificate smollm2.json
-"""
 _SHOWN = 5
 
 

@@ -14,7 +14,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -23,28 +22,8 @@ from megatron.bridge.utils.run_status import RunStatus, read_status
 if TYPE_CHECKING:
     from rich.console import Group
 
-DESCRIPTION = "Show curves, speed, the expected end and the newest checkpoint of a run, until it ends."
-EXAMPLES = """examples:
-  megatron-bridge watch runs/llama
-  megatron-bridge watch runs/llama --once --metric "grad norm"
-  megatron-bridge watch runs/llama --once --html llama.html
-"""
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl")
-    parser.add_argument(
-        "--metric", action="append", metavar="NAME", help="curve to show; repeatable (default: loss and throughput)"
-    )
-    parser.add_argument(
-        "--interval", type=count, default=5, metavar="SECONDS", help="time between two looks (default: %(default)s)"
-    )
-    parser.add_argument("--once", action="store_true", help="print the run as it is, and exit; so does a pipe")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write a page for a browser, which needs no network"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -287,7 +287,7 @@ class Kept:
         return [
             *(_attention(layer, core, rings, (layer, core)) for layer, core in foreign),
             *latent,
-            *(_plain(layer, _index_shape(layer)) for layer in _modules(bare, Indexer)),
+            *(_plain(layer, (1, (layer.linear_wk.out_features, 0))) for layer in _modules(bare, Indexer)),
             *(
                 _attention(layer, core, rings)
                 for layer, core in own
@@ -347,10 +347,6 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
         return layer.num_attention_heads_per_partition, (layer.q_head_dim, layer.config.v_head_dim)
     width = layer.hidden_size_per_attention_head
     return layer.num_query_groups_per_partition, (width, width)
-
-
-def _index_shape(layer: Indexer) -> tuple[int, tuple[int, int]]:
-    return 1, (layer.linear_wk.out_features, 0)
 
 
 def check_layers(chunks: Sequence[Any]) -> None:

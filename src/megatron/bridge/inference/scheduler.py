@@ -188,7 +188,9 @@ class Scheduler:
             text.scored = work.scored.stop if work.scored else text.scored
             text.computed = work.start + work.count
             if self.limits.reuses and text.shares and text.computed <= text.prompt_length:
-                self._index(text, work.start, text.computed)
+                for end, key in _prefixes(text, text.computed, self.limits.chunk):
+                    if end > work.start:
+                        self._chunks.setdefault(key, text)
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
@@ -317,11 +319,6 @@ class Scheduler:
         if found[0] is not None and found[0].extent in self._over:
             self._over.move_to_end(found[0].extent)
         return found
-
-    def _index(self, text: Text, start: int, stop: int) -> None:
-        for end, key in _prefixes(text, stop, self.limits.chunk):
-            if end > start:
-                self._chunks.setdefault(key, text)
 
     def _forget(self, text: Text) -> None:
         for _, key in _prefixes(text, text.prompt_length, self.limits.chunk):

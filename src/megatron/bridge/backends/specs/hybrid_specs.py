@@ -30,7 +30,13 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     if config.num_moe_experts is not None:
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":
-        return _transformer_engine_stack(config)
+        # Megatron-Core's spec with a mixer of this package
+        spec = hybrid_layer_specs.hybrid_stack_spec
+        layers: Any = spec.submodules
+        mamba = layers.mamba_layer
+        parts = dataclasses.replace(mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules))
+        mamba = dataclasses.replace(mamba, submodules=parts)
+        return dataclasses.replace(spec, submodules=dataclasses.replace(layers, mamba_layer=mamba))
     provider = TorchSpecProvider()
     return ModuleSpec(
         module=TorchHybridStack,
@@ -41,16 +47,6 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
             moe_layer=_feed_forward_layer(config, provider, moe=True) if config.num_moe_experts else MLPLayer,
         ),
     )
-
-
-def _transformer_engine_stack(config: TransformerConfig) -> ModuleSpec:
-    """Megatron-Core's spec with a mixer of this package."""
-    spec = hybrid_layer_specs.hybrid_stack_spec
-    layers: Any = spec.submodules
-    mamba = layers.mamba_layer
-    parts = dataclasses.replace(mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules))
-    mamba = dataclasses.replace(mamba, submodules=parts)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(layers, mamba_layer=mamba))
 
 
 class TorchHybridStack(HybridStack):

@@ -142,7 +142,7 @@ def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: Backen
         edits |= _with_one_norm(dataclasses.replace(layer, **edits), provider)
     if parallel:
         spec = dataclasses.replace(spec, module=_PARALLEL_LAYERS[parallel])
-    if getattr(config, "experts_beside_mlp", False) and _has_experts(layer):
+    if getattr(config, "experts_beside_mlp", False) and isinstance(layer.mlp, partial) and layer.mlp.func is MoELayer:
         edits |= _with_dense(layer, provider)
     placement = getattr(config, "norm_placement", "pre")
     if placement == "post":
@@ -181,10 +181,6 @@ def _with_mixer_beside(layer: TransformerLayerSubmodules, provider: BackendSpecP
         "self_attention": dataclasses.replace(attention, module=AttentionBesideMamba, submodules=both),
         "sharded_state_dict_keys_map": names,
     }
-
-
-def _has_experts(layer: TransformerLayerSubmodules) -> bool:
-    return isinstance(layer.mlp, partial) and layer.mlp.func is MoELayer
 
 
 def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:

@@ -2,18 +2,18 @@
 """The options of subcommands that build a model (which model, and its parallel sizes) or generate text."""
 
 import argparse
-import re
 from dataclasses import fields
 from math import lcm, prod
-from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.parser import add_options
 from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
-DTYPES = ("float32", "bfloat16", "float16")
+_TABLES = yaml_text.tables_beside(__file__)
+DTYPES = _TABLES["model"]["--dtype"]["choices"]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: str = "") -> None:
@@ -31,24 +31,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: s
 
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_remote_code(parser)
-    sizes = parser.add_argument_group("parallel sizes, under torchrun")
-    sizes.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
-    sizes.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
-    sizes.add_argument("--vp", type=int, help="virtual pipeline stages per rank")
-    sizes.add_argument("--ep", type=int, default=1, help="expert-parallel size")
-    sizes.add_argument("--etp", type=int, help="tensor-parallel size of the experts")
+    add_options(parser, _TABLES["parallel"])
 
 
 def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that the model's repository contains"
-    )
+    add_options(parser, _TABLES["trust remote code"])
 
 
 def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-checkpoint", action="store_true", help="unpickle all classes in the checkpoint, which can run code"
-    )
+    add_options(parser, _TABLES["trust checkpoint"])
 
 
 def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,34 +96,9 @@ def build_model(bridge: Any, sizes: dict[str, Any]) -> list[Any]:
     return provider.provide_distributed_model(wrap_with_ddp=False)
 
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="PATH", help="Hugging Face directory or hub id, Megatron checkpoint, or run with adapters"
-    )
-    parser.add_argument("--adapter", metavar="DIR", help="run, checkpoint or peft directory to put on the model")
-    parser.add_argument("--tokenizer", metavar="ID", help="another tokenizer than the model's")
-    parser.add_argument("--template", metavar="FILE", type=Path, help="another chat template than the tokenizer's")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and caches (default: as stored)")
-    sizes = parser.add_argument_group("parallel sizes; the processes are started unless torchrun has done so")
-    for name, text in (("tp", "tensor-parallel"), ("pp", "pipeline-parallel"), ("ep", "expert-parallel")):
-        sizes.add_argument(f"--{name}", type=count, default=1, help=f"{text} size")
-    sizes.add_argument("--etp", type=count, help="tensor-parallel size of the experts")
-    memory = parser.add_argument_group("memory")
-    memory.add_argument("--max-context", type=count, metavar="N", help="tokens of a prompt and its completion")
-    memory.add_argument("--max-requests", type=count, default=32, metavar="N", help="texts at the same time")
-    memory.add_argument(
-        "--kv-memory", type=memory_size, default="4GB", metavar="SIZE", help="for keys, values and states (4GB)"
-    )
-    memory.add_argument(
-        "--window-rings",
-        action="store_true",
-        help="layers with a sliding window keep what it can hold: more texts fit, no beginning is reused",
-    )
-    add_trust_remote_code(parser)
-    add_trust_checkpoint(parser)
+    for name in ("model", "trust remote code", "trust checkpoint"):
+        add_options(parser, _TABLES[name])
 
 
 def add_named_adapters(parser: argparse.ArgumentParser, chosen_by: str) -> None:
@@ -156,24 +122,7 @@ class _NamedPaths(argparse.Action):
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """How to continue a prompt; greedy by default."""
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
-    group.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest that sum up to P")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P of the best")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="divides logits of repeats")
-    group.add_argument("--seed", type=int, help="the same seed gives the same text in any batch and layout")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end here; may be repeated")
-
-
-def memory_size(text: str) -> int:
-    """The ``type`` of an option that takes bytes, such as ``4GB`` or ``512M``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text} is not a size such as 4GB or 512MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    add_options(parser, _TABLES["sampling"])
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -203,16 +152,8 @@ def llm_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:
-    """The model and its layout under the names of the Megatron Bridge API's scripts."""
-    parser.add_argument("--hf_model_path", "--hf-model-path", metavar="ID", help="Hugging Face model")
-    parser.add_argument("--megatron_model_path", "--megatron-model-path", metavar="DIR", help="its checkpoint")
-    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=20)
-    for name in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{name}", type=count, default=1)
-    parser.add_argument("--etp", type=count)
-    parser.add_argument("--dtype", choices=DTYPES)
-    add_trust_remote_code(parser)
-    add_trust_checkpoint(parser)
+    for name in ("script", "trust remote code", "trust checkpoint"):
+        add_options(parser, _TABLES[name])
 
 
 def load_of_script(args: argparse.Namespace, **options: Any) -> Any:

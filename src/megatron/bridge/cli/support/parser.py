@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The argument parser of every subcommand and script."""
+"""The argument parser of every subcommand and script, and options from tables."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,31 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: is a variable of the shell not set?")
     return Path(text)
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def memory_size(text: str) -> int:
+    """The ``type`` of an option that takes bytes, such as ``4GB`` or ``512M``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 4GB or 512MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+TYPES = {"int": int, "float": float, "path": Path, "count": count, "workers": workers, "memory_size": memory_size}
+
+
+def add_options(parser: Any, table: dict[str, Any]) -> None:
+    """Add the options of a YAML table, by their names; ``one of`` and ``group TITLE`` hold options of their own."""
+    for name, row in table.items():
+        if name == "one of":
+            add_options(parser.add_mutually_exclusive_group(), row)
+        elif name.startswith("group "):
+            add_options(parser.add_argument_group(name.removeprefix("group ")), row)
+        else:
+            named = {"type": TYPES[row["type"]]} if "type" in row else {}
+            if row.get("action") == "toggle":
+                named["action"] = argparse.BooleanOptionalAction
+            parser.add_argument(*name.split(), **row | named)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support.parser import add_options
 from megatron.bridge.recipes.catalog import Recipe, find
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
@@ -58,46 +59,9 @@ class Job:
 def add_job_options(parser: argparse.ArgumentParser, model_alone: bool = False, modes: tuple[str, ...] = MODES) -> None:
     """The options that describe a run; with ``model_alone``, ``--hf-model`` needs no recipe."""
     parser.set_defaults(model_alone=model_alone)
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings to change; values are YAML")
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="YAML file with settings on top of --recipe, or with a complete config",
-    )
-    add_trust_config(parser)
-    parser.add_argument(
-        "--hf-model",
-        metavar="ID",
-        help="directory or hub id of a model to train instead of the recipe's: its config, its tokenizer, and its "
-        "weights for fine-tuning",
-    )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help="corpora for pretraining; for fine-tuning a folder with training.jsonl, a file, a dataset that "
-        "`datasets` saved, or a hub id",
-    )
-    parser.add_argument("--mode", choices=modes, help="stage of training (default: the one of the recipe)")
-    parser.add_argument(
-        "--step_func",
-        metavar="NAME",
-        help="gpt_step, vlm_step, head_step, or package.module.function of your own (default: vlm_step for a "
-        "model with a vision tower, head_step for one with model.head, gpt_step for others)",
-    )
-    parser.add_argument("--seq_length", type=int, metavar="N", help="tokens per sample, for data and model")
-    parser.add_argument("--peft_scheme", metavar="NAME", help="adapter to train, lora or dora; the same as --mode")
-    parser.add_argument("--packed_sequence", action="store_true", help="pack several fine-tuning samples into one row")
-
-
-def add_trust_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-config",
-        action="store_true",
-        help="import functions and classes of your own that the YAML file names, which can run code",
-    )
+    options = yaml_text.tables_beside(__file__)
+    options["--mode"]["choices"] = modes
+    add_options(parser, options)
 
 
 def prepare(args: argparse.Namespace) -> Job:

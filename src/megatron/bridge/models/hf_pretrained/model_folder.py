@@ -56,7 +56,8 @@ def publish(staging: Path, folder: Path) -> None:
     Killed at any moment, this leaves the earlier model, the new one, or none that a reader accepts. The next save
     cleans up.
     """
-    new = _stamps(staging)
+    files = sorted(path for path in staging.rglob("*") if path.is_file())
+    new = {str(path.relative_to(staging)): _stamp(path) or [] for path in files}
     if url_of(folder) is not None:
         bucket_folder.publish(staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new])
         return
@@ -156,11 +157,6 @@ def _stamp(path: Path) -> Stamp | None:
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns]
-
-
-def _stamps(folder: Path) -> Stamps:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _stamp(path) or [] for path in files}
 
 
 def _write_record(folder: Path, *saves: Stamps) -> None:

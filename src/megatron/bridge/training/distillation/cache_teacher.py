@@ -57,7 +57,15 @@ def precompute(config: ConfigContainer) -> Path:
     assert data is not None, "the run has no training data"
     cache = _open_or_create(folder, alone, _sample_count(alone, data))
     model = load_teacher(alone.model)
-    _fill_cache(cache, alone, data, model)
+    samples, printed = cache.header.samples, -1
+    for batches in _microbatch_rounds(alone, data):
+        if not all(distributed.all_gather_object(all(cache.has(ids) for ids, _ in batches))):
+            _forward(cache, alone, batches, model)
+        distributed.barrier()
+        part = cache.done * PROGRESS_LINES // samples
+        if part > printed:
+            printed = part
+            print_rank_0(f"{cache.done:,} of {samples:,} samples in {cache.folder}")
     return folder
 
 
@@ -109,18 +117,6 @@ def _open_or_create(folder: Path, config: ConfigContainer, samples: int) -> Teac
         return TeacherCache(folder, header)
 
     return on_first_rank(prepare).open("r+")
-
-
-def _fill_cache(cache: TeacherCache, config: ConfigContainer, data: DataIterator, model: list[MegatronModule]) -> None:
-    samples, printed = cache.header.samples, -1
-    for batches in _microbatch_rounds(config, data):
-        if not all(distributed.all_gather_object(all(cache.has(ids) for ids, _ in batches))):
-            _forward(cache, config, batches, model)
-        distributed.barrier()
-        part = cache.done * PROGRESS_LINES // samples
-        if part > printed:
-            printed = part
-            print_rank_0(f"{cache.done:,} of {samples:,} samples in {cache.folder}")
 
 
 def _microbatch_rounds(config: ConfigContainer, data: DataIterator) -> Iterator[list[tuple[list[int], Batch]]]:

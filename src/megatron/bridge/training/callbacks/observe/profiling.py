@@ -78,7 +78,9 @@ class Profiling(Callback):
 
     def _start(self, context: Run) -> None:
         self._started = self.open = True
-        met = _synchronized_time()  # on all ranks, also those that are not profiled
+        distributed.barrier()
+        torch.cuda.synchronize()
+        met = time.time_ns()  # on all ranks, also those that are not profiled: since 1970 by this machine's clock
         if self._here and self.config.use_nsys_profiler:
             self._profilers.append(_NsysCapture(self.config))
         if self._here and self.config.use_pytorch_profiler:
@@ -115,13 +117,6 @@ class StopProfiling(Callback):
     def _stop(self, context: Run) -> None:
         if self._profiling.open:
             on_every_rank(lambda: self._profiling.stop(context))  # if one rank cannot write, all ranks stop
-
-
-def _synchronized_time() -> int:
-    """The time at which all ranks pass a barrier, in nanoseconds since 1970 by this machine's clock."""
-    distributed.barrier()
-    torch.cuda.synchronize()
-    return time.time_ns()
 
 
 class _PyTorchTrace:

@@ -28,9 +28,13 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
     parts = tuning_parts(config.dataset)
     for part in parts:
         _pad_for_layout(part, config)
-        _process_images(part, config)
+        # images are processed as the model's own processor does it, which is beside its tokenizer
+        path = config.tokenizer.tokenizer_model
+        if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
+            part.hf_processor_path = path
         _count_classes(part, config)
-        _choose_records(part, config)
+        if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
+            part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
     findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
 
 
@@ -62,13 +66,6 @@ def has_tower(config: RunConfig) -> bool:
     return getattr(config.model, "vision", None) is not None
 
 
-def _process_images(part: RecordDatasetConfig, config: RunConfig) -> None:
-    """Images are processed as the model's own processor does it, which is beside its tokenizer."""
-    path = config.tokenizer.tokenizer_model
-    if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
-        part.hf_processor_path = path
-
-
 def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
     if not isinstance(part, ClassificationDatasetConfig | TokenClassificationDatasetConfig):
         return
@@ -76,11 +73,6 @@ def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
         part.num_labels = config.model.num_labels
     if config.model.head is not None and config.model.label_names is None:
         config.model.label_names = part.label_names
-
-
-def _choose_records(part: RecordDatasetConfig, config: RunConfig) -> None:
-    if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
-        part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
 
 
 def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:
