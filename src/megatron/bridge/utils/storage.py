@@ -17,7 +17,7 @@ from itertools import batched
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
+from megatron.bridge.utils.errors import UserError, misspelling, one_line
 from megatron.bridge.utils.optional_imports import missing_message
 from megatron.bridge.utils.storage_paths import CACHE, beside, root, split, url_of
 
@@ -164,7 +164,7 @@ def _filesystem(scheme: str) -> Any:
     from fsspec.config import conf
 
     if scheme not in _known():
-        hint = did_you_mean(scheme, _known())
+        hint = misspelling(scheme, _known())
         raise UserError(f"{scheme}:// is no object storage that fsspec knows: use s3://, gs:// or a path{hint}")
     chosen = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys()
     try:
