@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``megatron-bridge`` command.
 
-Each subcommand has an entry in ``main.yaml`` and a module of this package with ``run(args) -> int``, and where they
-are needed ``add_arguments(parser)``, ``DESCRIPTION`` and ``EXAMPLES``. Only the requested module is imported, so
-``--help`` is quick, and a module that cannot be imported does not break the others.
+Each subcommand has its help and texts in ``main.yaml``, with its options if they stand there, and a module of this
+package with ``run(args) -> int``, and with ``add_arguments(parser)`` for other options. Only the requested module is
+imported, so ``--help`` is quick, and a module that cannot be imported does not break the others.
 """
 
 import argparse
@@ -99,8 +99,7 @@ def _parsers(
     for command, entry in SUBCOMMANDS.items():
         chosen = subparsers.add_parser(command, help=entry["help"])
         if module is not None and command == name:
-            chosen.description = getattr(module, "DESCRIPTION", entry.get("description"))
-            chosen.epilog = getattr(module, "EXAMPLES", entry.get("epilog"))
+            chosen.description, chosen.epilog = entry["description"], entry.get("epilog")
             getattr(module, "add_arguments", lambda _: None)(chosen)
             add_options(chosen, entry.get("options", {}))
     return parser, subparsers.choices

@@ -23,17 +23,6 @@ if TYPE_CHECKING:
     from megatron.bridge.autotune.search.price import Price
     from megatron.bridge.autotune.search.search import Found, Search
 
-DESCRIPTION = (
-    "Search the parallel layouts of a run for the fastest ones that fit, without a GPU. The global batch, the "
-    "sequence length, the precision and the data stay as they are."
-)
-EXAMPLES = """examples:
-  megatron-bridge tune --recipe llama3_70b_pretrain_config --gpus 64 --gpu h100
-  megatron-bridge tune --recipe deepseek_v3_pretrain_config --gpus 1024 --gpu h100 --output tuned.yaml
-  megatron-bridge tune --recipe llama3_8b_pretrain_config --explain tensor=4 pipeline=2
-  megatron-bridge tune --recipe llama3_8b_pretrain_config --fix-oom train.micro_batch_size=8
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser, model_alone=True, modes=(*MODES, "rl"))

@@ -225,8 +225,11 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         """
         tensor = self[name]
         target.copy_(tensor[index] if tensor.ndim else tensor)
+        self._count(target.numel() * tensor.itemsize)
+
+    def _count(self, read: int) -> None:
         with self._lock:
-            self.bytes_read += target.numel() * tensor.itemsize
+            self.bytes_read += read
 
     def release(self, name: str, row: int | None = None) -> None:
         """Give back the memory in which the pages of a tensor, or of one row of it, were mapped.
