@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.bridge.cli import convert, export
+from megatron.bridge.cli.main import SUBCOMMANDS, describe
 from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.parser import Parser
 
@@ -17,10 +18,10 @@ def main(argv: Sequence[str]) -> int:
     """Run ``import`` or ``export``. Options without either mean ``import``."""
     parser = Parser(description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in (("import", convert), ("export", export)):
-        subparser = commands.add_parser(name, help=command.DESCRIPTION)
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+    for name, command, module in (("import", "convert", convert), ("export", "export", export)):
+        subparser = commands.add_parser(name, help=SUBCOMMANDS[command]["help"])
+        describe(subparser, command, module)
+        subparser.set_defaults(run=module.run)
     arguments = list(argv)
     if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
         arguments.insert(0, "import")

@@ -99,10 +99,16 @@ def _parsers(
     for command, entry in SUBCOMMANDS.items():
         chosen = subparsers.add_parser(command, help=entry["help"])
         if module is not None and command == name:
-            chosen.description, chosen.epilog = entry["description"], entry.get("epilog")
-            getattr(module, "add_arguments", lambda _: None)(chosen)
-            add_options(chosen, entry.get("options", {}))
+            describe(chosen, command, module)
     return parser, subparsers.choices
+
+
+def describe(parser: argparse.ArgumentParser, command: str, module: ModuleType) -> None:
+    """Give ``parser`` the texts and options of a command."""
+    entry = SUBCOMMANDS[command]
+    parser.description, parser.epilog = entry["description"], entry.get("epilog")
+    getattr(module, "add_arguments", lambda _: None)(parser)
+    add_options(parser, entry.get("options", {}))
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
