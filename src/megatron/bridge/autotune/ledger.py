@@ -16,13 +16,13 @@ from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
 from megatron.bridge.autotune.profile import Profile
 from megatron.bridge.autotune.search.search import candidate_of
+from megatron.bridge.training.callbacks.core.run_folder import CONFIG, ENVIRONMENT
 from megatron.bridge.utils import loss_curves, strict_json
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.interpolation import resolve_tree
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
-CONFIG, ENVIRONMENT = "run_config.yaml", "environment.json"
 _WARM = 2  # first steps that are left out: they allocate and compile
 
 

@@ -29,6 +29,7 @@ from megatron.bridge.autotune.gpus import Gpu
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
 from megatron.bridge.autotune.time.kernels import Direction, Roofline
 from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.hardware import speed
 from megatron.bridge.utils import distributed, strict_json
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
@@ -39,7 +40,6 @@ Samples = list[tuple[float, float]]
 Shape = tuple[int, int, int]
 """Tokens, rows and columns of a matrix product."""
 
-_ROUNDS = 5
 _SIZES = [1 << bits for bits in range(12, 25, 2)]  # bytes of a message
 
 
@@ -84,22 +84,20 @@ def write(profile: Profile, path: Path) -> None:
     write_text(path, json.dumps(asdict(profile), indent=1) + "\n")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MeasuredKernels(Roofline):
     """Times of a profile, for a job of ``world_size`` processes."""
 
-    profile: Profile | None = None
+    profile: Profile
     world_size: int = 1
 
     @property
     def crowding(self) -> float:
         """Processes for each core: so much longer takes what all of them compute at once."""
-        assert self.profile is not None
         return max(1.0, self.world_size / self.profile.cores) if self.profile.cores else 1.0
 
     @cached_property
     def _exact(self) -> dict[Shape, float]:
-        assert self.profile is not None
         return dict(self.profile.shapes)
 
     @cached_property
@@ -117,12 +115,10 @@ class MeasuredKernels(Roofline):
         return interpolated(self._kernel("moved"), size)
 
     def _kernel(self, name: str) -> Samples:
-        assert self.profile is not None
         return self.profile.kernels[name]
 
     @property
     def links(self) -> AlphaBeta:
-        assert self.profile is not None
         return MeasuredLinks(self.card, self.profile.messages)
 
 
@@ -130,7 +126,7 @@ class MeasuredKernels(Roofline):
 class MeasuredLinks(AlphaBeta):
     """Times of messages by kind and size of the group; of the nearest group that was measured."""
 
-    messages: dict[str, Samples] = field(default_factory=dict[str, Samples])
+    messages: dict[str, Samples]
 
     def all_gather(self, size: float, group: Group) -> float:
         return self._time("all_gather", size, group.size)
@@ -208,7 +204,7 @@ def measure(shapes: Iterable[Shape], length: int, heads: int, width: int, dtype:
 def _product(shape: Shape, dtype: torch.dtype) -> float:
     tokens, rows, columns = shape
     x, weight = _random(tokens, columns, dtype=dtype), _random(rows, columns, dtype=dtype)
-    return _seconds(lambda: functional.linear(x, weight))
+    return _median(lambda: functional.linear(x, weight))
 
 
 def _attention(length: int, heads: int, width: int, dtype: torch.dtype) -> dict[str, Samples]:
@@ -220,9 +216,9 @@ def _attention(length: int, heads: int, width: int, dtype: torch.dtype) -> dict[
         run = lambda leaves=leaves: functional.scaled_dot_product_attention(*leaves, is_causal=True)  # noqa: E731
         output = run()
         gradient = torch.ones_like(output)
-        found["forward"].append((operations, _seconds(run)))
+        found["forward"].append((operations, _median(run)))
         back = lambda output=output, gradient=gradient: output.backward(gradient, retain_graph=True)  # noqa: E731
-        found["backward"].append((2.5 * operations, _seconds(back)))
+        found["backward"].append((2.5 * operations, _median(back)))
     return found
 
 
@@ -232,7 +228,7 @@ def _moved(dtype: torch.dtype) -> Samples:
     for rows in (16, 128, 1024, 8192):
         data, weight = _random(rows, 512, dtype=dtype), _random(512, dtype=dtype)
         run = lambda data=data, weight=weight: functional.rms_norm(data, (512,), weight)  # noqa: E731
-        found.append((2.0 * data.nbytes, _seconds(run)))
+        found.append((2.0 * data.nbytes, _median(run)))
     return found
 
 
@@ -251,9 +247,9 @@ def _messages() -> dict[str, Samples]:
 
 
 def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
-    data = torch.ones(size // 4, device=_device())
+    data = torch.ones(size // 4, device=speed.device())
     dist.barrier(group)
-    return _seconds(lambda: call(data, group), patience=None)
+    return _median(lambda: call(data, group), patience=None)
 
 
 def _all_gather(data: Tensor, group: Any) -> None:
@@ -276,25 +272,12 @@ _COLLECTIVES: dict[str, Callable[[Tensor, Any], object]] = {
 }
 
 
-def _seconds(call: Callable[[], object], patience: float | None = 2.0) -> float:
-    """Median of some calls, after one that is not counted; fewer if they are slow, unless ranks wait for each other."""
-    call()
-    found: list[float] = []
-    while len(found) < _ROUNDS and (patience is None or sum(found) < patience):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+def _median(call: Callable[[], object], patience: float | None = speed.PATIENCE) -> float:
+    return statistics.median(speed.seconds_of(call, patience))
 
 
 def _random(*sizes: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*sizes, device=_device()).to(dtype)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if has_cuda() else "cpu")
+    return torch.randn(*sizes, device=speed.device()).to(dtype)
 
 
 def _memory() -> int:

@@ -70,13 +70,7 @@ def load(
     provider, bridge = source.provider, source.bridge
     if getattr(provider, "head", None) is not None:
         raise UserError(f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself")
-    for name, value in sizes.items():
-        setattr(provider, name, value)
-    provider.backend = "torch"
-    provider.sequence_parallel = False
-    if provider.mtp_num_layers:
-        drop_mtp_layers(provider)
-    pad_query_groups(provider)
+    _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision)
     if adapter is not None:
@@ -136,6 +130,17 @@ def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], ro
     path = next(filter(has_processor, candidates), None)
     limits: dict[str, Any] = {name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
     return None if path is None else MediaRules(path, root, **limits)
+
+
+def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
+    """Set the layout, without what only training has."""
+    for name, value in sizes.items():
+        setattr(provider, name, value)
+    provider.backend = "torch"
+    provider.sequence_parallel = False
+    if provider.mtp_num_layers:
+        drop_mtp_layers(provider)
+    pad_query_groups(provider)
 
 
 def _context(provider: Any) -> int:

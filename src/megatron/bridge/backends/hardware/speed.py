@@ -11,13 +11,13 @@ from torch import Tensor
 from megatron.bridge.backends.cpu.device import has_cuda
 
 _ROUNDS = 5
-_PATIENCE = 2.0  # seconds of calls of one kind, at most
+PATIENCE = 2.0  # seconds of calls of one kind, at most
 
 
 def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -> float:
     """Operations a second of a square product; None takes 8,192 rows on a GPU, and 1,024 on a CPU."""
     size = size or (8192 if has_cuda() else 1024)
-    a, b = (torch.randn(size, size, device=_device()).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / _fastest(lambda: torch.mm(a, b, out=out))
 
@@ -47,24 +47,29 @@ def all_reduce_bandwidth(size: int | None = None) -> float | None:
     return 2 * (ranks - 1) / ranks * data.nbytes / seconds
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     return torch.device("cuda" if has_cuda() else "cpu")
 
 
 def _bytes(size: int | None) -> Tensor:
-    return torch.zeros(size or (1 << 30 if has_cuda() else 1 << 26), dtype=torch.uint8, device=_device())
+    return torch.zeros(size or (1 << 30 if has_cuda() else 1 << 26), dtype=torch.uint8, device=device())
 
 
-def _fastest(call: Callable[[], object], patience: float | None = _PATIENCE) -> float:
-    """Seconds of the fastest of some calls, after one that is not counted."""
+def _fastest(call: Callable[[], object], patience: float | None = PATIENCE) -> float:
+    return min(seconds_of(call, patience))
+
+
+def seconds_of(call: Callable[[], object], patience: float | None = PATIENCE) -> list[float]:
+    """Seconds of each of some calls, after one that is not counted; None as ``patience`` makes all of them."""
+    wait = torch.cuda.synchronize if has_cuda() else lambda: None
     call()
     seconds: list[float] = []
     for _ in range(_ROUNDS):
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
         if patience is not None and sum(seconds) > patience:
             break
-    return min(seconds)
+    return seconds

@@ -89,7 +89,7 @@ def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTD
     """
     core = CoreGPTDatasetConfig(
         sequence_length=config.seq_length,
-        blend=_without_single_weight(config.blend),
+        blend=_local_blend(config.blend),
         blend_per_split=_needed_blends(config, request),
         create_attention_mask=config.reset_attention_mask,
         **{name: getattr(config, name) for name in SAME_FIELDS},
@@ -102,7 +102,7 @@ def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTD
     return core
 
 
-def _without_single_weight(blend: Blend | None) -> Blend | None:
+def _local_blend(blend: Blend | None) -> Blend | None:
     """The local prefixes of a blend; a single corpus needs no blending."""
     if blend is None:
         return None
@@ -114,8 +114,7 @@ def _needed_blends(config: "GPTDatasetConfig", request: DatasetRequest) -> list[
     if config.blend_per_split is None:
         return None
     return [
-        _without_single_weight(blend) if size else None
-        for blend, size in zip(config.blend_per_split, request.sizes, strict=True)
+        _local_blend(blend) if size else None for blend, size in zip(config.blend_per_split, request.sizes, strict=True)
     ]
 
 
