@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import tune_probe, tune_rl
-from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import MODES, Job, add_job_options, prepare
 from megatron.bridge.utils.config.serialize import dump_yaml
@@ -26,61 +25,6 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_options(parser, model_alone=True, modes=(*MODES, "rl"))
-    parser.add_argument("--gpus", type=count, metavar="N", help="number of GPUs (default: that of the recipe)")
-    parser.add_argument("--gpu", metavar="NAME", help="their type, such as h100 (default: that of the recipe)")
-    parser.add_argument(
-        "--budget",
-        action="append",
-        default=[],
-        metavar="KEY=SIZE",
-        help="memory of a GPU to use, such as memory=72GB; seconds=120 for --measure",
-    )
-    parser.add_argument(
-        "--measure",
-        type=Path,
-        metavar="FILE",
-        help="time this machine, with collectives under torchrun, into a profile",
-    )
-    parser.add_argument(
-        "--ledger", nargs="+", type=Path, metavar="DIR", help="compare the runs below folders with their predictions"
-    )
-    parser.add_argument("--calibrated", action="store_true", help="scale predictions by what the runs of --ledger took")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="predict with the times of a profile")
-    parser.add_argument(
-        "--fixed", nargs="+", default=[], metavar="NAME=VALUE", help="dimensions that keep a value, such as tensor=8"
-    )
-    parser.add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="tokens of the busiest expert rank over the average (default: 1, balanced)",
-    )
-    parser.add_argument("--top", type=count, default=10, metavar="N", help="layouts to list (default: 10)")
-    parser.add_argument(
-        "--explain",
-        nargs="*",
-        metavar="NAME=VALUE",
-        help="say why other layouts lose: all that differ in one dimension, or the one with these values",
-    )
-    parser.add_argument(
-        "--fix-oom",
-        nargs="?",
-        const=True,
-        metavar="FILE",
-        help="change a layout that does not fit as little as possible; FILE is the output of a run that ran out of "
-        "memory, or a memory snapshot",
-    )
-    parser.add_argument(
-        "--cluster", type=Path, metavar="FILE", help="JSON with the GPUs, links and memory of a cluster"
-    )
-    parser.add_argument(
-        "--probe", type=count, metavar="N", help="run the N best layouts on this machine, half of them longer each time"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    tune_rl.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
