@@ -13,11 +13,13 @@ from megatron.bridge.checkpoint import bucket, paths
 from megatron.bridge.checkpoint.hashing_writer import HashingWriter
 from megatron.bridge.utils import atomic, storage
 from megatron.bridge.utils.processes import free_port
-from tests.functional_tests.checkpoint.runs import STEPS, Series, run_to
+from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, Series, run_to
 
 # A server that has imported everything forks each process in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.functional_tests.checkpoint.jobs"])
+
+SAVES = {"model": dict(DROPOUT), "checkpoint": {"save_interval": 2, "most_recent_k": 2}}
 
 
 @dataclass(frozen=True)

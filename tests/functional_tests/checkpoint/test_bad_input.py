@@ -3,6 +3,7 @@
 
 import errno
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -162,19 +163,19 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(two_workers, t
 def test_a_full_disk_keeps_the_checkpoint_before(two_workers, tmp_path):
     root = tmp_path / "run"
     for broken in ("__1_0.distcp", ".metadata.tmp", "run_config.yaml"):
-        message = _one_sentence(two_workers.run(_refused_on_a_full_disk, root, broken))
+        message = _one_sentence(two_workers.run(refused_on_a_full_disk, root, broken))
         assert f"{root / 'iter_0000004'} cannot be written: No space left on device; free some space" in message
         assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000002"]
         assert paths.latest_iteration(root) == 2
     assert list(two_workers.run(run_to, root, STEPS, EVERY_TWO)[0]["losses"]) == [1, 2, 3, 4, 5, 6]
 
 
-def _refused_on_a_full_disk(root, broken):
-    """Step 4 cannot be saved, because one file of the checkpoint cannot be written to its end."""
+def refused_on_a_full_disk(root, broken):
+    """Step 4 cannot be saved, because files of the checkpoint, by a pattern, cannot be written to their end."""
     opened = Path.open
 
     def on_a_full_disk(self, mode="r", *args, **kwargs):
-        if self.name == broken and self.parent.name.startswith("iter_0000004."):
+        if fnmatchcase(self.name, broken) and self.parent.name.startswith("iter_0000004."):
             return Path("/dev/full").open(mode, *args, **kwargs)
         return opened(self, mode, *args, **kwargs)
 

@@ -6,10 +6,8 @@ import random
 import pytest
 
 from megatron.bridge.checkpoint import paths
-from tests.functional_tests.checkpoint.jobs import POINTS, Kill, run_job
-from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS
-
-SAVES = {"model": dict(DROPOUT), "checkpoint": {"save_interval": 2, "most_recent_k": 2}}
+from tests.functional_tests.checkpoint.jobs import POINTS, SAVES, Kill, run_job
+from tests.functional_tests.checkpoint.runs import STEPS
 
 # The second save (step 4), and steps after the first one; pruning first happens at the third.
 ONE = [Kill("start a step", 3), Kill("gradients ready", 5), *(Kill(point, 2) for point in list(POINTS)[:4])]
@@ -26,20 +24,6 @@ def _each(kills):
     return [pytest.param(kill, marks=[pytest.mark.slow] * (kill.point not in IN_CI), id=kill.point) for kill in kills]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Results of whole jobs, by number of processes."""
-    results = {}
-
-    def result(world):
-        if world not in results:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            results[world] = run_job(world, folder / "run", SAVES, folder / "results")
-        return results[world]
-
-    return result
-
-
 def _killed_then_resumed(tmp_path, world, kill, after=None):
     root, results = tmp_path / "run", tmp_path / "results"
     assert run_job(world, root, SAVES, results, kill, after) is None, "the job survived"
@@ -51,22 +35,22 @@ def _killed_then_resumed(tmp_path, world, kill, after=None):
 
 
 @pytest.mark.parametrize("kill", _each(ONE))
-def test_one_process(tmp_path, undisturbed, kill):
+def test_one_process(tmp_path, undisturbed_jobs, kill):
     before, resumed = _killed_then_resumed(tmp_path, 1, kill)
     assert before == (4 if kill == Kill("gradients ready", 5) else 2)
-    assert resumed == undisturbed(1)
+    assert resumed == undisturbed_jobs(1)
 
 
 @pytest.mark.parametrize("kill", _each(TWO))
-def test_two_processes(tmp_path, undisturbed, kill):
+def test_two_processes(tmp_path, undisturbed_jobs, kill):
     before, resumed = _killed_then_resumed(tmp_path, 2, kill)
     assert before == 2
-    assert resumed == undisturbed(2)
+    assert resumed == undisturbed_jobs(2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_two_processes_at_any_time(tmp_path, undisturbed, seed):
+def test_two_processes_at_any_time(tmp_path, undisturbed_jobs, seed):
     after = random.Random(seed).uniform(0.5, 6)
     root, results = tmp_path / "run", tmp_path / "results"
     finished = None
@@ -74,11 +58,11 @@ def test_two_processes_at_any_time(tmp_path, undisturbed, seed):
         finished = run_job(2, root, SAVES, results, after=after + attempt / 2)
         if finished is not None:
             break
-    assert finished == undisturbed(2)
+    assert finished == undisturbed_jobs(2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("point", "rank"), EACH_OF_TWO)
-def test_two_processes_at_each_point(tmp_path, undisturbed, point, rank):
+def test_two_processes_at_each_point(tmp_path, undisturbed_jobs, point, rank):
     _, resumed = _killed_then_resumed(tmp_path, 2, Kill(point, 3, rank))
-    assert resumed == undisturbed(2)
+    assert resumed == undisturbed_jobs(2)

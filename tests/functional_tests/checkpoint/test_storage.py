@@ -14,9 +14,9 @@ from megatron.bridge.utils import storage
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 from tests import buckets
-from tests.functional_tests.checkpoint.jobs import Kill, run_job
-from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
-from tests.functional_tests.checkpoint.test_bad_input import refused, spoken
+from tests.functional_tests.checkpoint.jobs import SAVES, Kill, run_job
+from tests.functional_tests.checkpoint.runs import STEPS, run_to
+from tests.functional_tests.checkpoint.test_bad_input import refused, refused_on_a_full_disk, spoken
 
 pytestmark = pytest.mark.skipif(buckets.MISSING, reason=buckets.REASON)
 EVERY_TWO = {"checkpoint": {"save_interval": 2}}
@@ -109,7 +109,6 @@ def _verified(url):
     return main(["checkpoint", "verify", url])
 
 
-SAVES = {"model": dict(DROPOUT), "checkpoint": {"save_interval": 2, "most_recent_k": 2}}
 # Of the second save, but for the last two: passes of a point count from the start of the run.
 ONE = [Kill("upload", 8), Kill("publish in the bucket", 2), Kill("move the tracker", 2)]
 TWO = [Kill("upload", 2, rank=1), Kill("publish in the bucket", 2)]
@@ -124,19 +123,6 @@ def _killed_then_resumed(server, tmp_path, world, kill):
     assert paths.published_iterations(RUN) == [STEPS - 2, STEPS]
     assert {name.split("/")[1] for name in _names(server) if "/iter_" in name} == {"iter_0000004", "iter_0000006"}
     return resumed
-
-
-@pytest.fixture(scope="module")
-def undisturbed_jobs(tmp_path_factory):
-    results = {}
-
-    def result(world):
-        if world not in results:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            results[world] = run_job(world, folder / "run", SAVES, folder / "results")
-        return results[world]
-
-    return result
 
 
 @pytest.mark.parametrize(
@@ -235,25 +221,10 @@ def test_a_bucket_that_is_not_there(two_workers, server, tmp_path):
 
 def test_a_full_disk_of_the_machine_keeps_the_checkpoint_before(two_workers, server, tmp_path, undisturbed):
     first = server.environment(tmp_path / "first")
-    messages = two_workers.run(buckets.inside, first, _refused_on_a_full_disk)
+    messages = two_workers.run(buckets.inside, first, refused_on_a_full_disk, RUN, "*.distcp")
     assert f"{RUN}/iter_0000004 cannot be written: No space left on device; free some space" in messages[0]
     assert paths.published_iterations(RUN) == [2]
     assert two_workers.run(buckets.inside, first, run_to, RUN, STEPS, EVERY_TWO) == undisturbed
-
-
-def _refused_on_a_full_disk():
-    opened = Path.open
-
-    def on_a_full_disk(self, mode="r", *args, **kwargs):
-        if self.suffix == ".distcp" and self.parent.name.startswith("iter_0000004."):
-            return Path("/dev/full").open(mode, *args, **kwargs)
-        return opened(self, mode, *args, **kwargs)
-
-    Path.open = on_a_full_disk
-    try:
-        return refused(RUN, EVERY_TWO)
-    finally:
-        Path.open = opened
 
 
 def test_weights_start_another_run(two_workers, server, tmp_path):
