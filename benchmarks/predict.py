@@ -8,7 +8,6 @@ Rows of models without a recipe are counted, not guessed. Nothing of the predict
 
 import argparse
 import csv
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.autotune.gpus import GPUS
+from megatron.bridge.autotune.ledger import spread
 from megatron.bridge.autotune.search.candidate import FULL_RECOMPUTE, NO_RECOMPUTE, Candidate, Recompute
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.time.simulate import makespan
@@ -77,13 +77,8 @@ def main() -> None:
 def _summary(title: str, rows: list[Row]) -> None:
     if not rows:
         return
-    errors = sorted(abs(row.error) for row in rows)
-    ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     covered = sum(row.low <= row.measured <= row.high for row in rows) / len(rows)
-    print(
-        f"{title}: {len(rows)} rows, error {statistics.median(errors):.1%} in the median, {ninth:.1%} at the 90th "
-        f"percentile; the interval covers {covered:.0%}"
-    )
+    print(f"{title}: {len(rows)} rows, {spread([row.error for row in rows])}; the interval covers {covered:.0%}")
 
 
 def _rows(path: Path, skipped: list[str], verbose: bool) -> Iterator[Row]:

@@ -10,7 +10,6 @@ of the machine and have one thread each.
 import argparse
 import gc
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -24,7 +23,7 @@ import torch
 from torch import distributed as dist
 
 from megatron.bridge.autotune.profile import Profile, measure, merged
-from megatron.bridge.autotune.search.candidate import Candidate
+from megatron.bridge.autotune.search.candidate import Candidate, as_yaml
 from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.recipes.builders import pretrain
 from megatron.bridge.recipes.sizes import ProviderSize
@@ -99,7 +98,7 @@ def step_seconds(kind: str, candidate: Candidate) -> float:
     from megatron.bridge.utils.loss_curves import read_metrics
 
     made = config(kind)
-    values = [f"{key}={json.dumps(value)}" for key, value in candidate.settings().items()]
+    values = [f"{key}={as_yaml(value)}" for key, value in candidate.settings().items()]
     apply_layers(made, [Layer("benchmark", overrides=values)])
     with tempfile.TemporaryDirectory() as folder:
         made.logger.log_dir = distributed.broadcast_object(folder)

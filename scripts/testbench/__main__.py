@@ -106,9 +106,11 @@ def _cases(args: argparse.Namespace) -> tuple[str | None, "list[Case]"]:
 @contextmanager
 def _changed_model(args: argparse.Namespace) -> Iterator[None]:
     """``args`` with the changes of both files: a copy of the model's config, and overrides."""
+    from megatron.bridge.autotune.search.candidate import as_yaml
+
     if args.override_tf_config is not None:
         values = _values(args.override_tf_config, "--override-tf-config")
-        args.overrides = [*(f"model.{key}={_yaml(value)}" for key, value in values.items()), *args.overrides]
+        args.overrides = [*(f"model.{key}={as_yaml(value)}" for key, value in values.items()), *args.overrides]
     if args.override_model_config is None:
         yield
         return
@@ -133,12 +135,6 @@ def _values(path: Path, option: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{option} {path} is not an object of keys and values")
     return found
-
-
-def _yaml(value: Any) -> str:
-    import json
-
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _import_ops(module: str | None) -> None:

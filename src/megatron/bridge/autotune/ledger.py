@@ -93,13 +93,16 @@ def correction(entries: Sequence[Entry]) -> float:
     return statistics.median(entry.measured / entry.predicted for entry in entries)
 
 
+def spread(errors: Sequence[float]) -> str:
+    """Median and 90th percentile of relative errors, in words."""
+    sizes = sorted(map(abs, errors))
+    ninth = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+    return f"error {statistics.median(sizes):.1%} in the median, {ninth:.1%} at the 90th percentile"
+
+
 def summary(entries: Sequence[Entry]) -> str:
-    errors = sorted(abs(entry.error) for entry in entries)
-    ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    return (
-        f"{len(entries)} runs: error {statistics.median(errors):.1%} in the median, {ninth:.1%} at the 90th "
-        f"percentile; measured steps take {correction(entries):.3f} of the predicted time in the median"
-    )
+    taken = f"measured steps take {correction(entries):.3f} of the predicted time in the median"
+    return f"{len(entries)} runs: {spread([entry.error for entry in entries])}; {taken}"
 
 
 def as_json(entries: Sequence[Entry]) -> str:

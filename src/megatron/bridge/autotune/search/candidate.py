@@ -105,10 +105,11 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
     """``key=value`` for each setting that differs from the value in ``config``."""
-    return [f"{key}={_as_yaml(value)}" for key, value in settings.items() if attrgetter(key)(config) != value]
+    return [f"{key}={as_yaml(value)}" for key, value in settings.items() if attrgetter(key)(config) != value]
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A value as an override spells it."""
     if isinstance(value, list):
         return f"[{','.join(value)}]"
     return value if isinstance(value, str) else json.dumps(value)
