@@ -8,27 +8,30 @@ of the machine and have one thread each.
 """
 
 import argparse
-import gc
-import itertools
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from megatron.bridge.autotune.profile import Profile, measure, merged
+from megatron.bridge.autotune.measure.machine import measure
+from megatron.bridge.autotune.profile import Profile
 from megatron.bridge.autotune.search.candidate import Candidate, as_yaml
 from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.recipes.builders import pretrain
 from megatron.bridge.recipes.sizes import ProviderSize
 from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain as train
 from megatron.bridge.utils import distributed
+from megatron.bridge.utils.config.overrides import Layer, apply_layers
+from megatron.bridge.utils.loss_curves import read_metrics
 
 SIZES: dict[str, dict[str, Any]] = {
     "dense": {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 1024},
@@ -55,6 +58,8 @@ SHARED: dict[str, Any] = {
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
     "share_embeddings_and_output_weights": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
 }
 BATCH, STEPS, LAYOUTS = 16, 3, 12
 
@@ -76,27 +81,50 @@ def config(kind: str) -> Any:
 
 
 def layouts(search: Search) -> list[Candidate]:
-    """About as many layouts as are asked for, spread over all that the rules allow."""
+    """Layouts that are spread over all that the rules allow."""
     allowed = [each for each in search.space.candidates() if not search.problems(each)]
-    step = max(1, len(allowed) // LAYOUTS)
-    return allowed[::step][: LAYOUTS + 2]
+    return [allowed[index * len(allowed) // LAYOUTS] for index in range(min(LAYOUTS, len(allowed)))]
 
 
-def predictions(kind: str, profile: Profile, size: int) -> list[tuple[Candidate, float]]:
-    resolved = config(kind).resolve(size).config
-    search = Search(resolved, size, profile.device, profile=profile)
+def predictions(kind: str, profile: Profile, size: int) -> list[tuple[Candidate, dict[str, float]]]:
+    """Layouts, and the predicted parts of their steps."""
+    search = Search(config(kind).resolve(size).config, size, profile.device, profile=profile)
     found = [(each, search.price(each)) for each in layouts(search)]
-    return [(each, price.seconds) for each, price in found if price is not None]
+    return [(each, price.prediction.split) for each, price in found if price is not None]
+
+
+def in_ranks[T](count: int, work: Callable[..., T], *args: Any) -> T:
+    """What ``work`` returns on rank 0 of ``count`` new processes.
+
+    New ones, because hooks of a model that is not needed any more keep its process groups, whose threads take time.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.tune_ranking"])
+    results = context.SimpleQueue()
+    ranks = [context.Process(target=_on_rank, args=(r, count, store.port, results, work, args)) for r in range(count)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    if any(each.exitcode for each in ranks):
+        raise SystemExit(f"{work.__name__}{args}: a rank failed")
+    return results.get()
+
+
+def _on_rank(rank: int, count: int, port: int, results: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    torch.set_num_threads(1)
+    distributed.initialize(store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=5)))
+    found = work(*args)
+    if rank == 0:
+        results.put(found)
+    dist.barrier()
+    os._exit(0)  # without the teardown of the interpreter, which takes a second
 
 
 def step_seconds(kind: str, candidate: Candidate) -> float:
     """Median of the measured steps after the first."""
-    from megatron.core import parallel_state
-
-    from megatron.bridge.training.pretrain import pretrain as train
-    from megatron.bridge.utils.config.overrides import Layer, apply_layers
-    from megatron.bridge.utils.loss_curves import read_metrics
-
     made = config(kind)
     values = [f"{key}={as_yaml(value)}" for key, value in candidate.settings().items()]
     apply_layers(made, [Layer("benchmark", overrides=values)])
@@ -104,38 +132,29 @@ def step_seconds(kind: str, candidate: Candidate) -> float:
         made.logger.log_dir = distributed.broadcast_object(folder)
         train(made, forward_step)
         dist.barrier()
-        rows = distributed.broadcast_object(read_metrics(Path(folder)) if distributed.rank() == 0 else None)
-    parallel_state.destroy_model_parallel()
-    gc.collect()
+        rows: Any = distributed.broadcast_object(read_metrics(Path(folder)) if distributed.rank() == 0 else None)
     return statistics.median(row["step time"] for row in rows if row["kind"] == "train" and row["step"] > 1)
 
 
-def shapes(kind: str, size: int) -> set[tuple[int, int, int]]:
-    search = Search(config(kind).resolve(size).config, size, "H100 80GB")
-    return set().union(*(search.pricer.shapes(each) for each in search.space.candidates()))
+def measured_profile(kind: str) -> Profile:
+    resolved = config(kind).resolve(distributed.world_size()).config
+    search = Search(resolved, distributed.world_size(), "H100 80GB")
+    products = set().union(*(search.pricer.shapes(each) for each in search.space.candidates()))
+    return measure(resolved, products, budget=40.0)
 
 
-def work(rounds: int) -> None:
-    """On each rank: measure a profile, predict, and run."""
-    torch.set_num_threads(1)
-    distributed.initialize()
-    size = distributed.world_size()
-    products = set().union(*(shapes(kind, size) for kind in SIZES))
-    mine = measure(products, length=128, heads=8, width=32, dtype=torch.float32, budget=60.0)
-    profile = merged(distributed.all_gather_object(mine))
-    for kind in SIZES:
-        predicted = predictions(kind, profile, size)
-        times: list[list[float]] = [[] for _ in predicted]
-        for _, (index, (candidate, _)) in itertools.product(range(rounds), enumerate(predicted)):
-            times[index].append(step_seconds(kind, candidate))
-        if distributed.rank() == 0:
-            report(kind, size, predicted, [statistics.median(each) for each in times])
+def rank_layouts(kind: str, size: int, rounds: int) -> None:
+    profile = in_ranks(size, measured_profile, kind)
+    predicted = predictions(kind, profile, size)
+    times = [[in_ranks(size, step_seconds, kind, each) for each, _ in predicted] for _ in range(rounds)]
+    report(kind, size, predicted, [statistics.median(column) for column in zip(*times, strict=True)])
 
 
-def report(kind: str, size: int, predicted: list[tuple[Candidate, float]], measured: list[float]) -> None:
-    for (candidate, seconds), took in sorted(zip(predicted, measured, strict=True), key=lambda pair: pair[1]):
-        print(f"  measured {took:7.4f} s  predicted {seconds:7.4f} s  {candidate.label()}")
-    guesses = [seconds for _, seconds in predicted]
+def report(kind: str, size: int, predicted: list[tuple[Candidate, dict[str, float]]], measured: list[float]) -> None:
+    for (candidate, split), took in sorted(zip(predicted, measured, strict=True), key=lambda pair: pair[1]):
+        parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in split.items() if seconds >= 0.001)
+        print(f"  {took:7.4f} s  predicted {sum(split.values()):7.4f} s  {candidate.label():24} {parts}")
+    guesses = [sum(split.values()) for _, split in predicted]
     chosen = measured[guesses.index(min(guesses))]
     print(
         f"{kind}, {size} processes, {len(measured)} layouts: Spearman {spearman(guesses, measured):.3f}; the predicted "
@@ -152,18 +171,15 @@ def spearman(first: list[float], second: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted against measured order of layouts on this machine.")
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4], metavar="N")
+    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        work(args.rounds)
-        return
+    os.environ["OMP_NUM_THREADS"] = "1"
     for count in args.processes:
-        start = time.monotonic()
-        ranks = ["--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "benchmarks.tune_ranking"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "--rounds", str(args.rounds)], check=True, env=environment)
-        print(f"({time.monotonic() - start:.0f} s)")
+        for kind in args.models:
+            start = time.monotonic()
+            rank_layouts(kind, count, args.rounds)
+            print(f"({time.monotonic() - start:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ import json
 import math
 
 import pytest
-import torch
 
 from megatron.bridge.autotune.gpus import gpu
-from megatron.bridge.autotune.profile import MeasuredKernels, Profile, interpolated, measure, merged, read, write
+from megatron.bridge.autotune.measure.layers import time_layers
+from megatron.bridge.autotune.measure.machine import measure, merged
+from megatron.bridge.autotune.profile import MeasuredKernels, Profile, interpolated, read, write
 from megatron.bridge.autotune.time.collectives import Group
+from megatron.bridge.autotune.time.work import Cost
 from megatron.bridge.utils.errors import UserError
+from tests.unit_tests.autotune.models import provider
+from tests.unit_tests.autotune.test_memory import configured
 
 SHAPES = [(8, 16, 32), (64, 128, 32)]
 
@@ -60,8 +64,34 @@ def test_times_between_samples_follow_a_power_law():
     assert interpolated(samples, 200.0) == 20.0
 
 
+def test_layers_take_as_long_as_real_ones():
+    layers = {"attention forward": [(1e6, 1e-3), (1e8, 1e-1)]}
+    kernels = MeasuredKernels(gpu("h100"), profile=profile(layers=layers), world_size=4)
+    cost = Cost(matrix=3.0, memory=1.0, tensor=5.0)
+    assert kernels.measured("attention forward", 1e7, cost).compute == pytest.approx(1e-2)
+    assert kernels.measured("attention forward", 1e7, cost).tensor == 5.0
+    assert kernels.measured("experts forward", 1e7, cost) == cost
+
+
+def test_messages_of_processes_on_cores_overlap_with_nothing():
+    assert not MeasuredKernels(gpu("h100"), profile=profile()).overlaps
+    assert MeasuredKernels(gpu("h100"), profile=profile(cores=0)).overlaps
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "attention"), ("qwen3_moe", "experts"), ("deepseek_v3", "experts")]
+)
+def test_real_layers_are_timed(family, kind):
+    config = configured(provider(family)).resolve(1).config
+    found = time_layers(config, memory=10**10, budget=0.0)
+    assert set(found) == {f"{name} {direction}" for name in (kind, "ends") for direction in ("forward", "backward")}
+    assert all(amount > 0 and 0 < seconds < 60 for samples in found.values() for amount, seconds in samples)
+    assert time_layers(config, memory=10**5, budget=0.0) == {}
+
+
 def test_what_is_measured_is_read_back(tmp_path):
-    found = measure(SHAPES, length=32, heads=2, width=16, dtype=torch.float32, budget=0.01)
+    found = measure(configured(provider("llama")).resolve(1).config, SHAPES, budget=0.01)
+    assert found.layers
     assert found.shapes
     assert found.shapes[0][0] in SHAPES
     assert all(seconds > 0 for samples in found.kernels.values() for _, seconds in samples)

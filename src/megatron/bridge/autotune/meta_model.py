@@ -91,7 +91,7 @@ def parameter_count(model: ModelProvider) -> int:
 
 
 def _chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
-    with as_stage(model, stage), silenced(language_module), _nothing_random(), torch.device("meta"):
+    with as_stage(model, stage), silenced(language_module), nothing_random(), torch.device("meta"):
         config = copy.copy(model.resolved())
         config.perform_initialization = False  # there is nothing to fill
         return config.build_chunks()
@@ -151,7 +151,7 @@ def _state(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _nothing_random() -> Iterator[None]:
+def nothing_random() -> Iterator[None]:
     """Let a state-space mixer, which fills its parameters in any case, do so without seeded random states."""
     tracker: Any = get_cuda_rng_tracker()
     tracker.fork = lambda *_: nullcontext()

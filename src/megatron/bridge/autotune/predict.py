@@ -13,8 +13,8 @@ from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.profile import MeasuredKernels, Profile
 from megatron.bridge.autotune.time.kernels import Precision, Roofline
 from megatron.bridge.autotune.time.schedule import pipeline_of
-from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, Setting, operations_per_token, predict_step
-from megatron.bridge.autotune.time.work import LayerShape, Run
+from megatron.bridge.autotune.time.step import Chunk, Plan, Prediction, Setting, predict_step
+from megatron.bridge.autotune.time.work import LayerShape, Run, operations_per_token
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 

@@ -80,17 +80,14 @@ def _entries(args: argparse.Namespace) -> tuple[list["Entry"], list[str]]:
 def _measure(job: Job, args: argparse.Namespace) -> int:
     from torch import distributed as dist
 
-    from megatron.bridge.autotune.profile import measure, merged, write
+    from megatron.bridge.autotune.measure.machine import measure
+    from megatron.bridge.autotune.profile import write
     from megatron.bridge.utils import distributed
 
     distributed.initialize()
     search = _search(job, args)
-    model, length = search.config.model, search.config.dataset.seq_length
     shapes = set().union(*(search.pricer.shapes(each) for each in search.space.candidates()))
-    seconds = _budgets(args.budget)["seconds"] or 120.0
-    width = model.kv_channels or model.hidden_size // model.num_attention_heads
-    found = measure(shapes, length, model.num_attention_heads, width, model.resolved().params_dtype, seconds)
-    profile = merged(distributed.all_gather_object(found))
+    profile = measure(search.config, shapes, _budgets(args.budget)["seconds"] or 120.0)
     if distributed.rank() == 0:
         write(profile, args.measure)
         sys.stdout.write(f"{args.measure}: {len(profile.shapes)} of {len(shapes)} products of {profile.device}\n")

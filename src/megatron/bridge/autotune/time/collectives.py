@@ -38,10 +38,14 @@ class AlphaBeta:
     card: Gpu
 
     def all_gather(self, size: float, group: Group) -> float:
-        """``size`` is that of the result; a reduce-scatter takes as long for an input of that size."""
+        """``size`` is that of the result."""
         if group.size == 1 or not size:
             return 0.0
         return self._ring(size, group) + self._latency(group)
+
+    def reduce_scatter(self, size: float, group: Group) -> float:
+        """``size`` is that of the input."""
+        return self.all_gather(size, group)
 
     def all_reduce(self, size: float, group: Group) -> float:
         return 2 * self.all_gather(size, group)

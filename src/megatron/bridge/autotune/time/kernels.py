@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron.bridge.autotune.gpus import Gpu
 from megatron.bridge.autotune.time.collectives import AlphaBeta
+from megatron.bridge.autotune.time.work import Cost
 
 Direction = Literal["forward", "backward"]
 Precision = Literal["bf16", "fp8", "fp4"]
@@ -62,10 +63,19 @@ class Roofline:
         """Kernels that do nothing but read and write ``size`` bytes together."""
         return size / self.bandwidth + kernels * LAUNCH
 
+    def measured(self, name: str, operations: float, cost: Cost) -> Cost:
+        """``cost`` of a real layer's pass, where such passes were measured; that of its kernels otherwise."""
+        return cost
+
     @property
     def links(self) -> AlphaBeta:
         """Times of collectives."""
         return AlphaBeta(self.card)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether messages and computation run at the same time."""
+        return True
 
     @property
     def crowding(self) -> float:

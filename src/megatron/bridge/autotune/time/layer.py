@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
 from megatron.bridge.autotune.time.kernels import Direction, Roofline
-from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run
+from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, operations_per_token
 
 # Scans of Mamba-2 and gated delta nets reach less of the matrix rate than attention does; assumed until measured.
 SCAN_EFFICIENCY = 0.25
@@ -22,8 +22,11 @@ class LayerTime:
 
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
-    forward = _compute(shape, run, kernels) + _exchange(shape, run, kernels, "forward")
-    backward = _backward(shape, run, kernels) + _exchange(shape, run, kernels, "backward")
+    operations = run.tokens * operations_per_token(shape, run)
+    forward = kernels.measured(f"{shape.kind} forward", operations, _compute(shape, run, kernels))
+    backward = kernels.measured(f"{shape.kind} backward", operations, _backward(shape, run, kernels))
+    forward = forward + _exchange(shape, run, kernels, "forward")
+    backward = backward + _exchange(shape, run, kernels, "backward")
     again = replace(forward, tensor=0.0, context=0.0, expert=0.0).total * run.recompute
     repeated = Cost(recompute=again, tensor=forward.tensor * run.recompute, expert=forward.expert * run.recompute)
     return LayerTime(forward, backward + repeated)
@@ -82,14 +85,26 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
 
 def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
     links, forward = kernels.links, direction == "forward"
-    gather = links.all_gather(run.tokens * run.hidden * run.number, Group(run.tensor))
-    # forward, a gather before a block and a scatter behind it, or one all-reduce; backward, the gradient of a block's
-    # output is gathered first, and the other messages overlap with products
-    tensor = shape.blocks * gather * (2 if forward else 1)
+    tensor = shape.blocks * _around_block(run, kernels, forward)
     if run.tensor_overlap:
         tensor /= run.tensor  # all parts but the first arrive while others are multiplied
     context = _context(shape, run, links, _between(shape, run, kernels, direction), 1.0 if forward else 2.0)
     return Cost(tensor=tensor, context=context, expert=_expert(shape, run, links))
+
+
+def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
+    """A gather before a block and a scatter behind it, or one all-reduce.
+
+    Backward, the gradient of a block's output is gathered first. The block's input is gathered again for the gradient
+    of the weight, and the gradient of the input is scattered; both overlap with products where they can.
+    """
+    links, size, group = kernels.links, run.tokens * run.hidden * run.number, Group(run.tensor)
+    gather = links.all_gather(size, group)
+    if not forward and kernels.overlaps:
+        return gather
+    if not run.sequence_parallel:
+        return links.all_reduce(size, group)
+    return gather * (1 if forward else 2) + links.reduce_scatter(size, group)
 
 
 def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float) -> float:

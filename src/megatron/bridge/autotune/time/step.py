@@ -9,7 +9,7 @@ from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.layer import layer_time
 from megatron.bridge.autotune.time.schedule import Pipeline
 from megatron.bridge.autotune.time.simulate import PassTimes, Span, makespan, simulate
-from megatron.bridge.autotune.time.work import Cost, LayerShape, Run
+from megatron.bridge.autotune.time.work import Cost, LayerShape, Run, operations_per_token
 
 # Half of the interval that holds the measured step in about 80 of 100 cases, as a part of the step: the spread of
 # published results of one configuration between releases is 6 % in the median and 76 % at most; dense models and
@@ -102,15 +102,22 @@ def predict_step(
         forward=tuple(tuple(forward.total for forward, _ in chunks) for chunks in costs),
         backward=tuple(tuple(backward.total for _, backward in chunks) for chunks in costs),
         message=_message(setting, kernels),
-        blocking=not setting.overlap_messages and setting.pipeline.stages > 1,
+        blocking=not (setting.overlap_messages and kernels.overlaps) and setting.pipeline.stages > 1,
     )
     stages = setting.pipeline.stages
     busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
     passes = _passes(costs, busy, kernels.crowding) * setting.pipeline.microbatches
     split = passes.parts()
-    split["bubble"] = max(span(setting.pipeline, times) - passes.total, 0.0)
+    # where processes share cores, others use the time in which a stage waits, but not that in which it sends
+    sending = 0.0 if kernels.crowding == 1.0 else _sending(setting.pipeline, times)
+    split["bubble"] = max(span(setting.pipeline, times) - passes.total, sending)
     split |= _after(plan, setting, kernels, times)
     return _prediction(plan, setting, kernels, times, busy, split)
+
+
+def _sending(pipeline: Pipeline, times: PassTimes) -> float:
+    """Of a stage whose passes wait for the messages that they send."""
+    return 2 * pipeline.chunks * pipeline.microbatches * times.message * times.blocking
 
 
 def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float) -> Cost:
@@ -118,7 +125,7 @@ def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowd
     both = [sum((forward + backward for forward, backward in chunks), Cost()) for chunks in costs]
     if crowding == 1.0:
         return both[max(range(len(busy)), key=busy.__getitem__)]
-    return (sum(both, Cost()) * (1 / len(both))).crowded(crowding)
+    return (sum(both, Cost()) * (1 / len(both))).slowed(crowding)
 
 
 def _prediction(
@@ -152,14 +159,6 @@ def model_operations(plan: Plan, setting: Setting) -> float:
     return 3 * each * setting.tokens
 
 
-def operations_per_token(layer: LayerShape, run: Run) -> float:
-    """Forward operations of a token in ``layer`` on one tensor rank."""
-    dense = sum(2 * each.rows * each.columns for each in layer.matrices)
-    router = sum(2 * each.rows * each.columns for each in layer.router) / run.tensor
-    experts = sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k
-    return dense + router + experts * run.expert_tensor / run.tensor + layer.between
-
-
 def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
     forward, backward = _end_cost(chunk, setting, kernels)
     runs: dict[tuple[LayerShape, float], int] = {}
@@ -181,8 +180,11 @@ def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, 
     if chunk.losses:
         product = kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
         logits = kernels.moved(12 * run.tokens * setting.vocabulary, kernels=8)
-        forward = forward + Cost(matrix=product, memory=logits) * chunk.losses
-        backward = backward + Cost(matrix=2 * product, memory=logits / 2) * chunk.losses
+        operations = 2.0 * run.tokens * setting.vocabulary * run.hidden
+        last = kernels.measured("ends forward", operations, Cost(matrix=product, memory=logits))
+        forward = forward + last * chunk.losses
+        last = kernels.measured("ends backward", operations, Cost(matrix=2 * product, memory=logits / 2))
+        backward = backward + last * chunk.losses
     return forward, backward
 
 

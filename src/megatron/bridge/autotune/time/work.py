@@ -34,6 +34,13 @@ class LayerShape:
     expert_biases: bool = False  # whether experts have biases
     trained: float = 1.0  # part of the parameters that get gradients
 
+    @property
+    def kind(self) -> str:
+        """Under which real layers are measured."""
+        if self.experts:
+            return "experts"
+        return "attention" if self.quadratic else "mixer" if self.between else "mlp"
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -64,7 +71,7 @@ class Cost:
     def parts(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in _KINDS}
 
-    def crowded(self, factor: float) -> "Cost":
+    def slowed(self, factor: float) -> "Cost":
         """The same with computation that takes ``factor`` times as long."""
         names = ("matrix", "attention", "memory", "recompute")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
@@ -111,3 +118,11 @@ class Run:
         """Tokens of all experts of a rank."""
         split = self.tokens / self.tensor
         return split * self.top_k * self.expert_tensor * self.imbalance
+
+
+def operations_per_token(layer: LayerShape, run: Run) -> float:
+    """Forward operations of a token in ``layer`` on one tensor rank."""
+    dense = sum(2 * each.rows * each.columns for each in layer.matrices)
+    router = sum(2 * each.rows * each.columns for each in layer.router) / run.tensor
+    experts = sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k
+    return dense + router + experts * run.expert_tensor / run.tensor + layer.between

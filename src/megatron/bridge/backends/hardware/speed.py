@@ -61,15 +61,19 @@ def _fastest(call: Callable[[], object], patience: float | None = PATIENCE) -> f
 
 def seconds_of(call: Callable[[], object], patience: float | None = PATIENCE) -> list[float]:
     """Seconds of each of some calls, after one that is not counted; None as ``patience`` makes all of them."""
-    wait = torch.cuda.synchronize if has_cuda() else lambda: None
     call()
     seconds: list[float] = []
     for _ in range(_ROUNDS):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(seconds_of_one(call))
         if patience is not None and sum(seconds) > patience:
             break
     return seconds
+
+
+def seconds_of_one(call: Callable[[], object]) -> float:
+    wait = torch.cuda.synchronize if has_cuda() else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of a model's real layers on one device.
+
+They hold what kernels alone leave out: Python, autograd, the allocator, and operations that no formula counts.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.bridge.autotune import meta_model
+from megatron.bridge.autotune.layers import layer_shape, layers_of
+from megatron.bridge.autotune.predict import run_of
+from megatron.bridge.autotune.profile import Samples
+from megatron.bridge.autotune.time.work import LayerShape, operations_per_token
+from megatron.bridge.backends.hardware import speed
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.resolve.precision import without_quantization
+
+_CALLS = 6  # of each batch; the first is not counted
+_SHARE = 4  # the model may fill this part of the device's memory
+
+
+def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str, Samples]:
+    """Seconds of the passes of each kind of layer, and of what comes before and behind the layers.
+
+    The model has one layer of each kind, one rank, and random weights. Batches are parts of a sequence and up to
+    eight sequences.
+
+    Args:
+        config: A resolved config; its layout is left out.
+        memory: Bytes of the device.
+        budget: Seconds, after which no larger batch is begun.
+
+    Returns:
+        By name, such as ``attention forward`` and ``ends backward``, operations and seconds; nothing where the model
+        does not fit on one device.
+    """
+    model: Any = config.model
+    chunk, kinds = _short_model(config)
+    chunk.to(model.resolved().params_dtype)
+    if sum(each.nbytes for each in chunk.parameters()) * 2 > memory / _SHARE:
+        return {}
+    _fill(chunk)
+    found: dict[str, Samples] = {}
+    end = time.monotonic() + budget
+    with meta_model.as_only_rank(model), meta_model.nothing_random():
+        for rows, length in _batches(config.dataset.seq_length):
+            if found and time.monotonic() > end:
+                break
+            _add(found, config, (rows, length), chunk, kinds)
+    return {name: sorted(samples) for name, samples in found.items()}
+
+
+def _batches(length: int) -> list[tuple[int, int]]:
+    """Rows and tokens, from small to large."""
+    return [(1, length // 8), (1, length // 4), (1, length // 2), *((rows, length) for rows in (1, 2, 4, 8))]
+
+
+def _short_model(config: ConfigContainer) -> tuple[Any, list[str]]:
+    """The model on the meta device with one layer of each kind, and their kinds."""
+    chunk: Any = meta_model.whole_model(without_quantization(config.model))
+    first: dict[str, nn.Module] = {}
+    for layer in layers_of(chunk)[: len(chunk.decoder.layers)]:
+        first.setdefault(_shape(config, layer, config.dataset.seq_length).kind, layer)
+    chunk.decoder.layers = nn.ModuleList(first.values())
+    return chunk, list(first)
+
+
+def _shape(config: ConfigContainer, layer: nn.Module, length: int) -> LayerShape:
+    return layer_shape(layer, config.model.hidden_size, length)
+
+
+def _fill(chunk: nn.Module) -> None:
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # Mamba mixers hold their parameters twice
+    chunk.to_empty(device=speed.device())
+    torch.__future__.set_swap_module_params_on_conversion(swapped)
+    for parameter in chunk.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    for buffer in chunk.buffers():
+        buffer.zero_()
+
+
+def _add(
+    found: dict[str, Samples], config: ConfigContainer, size: tuple[int, int], chunk: Any, kinds: Sequence[str]
+) -> None:
+    """Measure one batch size."""
+    rows, length = size
+    run = replace(run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False)
+    calls = [_passes(chunk, rows, length) for _ in range(_CALLS)][1:]
+    operations = [
+        run.tokens * operations_per_token(_shape(config, layer, length), run) for layer in chunk.decoder.layers
+    ]
+    last = 2.0 * run.tokens * chunk.config.hidden_size * chunk.vocab_size
+    for direction in ("forward", "backward"):
+        names = [f"{kind} {direction}" for kind in (*kinds, "ends")]
+        for index, (name, amount) in enumerate(zip(names, [*operations, last], strict=True)):
+            seconds = statistics.median(each.seconds(direction)[index] for each in calls)
+            found.setdefault(name, []).append((amount, seconds))
+
+
+@dataclass
+class _Clock:
+    """When the passes of layers began and ended, and those of the whole model."""
+
+    layers: list[dict[str, float]]
+    whole: dict[str, float] = field(default_factory=dict[str, float])
+
+    def seconds(self, direction: str) -> list[float]:
+        """Of each layer, and of the rest."""
+        inside = [each[f"{direction} end"] - each[f"{direction} start"] for each in self.layers]
+        return [*inside, self.whole[direction] - sum(inside)]
+
+
+def _passes(chunk: Any, rows: int, length: int) -> _Clock:
+    tokens = torch.randint(0, chunk.vocab_size, (rows, length), device=speed.device())
+    positions = torch.arange(length, device=speed.device()).expand(rows, length)
+    with _clocked(chunk.decoder.layers) as clock:
+        start = _now()
+        loss = chunk(tokens, positions, None, labels=tokens).float().mean()
+        middle = _now()
+        loss.backward()
+        clock.whole = {"forward": middle - start, "backward": _now() - middle}
+    chunk.zero_grad(set_to_none=False)
+    return clock
+
+
+def _now() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def _clocked(layers: Sequence[nn.Module]) -> Iterator[_Clock]:
+    clock = _Clock([{} for _ in layers])
+    hooks = []
+    for layer, times in zip(layers, clock.layers, strict=True):
+        hooks += [layer.register_forward_pre_hook(_before(times), with_kwargs=True)]
+        hooks += [layer.register_forward_hook(_behind(times))]
+    try:
+        yield clock
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _before(times: dict[str, float]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        _mark(hidden, times, "backward end")
+        times["forward start"] = _now()
+
+    return hook
+
+
+def _behind(times: dict[str, float]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        times["forward end"] = _now()
+        _mark(output[0] if isinstance(output, tuple) else output, times, "backward start")
+
+    return hook
+
+
+def _mark(tensor: Tensor, times: dict[str, float], name: str) -> None:
+    """Write down when the gradient of ``tensor`` is known."""
+    tensor.register_hook(lambda gradient: times.__setitem__(name, _now()))
