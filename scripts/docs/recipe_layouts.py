@@ -20,7 +20,7 @@ def compare(recipe: "Recipe") -> dict[str, Any]:
     from megatron.bridge.autotune.search.search import Search
 
     config = recipe.build().resolve(recipe.gpus).config
-    search = Search(config, recipe.gpus, recipe.gpu_kind)
+    search = Search(config, recipe.gpus, recipe.gpu_kind, switches=False)
     current, found = search.price(search.current), search.run(5)
     assert current is not None, "a recipe's layout is always possible"
     best = found.best[0] if found.best else current

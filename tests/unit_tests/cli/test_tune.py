@@ -45,6 +45,25 @@ def test_fixed_dimensions_stay(capsys):
     assert all("TP2 PP2" in layout["layout"] for layout in json.loads(out)["layouts"])
 
 
+def test_what_changes_numbers_is_searched_only_if_freed(capsys):
+    few = ["--json", "--top", "1", "--fixed", "pipeline=1", "context=1", "micro_batch=1"]
+    (plain,) = json.loads(tune(capsys, *few)[1])["layouts"]
+    assert not [each for each in plain["overrides"] if "grad_reduce_in_fp32" in each or "global_batch" in each]
+    (freed,) = json.loads(tune(capsys, *few, "--free", "gradients", "batch")[1])["layouts"]
+    assert "ddp.grad_reduce_in_fp32=false" in freed["overrides"]
+    assert [each for each in freed["overrides"] if each.startswith("train.global_batch_size=")]
+    assert freed["tokens_per_second"] > plain["tokens_per_second"]
+    code, _, err = tune(capsys, "--free", "precision")
+    assert code
+    assert "gradients" in err
+
+
+def test_messages_are_overlapped_where_that_is_faster(capsys):
+    _, out, _ = tune(capsys, "--json", "--top", "1", "--fixed", "tensor=8", "pipeline=1", "context=1")
+    (layout,) = json.loads(out)["layouts"]
+    assert "model.tp_comm_overlap=true" in layout["overrides"]
+
+
 def test_explain_says_why_a_layout_loses(capsys):
     code, out, _ = tune(capsys, "--fixed", "pipeline=1", "context=1", "--explain", "tensor=8")
     assert code == 0

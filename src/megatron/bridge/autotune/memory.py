@@ -208,7 +208,7 @@ def _distributed(
     lengths = {key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()}
     padded = shares = lengths
     if config.ddp.use_distributed_optimizer:
-        bucket = _bucket_size(config, replicas) if bucketed else None
+        bucket = bucket_size(config, replicas.dense) if bucketed and config.ddp.overlap_grad_reduce else None
         layout = DistributedOptimizer.compute_full_param_layout(
             parameters, bucket, replicas.dense, config.ddp, replicas.expert
         )
@@ -224,10 +224,9 @@ def _distributed(
     )
 
 
-def _bucket_size(config: ConfigContainer, replicas: _Replicas) -> int | None:
-    if not config.ddp.overlap_grad_reduce:
-        return None
-    return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas.dense)
+def bucket_size(config: ConfigContainer, replicas: int) -> int:
+    """Parameters of a bucket of gradients, as Megatron-Core chooses it."""
+    return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas)
 
 
 def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.layers import layer_shape, layers_of
+from megatron.bridge.autotune.memory import bucket_size
 from megatron.bridge.autotune.profile import MeasuredKernels, Profile
 from megatron.bridge.autotune.time.kernels import Precision, Roofline
 from megatron.bridge.autotune.time.schedule import pipeline_of
@@ -74,6 +75,7 @@ def setting_of(config: ConfigContainer, world_size: int) -> Setting:
     rows = model.padded_vocab_size // model.tensor_model_parallel_size
     stages = model.pipeline_model_parallel_size
     experts = model.expert_tensor_ranks * model.expert_model_parallel_size
+    replicas = world_size // (model.tensor_model_parallel_size * stages)
     return Setting(
         pipeline=pipeline_of(config, world_size),
         run=run_of(config),
@@ -82,7 +84,8 @@ def setting_of(config: ConfigContainer, world_size: int) -> Setting:
         embedding_weights=rows * model.hidden_size,
         tied=model.share_embeddings_and_output_weights,
         world_size=world_size,
-        replicas=world_size // (model.tensor_model_parallel_size * stages),
+        replicas=replicas,
+        bucket=bucket_size(config, replicas),
         expert_replicas=max(1, world_size // (experts * stages)),
         sharded=bool(ddp.use_distributed_optimizer),
         gradient=4 if ddp.grad_reduce_in_fp32 else 2,

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
     if "=" in str(args.fix_oom):
         args.overrides, args.fix_oom = [*args.overrides, args.fix_oom], True
-    for words in (args.fixed, args.explain or []):  # they take all words up to the next option
+    for words in (args.fixed, args.explain or [], args.free):  # they take all words up to the next option
         args.overrides += [word for word in words if "." in word.partition("=")[0]]
         words[:] = [word for word in words if word not in args.overrides]
     is_rl, args.mode = args.mode == "rl", None if args.mode == "rl" else args.mode
@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--calibrated scales by the runs of --ledger: give it, or leave --calibrated out")
     if args.ledger and not args.calibrated:
         return _ledger(args)
-    with without_gc():
+    from megatron.bridge.models import model_provider
+
+    with without_gc(), model_provider.silenced(model_provider):  # of what this machine lacks
         job = prepare(args)
         if is_rl:
             sys.stdout.write(tune_rl.text(job, _search(job, args), args))
@@ -99,6 +101,7 @@ def _measure(job: Job, args: argparse.Namespace) -> int:
 def _search(job: Job, args: argparse.Namespace) -> "Search":
     from megatron.bridge.autotune.gpus import gpu, gpu_name, read_cluster
     from megatron.bridge.autotune.profile import read
+    from megatron.bridge.autotune.search.candidate import FREE
     from megatron.bridge.autotune.search.search import Search
 
     profile = None if args.profile is None else read(args.profile)
@@ -113,8 +116,11 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
     kind = profile.device if profile else gpu_name(name)
     if profile and args.gpu and gpu_name(args.gpu).split()[0] not in kind:
         raise UserError(f"--profile {args.profile} is of {kind}, not of --gpu {args.gpu}: leave one out")
+    for name in args.free:
+        if name not in FREE:
+            raise UserError(f"--free {name}: write {' or '.join(FREE)}, which change the numbers of a run")
     budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
-    search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile)
+    search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile, args.free)
     if not 1 <= args.imbalance <= 100:
         raise UserError(f"--imbalance {args.imbalance:g} is no factor of at least 1: 1.3 is 30 % more than the average")
     search.pricer.imbalance = args.imbalance
@@ -174,7 +180,7 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     if args.fix_oom:
         return _fix(job, search, args)
     found = search.run(args.top)
-    found = replace(found, best=[price for price in found.best if _is_valid(job, search, price)])
+    found = replace(found, best=[valid for price in found.best if (valid := _valid(job, search, price))])
     if args.probe:
         found = replace(found, best=tune_probe.run(job, search, found.best[: args.probe]))
     if not found.best:
@@ -249,9 +255,10 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
     current = None if probed or search.problems(search.current) else search.price(search.current)
     if current is not None:
         state = "fits" if current.fullest <= search.budget else "does not fit"
+        change = f"{best.rank / current.rank - 1:+.1%} time" + " of a token" * bool(best.candidate.batch)
         yield (
             f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
-            f"{current.fullest / 1e9:.1f} GB; the best one takes {best.seconds / current.seconds - 1:+.1%} time"
+            f"{current.fullest / 1e9:.1f} GB; the best one takes {change}"
         )
     if ignored := ", ".join(unpriced(search.config)):
         yield f"note: time and memory are predicted without {ignored}"
@@ -330,13 +337,15 @@ def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
     }
 
 
-def _is_valid(job: Job, search: "Search", price: "Price") -> bool:
-    """Whether all rules of a run allow a layout; the search asks those on layouts only."""
+def _valid(job: Job, search: "Search", price: "Price") -> "Price | None":
+    """A layout that all rules of a run allow, without its switches if need be; the search asks some rules only."""
     try:
         tune_probe.with_layout(job, search, price).resolve(search.world_size)
     except UserError:
-        return False
-    return True
+        plain = replace(price.candidate, switches=(), layout=None)
+        without = search.price(plain) if price.candidate.switches else None
+        return without and _valid(job, search, without)
+    return price
 
 
 def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -> None:

@@ -11,6 +11,19 @@ from typing import Any
 NAMES = ("tensor", "context", "pipeline", "virtual", "expert", "expert_tensor", "micro_batch")
 """Dimensions that a user can fix."""
 
+FREE: dict[str, tuple[Any, ...]] = {"gradients": (None, "bf16"), "batch": (None, 2, 4)}
+"""Dimensions that change the numbers of a run, and their values: None keeps the config's."""
+
+SWITCHES: tuple[tuple[str, Any], ...] = (
+    ("ddp.overlap_grad_reduce", True),
+    ("ddp.overlap_param_gather", True),
+    *(("ddp.bucket_size", size) for size in (20_000_000, 160_000_000)),
+    ("model.tp_comm_overlap", True),
+    ("model.overlap_moe_expert_parallel_comm", True),
+    *(("model.cp_comm_type", kind) for kind in ("p2p", "a2a", "all_gather")),
+)
+"""Settings of communication that leave the numbers of a run as they are."""
+
 Recompute = tuple[str | None, str | None, int | None, tuple[str, ...] | None]
 """Granularity, method, number of layers, modules."""
 
@@ -31,6 +44,9 @@ class Candidate:
     expert_tensor: int | None = None
     micro_batch: int = 1  # samples of a microbatch
     recompute: Recompute = NO_RECOMPUTE  # what the backward pass repeats
+    gradients: str | None = None  # bf16 reduces and accumulates them in bf16; None keeps the config's type
+    batch: int | None = None  # times the config's global batch
+    switches: tuple[tuple[str, Any], ...] = ()  # keys of ``SWITCHES`` and their values
     layout: str | None = None  # layers of each chunk as Megatron-Core spells them; None splits them evenly
 
     def settings(self) -> dict[str, Any]:
@@ -54,6 +70,8 @@ class Candidate:
             "model.recompute_method": method,
             "model.recompute_num_layers": layers,
             "model.recompute_modules": None if modules is None else list(modules),
+            **({"ddp.grad_reduce_in_fp32": False} if self.gradients else {}),
+            **dict(self.switches),
         }
 
     def label(self) -> str:
@@ -71,6 +89,8 @@ class Candidate:
         granularity, _, _, modules = self.recompute
         if granularity:
             words.append("recompute " + (granularity if modules is None else "+".join(modules)))
+        words += [f"batch x{self.batch}"] * bool(self.batch) + [f"gradients {self.gradients}"] * bool(self.gradients)
+        words += [name.rpartition(".")[2] + (f"={value}" if value is not True else "") for name, value in self.switches]
         return " ".join(words)
 
     def changes(self, other: "Candidate") -> list[tuple[str, Any]]:

@@ -54,6 +54,11 @@ class Price:
     def seconds(self) -> float:
         return self.prediction.seconds
 
+    @property
+    def rank(self) -> float:
+        """What is smallest for the best candidate: the time of a token."""
+        return 1 / self.prediction.tokens_per_second
+
 
 @dataclass(frozen=True)
 class _Layers:
@@ -104,11 +109,14 @@ class Pricer:
         for key, value in candidate.settings().items():
             block, _, name = key.partition(".")
             setattr(getattr(config, block), name, value)
+        if candidate.batch:
+            config.train.global_batch_size = self.config.train.global_batch_size * candidate.batch
         model: Any = config.model
         model.microbatch_group_size_per_vp_stage = candidate.pipeline
         model.overlap_p2p_comm = candidate.virtual > 1
         replicas = self.world_size // (candidate.tensor * candidate.pipeline)
-        sharded = config.ddp.use_distributed_optimizer or replicas > 1
+        can_shard = config.optimizer.optimizer == "adam" and not config.dist.use_torch_fsdp2
+        sharded = config.ddp.use_distributed_optimizer or can_shard
         config.ddp.use_distributed_optimizer = sharded and replicas > 1
         return config
 

@@ -11,8 +11,10 @@ from typing import Any
 from megatron.bridge.autotune.gpus import RESERVED, gpu
 from megatron.bridge.autotune.profile import Profile
 from megatron.bridge.autotune.search.candidate import (
+    FREE,
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
+    SWITCHES,
     Candidate,
     Recompute,
     Space,
@@ -21,7 +23,7 @@ from megatron.bridge.autotune.search.candidate import (
 from megatron.bridge.autotune.search.price import Price, Pricer
 from megatron.bridge.autotune.time.simulate import makespan
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.config.rules import RULES, SIZE_RULES, experts, layout, stages, violations
+from megatron.bridge.training.config.rules import RULES, SIZE_RULES, experts, layout, performance, stages, violations
 from megatron.bridge.utils.errors import UserError
 
 # Rules that read nothing but the layout; the others are asked of the finalists, by ``resolve``.
@@ -32,10 +34,14 @@ _EARLY_RULES = [
     *(layout.tp_divides_heads, layout.tp_fits_query_groups, layout.tp_divides_ffn, layout.tp_divides_vocabulary),
     *(rule for rule in _LAYOUT_RULES if rule.__module__ == experts.__name__),
 ]
+_SWITCH_RULES = [rule for rule in RULES if rule.__module__ in {performance.__name__, layout.__name__}]
 _VALUE, _NUMBER = re.compile(r"=\d+\b"), re.compile(r"\b\d+\b")
 
 # Candidates that are simulated: the order by the quick estimate differs from the simulated one by less than this.
 FINALISTS = 40
+
+# The fastest of them, for which switches of communication are tried.
+_SWITCHED = 12
 
 # Tokens of a sequence that a context rank has at least: shorter parts leave attention too little work.
 LONG = 2048
@@ -57,7 +63,8 @@ class Search:
     """Finds the fastest layouts of a resolved config on ``world_size`` GPUs named ``card``.
 
     A rank may use ``budget`` bytes; nine tenths of the card if None. ``fixed`` gives fields of ``Candidate`` their
-    only value. With a ``profile``, times and memory are those of its device.
+    only value, and dimensions ``free`` of ``FREE`` are searched. ``switches`` lets it switch overlaps of communication.
+    With a ``profile``, times and memory are those of its device.
     """
 
     def __init__(
@@ -68,13 +75,17 @@ class Search:
         budget: int | None = None,
         fixed: Mapping[str, Any] | None = None,
         profile: Profile | None = None,
+        free: Iterable[str] = (),
+        switches: bool = True,
     ) -> None:
         self.config, self.world_size = config, world_size
         memory = gpu(card).memory if profile is None else profile.memory
         self.budget = int((1 - RESERVED) * memory) if budget is None else budget
         self.pricer = Pricer(config, world_size, card, profile)
         self.recomputes: tuple[Recompute, ...] = _recomputes(config)
-        self.space = _space(config, world_size).fixed(**(fixed or {}))
+        freed = {name: FREE[name] for name in free}
+        self.space = Space({**_space(config, world_size).sizes, **freed}).fixed(**(fixed or {}))
+        self.switches = SWITCHES if switches and self.pricer.kernels.overlaps else ()
 
     def run(self, top: int = 10) -> Found:
         """Search the whole space, for the ``top`` fastest candidates."""
@@ -115,7 +126,7 @@ class Search:
         return self.pricer.price(candidate, makespan)
 
     def _batch_problems(self, candidate: Candidate) -> Iterable[str]:
-        batch = self.config.train.global_batch_size
+        batch = self.config.train.global_batch_size * (candidate.batch or 1)
         ranks = candidate.tensor * candidate.pipeline * candidate.context
         samples = candidate.micro_batch * (self.world_size // ranks)
         if not samples or batch % samples:
@@ -141,10 +152,25 @@ class Search:
         return None, least
 
     def _simulated(self, prices: list[Price]) -> list[Price]:
-        prices.sort(key=lambda price: price.seconds)
+        prices.sort(key=lambda price: price.rank)
         plain = [replace(each.candidate, layout=None) for each in prices[:FINALISTS]]
         finalists = [price for candidate in plain if (price := self.price(candidate))]
-        return sorted(finalists, key=lambda price: price.seconds)
+        finalists.sort(key=lambda price: price.rank)
+        switched = [self._switched(price) for price in finalists[:_SWITCHED]]
+        return sorted([*switched, *finalists[_SWITCHED:]], key=lambda price: price.rank)
+
+    def _switched(self, price: Price) -> Price:
+        """The price with the switches that make it faster."""
+        known = set(self._switch_problems(price.candidate))
+        for switch in self.switches:
+            before = {key: value for key, value in price.candidate.switches if key != switch[0]}
+            candidate = replace(price.candidate, layout=None, switches=(*before.items(), switch))
+            if known.issuperset(self._switch_problems(candidate)) and (found := self.price(candidate)):
+                price = found if found.fullest <= self.budget and found.rank < price.rank else price
+        return price
+
+    def _switch_problems(self, candidate: Candidate) -> list[str]:
+        return violations(_SWITCH_RULES, self.pricer.configured(candidate), self.world_size)
 
     @cached_property
     def current(self) -> Candidate:

@@ -51,6 +51,7 @@ class Setting:
     replicas: int  # ranks that hold the same weights, experts left out
     expert_replicas: int  # ranks that hold the same experts
     sharded: bool  # the optimizer's state is sharded over replicas
+    bucket: int  # parameters in one message of gradients or weights
     gradient: int  # bytes of a gradient in messages
     parameter: int  # bytes of a weight in messages
     overlap_gradients: bool  # reduced during the backward pass
@@ -223,20 +224,32 @@ def _after_stage(
     group = Group(setting.replicas, run.tensor)
     expert_group = Group(setting.expert_replicas, run.expert_tensor * run.expert)
     gather = links.all_gather if setting.sharded else links.all_reduce
-    reduce = gather(dense * setting.gradient, group) + gather(experts * setting.gradient, expert_group)
-    spread = 0.0
-    if setting.sharded:
-        spread = links.all_gather(dense * setting.parameter, group)
-        spread += links.all_gather(experts * setting.parameter, expert_group)
+    parts = ((dense, group), (experts, expert_group))
+    beside = sum(times.backward[stage]) if setting.overlap_gradients else None
+    reduce = _exposed(gather, parts, setting.gradient, setting.bucket, beside)
+    beside = sum(times.forward[stage]) if setting.overlap_parameters else None
+    spread = _exposed(links.all_gather, parts, setting.parameter, setting.bucket, beside) if setting.sharded else 0.0
     owned = dense / (setting.replicas if setting.sharded else 1)
     owned += experts / (setting.expert_replicas if setting.sharded else 1)
     return {
-        "gradients": _exposed(reduce, sum(times.backward[stage]), setting.overlap_gradients),
-        "parameters": _exposed(spread, sum(times.forward[stage]), setting.overlap_parameters),
+        "gradients": reduce,
+        "parameters": spread,
         "optimizer": kernels.moved(OPTIMIZER_BYTES * owned, kernels=20) * kernels.crowding,
     }
 
 
-def _exposed(seconds: float, beside: float, overlap: bool) -> float:
-    """Of communication that runs beside passes of one microbatch; its last tenth has nothing left beside it."""
-    return max(seconds - beside, seconds / 10) if overlap else seconds
+def _exposed(
+    gather: Callable[[float, Group], float],
+    parts: tuple[tuple[float, Group], ...],
+    number: int,
+    bucket: int,
+    beside: float | None,
+) -> float:
+    """Of messages of parameters, ``number`` bytes each, beside passes of one microbatch; None for nothing beside.
+
+    Messages that overlap have the size of a bucket, and the last one of each group has nothing left beside it.
+    """
+    if beside is None:
+        return sum(gather(size * number, group) for size, group in parts)
+    messages = [(max(size / bucket, 1.0), gather(min(size, bucket) * number, group)) for size, group in parts]
+    return max(sum(count * each for count, each in messages) - beside, sum(each for _, each in messages))

@@ -66,4 +66,9 @@ def overrides(search: "Search", price: "Price") -> list[str]:
     """The settings of a layout that differ from the config's, as ``key=value``."""
     from megatron.bridge.autotune.search.candidate import as_overrides
 
-    return as_overrides(search.config, price.candidate.settings())
+    settings = price.candidate.settings()
+    sharded = search.pricer.configured(price.candidate).ddp.use_distributed_optimizer
+    settings["ddp.use_distributed_optimizer"] = sharded
+    if price.candidate.batch:
+        settings["train.global_batch_size"] = search.config.train.global_batch_size * price.candidate.batch
+    return as_overrides(search.config, settings)
