@@ -4,14 +4,17 @@
 ``python -m benchmarks tune_search grids`` prices every layout of five grids, with every kind of recomputation, and
 compares the fastest that fits with the one that a search finds. ``python -m benchmarks tune_search ooms`` changes
 recipes until they do not fit, lets ``--fix-oom``'s search repair them, and counts the memory of the repaired layout
-exactly.
+exactly. ``python -m benchmarks tune_search outputs`` runs what the tuner writes for ten recipes.
 """
 
 import argparse
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron.bridge.autotune.memory import memory_per_rank
@@ -30,6 +33,19 @@ GRIDS = {
     "gpt_oss_20b_pretrain_config": (32, "b200"),
 }
 GRID = 2000  # layouts at most
+
+OUTPUTS = {
+    "llama32_3b_pretrain_config": 8,
+    "llama3_70b_pretrain_config": 64,
+    "qwen3_14b_pretrain_config": 16,
+    "qwen3_30b_a3b_pretrain_config": 16,
+    "gemma3_4b_pretrain_config": 8,
+    "gpt_oss_20b_pretrain_config": 8,
+    "deepseek_v2_lite_pretrain_config": 8,
+    "olmoe_7b_pretrain_config": 8,
+    "mixtral_8x7b_pretrain_config": 64,
+    "nemotronh_8b_pretrain_config": 16,
+}
 
 LOSS = ["train.micro_batch_size=16", "model.tensor_model_parallel_size=1", "model.sequence_parallel=false"]
 ALONE = [
@@ -130,10 +146,34 @@ def _repaired(name: str, kind: str, overrides: list[str]) -> bool:
     return good
 
 
+def outputs() -> int:
+    """The best layout of ten recipes, as a file that goes through a dry run and a rehearsal of ``run_recipe.py``."""
+    failures = 0
+    for name, gpus in OUTPUTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            tuned = str(Path(folder) / "tuned.yaml")
+            sizes = ["--gpus", str(gpus), "--gpu", "h100", "--top", "1"]
+            run = [sys.executable, "scripts/training/run_recipe.py", "--config", tuned, "--world-size", str(gpus)]
+            tune = [sys.executable, "-m", "megatron.bridge.cli.main", "tune", "--recipe", name, *sizes]
+            commands = {"tune": [*tune, "--output", tuned], "dry run": [*run, "--dry-run"]}
+            commands["rehearsal"] = [*run, "--rehearse"]
+            for what, command in commands.items():
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    failures += 1
+                    print(f"{name}, {gpus} GPUs, {what} FAILED: {(done.stdout + done.stderr)[-600:]}", flush=True)
+                    break
+            else:
+                proven = [line for line in done.stdout.splitlines() if line.startswith("as ")]
+                print(f"{name}, {gpus} GPUs: tuned, dry run, rehearsed {''.join(proven)}", flush=True)
+    print(f"{len(OUTPUTS) - failures} of {len(OUTPUTS)} outputs passed")
+    return failures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The tuner's searches against all layouts.")
-    parser.add_argument("part", choices=["grids", "ooms"])
-    part: dict[str, Callable[[], int]] = {"grids": grids, "ooms": ooms}
+    parser.add_argument("part", choices=["grids", "ooms", "outputs"])
+    part: dict[str, Callable[[], int]] = {"grids": grids, "ooms": ooms, "outputs": outputs}
     sys.exit(part[parser.parse_args().part]())
 
 

@@ -13,13 +13,14 @@ from megatron.bridge.models.model_provider import silenced
 from tests.one_stage import run_stage
 
 
-def peak(config, stage, microbatches):
+def peak(config, stage, microbatches, forward_only=False):
     """Bytes that a step of ``stage`` holds at most, weights and gradients left out, on one process.
 
     Args:
         config: A resolved config without tensor, context and expert parallelism.
         stage: Pipeline rank.
         microbatches: Of the step.
+        forward_only: Run no backward pass.
     """
     model, length = config.model, config.dataset.seq_length
     with meta_model.as_stage(model, stage), silenced(language_module):
@@ -41,6 +42,7 @@ def peak(config, stage, microbatches):
 
         resolved = chunks[0].config
         gc.collect()
-        with LiveBytes() as live:
-            run_stage(step, chunks, resolved, model.pipeline_model_parallel_size, stage, microbatches, length)
+        stages = model.pipeline_model_parallel_size
+        with LiveBytes() as live, torch.set_grad_enabled(not forward_only):
+            run_stage(step, chunks, resolved, stages, stage, microbatches, length, forward_only)
     return live.peak

@@ -4,6 +4,8 @@
 import pytest
 
 from megatron.bridge.autotune import activations, meta_model
+from megatron.bridge.autotune.search.price import Pricer
+from megatron.bridge.autotune.search.search import candidate_of
 from megatron.bridge.backends.kernels import eager
 from tests.unit_tests.autotune.measured import peak
 from tests.unit_tests.autotune.models import provider
@@ -63,3 +65,10 @@ def test_loss_does_not_add_to_the_backward_pass():
     found = {moment.name: moment for moment in activations.moments(config, chunks, 0, 1)}
     assert set(found) == {"loss", "backward of chunk 0"}
     assert activations.activation_bytes(config, chunks, 0, 1) == max(moment.total for moment in found.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_a_pass_that_keeps_nothing_needs_at_most_what_is_predicted(family):
+    config = stage_config(family, 4)
+    predicted = Pricer(config, 1, "H100 80GB").forward_only(candidate_of(config))
+    assert 0.5 * predicted <= peak(config, 0, 2, forward_only=True) <= predicted

@@ -140,7 +140,7 @@ class RLSearch:
         return -(-count // group) * group
 
     def fits(self, price: Price) -> bool:
-        """Whether a GPU has room for training beside the reference, and for generation beside what stays."""
+        """Whether a GPU has room for training, for scoring, and for generation, beside what stays there."""
         memory, kept = gpu(self.card).memory, set(OFFLOADS) - set(self.job.offload)
         weights, gradients, optimizer = self.search.pricer.parts(price.candidate)
         models = 1 + self.job.critic
@@ -149,7 +149,9 @@ class RLSearch:
         resting = models * (
             weights * ("params" in kept) + gradients * ("grads" in kept) + optimizer * ("optimizer" in kept)
         )
-        return max(training, resting + frozen + self.job.engine * memory) <= (1 - RESERVED) * memory
+        scoring = resting + frozen + weights * ("params" not in kept)
+        scoring += self._log_prob_pricer.forward_only(price.candidate)
+        return max(training, scoring, resting + frozen + self.job.engine * memory) <= (1 - RESERVED) * memory
 
     def step(self, price: Price) -> Step:
         candidate = replace(price.candidate, layout=None)

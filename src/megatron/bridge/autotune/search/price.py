@@ -221,6 +221,14 @@ class Pricer:
             found.append(int(sum(self._state_bytes(dense, experts, candidate, config)) + most))
         return tuple(found)
 
+    def forward_only(self, candidate: Candidate) -> int:
+        """Bytes of a pass that keeps nothing, at most: what the largest layer would keep, or fp32 beside the logits."""
+        config = self.configured(candidate)
+        sizes = replace(sizes_of(config), experts=1)
+        largest = max(self._count(module, sizes).full for _, module in self._of(candidate).decoder)
+        logits = sizes.tokens * config.model.padded_vocab_size // sizes.tensor
+        return sizes.stream + max(largest, logits * (sizes.number + 4))
+
     @cached_property
     def _with_tower(self) -> Any:
         """The model on one rank, if it has a vision tower."""

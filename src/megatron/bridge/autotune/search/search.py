@@ -40,6 +40,9 @@ _VALUE, _NUMBER = re.compile(r"=\d+\b"), re.compile(r"\b\d+\b")
 # Candidates that are simulated: the order by the quick estimate differs from the simulated one by less than this.
 FINALISTS = 40
 
+# The part of the time that is left must be this small for a switch to be worth its setting.
+_WORTH = 0.998
+
 # The fastest of them, for which switches of communication are tried.
 _SWITCHED = 12
 
@@ -166,7 +169,7 @@ class Search:
             before = {key: value for key, value in price.candidate.switches if key != switch[0]}
             candidate = replace(price.candidate, layout=None, switches=(*before.items(), switch))
             if known.issuperset(self._switch_problems(candidate)) and (found := self.price(candidate)):
-                price = found if found.fullest <= self.budget and found.rank < price.rank else price
+                price = found if found.fullest <= self.budget and found.rank < _WORTH * price.rank else price
         return price
 
     def _switch_problems(self, candidate: Candidate) -> list[str]:

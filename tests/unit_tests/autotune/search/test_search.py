@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A search against all layouts of a small grid."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.bridge.autotune.search.candidate import Candidate
+from megatron.bridge.autotune.search.search import Search
+from tests.unit_tests.autotune.models import provider
+from tests.unit_tests.autotune.test_memory import configured
+
+
+def searched(family, gigabytes, **values):
+    config = configured(provider(family, 8, **values)).resolve(8).config
+    return Search(config, 8, "H100 80GB", int(gigabytes * 1e9), {"micro_batch": 1}, switches=False)
+
+
+@pytest.mark.parametrize(("family", "gigabytes"), [("llama", 1.0), ("llama", 0.02), ("qwen3_moe", 1.0)])
+def test_the_best_of_all_layouts_is_found(family, gigabytes):
+    search = searched(family, gigabytes)
+    every = [
+        price
+        for candidate in search.space.candidates()
+        if not search.problems(candidate)
+        for recompute in search.recomputes
+        if (price := search.price(replace(candidate, recompute=recompute))) and price.fullest <= search.budget
+    ]
+    assert search.run(1).best[0].seconds <= 1.01 * min(price.seconds for price in every)
+
+
+def test_a_layout_shards_the_optimizer_as_a_run_does():
+    search = searched("llama", 1.0)
+    assert search.pricer.configured(Candidate()).ddp.use_distributed_optimizer
+    assert not search.pricer.configured(Candidate(tensor=8)).ddp.use_distributed_optimizer
+    search.config.optimizer.optimizer = "muon"
+    search.config.ddp.use_distributed_optimizer = False
+    assert not search.pricer.configured(Candidate()).ddp.use_distributed_optimizer
