@@ -45,6 +45,8 @@ _ALONE: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": None,
     **EVEN_STAGES,
     "overlap_p2p_comm": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,

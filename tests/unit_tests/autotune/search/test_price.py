@@ -26,3 +26,12 @@ def test_quick_memory_is_the_exact_one(family, values, world_size):
     exact = [rank.total for rank in memory_per_rank(config, world_size)]
     quick = Pricer(config, world_size, "H100 80GB").memory(candidate_of(config))
     assert quick == pytest.approx(exact, rel=0.02)
+
+
+def test_a_model_whose_experts_overlap_is_priced():
+    """On one rank, of which layers are counted, nothing overlaps."""
+    values = {EP: 2, "overlap_moe_expert_parallel_comm": True}
+    config = configured(provider("qwen3_moe", 4, **values)).resolve(2).config
+    price = Pricer(config, 2, "H100 80GB").price(candidate_of(config))
+    config.model.overlap_moe_expert_parallel_comm = False
+    assert price.seconds < Pricer(config, 2, "H100 80GB").price(candidate_of(config)).seconds

@@ -19,7 +19,6 @@ SWITCHES: tuple[tuple[str, Any], ...] = (
     ("ddp.overlap_param_gather", True),
     *(("ddp.bucket_size", size) for size in (20_000_000, 160_000_000)),
     ("model.tp_comm_overlap", True),
-    ("model.overlap_moe_expert_parallel_comm", True),
     *(("model.cp_comm_type", kind) for kind in ("p2p", "a2a", "all_gather")),
 )
 """Settings of communication that leave the numbers of a run as they are."""
