@@ -173,3 +173,10 @@ def test_mistakes_name_the_value_and_the_way_out(capsys, arguments, words):
     assert code == 1
     assert all(word in err for word in words), err
     assert "Traceback" not in err
+
+
+def test_layouts_that_the_rules_of_a_run_refuse_make_room_for_others(capsys):
+    """The stages of a hybrid model are even, so its fastest layouts may not be possible."""
+    hybrid = ["--recipe", "nemotronh_8b_pretrain_config", "--gpus", "16", "--gpu", "h100"]
+    assert main(["tune", *hybrid, "--json", "--top", "1", "--fixed", "context=1", "micro_batch=1"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["layouts"]) == 1

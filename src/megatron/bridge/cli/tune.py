@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,10 +178,16 @@ def _values(words: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
+    from megatron.bridge.autotune.search.search import FINALISTS
+
     if args.fix_oom:
         return _fix(job, search, args)
-    found = search.run(args.top)
-    found = replace(found, best=[valid for price in found.best if (valid := _valid(job, search, price))])
+    found = search.run(max(args.top, FINALISTS))
+    valid = (each for price in found.best if (each := _valid(job, search, price)))
+    best = [*islice(valid, args.top)]
+    if found.best and not best:
+        tune_probe.with_layout(job, search, found.best[0]).resolve(search.world_size)  # says what refuses it
+    found = replace(found, best=best)
     if args.probe:
         found = replace(found, best=tune_probe.run(job, search, found.best[: args.probe]))
     if not found.best:

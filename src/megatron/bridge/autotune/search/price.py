@@ -164,9 +164,10 @@ class Pricer:
         """The candidate with its pipeline layout, and the layers of each chunk; None if layers are too few."""
         parts, layers = candidate.pipeline * candidate.virtual, self._of(candidate)
         count, ahead = len(layers.decoder), len(layers.ahead)
-        if parts == 1 or (count % parts == 0 and not ahead and count // parts >= _MANY):
+        is_hybrid = hasattr(self.config.model, "has_own_stages")  # its stages are in its pattern, or even
+        if parts == 1 or (count % parts == 0 and not ahead and (is_hybrid or count // parts >= _MANY)):
             return candidate, [count // parts] * parts
-        if count < parts - 1 or getattr(self.config.model, "has_own_stages", False):
+        if count < parts - 1 or is_hybrid:
             return None
         key = replace(candidate, pipeline=parts, virtual=1, recompute=NO_RECOMPUTE, layout=None)
         if key not in self._divided:

@@ -67,8 +67,8 @@ def overrides(search: "Search", price: "Price") -> list[str]:
     from megatron.bridge.autotune.search.candidate import as_overrides
 
     settings = price.candidate.settings()
-    sharded = search.pricer.configured(price.candidate).ddp.use_distributed_optimizer
-    settings["ddp.use_distributed_optimizer"] = sharded
+    if search.pricer.configured(price.candidate).ddp.use_distributed_optimizer:
+        settings["ddp.use_distributed_optimizer"] = True
     if price.candidate.batch:
         settings["train.global_batch_size"] = search.config.train.global_batch_size * price.candidate.batch
     return as_overrides(search.config, settings)
