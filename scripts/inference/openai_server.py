@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.bridge.cli import serve
-from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, count
+from megatron.bridge.cli.support.parser import Parser, add_shared, count
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import import_optional
 
@@ -26,7 +25,7 @@ WITHOUT_EFFECT = {
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=__doc__)
-    model_options.add_script_options(parser)
+    add_shared(parser, "script")
     parser.set_defaults(max_new_tokens=None)
     parser.add_argument("--host", default="127.0.0.1", help="others than this machine's need --api-key-file")
     parser.add_argument("--port", type=int, default=8000)
