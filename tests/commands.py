@@ -46,14 +46,14 @@ def _ours(arguments, processes=None):
     from megatron.bridge.cli import main
 
     name = arguments[0]
-    parser, _ = main._parsers(name, main._load(name))
+    parser, _ = main._parsers(name)
     args, extra = parser.parse_known_args(arguments)
     assert not extra or main._take_overrides(args, extra), f"unrecognized arguments: {extra}"
     if name == "train" and args.list is None:
         validate(args, args.world_size or processes)
     elif name == "launch" and args.script == "run_recipe.py":
         validate(args, args.nodes * args.devices)
-    elif name == "data" and args.data_command != "preprocess":
+    elif name == "data" and args.subcommand != "preprocess":
         from megatron.bridge.cli.data import _as_training
 
         validate(_as_training(args), args.world_size)

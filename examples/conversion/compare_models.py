@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import logits, model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Parser, add_shared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,13 +76,18 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         description="Compare the logits of transformers and of Megatron; where they differ, name the layer from "
         "which on they do."
     )
-    model_options.add_model_arguments(parser, "--hf-model-path", "--model-name")
+    parser.add_argument(
+        "--hf-model", "--hf-model-path", "--model-name", required=True, metavar="ID", help="model directory or hub id"
+    )
+    add_shared(parser, "parallel")
     parser.add_argument("--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead")
     parser.add_argument("--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)")
     parser.add_argument(
         "--image-path", "--image_path", action="append", help="image that the prompt is about; may be repeated"
     )
-    parser.add_argument("--dtype", choices=model_options.DTYPES, default="float32", help="dtype of both models")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="dtype of both models"
+    )
     parser.add_argument("--tolerance", type=float, help="largest difference over the logits' standard deviation")
     return parser.parse_args(argv)
 

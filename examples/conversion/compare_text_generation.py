@@ -11,14 +11,14 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Parser, add_shared
 from megatron.bridge.utils.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
     """Print both texts; the exit code is 1 if their tokens differ."""
     parser = Parser(description=__doc__)
-    model_options.add_script_options(parser)
+    add_shared(parser, "script")
     parser.add_argument("--prompt", default="Hello, how are you?")
     args = parser.parse_args(argv)
     if args.hf_model_path is None:

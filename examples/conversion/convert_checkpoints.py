@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, module in (("import", "convert", convert), ("export", "export", export)):
         subparser = commands.add_parser(name, help=SUBCOMMANDS[command]["help"])
-        describe(subparser, command, module)
+        describe(subparser, SUBCOMMANDS[command])
         subparser.set_defaults(run=module.run)
     arguments = list(argv)
     if arguments and arguments[0].startswith("--") and arguments[0] != "--help":

@@ -12,13 +12,16 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options, text_format
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Parser, add_shared
 
 
 def main(argv: Sequence[str]) -> int:
     """Convert the model there and back; the exit code is 1 if a tensor differs."""
     parser = Parser(description="Compare every tensor of a model after a round trip through Megatron, bit for bit.")
-    model_options.add_model_arguments(parser, "--model-name", "--hf-model-id")
+    parser.add_argument(
+        "--hf-model", "--model-name", "--hf-model-id", required=True, metavar="ID", help="model directory or hub id"
+    )
+    add_shared(parser, "parallel")
     parser.add_argument("--output-dir", type=Path, help="also write the Hugging Face model to this directory")
     args = parser.parse_args(argv)
 

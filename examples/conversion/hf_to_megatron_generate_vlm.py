@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.parser import Parser, add_shared
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the answer."""
     parser = Parser(description=__doc__)
-    model_options.add_script_options(parser)
+    add_shared(parser, "script")
     parser.add_argument("--image_path", "--image-path", action="append", required=True, help="may be repeated")
     parser.add_argument("--prompt", default="Describe this image.")
     args = parser.parse_args(argv)

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.parser import add_shared
 from megatron.bridge.models.conversion.check import compare_logits
 from megatron.bridge.recipes.llama import llama32_1b_finetune_config
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -116,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="config.json of the toy")
     parser.add_argument("--out", type=Path, default=Path("runs/toy_roundtrip"), help="folder of the results")
-    model_options.add_parallel_arguments(parser)
+    add_shared(parser, "parallel")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -12,8 +12,7 @@ from pathlib import Path
 from megatron.bridge.cli import serve
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, count
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.cli.support.parser import Parser, add_shared, count
 from megatron.bridge.utils.optional_imports import import_optional
 
 WITHOUT_EFFECT = {
@@ -26,7 +25,7 @@ WITHOUT_EFFECT = {
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=__doc__)
-    model_options.add_script_options(parser)
+    add_shared(parser, "script")
     parser.set_defaults(max_new_tokens=None)
     parser.add_argument("--host", default="127.0.0.1", help="others than this machine's need --api-key-file")
     parser.add_argument("--port", type=int, default=8000)
@@ -46,17 +45,13 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in WITHOUT_EFFECT.items():
         if getattr(args, name.strip("-").replace("-", "_")):
             sys.stderr.write(f"note: {name} has no effect: {reason}\n")
-    path = args.megatron_model_path or args.hf_model_path
-    if path is None:
-        raise UserError("no model: give --hf_model_path or --megatron_model_path")
+    path, options = model_options.script_model(args)
     for package in serve.PACKAGES:
         import_optional(package, "openai_server.py", "serve", is_setting=False)
     from megatron.bridge.inference.server.run import ServeConfig
     from megatron.bridge.inference.server.run import serve as run_server
 
-    names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
-    options = {name: getattr(args, name) for name in names} | {
-        "tokenizer": args.hf_model_path if args.megatron_model_path else None,
+    options |= {
         "max_context": args.max_seq_length,
         "max_requests": args.max_batch_size,
         "rows": args.max_tokens,

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, count
+from megatron.bridge.cli.support.parser import Parser, add_shared, count
 
 WITHOUT_EFFECT = {
     "--use-legacy-generation": "there is one engine",
@@ -34,7 +34,7 @@ WITHOUT_EFFECT_OF_VALUE = {
 def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=description)
-    model_options.add_script_options(parser)
+    add_shared(parser, "script")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated")
     source.add_argument("--prompt-file", type=Path, help="JSONL with text or prompt, or a prompt a line")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, count
+from megatron.bridge.cli.support.parser import Parser, add_shared, count
 from megatron.bridge.cli.support.text_format import columns
-from megatron.bridge.cli.support.train_job import Job, add_job_options, prepare
+from megatron.bridge.cli.support.train_job import Job, prepare
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError
 
@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_job_options(parser, model_alone=True)
+    add_shared(parser, "job", {"defaults": {"model_alone": True}})
     parser.add_argument("--ops", nargs="+", default=[], metavar="NAME", help="operators (default: all of the model)")
     parser.add_argument("--ops-module", metavar="MODULE", help="import a module that registers operators of your own")
     parser.add_argument("--cases", type=Path, metavar="FILE", help="JSON with the sizes of batches")

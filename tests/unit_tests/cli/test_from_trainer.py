@@ -10,8 +10,8 @@ import pytest
 from megatron.bridge.cli import from_trainer
 from megatron.bridge.cli.from_trainer import translate
 from megatron.bridge.cli.main import main
-from megatron.bridge.cli.support.parser import Parser
-from megatron.bridge.cli.support.train_job import add_job_options, prepare
+from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.train_job import prepare
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
@@ -122,7 +122,7 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     command = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert command[:2] == ["megatron-bridge", "train"]
     parser = Parser()
-    add_job_options(parser)
+    add_shared(parser, "job")
     config = prepare(parser.parse_args(command[2:])).config
     assert (config.optimizer.lr, config.train.train_iters, config.checkpoint.save) == (2e-4, 1000, "runs/x")
     assert type(config.peft).__name__ == "LoRA"

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of ``train`` beyond training on data: packed rows, students, and the logits of teachers."""
 
-import argparse
 import copy
 
 import pytest
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import train_job
+from megatron.bridge.cli.support.parser import Parser, add_shared
 from megatron.bridge.training.config import DistillConfig
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
@@ -20,8 +20,8 @@ FINETUNE = ("--recipe", "llama32_1b_finetune_config")
 
 
 def parsed(*arguments):
-    parser = argparse.ArgumentParser()
-    train_job.add_job_options(parser)
+    parser = Parser()
+    add_shared(parser, "job")
     return parser.parse_args(arguments)
 
 

@@ -184,9 +184,6 @@ def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
 
 def test_overrides_may_stand_behind_options(monkeypatch):
     seen = ModuleType("seen")
-    from megatron.bridge.cli import train
-
-    seen.add_arguments = train.add_arguments  # pyright: ignore
     seen.run = lambda args: len(args.overrides)  # pyright: ignore
     monkeypatch.setattr(main, "_load", lambda name: seen)
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3

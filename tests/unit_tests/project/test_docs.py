@@ -68,12 +68,11 @@ def test_yaml_is_settings(block, tmp_path):
 
 def apply(file, whole):
     """Settings that need a package or a GPU that is not here are applied, and not validated."""
-    import argparse
+    from megatron.bridge.cli.support.parser import Parser, add_shared
+    from megatron.bridge.cli.support.train_job import prepare
 
-    from megatron.bridge.cli.support.train_job import add_job_options, prepare
-
-    parser = argparse.ArgumentParser()
-    add_job_options(parser)
+    parser = Parser()
+    add_shared(parser, "job")
     recipe = [] if whole else ["--recipe", "smollm2_135m_pretrain_config"]
     job = prepare(parser.parse_args([*recipe, "--config", str(file)]))
     assert job.changes or whole

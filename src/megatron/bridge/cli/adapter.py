@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
-from megatron.bridge.cli.support import model_options
-from megatron.bridge.cli.support.model_options import add_trust_checkpoint, add_trust_remote_code
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
@@ -16,33 +14,10 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    base = "Hugging Face base model (default: as the adapter names it)"
-    for action, text, model in (
-        (merge, "add the adapter to its base, in fp32, and write the sum as a Hugging Face model", base),
-        (unmerge, "subtract the adapter from a merged model; this gives its base up to rounding", "the merged model"),
-        (export, "write the adapter of a run for peft.PeftModel.from_pretrained", base),
-    ):
-        command = commands.add_parser(action.__name__, help=text, description=text)
-        command.add_argument("--adapter", type=Path, required=True, help="run, checkpoint or peft directory")
-        command.add_argument("--hf-model", required=action is unmerge, help=model)
-        command.add_argument("--hf-path", type=Path, required=True, help="directory to create")
-        add_trust_remote_code(command)
-        add_trust_checkpoint(command)
-        command.set_defaults(action=action)
-        if action is merge:
-            command.add_argument(
-                "--dtype",
-                choices=model_options.DTYPES,
-                help="dtype of the merged weights; float32 loses nothing of a small adapter (default: the base's)",
-            )
-
-
 def run(args: argparse.Namespace) -> int:
     if not _in_peft_format(args.adapter):
         paths.resolve(args.adapter)  # before anything slow is imported
-    args.action(args)
+    {"merge": merge, "unmerge": unmerge, "export": export}[args.subcommand](args)
     return 0
 
 

@@ -15,13 +15,6 @@ from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_options(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the first message, of the system")
-    model_options.add_sampling_options(parser)
-    parser.set_defaults(temperature=0.7, max_new_tokens=512, max_requests=1)
-
-
 def run(args: argparse.Namespace) -> int:
     import os
 

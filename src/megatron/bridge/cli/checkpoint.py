@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import bucket, lock, manifest, paths
-from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.config import yaml_text
@@ -18,37 +17,9 @@ if TYPE_CHECKING:
     from megatron.bridge.checkpoint.inspection import StoredTensor
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    where = "run folder, or one iter_* directory in it"
-    add = commands.add_parser("list", help="list the checkpoints of a run, newest last")
-    add.add_argument("path", type=Path, help="run folder")
-    add.set_defaults(action=_list)
-    add = commands.add_parser("inspect", help="show files, sizes and tensors")
-    add.add_argument("path", type=Path, help=where)
-    add.add_argument("--tensors", metavar="TEXT", help="list the tensors whose names contain TEXT ('': all)")
-    add.set_defaults(action=_inspect)
-    add = commands.add_parser("verify", help="compare every byte with what was saved; exit code 1 if any differs")
-    add.add_argument("path", type=Path, help=where)
-    add.add_argument("--fast", action="store_true", help="compare only sizes and the content of small files")
-    add.add_argument("--all", action="store_true", help="verify every checkpoint of the folder, not only the newest")
-    add.set_defaults(action=_verify)
-    add = commands.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
-    add.add_argument("first", type=Path, help=where)
-    add.add_argument("second", type=Path, help=where)
-    add.add_argument("--values", action="store_true", help="also compare the values")
-    add.set_defaults(action=_diff)
-    add = commands.add_parser("convert", help="write foreign weights, such as Megatron-LM's, in this package's format")
-    add.add_argument("path", type=Path, help=where)
-    add.add_argument("target", type=Path, help="folder to write to")
-    add.add_argument("--run-config", type=Path, metavar="FILE", help="run_config.yaml to store with the weights")
-    add.set_defaults(action=_convert)
-    for name in ("inspect", "diff", "convert"):
-        add_trust_checkpoint(commands.choices[name])
-
-
 def run(args: argparse.Namespace) -> int:
-    return args.action(args)
+    commands = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff, "convert": _convert}
+    return commands[args.subcommand](args)
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -2,24 +2,9 @@
 """``megatron-bridge convert``: Hugging Face to Megatron."""
 
 import argparse
-from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_arguments(parser)
-    parser.add_argument(
-        "--megatron-path", "--output-dir", type=Path, required=True, help="checkpoint directory to create"
-    )
-    parser.add_argument(
-        "--dtype",
-        "--torch-dtype",
-        choices=model_options.DTYPES,
-        help="dtype of the model (default: as in the checkpoint)",
-    )
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.parser import Parser, add_options
+from megatron.bridge.cli.support.parser import Parser, add_shared
 from megatron.bridge.cli.support.text_format import write_file
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,30 +17,10 @@ if TYPE_CHECKING:
     from megatron.bridge.data.tokenizer import Tokenizer
     from megatron.bridge.training.config import ConfigContainer
 
-_TABLES = yaml_text.tables_beside(__file__)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    added = {name: commands.add_parser(name, **texts) for name, texts in _TABLES["subcommands"].items()}
-    for name, tables in {"preprocess": ["preprocess"], "preview": ["config", "preview"], "prepare": ["config"]}.items():
-        for table in tables:
-            add_options(added[name], _TABLES[table])
-    for name in _TABLES["not here"]:
-        added["preprocess"].add_argument(name, nargs="*", action=_Refused, help=argparse.SUPPRESS)
-    added["preprocess"].set_defaults(workers=os.cpu_count() or 1)
-
-
-class _Refused(argparse.Action):
-    """Ends the command with the reason why an argument of Megatron-LM is not taken."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(f"{self.option_strings[0]} is not supported: {_TABLES['not here'][self.option_strings[0]]}")
-
 
 def run(args: argparse.Namespace) -> int:
     commands = {"preprocess": _run_preprocess, "preview": _run_preview, "prepare": _run_prepare}
-    return commands[args.data_command](args)
+    return commands[args.subcommand](args)
 
 
 def _run_preview(args: argparse.Namespace) -> int:
@@ -95,7 +74,7 @@ def _resolved(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, in
 def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of ``train`` that give the same config, from its own parser."""
     parser = Parser(prog="megatron-bridge data preview")
-    train_job.add_job_options(parser)
+    add_shared(parser, "job")
     source = {"config": Path(args.source)} if args.source.endswith((".yaml", ".yml")) else {"recipe": args.source}
     data = [args.data] if args.data else None
     same = {"hf_model": args.hf_model, "trust_config": args.trust_config}
@@ -106,7 +85,7 @@ def _run_preprocess(args: argparse.Namespace) -> int:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
     from megatron.bridge.utils.console import console
 
-    args.workers *= args.partitions or 1
+    args.workers = (args.workers or os.cpu_count() or 1) * (args.partitions or 1)
     config = PreprocessConfig(**{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)})
     if args.executor:
         return _run_shards(args, config)

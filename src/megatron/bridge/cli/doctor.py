@@ -26,11 +26,6 @@ _EXTRAS = {
 """Modules of optional packages, and what they bring."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    train_job.add_job_options(parser)
-    parser.add_argument("--no-measure", action="store_true", help="measure nothing")
-
-
 def run(args: argparse.Namespace) -> int:
     from megatron.bridge.utils import distributed
 

@@ -11,10 +11,6 @@ from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.utils.optional_imports import import_optional
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_options(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     import_optional("lm_eval", "megatron-bridge eval", "eval", is_setting=False)
     from megatron.bridge.inference.evaluation import harness

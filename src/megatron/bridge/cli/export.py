@@ -14,19 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_arguments(
-        parser, without="without it, config and tokenizer are made from the Megatron checkpoint"
-    )
-    parser.add_argument(
-        "--architecture",
-        metavar="NAME",
-        help="without --hf-model: the transformers class, such as LlamaForCausalLM (default: the only one that "
-        "computes the same)",
-    )
-    model_options.add_trust_checkpoint(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     paths.resolve(args.megatron_path)  # before anything slow is imported
     if args.hf_model is not None:

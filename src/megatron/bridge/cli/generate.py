@@ -3,30 +3,10 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.utils.errors import UserError
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_options(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
-    source.add_argument("--prompt", metavar="TEXT", help="one prompt; its completion is printed")
-    parser.add_argument("--image", action="append", metavar="FILE", help="image that --prompt asks about; repeatable")
-    parser.add_argument("--media-root", metavar="DIR", help="folder of the images of --prompts (default: its own)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL file of completions")
-    parser.add_argument("--chat", action="store_true", help="a text is the message of a user")
-    model_options.add_sampling_options(parser)
-    model_options.add_named_adapters(parser, "adapter_name in a line")
-    parser.add_argument("--adapter-name", metavar="NAME", help="the one of --adapters for lines that name none")
-    more = parser.add_argument_group("output")
-    more.add_argument("-n", type=int, default=1, metavar="N", help="completions of each prompt")
-    more.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities, and of the K best tokens")
-    more.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same of the prompt's tokens")
-    more.add_argument("--ignore-eos", action="store_true", help="go on after end tokens")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,18 +12,10 @@ from typing import Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.model_options import add_trust_checkpoint
 from megatron.bridge.utils.errors import UserError, first_few
 
 PARALLEL_SIZES = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = (paths.TRACKER, "metadata.json")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_trust_checkpoint(parser)
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,15 @@ from typing import Any
 import yaml
 
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.parser import add_options
+from megatron.bridge.cli.support.parser import Parser, add_options, add_shared
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.launchers import job_folder, preflight
 from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
 from megatron.bridge.launchers.options import LaunchOptions
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
 
 RUN_RECIPE = "run_recipe.py"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    job = parser.add_argument_group("what to run")
-    before = len(parser._actions)
-    train_job.add_job_options(job)  # pyright: ignore[reportArgumentType]  a group adds arguments as a parser does
-    parser.set_defaults(job_actions=parser._actions[before:])
-    job.add_argument("--script", default=RUN_RECIPE, metavar="FILE", help="Python script (default: %(default)s)")
-    add_options(parser, yaml_text.tables_beside(__file__))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,8 +80,10 @@ _SLURM_ONLY = (
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
     """Refuse options that were given and would have no effect."""
-    defaults = argparse.ArgumentParser()
-    add_arguments(defaults)
+    from megatron.bridge.cli.main import SUBCOMMANDS
+
+    defaults = Parser()
+    add_options(defaults, SUBCOMMANDS["launch"]["options"])
     given = [name for name in names if getattr(args, name) != defaults.get_default(name)]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -154,7 +146,9 @@ def _variable(item: str, option: str = "--env") -> tuple[str, str]:
 
 def _forwarded(args: argparse.Namespace) -> Iterator[str]:
     """The arguments that select and change the config, as the user typed them; options first."""
-    for action in args.job_actions:
+    job = Parser(add_help=False)
+    add_shared(job, "job")
+    for action in job._actions:
         value = getattr(args, action.dest)
         if value != action.default and action.option_strings:
             yield action.option_strings[0]

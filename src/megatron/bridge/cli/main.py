@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``megatron-bridge`` command.
 
-Each subcommand has its help and texts in ``main.yaml``, with its options if they stand there, and a module of this
-package with ``run(args) -> int``, and with ``add_arguments(parser)`` for other options. Only the requested module is
-imported, so ``--help`` is quick, and a module that cannot be imported does not break the others.
+Each subcommand has its texts and options in ``main.yaml``, and a module of this package with ``run(args) -> int``.
+Only the requested module is imported, so ``--help`` is quick, and a module that cannot be imported does not break the
+others.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def _run(arguments: list[str]) -> int:
         read_number(variable, 0)
     name = next((item for item in arguments if not item.startswith("-")), None)
     module = _load(name) if name in SUBCOMMANDS else None
-    parser, commands = _parsers(name, module)
+    parser, commands = _parsers(name)
     if name is not None and name not in SUBCOMMANDS:
         parser.error(f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}")
     args, extra = parser.parse_known_args(arguments)
@@ -85,10 +85,8 @@ def _load(name: str) -> ModuleType:
         raise UserError(f"megatron-bridge {name} cannot run: install the missing module {missing}") from error
 
 
-def _parsers(
-    name: str | None, module: ModuleType | None
-) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
-    """The parser of the command, and the parsers of its subcommands."""
+def _parsers(name: str | None) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
+    """The parser of the command, and the parsers of its subcommands; only that of ``name`` has options."""
     parser = Parser(
         prog="megatron-bridge",
         description="Hugging Face checkpoints in and out of Megatron-Core, trained under any parallel layout.",
@@ -98,17 +96,19 @@ def _parsers(
     subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command, entry in SUBCOMMANDS.items():
         chosen = subparsers.add_parser(command, help=entry["help"])
-        if module is not None and command == name:
-            describe(chosen, command, module)
+        if command == name:
+            describe(chosen, entry)
     return parser, subparsers.choices
 
 
-def describe(parser: argparse.ArgumentParser, command: str, module: ModuleType) -> None:
-    """Give ``parser`` the texts and options of a command."""
-    entry = SUBCOMMANDS[command]
-    parser.description, parser.epilog = entry["description"], entry.get("epilog")
-    getattr(module, "add_arguments", lambda _: None)(parser)
+def describe(parser: argparse.ArgumentParser, entry: dict[str, Any]) -> None:
+    """Give ``parser`` the texts, options and subcommands of a command."""
+    parser.description, parser.epilog = entry.get("description"), entry.get("epilog")
     add_options(parser, entry.get("options", {}))
+    if "subcommands" in entry:
+        subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+        for name, each in entry["subcommands"].items():
+            describe(subparsers.add_parser(name, help=each["help"]), each)
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # of a layer or an expert
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_arguments(parser)
-    parser.add_argument("--full", action="store_true", help="one line per parameter, not per kind of parameter")
-
-
 class Kind(NamedTuple):
     """Parameters whose names differ only in the numbers of layers and experts."""
 

@@ -15,11 +15,6 @@ PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _SHORTEST_KEY = 16
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model_options.add_model_options(parser)
-    model_options.add_named_adapters(parser, "the model of a request")
-
-
 def run(args: argparse.Namespace) -> int:
     for package in PACKAGES:
         import_optional(package, "megatron-bridge serve", "serve", is_setting=False)

@@ -5,19 +5,12 @@ import argparse
 import os
 import sys
 
-from megatron.bridge.cli.support.parser import add_options
 from megatron.bridge.cli.support.text_format import write_file
-from megatron.bridge.cli.support.train_job import Job, add_job_options, forward_step, prepare
+from megatron.bridge.cli.support.train_job import Job, forward_step, prepare
 from megatron.bridge.recipes.catalog import search
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.startup import without_gc
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_job_options(parser)
-    add_options(parser, yaml_text.tables_beside(__file__))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import tune_probe, tune_rl
 from megatron.bridge.cli.support.text_format import columns, write_file
-from megatron.bridge.cli.support.train_job import MODES, Job, add_job_options, prepare
+from megatron.bridge.cli.support.train_job import Job, prepare
 from megatron.bridge.utils.config.serialize import dump_yaml
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import without_gc
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from megatron.bridge.autotune.search.explain import Reason, Step
     from megatron.bridge.autotune.search.price import Price
     from megatron.bridge.autotune.search.search import Found, Search
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_job_options(parser, model_alone=True, modes=(*MODES, "rl"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("hf_model", metavar="HF_DIR", help="model directory or hub id")
-    parser.add_argument(
-        "megatron_path", metavar="MEGATRON_DIR", type=Path, help="checkpoint directory, or one iteration in it"
-    )
-    parser.add_argument("--certificate", type=Path, metavar="FILE", help="write the certificate to this file")
-    parser.add_argument(
-        "--skip-logits", action="store_true", help="compare only the tensors, a few in memory at a time"
-    )
-    parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    model_options.add_parallel_arguments(parser)
-    model_options.add_trust_checkpoint(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils import distributed

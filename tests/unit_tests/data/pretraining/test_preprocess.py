@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenised corpora, read back by Megatron-Core, against a naive loop; and what can be wrong with them."""
 
-import argparse
 import json
 import resource
 import signal
@@ -13,7 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import AutoTokenizer
 
-from megatron.bridge.cli import data as data_cli
+from megatron.bridge.cli.main import main
 from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
 from megatron.bridge.data.pretraining import inputs
 from megatron.bridge.data.pretraining import preprocess as module
@@ -296,11 +295,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(make, jsonl, tmp_
 
 
 def test_command_line(jsonl, tokenizer_dir, tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    data_cli.add_arguments(parser)
-    words = ["preprocess", "--input", jsonl, "--tokenizer-model", tokenizer_dir, "--workers", "1"]
-    args = parser.parse_args([*map(str, words), "--output-prefix", f"{tmp_path}/o"])
-    assert data_cli.run(args) == 0
+    words = ["data", "preprocess", "--input", jsonl, "--tokenizer-model", tokenizer_dir, "--workers", "1"]
+    assert main([*map(str, words), "--output-prefix", f"{tmp_path}/o"]) == 0
     assert read(tmp_path / "o") == naive(tokenizer_dir, DOCUMENTS)
     assert "40 documents" in capsys.readouterr().err
 
@@ -309,12 +305,10 @@ def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
     """One dataset for each key, named as by Megatron-LM's own tool."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text, "title": text[:9]}) + "\n" for text in DOCUMENTS))
-    parser = argparse.ArgumentParser()
-    data_cli.add_arguments(parser)
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer_dir, "--partitions", "1"]
     words += ["--keep-sequential-samples"]
     words += ["--json-keys", "text", "title", "--workers", "1", "--output-prefix", tmp_path / "o"]
-    assert data_cli.run(parser.parse_args(["preprocess", "--input", str(corpus), *map(str, words)])) == 0
+    assert main(["data", "preprocess", "--input", str(corpus), *map(str, words)]) == 0
     assert read(tmp_path / "o_text_document") == naive(tokenizer_dir, DOCUMENTS)
     assert read(tmp_path / "o_title_document") == naive(tokenizer_dir, [text[:9] for text in DOCUMENTS])
 
@@ -335,12 +329,9 @@ def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
     ],
 )
 def test_arguments_of_megatron_lm_without_a_counterpart_are_refused(words, way_out, capsys):
-    parser = argparse.ArgumentParser()
-    data_cli.add_arguments(parser)
+    command = ["data", "preprocess", "--input", "c", "--tokenizer-model", "t", "--output-prefix", "o"]
     with pytest.raises(SystemExit):
-        parser.parse_args(
-            ["preprocess", "--input", "c", "--tokenizer-model", "t", "--output-prefix", "o", *words.split()]
-        )
+        main([*command, *words.split()])
     reason = capsys.readouterr().err.split("error: ")[-1]
     assert reason.startswith(words.split()[0])
     assert way_out in reason

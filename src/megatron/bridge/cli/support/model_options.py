@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of subcommands that build a model (which model, and its parallel sizes) or generate text."""
+"""What the options of subcommands that build a model or generate text mean."""
 
 import argparse
 from dataclasses import fields
@@ -7,39 +7,8 @@ from math import lcm, prod
 from typing import Any
 
 from megatron.bridge.cli.support import text_format
-from megatron.bridge.cli.support.parser import add_options
 from megatron.bridge.utils.atomic import read_text
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
-
-_TABLES = yaml_text.tables_beside(__file__)
-DTYPES = _TABLES["model"]["--dtype"]["choices"]
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, *names: str, without: str = "") -> None:
-    """Add the Hugging Face model, required or ``without`` with what that means, and the arguments below."""
-    parser.add_argument(
-        "--hf-model",
-        *names,
-        dest="hf_model",
-        required=not without,
-        metavar="ID",
-        help=f"model directory or hub id{f' ({without})' if without else ''}",
-    )
-    add_parallel_arguments(parser)
-
-
-def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trust_remote_code(parser)
-    add_options(parser, _TABLES["parallel"])
-
-
-def add_trust_remote_code(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, _TABLES["trust remote code"])
-
-
-def add_trust_checkpoint(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, _TABLES["trust checkpoint"])
 
 
 def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
@@ -96,35 +65,6 @@ def build_model(bridge: Any, sizes: dict[str, Any]) -> list[Any]:
     return provider.provide_distributed_model(wrap_with_ddp=False)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    for name in ("model", "trust remote code", "trust checkpoint"):
-        add_options(parser, _TABLES[name])
-
-
-def add_named_adapters(parser: argparse.ArgumentParser, chosen_by: str) -> None:
-    parser.add_argument(
-        "--adapters",
-        action=_NamedPaths,
-        metavar="NAME=DIR",
-        help=f"an adapter, and its name, which is then {chosen_by}; may be repeated",
-    )
-
-
-class _NamedPaths(argparse.Action):
-    """Collects ``name=path``."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        name, _, path = values.partition("=")
-        found = dict(getattr(namespace, self.dest) or {})
-        if not name or not path or name in found:
-            parser.error(f"{option_string} {values}: give NAME=DIR, each name once")
-        setattr(namespace, self.dest, {**found, name: path})
-
-
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, _TABLES["sampling"])
-
-
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     from megatron.bridge.inference.requests import Sampling
 
@@ -144,16 +84,11 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``LLM`` takes beside the path, of the arguments of ``add_model_options``."""
+    """What ``LLM`` takes beside the path, of the arguments of the table ``model``."""
     names = (*_SAME, "window_rings", "trust_remote_code", "trust_checkpoint")
     template = args.template and read_text(args.template, f"--template {args.template}")
     named = {"adapters": getattr(args, "adapters", None), "template": template}
     return {**named, **{name: getattr(args, name) for name in names}}
-
-
-def add_script_options(parser: argparse.ArgumentParser) -> None:
-    for name in ("script", "trust remote code", "trust checkpoint"):
-        add_options(parser, _TABLES[name])
 
 
 def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
@@ -164,7 +99,7 @@ def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The path and the options of an ``LLM`` from ``add_script_options``."""
+    """The path and the options of an ``LLM`` from the table ``script``."""
     path = args.megatron_model_path or args.hf_model_path
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The argument parser of every subcommand and script, and options from tables."""
+"""The argument parser of every subcommand and script, and options from tables; ``parser.yaml`` has shared ones."""
 
 import argparse
 import re
 from pathlib import Path
 from typing import Any
+
+from megatron.bridge.utils.config import yaml_text
+
+SHARED = yaml_text.tables_beside(__file__)
 
 MOST = 1 << 20  # processes, which layouts and reports count one by one
 MOST_WORKERS = 1024
@@ -60,18 +64,60 @@ def memory_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-TYPES = {"int": int, "float": float, "path": Path, "count": count, "workers": workers, "memory_size": memory_size}
+class _NamedPaths(argparse.Action):
+    """Collects ``name=path``."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, _, path = values.partition("=")
+        found = dict(getattr(namespace, self.dest) or {})
+        if not name or not path or name in found:
+            parser.error(f"{option_string} {values}: give NAME=DIR, each name once")
+        setattr(namespace, self.dest, {**found, name: path})
+
+
+class _Refused(argparse.Action):
+    """Ends the command with the reason why an argument of another program is not taken."""
+
+    def __init__(self, reason: str, **names: Any) -> None:
+        super().__init__(nargs="*", const=reason, help=argparse.SUPPRESS, **names)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error(f"{self.option_strings[0]} is not supported: {self.const}")
+
+
+_BY_NAME: dict[str, dict[str, Any]] = {
+    "type": {"int": int, "float": float, "path": Path, "count": count, "workers": workers, "memory_size": memory_size},
+    "action": {"toggle": argparse.BooleanOptionalAction, "named_paths": _NamedPaths, "refused": _Refused},
+}
+"""What the words of tables stand for, beside argparse's own actions."""
 
 
 def add_options(parser: Any, table: dict[str, Any]) -> None:
-    """Add the options of a YAML table, by their names; ``one of`` and ``group TITLE`` hold options of their own."""
+    """Add the options of a YAML table, by their names.
+
+    ``group TITLE``, ``one of`` and ``exactly one of`` hold options of their own, ``shared NAME`` stands for a table of
+    ``parser.yaml`` with changes, and ``defaults`` are values of names.
+    """
     for name, row in table.items():
-        if name == "one of":
-            add_options(parser.add_mutually_exclusive_group(), row)
-        elif name.startswith("group "):
-            add_options(parser.add_argument_group(name.removeprefix("group ")), row)
+        kind, _, title = name.partition(" ")
+        if name == "defaults":
+            parser.set_defaults(**row)
+        elif kind == "shared":
+            add_shared(parser, title, row)
+        elif kind == "group":
+            add_options(parser.add_argument_group(title), row)
+        elif name in ("one of", "exactly one of"):
+            add_options(parser.add_mutually_exclusive_group(required=name != "one of"), row)
         else:
-            named = {"type": TYPES[row["type"]]} if "type" in row else {}
-            if row.get("action") == "toggle":
-                named["action"] = argparse.BooleanOptionalAction
-            parser.add_argument(*name.split(), **row | named)
+            known = {key: values[row[key]] for key, values in _BY_NAME.items() if row.get(key) in values}
+            parser.add_argument(*name.split(), **row | known)
+
+
+def add_shared(parser: Any, name: str, changes: dict[str, Any] | None = None) -> None:
+    """Add the options of the table ``name`` of ``parser.yaml``, with changes to their rows."""
+    add_options(parser, _changed(SHARED[name], changes or {}))
+
+
+def _changed(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    own = {key: _changed(table[key], value) if isinstance(value, dict) else value for key, value in changes.items()}
+    return table | own

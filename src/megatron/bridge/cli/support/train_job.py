@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support.parser import add_options
 from megatron.bridge.recipes.catalog import Recipe, find
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 ADAPTERS = ("lora", "dora")
 DISTILL_MODES = ("distill", "cache-teacher")
 OWN_STEP = (*DISTILL_MODES, "dpo")  # modes with a forward step of their own
-MODES = ("pretrain", "sft", *ADAPTERS, *OWN_STEP)
-
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\w+\])*=")
 
@@ -39,7 +36,7 @@ class Job:
     config: "ConfigContainer"  # all settings, not resolved yet
     origins: Origins
     source: str  # the recipe or the file, for messages
-    mode: str  # one of ``MODES``
+    mode: str  # one of the choices of ``--mode``
     world_size: int | None  # number of processes for which the recipe was made, if known
     recipe: Recipe | None = None
     changes: list[Change] = field(default_factory=list)  # settings from files and from the command line
@@ -54,14 +51,6 @@ class Job:
         resolved = self.config.resolve(world_size, self.origins, count_rows)
         check_sticks(resolved.config, self.changes)
         return resolved
-
-
-def add_job_options(parser: argparse.ArgumentParser, model_alone: bool = False, modes: tuple[str, ...] = MODES) -> None:
-    """The options that describe a run; with ``model_alone``, ``--hf-model`` needs no recipe."""
-    parser.set_defaults(model_alone=model_alone)
-    options = yaml_text.tables_beside(__file__)
-    options["--mode"]["choices"] = modes
-    add_options(parser, options)
 
 
 def prepare(args: argparse.Namespace) -> Job:
