@@ -71,7 +71,10 @@ DAMAGE = {
     "a link to itself": lambda file: (file.unlink(), file.symlink_to(file.name)),
 }
 
-NAMED = {"chat_template.jinja": ("chat template", "no sample", "jinja"), "run.yaml": ("run.yaml", "error: train ")}
+NAMED = {
+    "chat_template.jinja": ("chat template", "no sample", "jinja", "dataset.seq_length"),
+    "run.yaml": ("run.yaml", "error: train "),
+}
 """What the sentence names where it is not the file."""
 
 CASES = [

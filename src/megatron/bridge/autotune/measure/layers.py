@@ -6,13 +6,12 @@ They hold what kernels alone leave out: Python, autograd, the allocator, and ope
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.layers import layer_shape, layers_of
@@ -102,34 +101,30 @@ def _add(
     for direction in ("forward", "backward"):
         names = [f"{kind} {direction}" for kind in (*kinds, "ends")]
         for index, (name, amount) in enumerate(zip(names, [*operations, last], strict=True)):
-            seconds = statistics.median(each.seconds(direction)[index] for each in calls)
+            seconds = statistics.median(each[direction][index] for each in calls)
             found.setdefault(name, []).append((amount, seconds))
 
 
-@dataclass
-class _Clock:
-    """When the passes of layers began and ended, and those of the whole model."""
-
-    layers: list[dict[str, float]]
-    whole: dict[str, float] = field(default_factory=dict[str, float])
-
-    def seconds(self, direction: str) -> list[float]:
-        """Of each layer, and of the rest."""
-        inside = [each[f"{direction} end"] - each[f"{direction} start"] for each in self.layers]
-        return [*inside, self.whole[direction] - sum(inside)]
-
-
-def _passes(chunk: Any, rows: int, length: int) -> _Clock:
+def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
+    """Seconds of each layer forward and backward, and those of the rest of the model last."""
     tokens = torch.randint(0, chunk.vocab_size, (rows, length), device=speed.device())
     positions = torch.arange(length, device=speed.device()).expand(rows, length)
-    with _clocked(chunk.decoder.layers) as clock:
-        start = _now()
-        loss = chunk(tokens, positions, None, labels=tokens).float().mean()
-        middle = _now()
-        loss.backward()
-        clock.whole = {"forward": middle - start, "backward": _now() - middle}
+    marks: dict[tuple[int, str], float] = {}
+    hooks = [hook for index, layer in enumerate(chunk.decoder.layers) for hook in _hooks(layer, marks, index)]
+    start = _now()
+    loss = chunk(tokens, positions, None, labels=tokens).float().mean()
+    middle = _now()
+    loss.backward()
+    whole = {"forward": middle - start, "backward": _now() - middle}
+    for hook in hooks:
+        hook.remove()
     chunk.zero_grad(set_to_none=False)
-    return clock
+    found: dict[str, list[float]] = {}
+    for direction, seconds in whole.items():
+        layers = range(len(chunk.decoder.layers))
+        inside = [marks[index, f"{direction} end"] - marks[index, f"{direction} start"] for index in layers]
+        found[direction] = [*inside, seconds - sum(inside)]
+    return found
 
 
 def _now() -> float:
@@ -137,37 +132,20 @@ def _now() -> float:
     return time.perf_counter()
 
 
-@contextmanager
-def _clocked(layers: Sequence[nn.Module]) -> Iterator[_Clock]:
-    clock = _Clock([{} for _ in layers])
-    hooks = []
-    for layer, times in zip(layers, clock.layers, strict=True):
-        hooks += [layer.register_forward_pre_hook(_before(times), with_kwargs=True)]
-        hooks += [layer.register_forward_hook(_behind(times))]
-    try:
-        yield clock
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) -> list[Any]:
+    """Hooks that write down when the passes of ``layer`` begin and end."""
 
+    def mark(name: str) -> None:
+        marks[index, name] = _now()
 
-def _before(times: dict[str, float]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        _mark(hidden, times, "backward end")
-        times["forward start"] = _now()
+        hidden.register_hook(lambda gradient: mark("backward end"))
+        mark("forward start")
 
-    return hook
+    def behind(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        mark("forward end")
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(lambda gradient: mark("backward start"))
 
-
-def _behind(times: dict[str, float]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        times["forward end"] = _now()
-        _mark(output[0] if isinstance(output, tuple) else output, times, "backward start")
-
-    return hook
-
-
-def _mark(tensor: Tensor, times: dict[str, float], name: str) -> None:
-    """Write down when the gradient of ``tensor`` is known."""
-    tensor.register_hook(lambda gradient: times.__setitem__(name, _now()))
+    return [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(behind)]
