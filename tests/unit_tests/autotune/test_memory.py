@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.autotune.gpus import GPUS, fits, gpu
@@ -172,6 +173,13 @@ def test_nothing_is_left_behind():
     before = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
     meta_model.stage_chunks(provider("llama", 4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2))
     assert {name: value for name, value in vars(parallel_state).items() if name.startswith("_")} == before
+
+
+def test_a_run_starts_with_the_scale_of_no_other_pass(monkeypatch):
+    """Megatron-Core would copy [1] into [], which is an error."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
+    built(configured(provider("qwen3_moe")).resolve(1).config)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
 
 
 def test_gpus():

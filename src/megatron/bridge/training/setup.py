@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends.cpu import allocator
@@ -147,6 +148,8 @@ def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> Non
 def initialize(config: ConfigContainer, **groups: Any) -> None:
     """Join the process group, create the model-parallel ``groups``, and seed all random number generators."""
     allocator.keep_freed_memory()
+    # Megatron-Core copies the scale of a step into it, and a backward pass by hand leaves one of another shape
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if config.logger.logging_level is not None:
         logging.getLogger("megatron").setLevel(config.logger.logging_level)
     _connect_processes(config)
