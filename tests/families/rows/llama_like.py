@@ -17,6 +17,7 @@ SIZE = {
 WIDE = {**SIZE, "head_dim": 16}
 STARCODER = {key: value for key, value in SIZE.items() if key != "rms_norm_eps"}
 SEED = {**WIDE, "attention_dropout": 0.0, "residual_dropout": 0.0}
+ALL_BUT_QKV_BIASES = {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 WINDOWS = {"sliding_window": 7, "layer_types": MIXED}
 PLAIN = {"rope_type": "default", "rope_theta": 70.0}
@@ -51,6 +52,7 @@ ROWS = [
     row("olmo3_tied", "Olmo3ForCausalLM", {**SIZE, **WINDOWS, "attention_bias": True, "tie_word_embeddings": True}),
     row("seed_oss", "SeedOssForCausalLM", SEED),
     row("seed_oss_all_biases", "SeedOssForCausalLM", {**SEED, "attention_out_bias": True, "mlp_bias": True}),
+    row("seed_oss_no_qkv_biases", "SeedOssForCausalLM", {**SEED, **ALL_BUT_QKV_BIASES}),
     row("seed_oss_split_biases", "SeedOssForCausalLM", {**SEED, "mlp_bias": True, "tie_word_embeddings": True}),
     row("apertus", "ApertusForCausalLM", {**WIDE, "rope_parameters": LLAMA3}, ("tp2",), ("sp2", "pp2", "vp2")),
     row("apertus_biases", "ApertusForCausalLM", {**SIZE, "attention_bias": True, "tie_word_embeddings": True}),

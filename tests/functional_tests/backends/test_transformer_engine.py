@@ -36,7 +36,7 @@ CHECKS = ("one", "stored", "lora", "tp2", "sp2", "pp2", "ep2", "lora-sp2")
 REFUSED = {
     "attention_bias": (
         *("gpt_oss_tied_no_attention_bias", "llama_mlp_bias", "cwm_bias", "helium", "nemotron_h_biases"),
-        "gpt_neox_serial",
+        *("gpt_neox_serial", "seed_oss_no_qkv_biases"),
     ),
     "attention_output_bias": ("seed_oss_split_biases", "granitemoe_biases", "dots1_biases"),
     "backend": ("deepseek_v32", "glm_moe_dsa"),

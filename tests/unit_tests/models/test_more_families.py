@@ -45,7 +45,6 @@ def provider_of(row, **changes):
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("falcon_7b", {"alibi": True}, "alibi=True is not supported"),
         ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False and num_ln_in_parallel_attn=None with"),
-        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, "attention_out_bias=True needs"),
         (
             "arcee",
             {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 3.0}},

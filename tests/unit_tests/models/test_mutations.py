@@ -79,6 +79,10 @@ MUTATIONS = {
         lambda hf: edit(hf, Q, lambda t: {Q: t, "model.layers.1.self_attn.extra.weight": t.clone()}),
         "tensor model.layers.1.self_attn.extra.weight of the checkpoint has no Megatron parameter",
     ),
+    "a bias that the config leaves out": (
+        lambda hf: edit(hf, Q, lambda t: {Q: t, Q.replace("weight", "bias"): t[:, 0].clone()}),
+        r"q_proj.bias of the checkpoint has no Megatron parameter; add_qkv_bias or add_bias_linear makes it",
+    ),
     "transposed": (
         lambda hf: edit(hf, DOWN, lambda t: {DOWN: t.T.contiguous()}),
         rf"tensor {DOWN} in model-.* has shape \[72, 48\], the config means \[48, 72\]",

@@ -136,7 +136,7 @@ class GPTModelProvider(ModelProvider):
     attention_bias: bool | None = None
     """False removes the attention's biases where ``add_bias_linear`` is on; None leaves them."""
     attention_output_bias: bool | None = None
-    """The same for the output projection of attention alone; True adds its bias where no linear layer has one."""
+    """The same for the output projection of attention alone; True gives it a bias where the others have none."""
     mlp_bias: bool | None = None
     """The same for the feed-forward layers."""
     moe_router_group_score: Literal["sum", "two", "max"] = "sum"

@@ -72,6 +72,7 @@ DOTS_LLM1_142B = "rednote-hilab/dots.llm1.base"
 HUNYUAN_80B_A13B = "tencent/Hunyuan-A13B-Instruct"
 K_EXAONE_236B = "LGAI-EXAONE/K-EXAONE-236B-A23B"
 MINIMAX_M2_229B = "MiniMaxAI/MiniMax-M2"
+MOE_7B_A1B = "ibm-research/moe-7b-1b-active-shared-experts"  # parts of its config are assumed: docs/models.md
 PHI35_MOE_42B = "microsoft/Phi-3.5-MoE-instruct"
 _LARGE: PretrainOptions = {"seq_length": 4096, "global_batch_size": 1024, "lr": 2e-4}
 _4_STAGES: LayoutOptions = {"pipeline_layout": "Et*15|t*16|t*16|t*15L"}
@@ -80,6 +81,7 @@ _8_STAGES: LayoutOptions = {"pipeline_layout": "Et*7|(t*8|)*6t*7L"}
 dots_llm1_142b_pretrain_config = pretrain_recipe(DOTS_LLM1_142B, _4_STAGES, _LARGE, layout(tp=4, pp=4, ep=8, etp=1))
 ernie45_21b_a3b_pretrain_config = pretrain_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8), seq_length=4096, lr=3e-4)
 granite31_1b_a400m_pretrain_config = pretrain_recipe("ibm-granite/granite-3.1-1b-a400m-base", seq_length=4096, lr=5e-4)
+granite_moe_shared_7b_a1b_pretrain_config = pretrain_recipe(MOE_7B_A1B, seq_length=4096, lr=5e-4)
 hunyuan_80b_a13b_pretrain_config = pretrain_recipe(HUNYUAN_80B_A13B, _LARGE, layout(tp=2, pp=2, ep=8, etp=1))
 k_exaone_236b_pretrain_config = pretrain_recipe(K_EXAONE_236B, _LARGE, layout(tp=4, pp=4, ep=16, etp=1))
 minimax_m2_229b_pretrain_config = pretrain_recipe(MINIMAX_M2_229B, _8_STAGES, _LARGE, layout(tp=2, pp=8, ep=8, etp=1))
@@ -90,6 +92,7 @@ trinity_mini_26b_pretrain_config = pretrain_recipe("arcee-ai/Trinity-Mini", layo
 dots_llm1_142b_finetune_config = finetune_recipe(DOTS_LLM1_142B, _4_STAGES, layout(tp=4, pp=4, ep=8, etp=1))
 ernie45_21b_a3b_finetune_config = finetune_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8))
 granite31_1b_a400m_finetune_config = finetune_recipe("ibm-granite/granite-3.1-1b-a400m-base", lr=1e-5)
+granite_moe_shared_7b_a1b_finetune_config = finetune_recipe(MOE_7B_A1B, lr=1e-5)
 hunyuan_80b_a13b_finetune_config = finetune_recipe(HUNYUAN_80B_A13B, layout(tp=2, pp=2, ep=8, etp=1))
 k_exaone_236b_finetune_config = finetune_recipe(K_EXAONE_236B, layout(tp=4, pp=4, ep=16, etp=1))
 minimax_m2_229b_finetune_config = finetune_recipe(MINIMAX_M2_229B, _8_STAGES, layout(tp=2, pp=8, ep=8, etp=1))

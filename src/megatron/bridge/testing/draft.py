@@ -27,10 +27,12 @@ _TINY |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embe
 _TINY |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "topk_group": 1}
 _TINY |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
 _TINY |= {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-_TINY |= {"rotary_dim": 4, "n_inner": 72}
+_TINY |= {"rotary_dim": 4, "n_inner": 72, "attention_multiplier": 0.25}
 _IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 _MOST = 20_000_000  # parameters of a tiny model: more take long, and a real one all of the memory
 _EPSILON = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+_NORMS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("norm_1", "norm_2"))
+_PROJECTIONS = r"(.+)\.(q_proj|query_key_value|qkv_proj|c_attn|Wqkv)\.weight"
 # what no name tells, tried until logits agree
 _GUESSES: tuple[dict[str, Any], ...] = ({}, {"rotary_interleaved": True}, {"rotary_interleaved": False})
 
@@ -75,23 +77,25 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
 
 
 def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
+    # what the class derives from other keys, such as key heads from multi_query, would contradict them
+    derived = (config.to_dict().keys() & _TINY.keys()) - {f.name for f in dataclasses.fields(config)}
+    full = {key: value for key, value in config.to_dict().items() if key not in derived}
     reason = ""
-    for sizes in ({}, {"head_dim": 8}):  # some heads must be as wide as hidden size / number of heads
-        # what the class derives from other keys, such as key heads from multi_query, would contradict them
-        derived = (config.to_dict().keys() & _TINY.keys()) - {f.name for f in dataclasses.fields(config)}
-        full = {key: value for key, value in config.to_dict().items() if key not in derived}
-        row = Row(config.model_type, model, tiny_config(full, config.attribute_map, **sizes))
+    # some heads must be as wide as hidden size / number of heads, and some sizes agree only as the config has them
+    for index, sizes in enumerate(({}, {"head_dim": 8}, None)):
+        tiny = tiny_config(full, config.attribute_map, **(sizes or {}))
+        if sizes is None:
+            tiny |= {key: full[key] for key in tiny.keys() & full.keys() - _IDS.keys() if "drop" not in key}
+        row = Row(config.model_type, model, tiny)
         try:
             with torch.device("meta"):
                 count = sum(parameter.numel() for parameter in model(model.config_class(**row.config)).parameters())
-            if count > _MOST:
-                raise UserError(f"a tiny {model.__name__} still has {count} parameters: give a config of small sizes")
-            return reference.make_reference(row, folder / f"reference{len(sizes)}")
-        except UserError:
-            raise
+            if count <= _MOST:
+                return reference.make_reference(row, folder / f"reference{index}")
+            reason = reason or f"still has {count} parameters"
         except Exception as error:  # of transformers' own code, whatever it checks
-            reason = f"{type(error).__name__}: {one_line(error)}"
-    raise UserError(f"a tiny {model.__name__} does not run ({reason}): give a config in which all sizes are set")
+            reason = reason or f"does not run ({type(error).__name__}: {one_line(error, 400)})"
+    raise UserError(f"a tiny {model.__name__} {reason}: give a config of small sizes, which is then used as it is")
 
 
 def _attempts(drafts: "list[Draft]", case: reference.Case, folder: Path) -> "Iterator[tuple[Draft, list[str]]]":
@@ -177,8 +181,9 @@ class Draft:
                 return f"*{name}" if isinstance(getattr(families, name), tuple) else name
         if key in {f.hf for f in self.parent.fields}:  # the tensors spoke against what the base makes of it
             return ""
-        plain = (f for fields in model_bridge.declared_fields().values() for f in fields if f.hf == key)
-        names = [f.megatron for f in plain if f.to is None and f.back is None and isinstance(f.megatron, str)]
+        usual = {own: name for name, own in self.source_config.attribute_map.items()}.get(key)
+        plain = (f for fields in model_bridge.declared_fields().values() for f in fields if f.hf in (key, usual))
+        names = [f.megatron for f in plain if f.to is None and f.back is None]
         return f"Field({key!r}, {names[0]!r})" if names else ""
 
     def _read_tensors(self, ends: Mapping[str, tuple[int, ...]]) -> None:
@@ -197,19 +202,25 @@ class Draft:
         plain = len(matrices) == 2 and not any("gate" in name for name in matrices)
         self.fixed |= {"norm_placement": placement, "gated_linear_unit": not plain}
         self.fixed |= {"qk_norm_across_heads": query != key, "qk_layernorm": query == key} if query else {}
-        norms = (None, None) if placement == "post" else ("input_layernorm", "post_attention_layernorm")
-        norms = (norms[0], "pre_feedforward_layernorm") if before else norms
-        moved = placement != self.parent.fixed.get("norm_placement", "pre")
-        if moved or any("norm" in name for name in self.left_over):
-            self.blocks.append(f"attention(norm={norms[0]!r}, qk_norm={bool(query)})")
+        norms = next((pair for pair in _NORMS if f"{pair[0]}.weight" in ends), _NORMS[0])
+        norms = (None, None) if placement == "post" else (norms[0], "pre_feedforward_layernorm") if before else norms
+        alone = f"{norms[0]}.weight" in ends and f"{norms[1]}.weight" not in ends
+        biased = any(name.endswith("head.bias") for name in self.tensors)
+        said = self.parent.fixed
+        if alone != (said.get("parallel_residual") == "shared_norm"):
+            self.fixed["parallel_residual"] = "shared_norm" if alone else None
+        self.fixed |= {"output_bias": biased} if biased != said.get("output_bias", False) else {}
+        norms = (norms[0], None) if alone else norms
+        moved = placement != said.get("norm_placement", "pre")
+        layers = re.sub(r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it)))
+        if moved or any("norm" in name or re.search("attn.*(proj|dense|key_value)", name) for name in self.left_over):
+            self.blocks.append(_attention(ends, layers, norms[0]))
             self.blocks += ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
-        gated = self.parent.fixed.get("gated_linear_unit", True)
-        if moved or (plain and gated) or any("mlp" in name for name in self.left_over):
+        if moved or (plain and said.get("gated_linear_unit", True)) or any("mlp" in name for name in self.left_over):
             names = ("gate_proj", "up_proj", "down_proj")
             if plain:  # the narrow side of each is the width of the model
                 pair = sorted(matrices, key=lambda name: ends[name][0] < ends[name][1])
                 names = ("", *(name.split(".")[1] for name in pair))
-            layers = re.sub(r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it)))
             self.blocks.append(f"mlp({layers!r}, norm={norms[1]!r}, gated={not plain}, projections={names!r})")
 
     @property
@@ -241,8 +252,8 @@ class {name}Bridge({parent}):
         return [
             f"{self.architecture} is nearest to {self.base}",
             *(f"key {key}={self.config[key]!r}: {text} reads it" for key, text in self.claimed.items()),
-            *(f"key {key} in {values}: {_other_readers(key)}" for key, values in self.unread.items()),
-            *(f"tensor {name}: {self.base} does not name it" for name in self.left_over),
+            *(f"key {key} in {str(values)[:120]}: {_other_readers(key)}" for key, values in self.unread.items()),
+            *(f"tensor {name}: {self.base} does not name it{_others_name(name)}" for name in self.left_over),
         ]
 
     def problems(self, case: reference.Case, output: Path) -> list[str]:
@@ -252,12 +263,34 @@ class {name}Bridge({parent}):
             AutoBridge.from_hf_config(self.source_config).to_megatron_provider(load_weights=False)
             return list(on_one_process(case, output))
         except Exception as error:  # a draft can be wrong in any way
-            return [f"{type(error).__name__}: {one_line(error, 600)}"]
+            return [f"{type(error).__name__}: {one_line(error, 1500)}"]
         finally:
             model_bridge.forget(self.architecture)
+
+
+def _attention(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:
+    """The block of attention, by the names of its tensors in a layer."""
+    found = next((m for name in ends if (m := re.fullmatch(_PROJECTIONS, name))), None)
+    module, first = found.groups() if found else ("self_attn", "q_proj")
+    outputs = [f"{module}.{name}" for name in ("o_proj", "out_proj", "dense", "c_proj")]
+    output = next((name for name in outputs if f"{name}.weight" in ends), outputs[0])
+    options: dict[str, Any] = {"fused": first, "grouped": first == "query_key_value"} if first != "q_proj" else {}
+    norms = (re.fullmatch(rf"{module}\.q_(\w*norm)\.weight", name) for name in ends)
+    options |= next(({"qk_norm": m[1]} for m in norms if m), {})
+    keywords = ", ".join(f"{name}={value!r}" for name, value in (options | {"names": module}).items())
+    return f"attention({layers!r}, {norm!r}, {output!r}, {keywords})"
 
 
 def _other_readers(key: str) -> str:
     families = model_bridge.families_that_read(key)
     read = f"look at the fields of {', '.join(families[:2])}" if families else "nothing reads it"
     return f"{read}; others are refused"
+
+
+def _others_name(tensor: str) -> str:
+    """Which families name a tensor that ends so in a layer."""
+    end = re.sub(r"^.*?(\.\*\.|$)", "*.", tensor)
+    registries = {name: bridge().mapping_registry() for name, bridge in model_bridge.declared_bridges().items()}
+    names = ((name, hf) for name, it in registries.items() for m in it.get_all_mappings() for hf in m.hf_names)
+    found = list(dict.fromkeys(name for name, hf in names if hf.endswith(end)))
+    return f"; look at {', '.join(found[:2])}" if found else ""

@@ -34,7 +34,7 @@ def apply_biases(model: Any, config: Any) -> None:
         if wanted and not config.add_bias_linear:
             raise UserError(f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True")
         if wanted is False and config.add_bias_linear:
-            for linear in _linears(model, name):
+            for linear in _linears(model, name, keep_output=bool(config.attention_output_bias)):
                 _remove(linear, name)
 
 
@@ -62,7 +62,7 @@ def apply_output_bias(model: Any, config: Any) -> None:
     output.bias = bias
 
 
-def _linears(model: nn.Module, name: str) -> Iterator[nn.Module]:
+def _linears(model: nn.Module, name: str, keep_output: bool) -> Iterator[nn.Module]:
     for layer in model.modules():  # those of multi-token prediction too
         if not isinstance(layer, TransformerLayer):
             continue
@@ -73,7 +73,7 @@ def _linears(model: nn.Module, name: str) -> Iterator[nn.Module]:
             )
         part = layer.mlp if name == "mlp_bias" else layer.self_attention
         for linear in _PARTS[name]:
-            if hasattr(part, linear):
+            if hasattr(part, linear) and not (keep_output and linear == "linear_proj"):
                 yield getattr(part, linear)
 
 

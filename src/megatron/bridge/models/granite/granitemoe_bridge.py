@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Granite 3 with experts, 1B-A400M and 3B-A800M: Granite's multipliers, experts in every layer."""
 
-from typing import Any
-
 from megatron.bridge.models.families import *
 from megatron.bridge.models.granite.granite_bridge import GraniteBridge
 
@@ -26,17 +24,15 @@ class GraniteMoeBridge(DecoderBridge):
     )
 
 
-def _width(width: int, _: Any) -> int | None:
-    return width or None
-
-
-def _back(width: int | None, _: Any) -> int:
-    return width or 0
-
-
 @register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
 class GraniteMoeSharedBridge(GraniteMoeBridge):
     fields = (
         *GraniteMoeBridge.fields,
-        Field("shared_intermediate_size", "moe_shared_expert_intermediate_size", default=0, to=_width, back=_back),
+        Field(
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            default=0,
+            to=lambda width, _: width or None,
+            back=lambda width, _: width or 0,
+        ),
     )

@@ -177,16 +177,14 @@ def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
 def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:
     """Values of ``_PART_BIASES``; ``add_bias_linear`` only where needed: not all backends remove a bias."""
     qkv, out, mlp = (bool(config.get(key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
-    if out and not qkv:
-        raise UserError("attention_out_bias=True needs attention_bias=True: one bias alone is not supported")
     return (False, True, qkv, out, mlp) if out or mlp else (qkv, False, None, None, None)
 
 
-def _has_bias(*parts: int) -> Callable[[Any, Any], bool]:
-    """Whether none of the switches at ``parts`` of ``_PART_BIASES`` is off."""
+def _has_bias(part: int) -> Callable[[Any, Any], bool]:
+    """Whether linear layers have biases, and the switch at ``part`` of ``_PART_BIASES`` is not off."""
 
     def back(values: tuple[bool | None, ...], _: Any) -> bool:
-        return bool(values[1]) and all(values[part] is not False for part in parts)
+        return bool(values[1]) and values[part] is not False
 
     return back
 
@@ -348,7 +346,7 @@ _PART_BIASES = ("add_qkv_bias", "add_bias_linear", "attention_bias", "attention_
 
 PART_BIASES: tuple[Field, ...] = (
     Field("attention_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_qkv_bias),
-    Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(2, 3)),
+    Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(3)),
     Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(4)),
 )
 """Biases of queries, keys and values; of the output projection; of the feed-forward layer."""

@@ -18,10 +18,12 @@ MADE_BY = {
     "**_layernorm.weight": "normalization, norm_placement, qk_layernorm or qk_norm_across_heads",
     "**norm.bias": "normalization",
     "**.linear_qkv.bias": "add_qkv_bias or add_bias_linear",
+    "**.linear_proj.bias": "attention_output_bias or add_bias_linear",
     "**.shared_experts.**": "moe_shared_expert_intermediate_size",
     "**.router.expert_bias": "moe_router_enable_expert_bias",
     "**.router.**": "num_moe_experts or moe_layer_freq",
     "**.experts.**": "num_moe_experts or moe_layer_freq",
+    "output_layer.bias": "output_bias",
     "**.bias": "attention_bias, mlp_bias or add_bias_linear",
     "output_layer.weight": "share_embeddings_and_output_weights",
 }

@@ -167,7 +167,7 @@ def build_plan(
         unbuilt = [] if left_out is None else left_out.tensors(names, config.num_layers)
         found += tuple(name for name in unbuilt if name in entries)
         needed = {name: None for name in claimed if name in entries or name not in of_heads}
-        problems += _differences(tasks, needed, entries, ties, found)
+        problems += _differences(registry, tasks, needed, entries, ties, found)
         problems += _incomplete(unbuilt, entries)
     if problems:
         raise UserError(f"the conversion plan does not close: {first_problems(problems)}")
@@ -364,6 +364,7 @@ def _recomputed(names: Iterable[str], buffers: Sequence[str], claimed: Mapping[s
 
 
 def _differences(
+    registry: MegatronMappingRegistry,
     tasks: Sequence[WeightConversionTask],
     claimed: Mapping[str, None],
     entries: Mapping[str, TensorEntry],
@@ -382,8 +383,10 @@ def _differences(
     of_mtp = {name for name in claimed if needs[name].startswith("mtp.")}
     if not of_mtp.isdisjoint(missing):
         problems.insert(0, _NO_MTP if of_mtp.issubset(missing) else _SOME_MTP)
+    made = {name: made_by(it.megatron_param) for name in left_over if (it := registry.hf_to_megatron_lookup(name))}
     problems += [
-        f"tensor {name} of the checkpoint has no Megatron parameter{more}" for _, name, more in _kinds(left_over)
+        f"tensor {name} of the checkpoint has no Megatron parameter{made.get(name, '')}{more}"
+        for _, name, more in _kinds(left_over)
     ]
     return problems
 
