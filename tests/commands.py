@@ -148,7 +148,9 @@ def _sbatch(arguments):
     """Options of Slurm by a list of our own: its ``--help`` needs a cluster."""
     _behind(SBATCH)(arguments)
     for word in arguments[: arguments.index(SBATCH)]:
-        assert re.match(r"--(nodes|ntasks-per-node|gpus-per-node|partition|account|time)=\S+$", word), word
+        assert re.match(r"--(nodes|ntasks-per-node|cpus-per-task|gpus-per-node|partition|account|time)=\S+$", word), (
+            word
+        )
 
 
 def _uv(arguments):
@@ -192,6 +194,7 @@ PROGRAMS = {
     "pip": _extras,
     "sbatch": _sbatch,
     "ft_launcher": _behind(RUN_RECIPE),
+    "ray": lambda arguments: dry_run(arguments[arguments.index("--") + 1 :]),
 }
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Train with plain Slurm: one task per GPU, without a launcher. From the repository's folder:
 #
-#   sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --partition=gpu --account=A \
+#   sbatch --nodes=4 --ntasks-per-node=8 --cpus-per-task=12 --gpus-per-node=8 --partition=gpu --account=A \
 #       scripts/training/launch_with_sbatch.sh --recipe llama3_8b_pretrain_config checkpoint.save=runs/llama
 #
 # Slurm sends SIGTERM 120 seconds before the time limit, or when the job is preempted. The run then saves and exits with
@@ -41,6 +41,9 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
     options+=("--container-image=$CONTAINER_IMAGE" "--container-workdir=$PWD")
     options+=("--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
 fi
+
+# Since 22.05 srun does not take over the --cpus-per-task of the job.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then options+=("--cpus-per-task=$SLURM_CPUS_PER_TASK"); fi
 
 # The rank of each task comes from Slurm's own variables (megatron.bridge.utils.torchrun_env).
 srun "${options[@]}" "$PYTHON" -u scripts/training/run_recipe.py "$@"

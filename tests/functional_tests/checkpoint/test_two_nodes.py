@@ -2,8 +2,6 @@
 """Two launchers on two nodes, which are network namespaces joined by a cable: a node dies, the cable is pulled."""
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ import pytest
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.main import main
+from tests.namespaces import TwoNamespaces, missing
 from tests.unit_tests.cli.mistakes.table import SMALL
 
 STEPS, BOUND = 300, 400.0
@@ -22,48 +21,26 @@ SAVES = ["checkpoint.save_interval=10", "dist.hang_timeout_minutes=0.1"]
 PORT = 29511
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], check=True)
-
-
-class Nodes:
+class Nodes(TwoNamespaces):
     """Two network namespaces, and in each a torchrun of one process."""
 
     def __init__(self):
-        self.names = [f"node{os.getpid()}_{number}" for number in (1, 2)]
-        self.cables = [f"mb{os.getpid()}{side}" for side in "ab"]
+        super().__init__()
         self.launchers = {}
-
-    def __enter__(self):
-        for name in self.names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ends = [["name", cable, "netns", name] for cable, name in zip(self.cables, self.names, strict=True)]
-        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for number, (name, cable) in enumerate(zip(self.names, self.cables, strict=True)):
-            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", cable)
-            ip("-n", name, "link", "set", cable, "up")
-        return self
-
-    def __exit__(self, *_):
-        for number in list(self.launchers):
-            self.kill(number)
-        for name in self.names:
-            ip("netns", "del", name)
 
     def start(self, number, folder):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", f"--rdzv-id={folder.name}"]
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:{PORT}", f"--rdzv-id={folder.name}"]
         meeting += [
             f"--rdzv-conf=is_host={int(number == 0)},join_timeout=100",
-            f"--local-addr=10.77.0.{number + 1}",
+            f"--local-addr={self.addresses[number]}",
         ]
         program = ["--max-restarts=20", "scripts/training/run_recipe.py", *RECIPE, *LENGTH, *SAVES]
         places = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": self.cables[number], "OMP_NUM_THREADS": "1"}
         with (folder.parent / f"{folder.name}.{number}.log").open("a") as log:
             self.launchers[number] = subprocess.Popen(
-                ["ip", "netns", "exec", self.names[number], *launcher, *meeting, *program, *places],
+                [*self.inside(number), *launcher, *meeting, *program, *places],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -73,12 +50,7 @@ class Nodes:
     def kill(self, number):
         """End a node at once: its launcher and its rank, which has a session of its own."""
         self.launchers.pop(number).kill()
-        inside = subprocess.run(["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=True)
-        for pid in inside.stdout.split():
-            os.kill(int(pid), signal.SIGKILL)
-
-    def plug(self, number, state):
-        ip("-n", self.names[number], "link", "set", self.cables[number], state)
+        self.kill_all(number)
 
     def run_until(self, folder, done):
         """Start each launcher that fails again, as a scheduler does, until ``done()``."""
@@ -103,7 +75,7 @@ def last_step(folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip")
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_a_lost_node_and_a_pulled_cable(tmp_path):
     with Nodes() as nodes:
         for number in (0, 1):

@@ -82,25 +82,30 @@ def preempt_and_finish(slurm, job, folder):
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
 
 
-def assert_equal(folder, undisturbed):
+def assert_equal(folder, undisturbed, steps=STEPS):
     """Every loss, and every byte of the last checkpoint's tensors."""
     assert losses(folder) == losses(undisturbed)
-    assert max(losses(folder)) == STEPS
+    assert max(losses(folder)) == steps
     assert main(["checkpoint", "diff", str(folder / "run"), str(undisturbed / "run"), "--values"]) == 0
 
 
-def test_a_preempted_batch_job_goes_on_bitwise(slurm, undisturbed, tmp_path):
-    script = ROOT / "scripts/training/launch_with_sbatch.sh"
-    words = ["sbatch", "--parsable", "--ntasks-per-node=2", f"--output={tmp_path}/out.txt", str(script)]
+def sbatch(slurm, folder, *words, options=(), **environment):
+    """The number of a job of ``launch_with_sbatch.sh`` with two tasks a node, which writes into ``folder``."""
+    script = str(ROOT / "scripts/training/launch_with_sbatch.sh")
+    own = [*slurm.login, "sbatch", "--parsable", "--ntasks-per-node=2", f"--output={folder}/out.txt", *options, script]
     done = subprocess.run(
-        [*words, *WAITING, *TOY, *saving(tmp_path)],
+        [*own, *words, *saving(folder)],
         cwd=ROOT,
-        env={**slurm.environment, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        env={**slurm.environment, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    preempt_and_finish(slurm, done.stdout.strip(), tmp_path)
+    return done.stdout.strip()
+
+
+def test_a_preempted_batch_job_goes_on_bitwise(slurm, undisturbed, tmp_path):
+    preempt_and_finish(slurm, sbatch(slurm, tmp_path, *WAITING, *TOY), tmp_path)
     assert_equal(tmp_path, undisturbed)
     assert "requeued" in (tmp_path / "out.txt").read_text()
 
@@ -108,7 +113,7 @@ def test_a_preempted_batch_job_goes_on_bitwise(slurm, undisturbed, tmp_path):
 def launch(slurm, folder, *words):
     """``launch_with_nemo_run.py``, from the repository, with job folders under ``folder``."""
     done = subprocess.run(
-        [str(LAUNCHER), "scripts/training/launch_with_nemo_run.py", *words],
+        [*(slurm.login if slurm else []), str(LAUNCHER), "scripts/training/launch_with_nemo_run.py", *words],
         cwd=ROOT,
         env={**(slurm.environment if slurm else os.environ), "NEMORUN_HOME": str(folder / "jobs")},
         capture_output=True,

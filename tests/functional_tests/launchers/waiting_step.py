@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The usual forward step, but step 4 of a run waits until somebody tells its process to leave."""
+"""The usual forward step, but step 4 of a run waits until somebody tells its process to leave; and a slow one."""
 
 import signal
 import time
@@ -16,6 +16,11 @@ def forward_step(state, data_iterator, model):
         _watch()
     while state.progress.step == STEP and not _told:
         time.sleep(0.05)
+    return usual(data_iterator, model)
+
+
+def slow_forward_step(data_iterator, model):
+    time.sleep(0.5)
     return usual(data_iterator, model)
 
 

@@ -5,6 +5,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from megatron.bridge.cli.support.parser import Parser, add_options, add_shared
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.launchers import job_folder, preflight
 from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
-from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.options import TARGETS, LaunchOptions
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
 
@@ -24,13 +26,13 @@ RUN_RECIPE = "run_recipe.py"
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked on this machine, quick checks first; then submit or run."""
+    _refuse(args)
     if args.on == "kubernetes":
         return _write_manifest(args)
-    _refuse(args, ("kind", "namespace", "resource", "rdma", "output"), "needs --on kubernetes")
     options = _options(args)
     options.validate()
     preflight.check(options)
-    submits = not (options.local or options.dry_run)
+    submits = args.on == "slurm" and not (options.local or options.dry_run)
     shell = preflight.run_here
     if submits and options.ssh_tunnel:
         from megatron.bridge.launchers.nemo import remote_shell
@@ -39,9 +41,13 @@ def run(args: argparse.Namespace) -> int:
     if submits:
         preflight.check_cluster(options, shell)
     config = _checked_config(args, options) if args.script == RUN_RECIPE else None
-    if options.dry_run and not preflight.has_nemo_run():
+    if options.dry_run and (args.on == "ray" or not preflight.has_nemo_run()):
         say(_without_nemo_run(options))
         return 0
+    if args.on == "ray":
+        from megatron.bridge.launchers.ray_cluster import launch
+
+        return launch(options)
     # NeMo-Run takes seconds to import, so the checks without it come first
     from megatron.bridge.launchers import nemo
 
@@ -62,36 +68,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_nemo_run(options: LaunchOptions) -> str:
-    """What a dry run can say when the package that writes the scripts is missing."""
-    place = "this machine" if options.local else f"Slurm, partition {options.partition or 'of the cluster'}"
+    """What a dry run can say without the package that writes the scripts."""
+    place = "this machine" if options.local else options.on
     lines = [
         f"on {place}: {options.nodes} x {options.devices} processes, started by {options.launcher}",
         shlex.join([str(options.script), *options.arguments]),
         f"NeMo-Run is not installed, so this dry run cannot show its batch script: {preflight.INSTALL}",
     ]
-    return "\n".join(f"# {line}" for line in lines)
+    return "\n".join(f"# {line}" for line in lines[: 2 if options.on == "ray" else None])
 
 
-_SLURM_ONLY = (
-    *("local", "launcher", "dry_run", "detach", "tail_logs", "partition", "account", "time", "gres", "chain"),
-    *("ssh_tunnel", "host", "user", "identity", "remote_job_dir", "venv", "packager", "nsys", "perf_env"),
-)
-
-
-def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
+def _refuse(args: argparse.Namespace) -> None:
     """Refuse options that were given and would have no effect."""
     from megatron.bridge.cli.main import SUBCOMMANDS
 
     defaults = Parser()
     add_options(defaults, SUBCOMMANDS["launch"]["options"])
-    given = [name for name in names if getattr(args, name) != defaults.get_default(name)]
-    if given:
+    names = chain(*TARGETS[args.on]["refused"])
+    if given := [name for name in names if getattr(args, name) != defaults.get_default(name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{options} {reason}: leave {'it' if len(given) == 1 else 'them'} out, or change --on")
+        raise UserError(f"--on {args.on} takes no {options}: leave that out, or change --on")
 
 
 def _write_manifest(args: argparse.Namespace) -> int:
-    _refuse(args, _SLURM_ONLY, "has no effect on Kubernetes")
     if args.container_image is None:
         raise UserError("--on kubernetes needs --container-image: name an image that has this package")
     own_script = args.script != RUN_RECIPE
@@ -114,11 +113,14 @@ def _write_manifest(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> LaunchOptions:
+    pairs = (_variable(item, "--executor") for item in args.executor)
     own = {
         "script": _script(args.script),
         "arguments": tuple(_forwarded(args)),
         "experiment_name": args.experiment_name or args.recipe or Path(args.script).stem,
         "detach": args.detach and not args.tail_logs,
+        "packager": TARGETS[args.on].get("packager", args.packager),
+        "executor": {name: yaml_text.read(value) for name, value in pairs},
     }
     return LaunchOptions(**_options_of(LaunchOptions, args, own))
 

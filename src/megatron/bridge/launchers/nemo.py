@@ -10,12 +10,13 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import nemo_run as run
+import yaml
 from nemo_run.config import RUNDIR_NAME, get_nemorun_home
 from nemo_run.core.execution.launcher import Launcher, Torchrun
 from nemo_run.core.frontend.console.api import CONSOLE
@@ -23,9 +24,9 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 import megatron.bridge
-from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.options import TARGETS, LaunchOptions
 from megatron.bridge.launchers.preflight import Shell, ShellResult, check_host
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 # this command says itself what it did
 CONSOLE.quiet = True
@@ -74,6 +75,10 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment._exp_dir)
         found = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
+        if "executor" in TARGETS[options.on]:
+            info = experiment.jobs[0]._dryrun_info
+            task = getattr(info.request, "task", None)  # NeMo-Run's text of it fails with SkyPilot 0.12
+            found = {options.on: str(info) if task is None else yaml.safe_dump(task.to_yaml_config(), sort_keys=False)}
         shutil.rmtree(folder)
     return found or {"command": shlex.join(_command(options))}
 
@@ -120,7 +125,7 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
     ) as experiment:
         before: list[str] = []
         for number in range(options.chain):
-            executor = _local(options) if options.local else _slurm(options)
+            executor = (_local if options.local else _slurm if options.on == "slurm" else _other)(options)
             if before:
                 executor.dependency_type = "afterany"  # the one before may end with "start me again"
             name = TASK if options.chain == 1 else f"{TASK}-{number + 1}"
@@ -224,6 +229,7 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
         ntasks_per_node=1 if options.launcher == "ft" else options.devices,
         gpus_per_node=None if options.cpu or options.gres is not None else options.devices,
         gres=options.gres,
+        cpus_per_task=_cpus(options),
         container_image=options.container_image,
         container_mounts=list(options.mount),
         srun_args=_srun_arguments(options),
@@ -239,8 +245,30 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
     )
 
 
+def _other(options: LaunchOptions) -> Any:
+    """The executor of a row of ``TARGETS``, with the fields that ``--executor`` gives."""
+    row = TARGETS[options.on]
+    kind = getattr(run, row["executor"])
+    known = [field.name for field in fields(kind) if field.init]
+    if unknown := [name for name in options.executor if name not in known]:
+        raise UserError(f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}")
+    own = vars(options) | {"gpus": 0 if options.cpu else options.devices, "mount": list(options.mount)}
+    own["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
+    given = {theirs: own[ours] for ours, theirs in row["options"].items()} | row["fixed"]
+    given |= {"launcher": _launcher(options), "packager": _packager(options)} | options.executor
+    if missing := [way for name, way in row["needs"].items() if not given.get(name)]:
+        raise UserError(f"--on {options.on} needs {' and '.join(missing)}")
+    return kind(**given)
+
+
+def _cpus(options: LaunchOptions) -> int | None:
+    """The CPUs of a task, which are those of all processes of a node if it starts them."""
+    return options.cpus_per_task * (1 if options.launcher == "default" else options.devices) or None
+
+
 def _srun_arguments(options: LaunchOptions) -> list[str]:
-    arguments: list[str] = []
+    cpus = _cpus(options)
+    arguments = [f"--cpus-per-task={cpus}"] if cpus else []  # since 22.05 srun does not take over that of the job
     if options.container_image is None and not options.ssh_tunnel:
         # relative paths mean what they mean where the launch was typed
         arguments.append(f"--chdir={Path.cwd()}")

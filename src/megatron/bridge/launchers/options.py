@@ -2,18 +2,20 @@
 """What a launch can be asked for, and what contradicts what."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import refuse
 
 Launcher = Literal["torchrun", "ft", "default"]
 PackagerName = Literal["pattern", "git", "none"]
 
+TARGETS: dict[str, dict[str, Any]] = yaml_text.tables_beside(str(Path(__file__).with_name("targets")))
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
-_CLUSTER_ONLY = ("partition", "account", "gres", "ssh_tunnel", "container_image", "chain", "retries")
+_CLUSTER_ONLY = ("partition", "account", "gres", "cpus_per_task", "ssh_tunnel", "container_image", "chain", "retries")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,8 @@ class LaunchOptions:
     ``arguments`` are those of ``script``, which starts on every rank.
     """
 
+    on: str = "slurm"
+    executor: dict[str, Any] = field(default_factory=dict)
     local: bool
     script: Path
     arguments: tuple[str, ...]
@@ -36,6 +40,7 @@ class LaunchOptions:
     time: str
     preempt_time: int
     gres: str | None = None
+    cpus_per_task: int = 0
     retries: int = 0
     chain: int = 1
     ssh_tunnel: bool = False
@@ -59,7 +64,7 @@ class LaunchOptions:
         return self.nodes * self.devices
 
     def validate(self) -> None:
-        least = {"devices": 1, "nodes": 1, "chain": 1, "retries": 0, "preempt_time": 0}
+        least = {"devices": 1, "nodes": 1, "chain": 1, "retries": 0, "preempt_time": 0, "cpus_per_task": 0}
         refuse([*too_small(self, least), *_texts(self), *(_local(self) if self.local else _remote(self))])
 
 

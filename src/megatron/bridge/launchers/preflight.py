@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.options import TARGETS, LaunchOptions
 from megatron.bridge.utils.environment import CHANGES, git
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -36,7 +36,10 @@ def has_nemo_run() -> bool:
 
 def check(options: LaunchOptions) -> None:
     """Refuse what this machine already knows to fail."""
-    if not options.dry_run and not has_nemo_run():
+    row = TARGETS[options.on]
+    if "module" in row and importlib.util.find_spec(row["module"]) is None:
+        raise UserError(f"--on {options.on} needs the module {row['module']}, which is not installed: {row['install']}")
+    if not (options.dry_run or options.on == "ray" or has_nemo_run()):
         raise UserError(
             f"launching needs NeMo-Run, which is not installed: {INSTALL}, or use torchrun or "
             "scripts/training/launch_with_sbatch.sh"
@@ -49,7 +52,7 @@ def check(options: LaunchOptions) -> None:
                 "--launcher ft needs ft_launcher on the path: pip install 'hf-megatron-bridge[resiliency]', or "
                 "use --launcher torchrun"
             )
-    elif not (options.ssh_tunnel or options.dry_run) and shutil.which("sbatch") is None:
+    elif options.on == "slurm" and not (options.ssh_tunnel or options.dry_run) and shutil.which("sbatch") is None:
         raise UserError("there is no sbatch on this machine: use --local, or --ssh-tunnel --host LOGIN_NODE")
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logging of a run: metrics are computed once and written to all outputs."""
 
+import logging
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.bridge.training.config import ConfigContainer, TrainingConfig
 from megatron.bridge.training.initialize.rank_state import sizes_of
 from megatron.bridge.training.state import Run
 from megatron.bridge.training.step.losses import LossReport
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import distributed, placement
 from megatron.bridge.utils.console import print_rank_0
 
 
@@ -55,6 +56,7 @@ class Logging(Callback):
         self._timers.attach(context)
         on_first_rank(lambda: self._open(context.progress.step))
         print_rank_0(announcement(self._config, context.progress.step))
+        placement.announce(debug=(self._config.logger.logging_level or logging.WARNING) <= logging.DEBUG)
 
     def _open(self, step: int) -> None:
         self._outputs = outputs(self._config)
