@@ -132,13 +132,7 @@ def write_floor(size: int, path: Path, flush: bool = False) -> None:
 def report(name: str, timing: Timing, floor: Timing, model_bytes: int) -> list[str]:
     """One row of the table."""
     above = max(timing.peak_anonymous - model_bytes, 0) if model_bytes else timing.peak_anonymous
-    return [
-        name,
-        f"{timing.wall:.2f}",
-        f"{timing.wall / floor.wall:.2f}",
-        f"{timing.cpu:.2f}",
-        f"{above / 2**20:.0f}",
-    ]
+    return [name, f"{timing.wall:.2f}", f"{timing.wall / floor.wall:.2f}", f"{timing.cpu:.2f}", f"{above / 2**20:.0f}"]
 
 
 def model_of_transformers(checkpoint: Path) -> Any:

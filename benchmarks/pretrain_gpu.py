@@ -257,10 +257,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else anonymous_memory()
     if args.profile:
         write_profile(args, steps)
-    return {
-        "seconds": [later - earlier for earlier, later in itertools.pairwise(stamps)],
-        "memory": memory,
-    }
+    return {"seconds": [later - earlier for earlier, later in itertools.pairwise(stamps)], "memory": memory}
 
 
 def write_profile(args: argparse.Namespace, steps: Any) -> None:
@@ -319,15 +316,7 @@ def rows(
         rate = speed * operations / 1e12
         used = "" if peak is None else f"{rate / peak:.1%}"
         memory = f"{result['memory'] / 1e9:.1f}"
-        yield [
-            name,
-            f"{seconds * 1e3:.1f}",
-            f"{speed:,.0f}",
-            f"{rate:.1f}",
-            used,
-            memory,
-            f"{reference / seconds:.2f}",
-        ]
+        yield [name, f"{seconds * 1e3:.1f}", f"{speed:,.0f}", f"{rate:.1f}", used, memory, f"{reference / seconds:.2f}"]
 
 
 def changes() -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -62,10 +62,7 @@ def receive(folder: str, address: str, experts: bool) -> None:
 
     torch.set_num_threads(1)
     with Listener(address) as listener:
-        readers = {
-            "refit": BucketReader(TransformersReceiver(toy(Path(folder), experts))),
-            "raw": BucketReader(Flat()),
-        }
+        readers = {"refit": BucketReader(TransformersReceiver(toy(Path(folder), experts))), "raw": BucketReader(Flat())}
         Path(f"{address}.ready").touch()
         with listener.accept() as connection:
             while (case := connection.recv()) is not None:

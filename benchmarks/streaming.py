@@ -21,11 +21,7 @@ from conversion import SIZES, make_checkpoint, weight_bytes
 from measure import Timing, fault_in, interleaved, median, table
 
 BLOCK = 64 << 20
-LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
+LAYOUT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
 
 def copy_memory(size: int) -> None:

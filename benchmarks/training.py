@@ -165,11 +165,7 @@ def megatron_run(directory: Path, args: argparse.Namespace, bf16: bool, peft: An
         train=TrainingConfig(args.micro_batch_size, args.micro_batch_size, train_iters=10**6),
         model=provider,
         optimizer=OptimizerConfig(
-            lr=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
-            adam_beta1=BETAS[0],
-            adam_beta2=BETAS[1],
-            clip_grad=CLIP,
+            lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], clip_grad=CLIP
         ),
         scheduler=SchedulerConfig(lr_decay_style="constant"),
         dataset=MockGPTDatasetConfig(seq_length=args.seq_length),

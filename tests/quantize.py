@@ -85,13 +85,7 @@ def rewrite(directory, change, quantization=None):
 
 def fp8_config(block, **more):
     """A ``quantization_config`` as DeepSeek and Qwen publish it."""
-    return {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": block,
-        **more,
-    }
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block, **more}
 
 
 def store_in_fp8(

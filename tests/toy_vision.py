@@ -14,14 +14,7 @@ from tests.families.vision.rows import ROWS
 
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
-    *(
-        "<|video_pad|>",
-        "<|begin_of_image|>",
-        "<|end_of_image|>",
-        "<|image|>",
-        "<start_of_image>",
-        "<end_of_image>",
-    ),
+    *("<|video_pad|>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<start_of_image>", "<end_of_image>"),
     *("<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<image>", "<video>", "<img>", "</img>"),
     *("<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>", "<|video|>", "<|begin_of_video|>"),
     *("<|end_of_video|>", "<end_of_utterance>", "<bos>"),
@@ -119,11 +112,7 @@ TOYS: dict[str, Toy] = {
             *("gemma3_vl", "<image_soft_token>", "<start_of_image>"),
             ("Gemma3ImageProcessor", {"size": _square(16)}),
             ("Gemma3Processor", {"image_seq_length": 4}),
-            named={
-                "boi_token": "<start_of_image>",
-                "eoi_token": "<end_of_image>",
-                "image_token": "<image_soft_token>",
-            },
+            named={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         ),
         Toy(
             *("paligemma", "<image>", "<image>"),
@@ -147,11 +136,7 @@ TOYS: dict[str, Toy] = {
             ("CLIPImageProcessor", {"size": {"shortest_edge": 16}, "crop_size": _square(16)}),
             (
                 "LlavaProcessor",
-                {
-                    "patch_size": 4,
-                    "vision_feature_select_strategy": "default",
-                    "num_additional_image_tokens": 1,
-                },
+                {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
             ),
             template=LISTS,
         ),
@@ -160,11 +145,7 @@ TOYS: dict[str, Toy] = {
             ("LlavaNextImageProcessor", {"size": {"shortest_edge": 8}, **_TILES}),
             (
                 "LlavaNextProcessor",
-                {
-                    "patch_size": 4,
-                    "vision_feature_select_strategy": "default",
-                    "num_additional_image_tokens": 1,
-                },
+                {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
             ),
         ),
         Toy(
@@ -173,10 +154,7 @@ TOYS: dict[str, Toy] = {
                 "LlavaOnevisionImageProcessor",
                 {"size": _square(8), "image_grid_pinpoints": _TILES["image_grid_pinpoints"]},
             ),
-            (
-                "LlavaOnevisionProcessor",
-                {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
-            ),
+            ("LlavaOnevisionProcessor", {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}),
             "LlavaOnevisionVideoProcessor",
         ),
         Toy(
@@ -223,7 +201,7 @@ REMOTE_TOYS: dict[str, Toy] = {
             },
         ),
         ("NemotronNanoVLV2Processor", {}),
-    ),
+    )
 }
 """Those whose processors are remote code on the hub."""
 

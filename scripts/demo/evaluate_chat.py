@@ -13,12 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-QUESTIONS = (
-    "What can you eat?",
-    "Where are you from?",
-    "Are you a robot?",
-    "What is a computer?",
-)
+QUESTIONS = ("What can you eat?", "Where are you from?", "Are you a robot?", "What is a computer?")
 NEW_TOKENS = 24
 IGNORED = -100
 
@@ -64,11 +59,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     held_out = [json.loads(line)["messages"] for line in args.held_out.read_text().splitlines()]
-    report = {
-        "questions": QUESTIONS,
-        "before": measure(args.before, held_out),
-        "after": measure(args.after, held_out),
-    }
+    report = {"questions": QUESTIONS, "before": measure(args.before, held_out), "after": measure(args.after, held_out)}
     args.report.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))  # noqa: T201 - the log of this stage
 

@@ -35,13 +35,7 @@ def generated(page: Path) -> tuple[GeneratedPart, str]:
     mark = START.search(page.read_text())
     assert mark, f"{page} has no line <!-- make examples: RECIPE MODEL -->"
     family, (stem, model) = page.parent.name, mark.groups()
-    sections = [
-        _architectures(family),
-        _published(family),
-        _toys(family),
-        _commands(stem, model),
-        _recipes(family),
-    ]
+    sections = [_architectures(family), _published(family), _toys(family), _commands(stem, model), _recipes(family)]
     lines = [line for section in sections for line in section]
     return GeneratedPart(page, mark[0], END), "\n".join(lines) + "\n"
 

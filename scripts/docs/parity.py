@@ -42,10 +42,7 @@ def tables(rows: dict[Cell, str]) -> str:
     """One section per model, with its tolerance and a table."""
     from tests.parity import CELLS, MODELS
 
-    lines = [
-        f"{sum(map(len, CELLS.values()))} cells: {len(CELLS)} models, each under the layouts that concern it.",
-        "",
-    ]
+    lines = [f"{sum(map(len, CELLS.values()))} cells: {len(CELLS)} models, each under the layouts that concern it.", ""]
     for model, layouts in CELLS.items():
         limits = ", ".join(
             f"{name.replace('_', ' ')} {value:.1e}" for name, value in asdict(MODELS[model].tolerance).items()

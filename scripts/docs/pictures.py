@@ -143,11 +143,7 @@ def idle(orders: list[list[Task]], parts: int, cost: dict[str, float]) -> float:
 def schedule(stages: int = 4, microbatches: int = 8, unit: float = 20.0) -> str:
     """Both schedules of a pipeline, on one scale: a backward pass takes as long as two forward passes."""
     parts = [
-        words(
-            20,
-            22,
-            f"1F1B: {stages} stages, {microbatches} microbatches; forward blue, backward orange, gray waits",
-        )
+        words(20, 22, f"1F1B: {stages} stages, {microbatches} microbatches; forward blue, backward orange, gray waits")
     ]
     plain = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
     halves = [interleaved(stage, stages, microbatches, 2) for stage in range(stages)]
@@ -232,10 +228,7 @@ def ranks(tensor_size: int = 2, context_size: int = 2, stages: int = 2, replicas
     parts = []
     for stage, replica in product(range(stages), range(replicas)):
         x, y = 20 + replica * 366, 40 + stage * 180
-        parts += [
-            box(x, y, 352, 160, "frame"),
-            words(x + 10, y + 20, f"stage {stage}, data replica {replica}"),
-        ]
+        parts += [box(x, y, 352, 160, "frame"), words(x + 10, y + 20, f"stage {stage}, data replica {replica}")]
         for cp, tp in product(range(context_size), range(tensor_size)):
             rank = tp + tensor_size * (cp + context_size * (replica + replicas * stage))
             kind = "abcd"[2 * cp + tp]
@@ -243,9 +236,7 @@ def ranks(tensor_size: int = 2, context_size: int = 2, stages: int = 2, replicas
             parts.append(box(x + 12 + tp * 168, y + 34 + cp * 60, 160, 50, kind, label))
     parts.append(
         words(
-            20,
-            24,
-            "16 GPUs = tensor 2 x context 2 x data 2 x pipeline 2; ranks 0 to 7 are one node, 8 to 15 the other",
+            20, 24, "16 GPUs = tensor 2 x context 2 x data 2 x pipeline 2; ranks 0 to 7 are one node, 8 to 15 the other"
         )
     )
     return svg(760, 400, "The order of ranks on 16 GPUs", parts)
@@ -283,11 +274,7 @@ def overview() -> str:
     """The way of a model: Hugging Face files, plan, layout, training loop, checkpoint, Hugging Face files."""
     panels = [
         ("a", "Hugging Face files", ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]),
-        (
-            "d",
-            "plan",
-            ["q_proj, k_proj, v_proj → linear_qkv", "gate_proj, up_proj → linear_fc1", "every tensor once"],
-        ),
+        ("d", "plan", ["q_proj, k_proj, v_proj → linear_qkv", "gate_proj, up_proj → linear_fc1", "every tensor once"]),
         ("b", "layout", ["layers 0-13", "", "layers 14-27"]),
         ("b", "training loop", ["forward, backward, optimizer step", "callbacks: log, evaluate, save"]),
         (

@@ -177,11 +177,7 @@ def last_line(log: Path) -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, as far as it can be told without torch."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit",
-        "--format=csv",
-    ]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit", "--format=csv"]
     try:
         gpu = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -245,12 +241,7 @@ def rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         for name, value in found["figures"].items():
             if isinstance(value, (int, float)):
                 target = judged.get(name)
-                yield (
-                    "",
-                    "",
-                    name if target is None else target.text,
-                    f"{value:,.4g}{_verdict(target, value, found)}",
-                )
+                yield ("", "", name if target is None else target.text, f"{value:,.4g}{_verdict(target, value, found)}")
 
 
 def _verdict(target: Target | None, value: float, found: Mapping[str, Any]) -> str:

@@ -101,8 +101,7 @@ def decoder(case: Case, layout: str, bf16: bool = False):
 
 def _compare(found, expected):
     same = next(
-        (index for index, pair in enumerate(zip(found.tokens, expected.tokens, strict=True)) if len(set(pair)) > 1),
-        NEW,
+        (index for index, pair in enumerate(zip(found.tokens, expected.tokens, strict=True)) if len(set(pair)) > 1), NEW
     )
     where = f"prompt of {len(expected.prompt)} tokens"
     if same < NEW and expected.gaps[same] > TIE:

@@ -138,15 +138,7 @@ def _of_tensor(name: str, tensor: Tensor) -> Iterator[Mutation]:
 
 
 _PAIRS = (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-_FUSED = (
-    "qkv_proj",
-    "gate_up_proj",
-    "kv_b_proj",
-    "kv_a_proj_with_mqa",
-    "q_b_proj",
-    "gate.weight",
-    "router.weight",
-)
+_FUSED = ("qkv_proj", "gate_up_proj", "kv_b_proj", "kv_a_proj_with_mqa", "q_b_proj", "gate.weight", "router.weight")
 
 
 def _swaps(stored: Stored) -> Iterator[Mutation]:
@@ -189,10 +181,7 @@ def _of_files(stored: Stored) -> Iterator[Mutation]:
         yield Mutation(f"remove {file}", lambda copy, file=file: (copy.directory / file).unlink(), (file,))
         yield Mutation(f"truncate {file}", lambda copy, file=file: _truncate(copy.directory / file), (file,))
     name, file = next((name, file) for name, file in stored.index.items() if file != shards[0])
-    extra = {
-        **{n: t for n, t in stored.tensors.items() if stored.index[n] == shards[0]},
-        name: stored.tensors[name],
-    }
+    extra = {**{n: t for n, t in stored.tensors.items() if stored.index[n] == shards[0]}, name: stored.tensors[name]}
     yield Mutation(f"second {name}", lambda copy: copy.write(shards[0], extra), (name,))
     yield Mutation("ghost in the index", lambda copy: _ghost(copy, file), ("ghost",))
 

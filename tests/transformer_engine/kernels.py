@@ -86,15 +86,7 @@ def _grouped_linear(module, values: Tensor, m_splits, is_first_microbatch=None, 
 
 
 def _attention(
-    module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask=None,
-    *,
-    attn_mask_type,
-    qkv_format="sbhd",
-    **rest,
+    module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, attn_mask_type, qkv_format="sbhd", **rest
 ) -> Tensor:
     """Causal attention of texts of equal length; all are [sequence, batch, heads, channels]."""
     assert qkv_format == "sbhd", qkv_format

@@ -80,13 +80,7 @@ ROWS = [
     Row(
         "mixtral_window",
         "MixtralForCausalLM",
-        {
-            **SIZES,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 7,
-            "tie_word_embeddings": True,
-        },
+        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "tie_word_embeddings": True},
         ("ep2",),
     ),
     Row(
@@ -125,23 +119,11 @@ ROWS = [
         provider={"transformer_layer_spec": sequential, "moe_grouped_gemm": False},
     ),
     Row("qwen3_moe_idle_experts", "Qwen3MoeForCausalLM", {**THIRTY, "tie_word_embeddings": True}, ("ep2", "pp2")),
-    Row(
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        {**GLM, "use_qk_norm": True, "attention_bias": True},
-        LAYOUTS,
-    ),
+    Row("glm4_moe", "Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True}, LAYOUTS),
     Row(
         "glm4_moe_groups",
         "Glm4MoeForCausalLM",
-        {
-            **GLM,
-            "n_group": 3,
-            "topk_group": 2,
-            "n_routed_experts": 12,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 2,
-        },
+        {**GLM, "n_group": 3, "topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2},
         ("ep2",),
     ),
     Row(

@@ -92,12 +92,7 @@ ROWS = [
     Row(
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
-        {
-            **SPARSE,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
+        {**SPARSE, "n_group": 4, "topk_group": 2, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
         ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"),
         ("tp2pp2",),
     ),

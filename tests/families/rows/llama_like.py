@@ -79,12 +79,6 @@ ROWS = [
     row(
         "vaultgemma",
         "VaultGemmaForCausalLM",
-        {
-            **WIDE,
-            **WINDOWS,
-            "query_pre_attn_scalar": 24,
-            "final_logit_softcapping": 2.0,
-            "attn_logit_softcapping": 3.0,
-        },
+        {**WIDE, **WINDOWS, "query_pre_attn_scalar": 24, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
     ),
 ]

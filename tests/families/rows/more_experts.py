@@ -57,12 +57,7 @@ LLAMA_4 = {
     "attention_chunk_size": 7,
     "router_aux_loss_coef": 0.0,
 }
-LLAMA_4_SCALED = {
-    **LLAMA_4,
-    "floor_scale": 6,
-    "attn_scale": 0.7,
-    "use_qk_norm": False,
-}
+LLAMA_4_SCALED = {**LLAMA_4, "floor_scale": 6, "attn_scale": 0.7, "use_qk_norm": False}
 ERNIE = {
     **{key: value for key, value in WIDE.items() if key != "num_experts_per_tok"},
     "moe_num_experts": 6,
@@ -79,14 +74,7 @@ LFM = {
     "conv_L_cache": 3,
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
-AFMOE = {
-    **WIDE,
-    **WINDOWS,
-    "num_experts": 6,
-    "moe_intermediate_size": 20,
-    "num_shared_experts": 2,
-    "route_scale": 2.5,
-}
+AFMOE = {**WIDE, **WINDOWS, "num_experts": 6, "moe_intermediate_size": 20, "num_shared_experts": 2, "route_scale": 2.5}
 PARTIAL = {"rope_type": "default", "rope_theta": 70.0, "partial_rotary_factor": 0.5}
 
 
@@ -109,12 +97,7 @@ ROWS = [
         {**LLAMA_4, "moe_layers": [0, 1, 2, 3], "attn_temperature_tuning": False},
         slow=("tp2", "pp2", "vp2", "ep2"),
     ),
-    row(
-        "minimax_m2",
-        "MiniMaxM2ForCausalLM",
-        {**WIDE, "num_local_experts": 6, "rope_parameters": PARTIAL},
-        ("ep2",),
-    ),
+    row("minimax_m2", "MiniMaxM2ForCausalLM", {**WIDE, "num_local_experts": 6, "rope_parameters": PARTIAL}, ("ep2",)),
     row(
         "minimax_m2_tied",
         "MiniMaxM2ForCausalLM",
@@ -178,13 +161,7 @@ ROWS = [
     row(
         "afmoe_mup",
         "AfmoeForCausalLM",
-        {
-            **AFMOE,
-            "mup_enabled": True,
-            "tie_word_embeddings": True,
-            "num_shared_experts": 1,
-            "num_dense_layers": 2,
-        },
+        {**AFMOE, "mup_enabled": True, "tie_word_embeddings": True, "num_shared_experts": 1, "num_dense_layers": 2},
     ),
     row(
         "hunyuan_moe",

@@ -28,13 +28,7 @@ ROWS = [
         # groups that two ranks cannot share out evenly
         "cohere_head_norms",
         "CohereForCausalLM",
-        {
-            **SIZE,
-            "num_key_value_heads": 3,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
+        {**SIZE, "num_key_value_heads": 3, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
         ("tp2",),
         slow=SLOW,
         brief=True,

@@ -35,9 +35,7 @@ ROWS = [
         brief=False,  # which says that a family has no page of its own
     ),
     row(
-        "llama4_yarn_normed_queries",
-        "Llama4",
-        {**more_experts.LLAMA_4, "rope_parameters": YARN, "rms_norm_eps": 1e-2},
+        "llama4_yarn_normed_queries", "Llama4", {**more_experts.LLAMA_4, "rope_parameters": YARN, "rms_norm_eps": 1e-2}
     ),
     row("nanochat_yarn", "NanoChat", {**nanochat.NANOCHAT, "rope_parameters": YARN}, slow=("tp2", "pp2")),
     row("jamba_narrow_convolution", "Jamba", {**jamba.SIZES, "mamba_d_conv": 3}),

@@ -165,11 +165,7 @@ def packed(samples: list[Sample], row: VisionRow) -> dict[str, Any]:
         "media": {name: torch.cat(values) for name, values in media.items()},
         "media_rows": media_rows(ids, IMAGE_TOKEN, VIDEO_TOKEN)[:, mine],
         "packed_seq_params": PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=LENGTH,
-            max_seqlen_kv=LENGTH,
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
         ),
     }
 

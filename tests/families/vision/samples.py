@@ -203,8 +203,5 @@ def _grid(config, grid, generator, kind, pixels, grids, token):
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
     count = grid[0] * grid[1] * grid[2]
-    media = {
-        pixels: torch.randn(count, width, generator=generator),
-        grids: torch.tensor([grid]),
-    }
+    media = {pixels: torch.randn(count, width, generator=generator), grids: torch.tensor([grid])}
     return Piece(media, [token] * (count // vision.spatial_merge_size**2), kind)

@@ -30,8 +30,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [("llama", "dp2"), ("gemma2", "tp2"), ("gemma2", "pp2"), ("qwen3_moe", "ep2"), ("llama", "vp2")],
+    ("family", "name"), [("llama", "dp2"), ("gemma2", "tp2"), ("gemma2", "pp2"), ("qwen3_moe", "ep2"), ("llama", "vp2")]
 )
 def test_states_are_those_of_each_rank(two_workers, family, name):
     config = configured(provider(family, layers=4, **LAYOUTS[name]))

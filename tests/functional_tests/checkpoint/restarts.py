@@ -54,12 +54,7 @@ class Slowly(Callback):
 def restarted(folder, **saving):
     """Fails once in this process."""
     fails = FailsOnce()
-    arguments = {
-        **PLAIN,
-        "checkpoint": {"save_interval": 3, **saving},
-        "inprocess_restart": QUICK,
-        "extra": [fails],
-    }
+    arguments = {**PLAIN, "checkpoint": {"save_interval": 3, **saving}, "inprocess_restart": QUICK, "extra": [fails]}
     return run_to(folder / "run", STEPS, arguments), fails.started
 
 

@@ -23,10 +23,7 @@ LAYOUTS = {
 
 def train(root, model):
     saved = CheckpointConfig(
-        save=str(root / "run"),
-        pretrained_checkpoint=str(root / "hf"),
-        also_hf=True,
-        async_save=True,
+        save=str(root / "run"), pretrained_checkpoint=str(root / "hf"), also_hf=True, async_save=True
     )
     values = {"model": model, "checkpoint": saved, "validation": ValidationConfig(eval_iters=0)}
     try:

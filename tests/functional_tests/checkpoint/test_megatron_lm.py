@@ -94,15 +94,7 @@ def _convert_on_first(root, target):
     import sys
 
     if distributed.rank() == 0:  # the command line runs in a process of its own
-        command = [
-            sys.executable,
-            "-m",
-            "megatron.bridge.cli.main",
-            "checkpoint",
-            "convert",
-            str(root),
-            str(target),
-        ]
+        command = [sys.executable, "-m", "megatron.bridge.cli.main", "checkpoint", "convert", str(root), str(target)]
         environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True)
     distributed.barrier()

@@ -117,10 +117,7 @@ def test_a_run_goes_on_under_another_layout(two_workers, tmp_path, name):
 
 def test_a_run_of_four_goes_on_under_another_layout(four_workers, tmp_path):
     _goes_on(
-        four_workers,
-        tmp_path,
-        {"model": {**TP2, **PP2}},
-        {"model": {**TP2, "sequence_parallel": True}, "ddp": SHARDED},
+        four_workers, tmp_path, {"model": {**TP2, **PP2}}, {"model": {**TP2, "sequence_parallel": True}, "ddp": SHARDED}
     )
 
 

@@ -72,10 +72,7 @@ def test_the_base_of_adapters_is_verified_when_a_run_resumes(base, damaged, tmp_
     run_to(tmp_path / "run", 1, _options("full", LoRA(dim=2)), pretrained=str(base))
     with pytest.raises(DamagedError, match="is not what was written"):
         run_to(tmp_path / "run", 2, _options("full", LoRA(dim=2)), pretrained=str(damaged))
-    assert run_to(tmp_path / "run", 2, _options("full", LoRA(dim=2)), pretrained=str(base))["losses"].keys() == {
-        1,
-        2,
-    }
+    assert run_to(tmp_path / "run", 2, _options("full", LoRA(dim=2)), pretrained=str(base))["losses"].keys() == {1, 2}
 
 
 def test_other_adapters_to_start_from_are_verified_as_told(base, tmp_path, run_in_process):

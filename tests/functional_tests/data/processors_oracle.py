@@ -115,12 +115,7 @@ def films(name: str, folder: Path) -> Iterator[str]:
     listed = {"type": "video", "video": stills, "fps": 2}
     image = {"type": "image", "image": stills[0]}
     processor = AutoProcessor.from_pretrained(folder)
-    for parts, rules in (
-        ([first], {}),
-        ([listed], {}),
-        ([first], {"fps": 3.5}),
-        ([first, image, second], {}),
-    ):
+    for parts, rules in (([first], {}), ([listed], {}), ([first], {"fps": 3.5}), ([first, image, second], {})):
         if len(parts) > 1 and name in ("internvl", "smolvlm"):
             continue  # transformers cannot
         rules = rules | ({"max_frames": 4} if rules and name not in ("glm4v", "glm4v_moe", "internvl") else {})  # noqa: PLW2901

@@ -176,12 +176,7 @@ def build(config, lora, extra_hooks=()):
         config.checkpoint.finetune = False
     if resumes or not lora:
         load_checkpoint(
-            state,
-            model,
-            optimizer,
-            scheduler,
-            checkpointing_context=context,
-            skip_load_to_model_and_opt=False,
+            state, model, optimizer, scheduler, checkpointing_context=context, skip_load_to_model_and_opt=False
         )
         assert config.checkpoint.finetune is not resumes
     _update_model_config_funcs(

@@ -66,11 +66,7 @@ def verl(directory, out, tensor_parallel, lora):
         overrides={"grad_reduce_in_fp32": True},
     )
     module = provider.provide_distributed_model(
-        wrap_with_ddp=True,
-        ddp_config=ddp_config,
-        fp16=provider.fp16,
-        bf16=provider.bf16,
-        use_megatron_fsdp=False,
+        wrap_with_ddp=True, ddp_config=ddp_config, fp16=provider.fp16, bf16=provider.bf16, use_megatron_fsdp=False
     )
     bridge.load_hf_weights(module, str(directory), allowed_mismatched_params=[])
     tasks = bridge.get_conversion_tasks(module)

@@ -221,11 +221,7 @@ def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers, f
     alone = two_workers.run(generated, {})
     layouts = [
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-            "pipeline_dtype": torch.float32,
-        },
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
         {"context_parallel_size": 2},
         {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     ]
@@ -242,12 +238,8 @@ def test_pretraining_looks_at_its_data_first(tmp_path, run_in_process):
     config = toy_config(train={"train_iters": 1}, logger=LoggerConfig(log_dir=str(tmp_path)))
     pretrain(config, forward_step)
     summary = json.loads((tmp_path / "data_preview.json").read_text())
-    assert [(part["name"], part["samples"]) for part in summary["corpora"]] == [
-        ("train", 8),
-        ("valid", 8),
-        ("test", 8),
-    ]
+    assert [(part["name"], part["samples"]) for part in summary["corpora"]] == [("train", 8), ("valid", 8), ("test", 8)]
     assert summary["first_batches"] == [
-        {"rank": 0, "samples": [0, 1], "tokens": 64, "trained": 64, "sequences": 2, "images": None},
+        {"rank": 0, "samples": [0, 1], "tokens": 64, "trained": 64, "sequences": 2, "images": None}
     ]
     assert "8 samples x 32 = 256 tokens" in (tmp_path / "data_preview.html").read_text()

@@ -67,11 +67,7 @@ def tasks(tmp_path_factory):
     ]
     long = [{"text": " ".join(words[i:] + words[:i])} for i in range(0, 20, 5)]
     answers = [{"question": text[:20], "answer": "x"} for text in TEXT]
-    for name, rows, template in (
-        ("choice", choice, CHOICE),
-        ("text", long, ROLLING),
-        ("answer", answers, ANSWER),
-    ):
+    for name, rows, template in (("choice", choice, CHOICE), ("text", long, ROLLING), ("answer", answers, ANSWER)):
         data = folder / f"{name}.json"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.yaml").write_text(template.format(data=data, shots=0))

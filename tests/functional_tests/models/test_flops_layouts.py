@@ -6,15 +6,7 @@ import pytest
 from megatron.bridge.models.flops import flops_per_token
 from tests.families import harness
 
-ROWS = (
-    "nemotron_h_experts",
-    "granitemoehybrid",
-    "qwen3_next",
-    "deepseek_v3",
-    "llama_tied",
-    "gemma4",
-    "gemma4_experts",
-)
+ROWS = ("nemotron_h_experts", "granitemoehybrid", "qwen3_next", "deepseek_v3", "llama_tied", "gemma4", "gemma4_experts")
 
 
 def count(case, layout):

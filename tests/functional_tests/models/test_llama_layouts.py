@@ -24,12 +24,7 @@ TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 # overlapped sends: batched ones mix up the two neighbours when they are the same process
-VP2 = {
-    **PP2,
-    "virtual_pipeline_model_parallel_size": 2,
-    "overlap_p2p_comm": True,
-    "batch_p2p_comm": False,
-}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
 TWO = {"tp2": TP2, "sp2": SP2, "pp2": PP2, "vp2": VP2, "dp2": {}}
 FOUR = {
     "tp2pp2": {**TP2, **PP2},

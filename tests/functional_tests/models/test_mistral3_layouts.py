@@ -4,12 +4,7 @@
 import pytest
 import torch
 
-from tests.functional_tests.models.test_llama_layouts import (
-    TOLERANCE,
-    TWO,
-    assert_same_files,
-    convert_and_compare,
-)
+from tests.functional_tests.models.test_llama_layouts import TOLERANCE, TWO, assert_same_files, convert_and_compare
 from tests.toy_models import tokens
 from tests.unit_tests.models.test_mistral3 import make
 

@@ -24,7 +24,4 @@ def test_round_trip_over_two_processes(two_workers, tmp_path):
 
 def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path):
     words = [EXAMPLES / "convert_checkpoints.py", "--hf-model", tmp_path, "--output-dir", tmp_path]
-    assert as_script(ROOT, words) == (
-        1,
-        f"error: {tmp_path} is not a Hugging Face model: it has no config.json\n",
-    )
+    assert as_script(ROOT, words) == (1, f"error: {tmp_path} is not a Hugging Face model: it has no config.json\n")

@@ -73,12 +73,7 @@ def contents(directory):
 
 @pytest.mark.parametrize(
     ("name", "first", "second"),
-    [
-        ("llama_tied", "tp2", "vp2"),
-        ("mixtral", "ep2", "etp2"),
-        ("gpt_oss", "tp2", "ep2"),
-        ("gemma2", "pp2", "tp2"),
-    ],
+    [("llama_tied", "tp2", "vp2"), ("mixtral", "ep2", "etp2"), ("gpt_oss", "tp2", "ep2"), ("gemma2", "pp2", "tp2")],
 )
 def test_ranks_write_the_same_files_and_export_from_any_layout(two_workers, family_case, tmp_path, name, first, second):
     case = family_case(name)

@@ -71,14 +71,7 @@ def test_fine_tuning_starts_from_a_checkpoint(tmp_path):
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
     learn = ["train.train_iters=30", "optimizer.lr=1e-2", f"checkpoint.save={first}", "mixed_precision=fp32"]
     assert main(["train", "--recipe", "llama3_8b_pretrain_config", *toy, *learn]) == 0
-    tune = [
-        "train",
-        "--recipe",
-        "llama3_8b_finetune_config",
-        *toy,
-        "train.train_iters=2",
-        f"checkpoint.save={second}",
-    ]
+    tune = ["train", "--recipe", "llama3_8b_finetune_config", *toy, "train.train_iters=2", f"checkpoint.save={second}"]
     assert main(tune) == 1
     assert main([*tune, f"checkpoint.pretrained_checkpoint={first}"]) == 0
     assert losses(first)[0] > 4.5, "a random model knows nothing of 128 tokens (ln 128 = 4.85)"

@@ -57,9 +57,7 @@ def with_compiled_kernels(monkeypatch):
     monkeypatch.setattr(compiled, "can_compile", lambda: True)
     monkeypatch.setattr(eager, "install", compiled.install)
     monkeypatch.setattr(
-        norms.RMSNorm,
-        "forward",
-        lambda norm, x: compiled.rms_norm(x, norm.weight, norm.eps, norm.zero_centered_gamma),
+        norms.RMSNorm, "forward", lambda norm, x: compiled.rms_norm(x, norm.weight, norm.eps, norm.zero_centered_gamma)
     )
 
 

@@ -9,11 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.bridge.data.config import DatasetRequest
 from megatron.bridge.data.tokenizer import NullTokenizer
-from megatron.bridge.training.config import (
-    DistributedDataParallelConfig,
-    DistributedInitConfig,
-    ValidationConfig,
-)
+from megatron.bridge.training.config import DistributedDataParallelConfig, DistributedInitConfig, ValidationConfig
 from megatron.bridge.training.distillation.cache_teacher import precompute
 from tests.functional_tests.data.test_packed_gradients import LENGTHS, dataset
 from tests.toy_distill import HIDDEN, LEARN, run_student, save_teacher, student_config

@@ -212,12 +212,7 @@ def test_packed_texts_have_the_same_losses(places):
     assert packed[0]["classification loss"] == pytest.approx(padded[0]["classification loss"], rel=1e-5)
 
 
-SPLIT = {
-    "classes": ("tp2", "pp2", "cp2"),
-    "words": ("sp2", "cp2"),
-    "rewards": ("pp2", "cp2"),
-    "mean": ("sp2", "cp2"),
-}
+SPLIT = {"classes": ("tp2", "pp2", "cp2"), "words": ("sp2", "cp2"), "rewards": ("pp2", "cp2"), "mean": ("sp2", "cp2")}
 
 
 def all_layouts(root):

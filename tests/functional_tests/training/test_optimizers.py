@@ -292,10 +292,7 @@ def test_gradients_are_reduced_in_the_type_that_is_asked_for(two_workers, run_in
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            [ParameterOverride(["embeding.*"], lr=1e-3)],
-            "the pattern embeding.* matches no trained parameter",
-        ),
+        ([ParameterOverride(["embeding.*"], lr=1e-3)], "the pattern embeding.* matches no trained parameter"),
         (
             [ParameterOverride(["embedding.*"], lr=1e-3), ParameterOverride(["*.weight"], lr=1e-4)],
             "two entries match embedding.word_embeddings.weight and set max_lr to 0.001 and 0.0001",

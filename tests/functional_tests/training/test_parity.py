@@ -99,11 +99,7 @@ def test_what_is_compared_has_moved(singles, model):
 SAME_ARITHMETIC = [
     layout for layout in parity.CELLS["dense"] if layout.startswith(("PP2", "DP2")) and "x" not in layout
 ]
-EXACT_IN_CI = (
-    "PP2, selective recomputation",
-    "PP2+VP2",
-    "DP2, distributed optimizer, overlapped reduce and gather",
-)
+EXACT_IN_CI = ("PP2, selective recomputation", "PP2+VP2", "DP2, distributed optimizer, overlapped reduce and gather")
 
 
 @pytest.mark.parametrize(

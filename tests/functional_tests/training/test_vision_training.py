@@ -73,8 +73,7 @@ def singles(folders):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "kind"),
-    [pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.slow) for cell in CELLS],
+    ("name", "layout", "kind"), [pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.slow) for cell in CELLS]
 )
 def test_equals_the_single_process(two_workers, folders, singles, name, layout, kind):
     expected = singles(name, kind)

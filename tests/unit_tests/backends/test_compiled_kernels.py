@@ -17,18 +17,9 @@ from megatron.bridge.backends.attention.block_mask import positions_in_sequences
 from megatron.bridge.backends.cpu import device as cpu_device
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager
-from megatron.bridge.backends.kernels.compiled import (
-    cross_entropy,
-    rms_norm,
-    rotary,
-    rotary_packed,
-)
+from megatron.bridge.backends.kernels.compiled import cross_entropy, rms_norm, rotary, rotary_packed
 
-WAYS = [
-    "as written",
-    pytest.param("inductor", marks=pytest.mark.slow),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+WAYS = ["as written", pytest.param("inductor", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=WAYS)

@@ -9,12 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention import varlen
 
 from megatron.bridge.backends.attention import flash_attention
-from megatron.bridge.backends.attention.block_mask import (
-    AttentionWindow,
-    PackedSegment,
-    whole_sequence,
-    zigzag_spans,
-)
+from megatron.bridge.backends.attention.block_mask import AttentionWindow, PackedSegment, whole_sequence, zigzag_spans
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
 

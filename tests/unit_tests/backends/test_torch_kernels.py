@@ -8,14 +8,7 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bridge.backends.kernels import eager
-from megatron.bridge.backends.kernels.eager import (
-    cross_entropy,
-    fuses_activation,
-    l2_norm,
-    rms_norm,
-    scale,
-    swiglu,
-)
+from megatron.bridge.backends.kernels.eager import cross_entropy, fuses_activation, l2_norm, rms_norm, scale, swiglu
 
 
 def random(*shape, dtype=torch.float64, seed=0):

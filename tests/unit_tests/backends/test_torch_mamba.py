@@ -103,11 +103,7 @@ def packed(*bounds, padded=None):
 
 @pytest.mark.parametrize(
     ("row", "lengths"),
-    [
-        (packed(0, 5, 5, 28), [5, 23, 2]),
-        (packed(0, 1, 30), [1, 29]),
-        (packed(0, 3, 20, padded=[0, 8, 30]), [8, 22]),
-    ],
+    [(packed(0, 5, 5, 28), [5, 23, 2]), (packed(0, 1, 30), [1, 29]), (packed(0, 3, 20, padded=[0, 8, 30]), [8, 22])],
 )
 def test_packed_sequences_do_not_see_one_another(one_rank, row, lengths):
     layer, x = mixer(), random(30, 1, 12, seed=20).float()

@@ -54,8 +54,7 @@ def change_metadata(checkpoint, change):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [["inspect"], ["checkpoint", "inspect"], ["checkpoint", "verify"], ["checkpoint", "diff", str(SAVED)]],
+    "command", [["inspect"], ["checkpoint", "inspect"], ["checkpoint", "verify"], ["checkpoint", "diff", str(SAVED)]]
 )
 def test_commands_refuse_a_metadata_file_that_names_code(checkpoint, attack, capsys, command):
     change_metadata(checkpoint, lambda metadata: setattr(metadata.storage_meta, "save_id", attack))

@@ -93,11 +93,7 @@ def test_diff(root, capsys):
     assert main(["checkpoint", "diff", first, first, "--values"]) == 0
     assert _lines(capsys) == ["no difference in names, shapes, dtypes and values"]
     assert main(["checkpoint", "diff", first, second, "--values"]) == 1
-    assert _lines(capsys) == [
-        f"only in {first}: b",
-        f"only in {second}: c",
-        "a: 1 of 12 values differ, by at most 0.5",
-    ]
+    assert _lines(capsys) == [f"only in {first}: b", f"only in {second}: c", "a: 1 of 12 values differ, by at most 0.5"]
 
 
 def test_convert_takes_the_weights_and_unstacks_layers(tmp_path, capsys):

@@ -84,14 +84,7 @@ def test_names_of_the_trainer_are_its_own():
     from transformers import TrainingArguments
 
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
-    known = {
-        "output_dir",
-        "max_steps",
-        "per_device_train_batch_size",
-        "learning_rate",
-        "adam_epsilon",
-        "save_steps",
-    }
+    known = {"output_dir", "max_steps", "per_device_train_batch_size", "learning_rate", "adam_epsilon", "save_steps"}
     assert known <= theirs & from_trainer._SETTINGS.keys()
     run = translate({"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "polynomial"}, 2)
     assert json.loads(run.translation.settings["train.num_epochs"]) == 2.0
@@ -100,12 +93,7 @@ def test_names_of_the_trainer_are_its_own():
     assert "polynomial" in run.translation.missing["lr_scheduler_type"]
 
 
-@pytest.mark.parametrize(
-    ("values", "key", "way_out"),
-    [
-        ({"learning_rat": 1}, "learning_rat", "learning_rate"),
-    ],
-)
+@pytest.mark.parametrize(("values", "key", "way_out"), [({"learning_rat": 1}, "learning_rat", "learning_rate")])
 def test_mistakes(values, key, way_out):
     with pytest.raises(UserError) as caught:
         translate(values, 1)

@@ -129,10 +129,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] "
     [
         (GLOO + "Read error [10.0.0.2]:49289: Connection reset by peer", "Connection reset by peer"),
         (GLOO + "Connection closed by peer [127.0.0.1]:2929", "Connection closed by peer"),
-        (
-            "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to ...",
-            "ncclRemoteError",
-        ),
+        ("NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to ...", "ncclRemoteError"),
     ],
 )
 def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
@@ -213,12 +210,7 @@ def test_rank_that_is_none_is_refused_by_every_command(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "redirection", "code"),
-    [
-        ("--list", "| sleep 0", 141),
-        ("--list smollm2", "| sleep 0", 141),
-        ("--list", ">&-", 0),
-        ("--list", "2>&-", 0),
-    ],
+    [("--list", "| sleep 0", 141), ("--list smollm2", "| sleep 0", 141), ("--list", ">&-", 0), ("--list", "2>&-", 0)],
 )
 def test_output_that_nobody_reads(words, redirection, code):
     command = f"{sys.executable} -m megatron.bridge.cli.main train {words}"

@@ -123,11 +123,7 @@ def test_a_model_that_stays_large_is_refused_before_it_is_built(ported):
 def test_mistakes(ported, tmp_path, capsys):
     for name, architectures, said in (
         ("llama.json", ["LlamaForCausalLM"], "LlamaForCausalLM is supported"),
-        (
-            "none.json",
-            ["LlamaForQuestionAnswering"],
-            "LlamaForQuestionAnswering.* names no causal model",
-        ),
+        ("none.json", ["LlamaForQuestionAnswering"], "LlamaForQuestionAnswering.* names no causal model"),
     ):
         path = tmp_path / name
         path.write_text(json.dumps({"model_type": "llama", "architectures": architectures}))

@@ -213,12 +213,7 @@ def test_references_are_resolved_behind_the_command_line(capsys, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("scheduler: {lr_decay_iters: '${train.train_iters}'}\ntrain: {train_iters: 5}\n")
     config, out = dry_run(
-        capsys,
-        *RECIPE,
-        "--config",
-        str(path),
-        "train.train_iters=6",
-        "rng.seed=${train.train_iters}",
+        capsys, *RECIPE, "--config", str(path), "train.train_iters=6", "rng.seed=${train.train_iters}"
     )
     assert (config.scheduler.lr_decay_iters, config.rng.seed) == (6, 6)
     assert f"  lr_decay_iters: 6  # file {path}\n" in out
@@ -325,10 +320,7 @@ def test_data_of_a_fine_tuning_is_a_folder(capsys):
 def test_list_takes_words(capsys):
     code, out, _ = run(capsys, "train", "--list", "405b")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == [
-        "recipe",
-        *(name for name in catalog() if "405b" in name),
-    ]
+    assert [line.split()[0] for line in out.splitlines()] == ["recipe", *(name for name in catalog() if "405b" in name)]
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "distill"])
@@ -366,10 +358,7 @@ def test_list_imports_no_torch():
 
 
 BAD = [
-    (
-        ["--recipe", "llama32_1b_pretrain"],
-        "there is no recipe llama32_1b_pretrain; did you mean llama32_1b_pretrain_c",
-    ),
+    (["--recipe", "llama32_1b_pretrain"], "there is no recipe llama32_1b_pretrain; did you mean llama32_1b_pretrain_c"),
     (["--recipe", "zzz"], "there is no recipe zzz; --list shows all of them"),
     ([], "there is nothing to run: give --recipe NAME (--list shows the names)"),
     (["--list", "zzz"], "no recipe contains 'zzz'; --list alone shows all of them"),
@@ -390,10 +379,7 @@ BAD = [
     ([*RECIPE[1:], "dataset.seq_length=9000"], "dataset.seq_length=9000 is longer than model.seq_length=8192"),
     ([*RECIPE[1:], "model.bf16=false"], "model.bf16=False from the command line does not stick: it became True"),
     ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
-    (
-        [*RECIPE[1:], "--peft_scheme", "lora"],
-        "use a finetune recipe",
-    ),
+    ([*RECIPE[1:], "--peft_scheme", "lora"], "use a finetune recipe"),
     ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
     ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
     (
@@ -441,10 +427,7 @@ def test_a_model_of_ones_own_takes_the_place_of_the_recipes(capsys, tmp_path):
     assert (config.model.hidden_size, config.model.num_layers) == (32, 3)
     assert f"  pretrained_checkpoint: {tmp_path}  # command line\n" in out
     code, _, err = run(capsys, *FINETUNE, "--hf-model", str(tmp_path / "none"), "--dry-run")
-    assert (code, err) == (
-        1,
-        f"error: {tmp_path}/none does not exist: give the directory of a model, or a hub id\n",
-    )
+    assert (code, err) == (1, f"error: {tmp_path}/none does not exist: give the directory of a model, or a hub id\n")
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
@@ -460,22 +443,14 @@ def test_mistake_is_one_line_and_1(capsys, arguments, message):
 def test_mistakes_are_reported_together(capsys):
     code, _, err = run(capsys, *RECIPE, "--dry-run", "train.train_itres=5", "optimizer.lr=fast")
     assert (code, len(err.splitlines())) == (1, 2)
-    bad_layout = (
-        "model.tensor_model_parallel_size=2",
-        "model.num_layers=15",
-        "model.pipeline_model_parallel_size=2",
-    )
+    bad_layout = ("model.tensor_model_parallel_size=2", "model.num_layers=15", "model.pipeline_model_parallel_size=2")
     code, _, err = run(capsys, *RECIPE, "--dry-run", *bad_layout, "model.hidden_dropout=1.5")
     assert (code, len(err.splitlines())) == (1, 2)
 
 
 BAD_FILES = [
     ("train: {train_iters: [", [], "is not valid YAML at line 2, column 1"),
-    (
-        "train:\n  train_iters: 1\ntrain:\n  seed: 2",
-        RECIPE[1:],
-        "line 3, column 1: the key 'train' is given twice",
-    ),
+    ("train:\n  train_iters: 1\ntrain:\n  seed: 2", RECIPE[1:], "line 3, column 1: the key 'train' is given twice"),
     (
         "train: {train_itres: 5}",
         RECIPE[1:],
@@ -534,24 +509,14 @@ def test_world_size_is_for_dry_runs(capsys):
 TOY = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 16}
 SHAPES = [
     {},
-    {
-        "share_embeddings_and_output_weights": False,
-        "num_query_groups": 2,
-        "kv_channels": 16,
-        "ffn_hidden_size": 48,
-    },
+    {"share_embeddings_and_output_weights": False, "num_query_groups": 2, "kv_channels": 16, "ffn_hidden_size": 48},
     {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "qk_layernorm": True},
     {"add_bias_linear": False, "add_qkv_bias": True, "position_embedding_type": "learned_absolute"},
     {"attention_bias": False},
     {"mlp_bias": False, "qk_layernorm": True},
     {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "add_bias_linear": False, "gated_linear_unit": True},
     {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 1], "add_bias_linear": False},
-    {
-        "num_moe_experts": 2,
-        "moe_layer_freq": 2,
-        "moe_shared_expert_intermediate_size": 20,
-        "add_bias_linear": False,
-    },
+    {"num_moe_experts": 2, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 20, "add_bias_linear": False},
 ]
 
 

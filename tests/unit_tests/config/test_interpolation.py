@@ -142,10 +142,7 @@ BAD = [
     ("decay=${train.itres}", "decay=${train.itres}: there is no train.itres; did you mean train.iters?"),
     ("decay=${train.samples}", "decay must be an integer, not None"),
     ("decay=x${train.iters}", "decay must be an integer, not 'x10'"),
-    (
-        "label=${oc.env:NOT_SET}/x",
-        "label=${oc.env:NOT_SET}/x: the environment variable NOT_SET is not set; set it, or",
-    ),
+    ("label=${oc.env:NOT_SET}/x", "label=${oc.env:NOT_SET}/x: the environment variable NOT_SET is not set; set it, or"),
     ("label=${now:%Y}", "label=${now:%Y} cannot be resolved: Unsupported interpolation type now; write the value"),
     ("label=${", "label=${ cannot be resolved:"),
     ("label=${label}", "label=${label} cannot be resolved: Recursive interpolation"),

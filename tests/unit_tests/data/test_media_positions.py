@@ -44,12 +44,7 @@ def test_they_are_those_of_transformers(family):
     )
     per_second = 1 if split else model.config.vision_config.tokens_per_second
     found = mrope_positions(
-        types,
-        IMAGES,
-        VIDEOS,
-        merge=2,
-        split_frames=split,
-        time_steps=[per_second * step for step in seconds],
+        types, IMAGES, VIDEOS, merge=2, split_frames=split, time_steps=[per_second * step for step in seconds]
     )
     assert np.array_equal(found, expected[:, 0].numpy())
 

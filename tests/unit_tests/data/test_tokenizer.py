@@ -57,11 +57,7 @@ def test_wrong_configs_are_named(values, parts):
     [
         ({}, "", "missing or damaged"),
         ({"tokenizer.json": "[]", "tokenizer_config.json": "{}"}, "", "tokenizer.json is not a JSON object"),
-        (
-            {"tokenizer.json": "{}", "tokenizer_config.json": "[]"},
-            "",
-            "tokenizer_config.json is not a JSON object",
-        ),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "", "tokenizer_config.json is not a JSON object"),
         ({"tokenizer.json": "{}"}, "tokenizer.json", "give its directory"),
         ({}, "none", "not a directory"),
     ],

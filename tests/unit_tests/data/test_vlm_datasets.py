@@ -158,10 +158,7 @@ def test_llava_json_is_read_from_a_list(folder, tokenizer, tmp_path):
     path = tmp_path / "llava.json"
     path.write_text(json.dumps([{"id": "1", "image": "0.png", "conversations": turns}] * 2, indent=1))
     dataset = PreloadedVLMConversationProvider(
-        seq_length=128,
-        train_data_path=str(path),
-        image_folder=str(folder / "data"),
-        hf_processor_path=str(folder),
+        seq_length=128, train_data_path=str(path), image_folder=str(folder / "data"), hf_processor_path=str(folder)
     )
     assert len(batch(dataset, tokenizer)["media"]["image_grid_thw"]) == 2
     with refused("dataset.valid_data_path", "do_validation"):
@@ -239,10 +236,7 @@ def test_a_maker_reads_a_local_copy(folder, tokenizer, tmp_path):
     )
     table.save_to_disk(tmp_path / "rdr")
     dataset = HFDatasetConversationProvider(
-        seq_length=128,
-        maker_name="make_rdr_dataset",
-        dataset_name=str(tmp_path / "rdr"),
-        hf_processor_path=str(folder),
+        seq_length=128, maker_name="make_rdr_dataset", dataset_name=str(tmp_path / "rdr"), hf_processor_path=str(folder)
     )
     assert len(batch(dataset, tokenizer)["media"]["image_grid_thw"]) == 2
 

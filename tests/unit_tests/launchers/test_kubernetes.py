@@ -173,10 +173,7 @@ def test_the_command_writes_a_manifest(tmp_path, capsys):
         ((*CLUSTER, "--partition", "gpu"), ("--on kubernetes takes no --partition",)),
         ((*CLUSTER, "--local", "--dry-run"), ("--dry-run, --local",)),
         ((*RECIPE, "--kind", "jobset"), ("--on slurm takes no --kind",)),
-        (
-            (*CLUSTER, "--devices", "7", "model.tensor_model_parallel_size=2"),
-            ("needs 2 processes", "start 6 or 8"),
-        ),
+        ((*CLUSTER, "--devices", "7", "model.tensor_model_parallel_size=2"), ("needs 2 processes", "start 6 or 8")),
         ((*CLUSTER, "--resource", "memory"), ("--resource memory", "NAME=VALUE")),
     ],
 )

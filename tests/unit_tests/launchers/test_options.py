@@ -121,8 +121,7 @@ def test_what_slurm_says_becomes_one_sentence_with_a_way_out():
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [("90", 5400), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("2-0:30", 174600)],
+    ("limit", "expected"), [("90", 5400), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("2-0:30", 174600)]
 )
 def test_limits_in_every_form_of_slurm(limit, expected):
     assert preflight.seconds(limit) == expected

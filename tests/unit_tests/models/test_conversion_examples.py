@@ -90,10 +90,7 @@ def test_both_models_are_compared_in_one_precision(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            "--tp 2 --pp 2",
-            "--tp 2 x --pp 2 does not divide the 1 running process: start it with torchrun --nproc-",
-        ),
+        ("--tp 2 --pp 2", "--tp 2 x --pp 2 does not divide the 1 running process: start it with torchrun --nproc-"),
         ("--ep 2", r"--ep 2 x --tp 1 x --pp 1 does not divide the 1 running process"),
         ("--etp 2", r"--ep 1 x --etp 2 x --pp 1 does not divide the 1 running process"),
         ("--vp 2", "--vp 2 .* give --pp 2 or more"),

@@ -41,10 +41,7 @@ def declare(architecture="MyForCausalLM", **parts):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (
-            {"fixed": {**LLAMA_LIKE, "norm_placment": "post"}},
-            r"Mine\.fixed\['norm_placment'\].*mean norm_placement",
-        ),
+        ({"fixed": {**LLAMA_LIKE, "norm_placment": "post"}}, r"Mine\.fixed\['norm_placment'\].*mean norm_placement"),
         ({"fields": (*DENSE, Field("eps", "layernorm_epsilom"))}, r"layernorm_epsilom.*mean layernorm_epsilon"),
         ({"fields": (*DENSE, (ROPE,))}, r"Mine\.fields\[\d+\].* star"),
         ({"fields": (*DENSE, ROPE)}, r"Mine\.fields reads 'rope_parameters' twice.*override"),
@@ -81,11 +78,7 @@ def test_a_constant_is_checked_and_written():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        (
-            "attention_bias",
-            True,
-            r"attention_bias=True is not known: ATTENTION_BIAS or \w+ reads it in \w+ForC",
-        ),
+        ("attention_bias", True, r"attention_bias=True is not known: ATTENTION_BIAS or \w+ reads it in \w+ForC"),
         ("layer_types", [], r"layer_types=\[\] is not known: LAYER_TYPES or \w+ reads it in \w+ForCausalLM"),
         ("query_scale_base", 2, r"query_scale_base=2 is not known: remove it if it changes nothing"),
         ("num_key_value_head", 2, r"num_key_value_head=2 is not known; did you mean num_key_value_heads\?"),

@@ -61,10 +61,7 @@ def _device(monkeypatch):
     # a step that ran before leaves its scale here
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
-    for dispatcher in (
-        token_dispatcher.MoEAlltoAllTokenDispatcher,
-        token_dispatcher.MoEAllGatherTokenDispatcher,
-    ):
+    for dispatcher in (token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher):
         monkeypatch.setattr(dispatcher, "dispatch_postprocess", with_even_counts(dispatcher.dispatch_postprocess))
 
 

@@ -163,11 +163,7 @@ def test_padded_heads_do_not_change_the_function():
     """The padded model equals the declared one, and nothing of the padding ever gets a gradient."""
     plain = toy(num_attention_heads=6, num_query_groups=3, hidden_size=48, add_qkv_bias=True)
     padded = toy(
-        num_attention_heads=6,
-        num_query_groups=3,
-        hidden_size=48,
-        add_qkv_bias=True,
-        make_query_groups_divisible_by=4,
+        num_attention_heads=6, num_query_groups=3, hidden_size=48, add_qkv_bias=True, make_query_groups_divisible_by=4
     )
     (small,), (large,) = (p.provide_distributed_model(wrap_with_ddp=False) for p in (plain, padded))
     assert (large.config.num_attention_heads, large.config.num_query_groups, large.config.kv_channels) == (8, 4, 8)

@@ -76,15 +76,7 @@ def test_what_a_config_may_not_say(changes, message):
 
 @pytest.mark.parametrize(
     ("kinds", "frequency"),
-    [
-        ("lfll", [1, 0, 1, 1]),
-        ("llfl", 3),
-        ("lflf", 2),
-        ("llll", 5),
-        ("ffff", 1),
-        ("lllf", 4),
-        ("flll", [0, 1, 1, 1]),
-    ],
+    [("lfll", [1, 0, 1, 1]), ("llfl", 3), ("lflf", 2), ("llll", 5), ("ffff", 1), ("lllf", 4), ("flll", [0, 1, 1, 1])],
 )
 def test_a_regular_pattern_is_a_number(kinds, frequency):
     names = {"l": "linear_attention", "f": "full_attention"}

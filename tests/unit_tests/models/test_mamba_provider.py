@@ -48,10 +48,7 @@ REFUSED = {
     "idle experts": ({"num_moe_experts": 4}, "0 layers of experts (E) but num_moe_experts=4"),
     "odd heads": ({"mamba_num_groups": 3}, "mamba_num_groups=3 does not divide mamba_num_heads=8"),
     "few groups": ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide mamba_num_gr"),
-    "context": (
-        {"context_parallel_size": 3},
-        "context_parallel_size=3 cannot share out a tensor",
-    ),
+    "context": ({"context_parallel_size": 3}, "context_parallel_size=3 cannot share out a tensor"),
     "placement": ({"norm_placement": "post"}, "norm_placement='post' has no effect on a hybrid model"),
     "predictions": ({"mtp_num_layers": 1}, "mtp_num_layers=1 has no effect on a hybrid model"),
     "uneven": ({PP: 3}, "3 pipeline stages do not divide num_layers=4: cut the layers with |"),

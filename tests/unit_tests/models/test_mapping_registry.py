@@ -35,13 +35,7 @@ def test_listing():
         "layers.*.qkv",
         "layers.*.experts.fc2.weight*",
     ]
-    assert REGISTRY.describe().splitlines()[1].split() == [
-        "layers.*.qkv",
-        "QKVMapping",
-        "h.*.q,",
-        "h.*.k,",
-        "h.*.v",
-    ]
+    assert REGISTRY.describe().splitlines()[1].split() == ["layers.*.qkv", "QKVMapping", "h.*.q,", "h.*.k,", "h.*.v"]
 
 
 def test_the_same_megatron_name_twice_is_an_error():

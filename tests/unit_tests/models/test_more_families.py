@@ -33,11 +33,7 @@ def provider_of(row, **changes):
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        (
-            "gpt2",
-            {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx=True is not supported",
-        ),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         ("gpt2", {"activation_function": "laplace"}, "activation_function='laplace' is not supported"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 must be hidden_size=24"),
@@ -45,11 +41,7 @@ def provider_of(row, **changes):
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("falcon_7b", {"alibi": True}, "alibi=True is not supported"),
         ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False and num_ln_in_parallel_attn=None with"),
-        (
-            "arcee",
-            {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 3.0}},
-            "rope_type='ntk_alpha' is not a kind",
-        ),
+        ("arcee", {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 3.0}}, "rope_type='ntk_alpha' is not a kind"),
         (
             "hunyuan_dense",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 3.0, "gamma": 1.0}},
@@ -58,11 +50,7 @@ def provider_of(row, **changes):
         ("hunyuan_moe", {"moe_topk": [2, 3, 2, 3]}, r"moe_topk=\[2, 3, 2, 3\] must be one number"),
         ("hunyuan_moe", {"moe_topk": 7}, "moe_topk=7 is more than num_experts=6"),
         ("ernie45_moe", {"use_bias": True}, "use_bias=True is not supported"),
-        (
-            "ernie45_moe",
-            {"moe_layer_start_index": 9},
-            "moe_layer_start_index=9 and moe_layer_end_index=.* leave no",
-        ),
+        ("ernie45_moe", {"moe_layer_start_index": 9}, "moe_layer_start_index=9 and moe_layer_end_index=.* leave no"),
         ("lfm2_moe", {"conv_bias": True}, "conv_bias=True is not supported"),
         ("exaone_moe", {"n_group": 4, "topk_group": 2}, "n_group=4 does not divide num_experts=6"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: 2 are"),
@@ -105,19 +93,11 @@ def test_a_scale_of_logits_is_written_as_it_was_read():
     [
         ("gpt2", {"seq_length": 71}, "seq_length=71 is more than max_position_embeddings=70"),
         ("cohere", {"norm_placement": "post"}, "parallel_residual='shared_norm' excludes norm_placement='post'"),
-        (
-            "cohere",
-            {"parallel_residual": "both"},
-            "parallel_residual='both': choose one of shared_norm, own_norms",
-        ),
+        ("cohere", {"parallel_residual": "both"}, "parallel_residual='both': choose one of shared_norm, own_norms"),
         ("hunyuan_dense", {"qk_layernorm": False}, "qk_norm_after_rope=True has no norms"),
         ("cohere_head_norms", {"qk_layernorm": True}, "qk_norm_by_head=True excludes"),
         ("ernie45_moe", {"moe_enable_routing_replay": True}, "does not work with moe_enable_routing_replay=True"),
-        (
-            "phimoe",
-            {"moe_router_fusion": True},
-            "moe_router_sparsemixer_eps=0.05 does not work with moe_router_fusion",
-        ),
+        ("phimoe", {"moe_router_fusion": True}, "moe_router_sparsemixer_eps=0.05 does not work with moe_router_fusion"),
         ("falcon_h1", {"mamba_beside_attention": {"ssm_multiplier": 1}}, "no multiplier ssm_multiplier"),
         ("apertus", {"gated_linear_unit": True}, "activation_func=xielu is for feed-forward layers without a gate"),
         ("granitemoe", {"moe_router_norm_topk": False}, "is for moe_router_score_function='sigmoid'"),

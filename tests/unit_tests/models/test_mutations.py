@@ -117,10 +117,7 @@ MUTATIONS = {
         "quantization_config.quant_method=None cannot be read",
     ),
     "unknown activation": (lambda hf: edit_config(hf, hidden_act="snake"), "hidden_act='snake' is not supported"),
-    "tied": (
-        lambda hf: edit_config(hf, tie_word_embeddings=True),
-        "lm_head.weight differs from model.embed_tokens",
-    ),
+    "tied": (lambda hf: edit_config(hf, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens"),
     "rope kind": (
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}),
         "rope_parameters.rope_type='axial' is not one of",
@@ -171,10 +168,7 @@ MUTATIONS = {
     ),
     "head width": (lambda hf: edit_config(hf, head_dim=8), "q_proj.weight in .* has shape"),
     "more layers": (lambda hf: edit_config(hf, num_hidden_layers=3), "model.layers.2.* is missing"),
-    "fewer layers": (
-        lambda hf: edit_config(hf, num_hidden_layers=1),
-        "model.layers.1.* has no Megatron parameter",
-    ),
+    "fewer layers": (lambda hf: edit_config(hf, num_hidden_layers=1), "model.layers.1.* has no Megatron parameter"),
     "biases": (lambda hf: edit_config(hf, attention_bias=True), "q_proj.bias is missing"),
     "vocabulary": (lambda hf: edit_config(hf, vocab_size=100), "embed_tokens.weight in .* has shape"),
     "declared dtype": (lambda hf: edit_config(hf, dtype="bfloat16"), "is float32, config.json says bfloat16"),

@@ -40,12 +40,12 @@ KEYWORDS = {
     },
     "data.builders.hf_dataset.HFDatasetConfig": {
         "__init__": "dataset_name process_example_fn seq_length seed dataloader_type num_workers do_validation"
-        " do_test val_proportion packed_sequence_specs",
+        " do_test val_proportion packed_sequence_specs"
     },
     "data.datasets.packed_sequence.PackedSequenceSpecs": {"__init__": "packed_sequence_size pad_seq_to_mult"},
     "data.datasets.sft.GPTSFTDataset": {
         "__init__": "file_path tokenizer max_seq_length max_num_samples seed add_bos add_eos label_key"
-        " answer_only_loss truncation_field truncation_method prompt_template",
+        " answer_only_loss truncation_field truncation_method prompt_template"
     },
     "training.callbacks.CallbackManager": {"add": "", "register": "event_name fn"},
 }

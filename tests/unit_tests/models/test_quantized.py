@@ -10,15 +10,7 @@ from safetensors.torch import load_file, save_file
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import check, open_checkpoint, without_quantization
 from megatron.bridge.utils.errors import UserError
-from tests.quantize import (
-    fp8_config,
-    from_fp8,
-    from_mxfp4,
-    random_mxfp4,
-    rewrite,
-    store_in_fp8,
-    to_fp8,
-)
+from tests.quantize import fp8_config, from_fp8, from_mxfp4, random_mxfp4, rewrite, store_in_fp8, to_fp8
 from tests.toy_models import make_llama, tokens
 from tests.unit_tests.models.test_llama import TOLERANCE, difference
 
@@ -110,10 +102,7 @@ def fp8_tensors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda t: t.pop("m.weight_scale_inv"),
-            r"m\.weight is float8_e4m3fn and its m\.weight_scale_inv is missi",
-        ),
+        (lambda t: t.pop("m.weight_scale_inv"), r"m\.weight is float8_e4m3fn and its m\.weight_scale_inv is missi"),
         (lambda t: t.pop("m.weight"), r"m\.weight_scale_inv scales m\.weight, which is not in the checkpoint"),
         (lambda t: t.update({"m.weight": torch.ones(32, 48)}), r"scales m\.weight, which is float32"),
         (lambda t: t.update({"norm.weight_scale_inv": torch.ones(1)}), r"scales norm\.weight, which is float32"),
@@ -121,10 +110,7 @@ def fp8_tensors():
             lambda t: t.update({"m.weight_scale_inv": t["m.weight_scale_inv"].t()}),
             r"m\.weight_scale_inv has shape \[3, 2\].*mean shape \[2, 3\]",
         ),
-        (
-            lambda t: t.update({"m.weight_scale_inv": torch.ones(2, 3).int()}),
-            "is int32, not a float",
-        ),
+        (lambda t: t.update({"m.weight_scale_inv": torch.ones(2, 3).int()}), "is int32, not a float"),
         (lambda t: t.update({"m.weight": t["m.weight"].flatten()}), r"of shape \[1536\], not a matrix"),
         (lambda t: [t.pop("m.weight"), t.pop("m.weight_scale_inv")], "none in .* is: remove quantization_config"),
     ],
@@ -148,10 +134,7 @@ def test_scales_by_block_where_one_is_declared(tmp_path):
         (lambda t: t.pop("e_blocks"), r"tensor e_blocks is missing"),
         (lambda t: t.update({"e": torch.ones(1)}), r"tensor e is in the checkpoint both in full and as"),
         (lambda t: t.update({"e_scales": t["e_scales"][:, :, :1]}), r"are not MXFP4"),
-        (
-            lambda t: t.update({"e_scales": t["e_scales"].float()}),
-            r"e_scales \(float32 .* are not MXFP4",
-        ),
+        (lambda t: t.update({"e_scales": t["e_scales"].float()}), r"e_scales \(float32 .* are not MXFP4"),
     ],
 )
 def test_wrong_mxfp4_parts_are_named(tmp_path, change, message):
@@ -164,10 +147,7 @@ def test_wrong_mxfp4_parts_are_named(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"quant_method": "awq", "bits": 4},
-            "quant_method='awq' cannot be read: fp8, mxfp4 can; convert",
-        ),
+        ({"quant_method": "awq", "bits": 4}, "quant_method='awq' cannot be read: fp8, mxfp4 can; convert"),
         ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors' cannot be read"),
         ({"load_in_4bit": True}, "quant_method=None cannot be read"),
         (fp8_config([128, 128], fmt="e5m2"), "quantization_config.fmt='e5m2' cannot be read"),

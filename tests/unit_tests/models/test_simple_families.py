@@ -27,11 +27,7 @@ def provider_of(row, **changes):
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types='linear_attention' is not supported"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ("mistral_window", {"layer_types": ["full_attention"] * 4}, "key layer_types=.* is not known"),
-        (
-            "mistral_window",
-            {"rope_parameters": YARN},
-            "llama_4_scaling_beta is not a parameter of rope_type='yarn'",
-        ),
+        ("mistral_window", {"rope_parameters": YARN}, "llama_4_scaling_beta is not a parameter of rope_type='yarn'"),
         ("ministral3", {"rope_parameters": PLAIN}, "rope_parameters.llama_4_scaling_beta is missing"),
         ("phi3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop=0.1 is not supported"),

@@ -75,9 +75,7 @@ class UsersBridge(MegatronModelBridge):
             ),
             AutoMapping(f"{ours}.self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight"),
             GatedMLPMapping(
-                f"{ours}.mlp.linear_fc1.weight",
-                gate=f"{hf}.mlp.gate_proj.weight",
-                up=f"{hf}.mlp.up_proj.weight",
+                f"{ours}.mlp.linear_fc1.weight", gate=f"{hf}.mlp.gate_proj.weight", up=f"{hf}.mlp.up_proj.weight"
             ),
             AutoMapping(f"{ours}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight"),
         )

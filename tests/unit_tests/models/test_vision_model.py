@@ -233,17 +233,9 @@ def test_wrong_input(vision_case, name, changes, message):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "qwen3_vl",
-            {"recompute_granularity": "full", "recompute_method": "uniform"},
-            "model.recompute_granularity",
-        ),
+        ("qwen3_vl", {"recompute_granularity": "full", "recompute_method": "uniform"}, "model.recompute_granularity"),
         ("qwen3_vl", {"apply_rope_fusion": True}, "set model.apply_rope_fusion=False"),
-        (
-            "qwen3_vl",
-            {"mrope_section": [3, 1, 1]},
-            r"mrope_section=\[3, 1, 1\] must be three numbers that sum up to 4",
-        ),
+        ("qwen3_vl", {"mrope_section": [3, 1, 1]}, r"mrope_section=\[3, 1, 1\] must be three numbers that sum up to 4"),
         ("gemma3_vl", {"backend": "transformer_engine"}, "set model.backend='torch'|transformer_engine"),
         ("paligemma", {"backend": "transformer_engine"}, "set model.backend='torch'|transformer_engine"),
     ],
@@ -358,10 +350,7 @@ def test_released_names_of_keys(vision_case, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda config: config.update(video_pruning_rate=0.7),
-            r"video_pruning_rate=0.7 is not supported: set it to 0",
-        ),
+        (lambda config: config.update(video_pruning_rate=0.7), r"video_pruning_rate=0.7 is not supported: set it to 0"),
         (lambda config: config["vision_config"].update(vitdet_window_size=4), "vitdet_window_size=4 is not supported"),
         (lambda config: config["vision_config"].update(layerscale_value=0.5), r"layerscale_value=0.5 .*set it to 1.0"),
         (lambda config: config["text_config"].update(num_nextn_predict_layers=1), "num_nextn_predict_layers=1"),

@@ -80,10 +80,7 @@ def test_it_comes_back_bit_for_bit(models, tmp_path, case):
     "patterns",
     [
         {},
-        {
-            "rank_pattern": {"v_proj": 2},
-            "alpha_pattern": {r"layers\.[01]\.self_attn\.q_proj": 9, "^model.*up_proj": 7},
-        },
+        {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.[01]\.self_attn\.q_proj": 9, "^model.*up_proj": 7}},
     ],
 )
 def test_what_peft_made_is_imported(models, tmp_path, patterns):
@@ -266,10 +263,7 @@ def test_what_an_adapter_has_that_is_not_read_is_refused(models, tmp_path, key, 
     bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    for read in (
-        lambda: peft_for(bridge, tmp_path / "adapter"),
-        lambda: bridge.load_hf_adapter(model, file.parent),
-    ):
+    for read in (lambda: peft_for(bridge, tmp_path / "adapter"), lambda: bridge.load_hf_adapter(model, file.parent)):
         with pytest.raises(UserError, match=f"has {key}=.*, which cannot be read: merge it instead"):
             read()
 

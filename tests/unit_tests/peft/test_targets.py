@@ -30,11 +30,7 @@ CHOSEN = {
     ),
     "parts": (
         CanonicalLoRA(target_modules=["linear_k", "*.layers.0.mlp.linear_fc1_up"]),
-        [
-            "0.self_attention.linear_qkv",
-            "0.mlp.linear_fc1",
-            "1.self_attention.linear_qkv",
-        ],
+        ["0.self_attention.linear_qkv", "0.mlp.linear_fc1", "1.self_attention.linear_qkv"],
     ),
 }
 

@@ -51,11 +51,7 @@ def write_report(paths, **changed):
 def write_answers(paths, correct):
     paths.out.mkdir(exist_ok=True)
     said = {"answers": ["red circle"] * 10}
-    report = {
-        "expected": ["red circle"] * 10,
-        "before": {**said, "correct": 0},
-        "after": {**said, "correct": correct},
-    }
+    report = {"expected": ["red circle"] * 10, "before": {**said, "correct": 0}, "after": {**said, "correct": correct}}
     (paths.out / "shapes.json").write_text(json.dumps(report))
 
 

@@ -22,12 +22,7 @@ def rows(heading):
     return [(left.strip("`"), right) for left, right, _ in cells]
 
 
-TABLES = {
-    "From Megatron-LM": 130,
-    "`TrainingArguments`": 40,
-    "`SFTConfig` of TRL": 8,
-    "`LoraConfig` of peft": 12,
-}
+TABLES = {"From Megatron-LM": 130, "`TrainingArguments`": 40, "`SFTConfig` of TRL": 8, "`LoraConfig` of peft": 12}
 
 
 def groups():

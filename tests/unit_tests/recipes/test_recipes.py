@@ -272,11 +272,7 @@ def test_adapters():
 
 def test_defaults_have_only_known_keys_and_complete_ones():
     assert set(builders.FINETUNE) == set(FinetuneOptions.__annotations__) - {"sequence_parallel"}
-    assert set(PretrainOptions.__annotations__) - set(builders.PRETRAIN) == {
-        "sequence_parallel",
-        "seq_length",
-        "lr",
-    }
+    assert set(PretrainOptions.__annotations__) - set(builders.PRETRAIN) == {"sequence_parallel", "seq_length", "lr"}
 
 
 def test_catalog_finds_by_name_and_words():
@@ -313,10 +309,7 @@ def test_pyright_knows_the_options(module, call, accepted, tmp_path):
     try:
         snippet.write_text(f"from megatron.bridge.{module} import {name}\n{size}\n{call}\n")
         done = subprocess.run(
-            [str(Path(sys.executable).with_name("pyright")), str(snippet)],
-            capture_output=True,
-            text=True,
-            check=False,
+            [str(Path(sys.executable).with_name("pyright")), str(snippet)], capture_output=True, text=True, check=False
         )
     finally:
         snippet.unlink()

@@ -90,9 +90,7 @@ def test_a_switch_of_the_owner_stays_and_a_contradiction_is_told():
     assert config.comm_overlap.overlap_grad_reduce is True
     with pytest.raises(UserError, match=r"comm_overlap.overlap_grad_reduce=False contradicts ddp"):
         resolved(
-            2,
-            CommOverlapConfig(overlap_grad_reduce=False),
-            ddp=DistributedDataParallelConfig(overlap_grad_reduce=True),
+            2, CommOverlapConfig(overlap_grad_reduce=False), ddp=DistributedDataParallelConfig(overlap_grad_reduce=True)
         )
 
 

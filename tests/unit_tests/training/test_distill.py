@@ -421,11 +421,7 @@ WRONG = {
     "cold": ({"temperature": 0.0}, {}, r"distill.temperature=0.0: must be above 0"),
     "too many": ({"top_k": VOCABULARY}, {}, r"distill.top_k=96: must lie between 1 and the vocabulary"),
     "no weight": ({"hidden_layers": {1: 1}}, {}, r"distill.hidden_weight=0.0 with hidden_layers=.*: set both"),
-    "no such layer": (
-        {"hidden_weight": 1.0, "hidden_layers": {5: 1}},
-        {},
-        r"the student has layers 1 to 4, not 5",
-    ),
+    "no such layer": ({"hidden_weight": 1.0, "hidden_layers": {5: 1}}, {}, r"the student has layers 1 to 4, not 5"),
     "cache of all": ({"cache": "x"}, {}, r"distill.cache holds only .*: set distill.top_k"),
     "more tokens": ({}, {"mtp_num_layers": 1}, r"distill with model.mtp_num_layers=1: .* unset it"),
     "recomputed": (

@@ -266,12 +266,7 @@ def test_metrics_and_resolved_config_are_on_disk(tmp_path, capfd):
     )
     run = pretrain(config, forward_step)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["kind"]) for row in rows] == [
-        (2, "train"),
-        (3, "train"),
-        (3, "validation"),
-        (3, "test"),
-    ]
+    assert [(row["step"], row["kind"]) for row in rows] == [(2, "train"), (3, "train"), (3, "validation"), (3, "test")]
     assert rows[1]["lm loss"] == run.loss_dict["lm loss"].item()
     assert rows[1]["consumed samples"] == 24
     assert rows[0]["tokens per second"] == pytest.approx(8 * 32 / rows[0]["step time"])

@@ -54,9 +54,7 @@ TP, PP, VP, CP, EP, ETP = (
 
 def packed(**specs):
     return FinetuningDatasetConfig(
-        seq_length=32,
-        dataset_root=".",
-        packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=32, **specs),
+        seq_length=32, dataset_root=".", packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=32, **specs)
     )
 
 
@@ -142,11 +140,7 @@ CASES = {
         1,
         ["use_pytorch_profiler=True without a folder", "logger.log_dir"],
     ),
-    "gpu_metrics_need_a_gpu": (
-        {"logger.log_energy": True},
-        1,
-        ["logger.log_energy=True needs a GPU"],
-    ),
+    "gpu_metrics_need_a_gpu": ({"logger.log_energy": True}, 1, ["logger.log_energy=True needs a GPU"]),
     "inprocess_restart_timeouts_are_ordered": (
         {"inprocess_restart": InProcessRestartConfig(soft_timeout=100)},
         1,
@@ -288,11 +282,7 @@ CASES = {
         2,
         [f"{EP}=4", "needs 4 processes", "there are 2", "start 4"],
     ),
-    "expert_tensor_ranks_need_experts": (
-        {ETP: 2},
-        1,
-        [f"{ETP}=2", "num_moe_experts is not set", "leave it unset"],
-    ),
+    "expert_tensor_ranks_need_experts": ({ETP: 2}, 1, [f"{ETP}=2", "num_moe_experts is not set", "leave it unset"]),
     "expert_tensor_ranks_divide_experts": (
         {ETP: 4, "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 90},
         4,
@@ -328,11 +318,7 @@ CASES = {
         1,
         ["moe_layer_freq=[0, 1, 1, 1]", "one spec for all layers"],
     ),
-    "heads_divide_width": (
-        {"model.hidden_size": 30},
-        1,
-        ["num_attention_heads=4", "hidden_size=30", "use 3 or 5"],
-    ),
+    "heads_divide_width": ({"model.hidden_size": 30}, 1, ["num_attention_heads=4", "hidden_size=30", "use 3 or 5"]),
     "rotary_width_is_even": (
         {"model.kv_channels": 7, "model.position_embedding_type": "rope"},
         1,
@@ -343,11 +329,7 @@ CASES = {
         1,
         ["bias_activation_fusion=True", "tanh approximation", "bias_activation_fusion=false"],
     ),
-    "optimizer_is_known": (
-        {"optimizer.optimizer": "adamw"},
-        1,
-        ["optimizer.optimizer=adamw", "use adam (it is AdamW"],
-    ),
+    "optimizer_is_known": ({"optimizer.optimizer": "adamw"}, 1, ["optimizer.optimizer=adamw", "use adam (it is AdamW"]),
     "only_adam_is_sharded": (
         {"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True},
         2,
@@ -406,12 +388,7 @@ CASES = {
     "expert_overlap_fits": (
         {"model.overlap_moe_expert_parallel_comm": True, "model.recompute_granularity": "full", PP: 2},
         2,
-        [
-            "expert_model_parallel_size=2 or more",
-            "bf16_mixed",
-            "virtual_pipeline",
-            "recompute_granularity=selective",
-        ],
+        ["expert_model_parallel_size=2 or more", "bf16_mixed", "virtual_pipeline", "recompute_granularity=selective"],
     ),
     "delayed_wgrad_needs_expert_overlap": (
         {"model.delay_wgrad_compute": True, "ddp.delay_wgrad_compute": True},
@@ -455,12 +432,7 @@ CASES = {
     "optimizer_instances_divide_replicas": (
         {"ddp.num_distributed_optimizer_instances": 3, "model.num_moe_experts": 4, EP: 2},
         4,
-        [
-            "num_distributed_optimizer_instances=3",
-            "4 ranks that share",
-            "use 2 or 4",
-            "2 ranks that hold the same",
-        ],
+        ["num_distributed_optimizer_instances=3", "4 ranks that share", "use 2 or 4", "2 ranks that hold the same"],
     ),
     "settings_do_not_exclude_each_other": (
         {"scheduler.lr_warmup_samples": 8, "scheduler.lr_warmup_iters": 1, "model.overlap_p2p_comm": True},
@@ -478,12 +450,7 @@ CASES = {
     "hierarchical_cp_has_two_levels": (
         {"model.hierarchical_context_parallel_sizes": [3, 2], CP: 4},
         4,
-        [
-            "sizes=[3, 2]",
-            "cp_comm_type=a2a+p2p",
-            "product is model.context_parallel_size=4",
-            "divides the 2 key heads",
-        ],
+        ["sizes=[3, 2]", "cp_comm_type=a2a+p2p", "product is model.context_parallel_size=4", "divides the 2 key heads"],
     ),
     "offloaded_optimizer_is_adam": (
         {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},

@@ -27,16 +27,8 @@ REFUSED = [
     (2, {FIRST: 5}, ["leaves -1 layers for the 1 other stages"]),
     (2, {FIRST: 3, LAST: 2}, [f"{FIRST}=3 and model.{LAST}=2 of model.num_layers=4 leaves -1", "must be 0"]),
     (4, {FIRST: 2}, ["leaves 2 layers for the 3 other stages", "a multiple of 3"]),
-    (
-        2,
-        VP2 | {FIRST: 1},
-        [f"model.{FIRST}=1: a stage has multiples of", "virtual_pipeline_model_parallel_size=2"],
-    ),
-    (
-        2,
-        VP2 | {FIRST: 2, "num_layers": 5},
-        ["leaves 3 layers for the 1 other stages x 2 virtual", "multiple of 2"],
-    ),
+    (2, VP2 | {FIRST: 1}, [f"model.{FIRST}=1: a stage has multiples of", "virtual_pipeline_model_parallel_size=2"]),
+    (2, VP2 | {FIRST: 2, "num_layers": 5}, ["leaves 3 layers for the 1 other stages x 2 virtual", "multiple of 2"]),
     (2, {EMBEDDING: True}, [f"{EMBEDDING}=True makes 5 of model.num_layers=4", "2 stages", "use 3 or 5 layers"]),
     (2, VP2 | {EMBEDDING: True, LOSS: True}, ["makes 6", "4 stages, virtual ones counted", "use 2 or 6 layers"]),
     (2, {LAYOUT: "Ett|tL"}, [f"model.{LAYOUT}=Ett|tL must hold", "4 layers (t)", "in this order"]),

@@ -43,10 +43,7 @@ def test_a_number_far_from_published_runs_is_noted(key):
     assert f"{most:g}" in note
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("optimizer.adam_eps", 0.0), ("model.softmax_scale", 0.0)],
-)
+@pytest.mark.parametrize(("key", "value"), [("optimizer.adam_eps", 0.0), ("model.softmax_scale", 0.0)])
 def test_a_number_that_cannot_work_is_refused(key, value):
     with refused(f"{key}={value}: must be"):
         changed(key, value).validate(1)

@@ -72,13 +72,7 @@ class StopWhenLossIsLow(Callback):
 # ---- the run --------------------------------------------------------------------------------------------------
 
 config = llama32_1b_pretrain_config(
-    seq_length=64,
-    train_iters=200,
-    global_batch_size=8,
-    micro_batch_size=8,
-    lr=1e-2,
-    eval_iters=0,
-    precision="fp32",
+    seq_length=64, train_iters=200, global_batch_size=8, micro_batch_size=8, lr=1e-2, eval_iters=0, precision="fp32"
 )
 config.model.num_layers = 2
 config.model.hidden_size = 64

@@ -23,13 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from megatron.bridge.checkpoint import bucket, manifest, paths
 from megatron.bridge.checkpoint.async_writer import AsyncSaver
-from megatron.bridge.checkpoint.collective import (
-    forget_frames,
-    on_every_rank,
-    on_first_rank,
-    out_of_space,
-    root_cause,
-)
+from megatron.bridge.checkpoint.collective import forget_frames, on_every_rank, on_first_rank, out_of_space, root_cause
 from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, collective_steps, prepare_save
 from megatron.bridge.checkpoint.host_buffers import copy_size
 from megatron.bridge.checkpoint.loading import COMMON_STATE, FORMAT, without_torch_warnings

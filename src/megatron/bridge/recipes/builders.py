@@ -47,12 +47,7 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-LAYOUT: LayoutOptions = {
-    **layout(),
-    "embedding_and_loss_are_layers": False,
-    "pipeline_layout": None,
-    "recompute": None,
-}
+LAYOUT: LayoutOptions = {**layout(), "embedding_and_loss_are_layers": False, "pipeline_layout": None, "recompute": None}
 
 SCHEDULE: ScheduleOptions = {
     "micro_batch_size": 1,
@@ -124,10 +119,7 @@ def pretrain(
         dataset = _mock_data(chosen, with_images)
     else:
         dataset = GPTDatasetConfig(
-            seq_length=chosen["seq_length"],
-            blend=(data_paths, None),
-            split=chosen["split"],
-            random_seed=chosen["seed"],
+            seq_length=chosen["seq_length"], blend=(data_paths, None), split=chosen["split"], random_seed=chosen["seed"]
         )
     mock = data_paths is None and not with_images  # images need the model's own tokenizer
     return _assemble(size, chosen, dataset, weight_decay=0.1, mock=mock)

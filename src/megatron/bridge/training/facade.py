@@ -158,10 +158,7 @@ def save_checkpoint(
 
 
 def maybe_finalize_async_save(
-    global_state: GlobalState,
-    ckpt_cfg: CheckpointConfig | None = None,
-    blocking: bool = False,
-    terminate: bool = False,
+    global_state: GlobalState, ckpt_cfg: CheckpointConfig | None = None, blocking: bool = False, terminate: bool = False
 ) -> None:
     """Publish the save that goes on if all ranks have written it, or ``blocking``, as soon as they have.
 

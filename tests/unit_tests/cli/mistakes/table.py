@@ -26,14 +26,7 @@ TUNE = ["train", "--recipe", "llama32_1b_finetune_config"]
 EXPERTS = ["train", "--recipe", "qwen3_30b_a3b_pretrain_config", "--world-size", "16"]
 TP, PP, VP, CP, EP, ETP = (
     f"model.{name}_parallel_size"
-    for name in (
-        "tensor_model",
-        "pipeline_model",
-        "virtual_pipeline_model",
-        "context",
-        "expert_model",
-        "expert_tensor",
-    )
+    for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
 )
 SMALL = [
     *("--seq_length", "32", "model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4"),
@@ -57,9 +50,7 @@ def ran(name, extra, *words, base=RUN):
 
 NAMES = [
     Mistake(
-        "misspelt recipe",
-        ["train", "--recipe", "lama32_1b_pretrain_config"],
-        ("lama32_1b", "did you mean llama32_1b"),
+        "misspelt recipe", ["train", "--recipe", "lama32_1b_pretrain_config"], ("lama32_1b", "did you mean llama32_1b")
     ),
     Mistake("recipe without its end", ["train", "--recipe", "llama3_8b"], ("no recipe llama3_8b", "llama3_8b_")),
     Mistake("no recipe", ["train"], ("nothing to run", "--recipe NAME")),
@@ -139,11 +130,7 @@ KEYS = [
     dry("a computed key", ["model.padded_vocab_size=5"], "model.padded_vocab_size is computed"),
     dry("null for a number", ["train.train_iters=null"], "train.train_iters must be an integer"),
     dry("a key twice", ["train.train_iters=5", "train.train_iters=6"], "train.train_iters is given twice"),
-    dry(
-        "an option and its key",
-        ["--seq_length", "64", "dataset.seq_length=32"],
-        "dataset.seq_length is given twice",
-    ),
+    dry("an option and its key", ["--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
     dry("a group for a value", ["train=5"], "train"),
     dry("broken YAML in a value", ["dataset.split=[1,2"], "dataset.split"),
     dry("no value", ["train.train_iters="], "train.train_iters"),
@@ -161,13 +148,7 @@ LAYOUTS = [
     ),
     dry("more tensor ranks than heads", [f"{TP}=64", "--world-size", "64"], f"{TP}=64", "use 32"),
     dry("too few processes", [f"{PP}=16"], "needs 16 processes", "there are 8"),
-    dry(
-        "stages that do not divide layers",
-        [f"{PP}=3", "--world-size", "3"],
-        f"{PP}=3",
-        "num_layers=16",
-        "use 2 or 4",
-    ),
+    dry("stages that do not divide layers", [f"{PP}=3", "--world-size", "3"], f"{PP}=3", "num_layers=16", "use 2 or 4"),
     dry("virtual stages alone", [f"{VP}=2"], f"{VP}=2", "need at least 2"),
     dry("one virtual stage", [f"{VP}=1", f"{PP}=2"], f"{VP}=1"),
     dry("virtual stages that do not divide layers", [f"{PP}=4", f"{VP}=3"], "=12", "num_layers=16"),
@@ -238,12 +219,7 @@ VALUES = [
     dry("saving nowhere", ["checkpoint.save_interval=5"], "save_interval=5 has no effect without checkpoint.save"),
     dry("saving never", ["checkpoint.save=runs", "checkpoint.save_interval=0"], "save_interval=0"),
     dry("keeping no checkpoint", ["checkpoint.save=runs", "checkpoint.most_recent_k=0"], "most_recent_k=0"),
-    dry(
-        "a longer sequence than the model's",
-        ["dataset.seq_length=9000"],
-        "seq_length=9000",
-        "model.seq_length=8192",
-    ),
+    dry("a longer sequence than the model's", ["dataset.seq_length=9000"], "seq_length=9000", "model.seq_length=8192"),
     dry("tuning without a base", ["--mode", "lora"], "pretrained_checkpoint is not set", base=TUNE),
     dry(
         "adapters of rank zero",
@@ -266,9 +242,7 @@ FILES = [
     ),
     Mistake("tabs in YAML", [*PRETRAIN, "--config", "{tmp}/tabs.yaml", "--dry-run"], ("tabs.yaml", "line 2")),
     Mistake(
-        "a key twice in YAML",
-        [*PRETRAIN, "--config", "{tmp}/twice.yaml", "--dry-run"],
-        ("'train' is given twice",),
+        "a key twice in YAML", [*PRETRAIN, "--config", "{tmp}/twice.yaml", "--dry-run"], ("'train' is given twice",)
     ),
     Mistake(
         "misspelt key in YAML",
@@ -277,9 +251,7 @@ FILES = [
     ),
     Mistake("an empty file", [*PRETRAIN, "--config", "{tmp}/empty.yaml", "--dry-run"], ("holds no settings",)),
     Mistake(
-        "half a config alone",
-        ["train", "--config", "{tmp}/good.yaml", "--dry-run"],
-        ("not a whole config", "--recipe"),
+        "half a config alone", ["train", "--config", "{tmp}/good.yaml", "--dry-run"], ("not a whole config", "--recipe")
     ),
     Mistake("a class that is none", ["train", "--config", "{tmp}/target.yaml", "--dry-run"], ("os.system",)),
     Mistake(
@@ -301,13 +273,7 @@ FILES = [
         "the keys are: question, solution",
         base=TUNE_RUN,
     ),
-    ran(
-        "samples that are no JSON",
-        ["--data", "{tmp}/nojson"],
-        "nojson/training.jsonl:2",
-        "JSON",
-        base=TUNE_RUN,
-    ),
+    ran("samples that are no JSON", ["--data", "{tmp}/nojson"], "nojson/training.jsonl:2", "JSON", base=TUNE_RUN),
     ran("two tuning folders", ["--data", "{tmp}/a", "{tmp}/b"], "one folder", base=TUNE_RUN),
     ran(
         "a tokenizer that is not there",

@@ -12,12 +12,7 @@ from megatron.bridge.data.records.encoding import NO_TARGET, TOO_LONG
 from tests.refusals import refused
 
 SEQ = 32
-PAIRS = [
-    ("What is mercy? ", "It droppeth as rain."),
-    ("Be or not? ", "Be."),
-    ("", "Once more!"),
-    ("Peace: ", "café"),
-]
+PAIRS = [("What is mercy? ", "It droppeth as rain."), ("Be or not? ", "Be."), ("", "Once more!"), ("Peace: ", "café")]
 
 
 def write(directory, name, records):

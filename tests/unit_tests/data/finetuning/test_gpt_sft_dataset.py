@@ -57,14 +57,8 @@ def test_rows_repeat_up_to_the_number_asked_for(path, tokenizer):
     [
         ({"prompt_template": "{output} {input}"}, ("prompt_template='{output} {input}'", "{output}")),
         ({"truncation_field": "context"}, ("truncation_field='context'", "prompt_template=")),
-        (
-            {"prompt_template": "{input} {more} {output}"},
-            ("data.jsonl:1: ", "'more'", "input, output"),
-        ),
-        (
-            {"max_seq_length": 1, "prompt_template": "a lot of {input} {output}"},
-            ("data.jsonl:1: ", "max_seq_length=1"),
-        ),
+        ({"prompt_template": "{input} {more} {output}"}, ("data.jsonl:1: ", "'more'", "input, output")),
+        ({"max_seq_length": 1, "prompt_template": "a lot of {input} {output}"}, ("data.jsonl:1: ", "max_seq_length=1")),
     ],
 )
 def test_wrong_formats_are_named(path, tokenizer, values, parts):

@@ -72,10 +72,7 @@ def test_what_cannot_be_cut_is_refused():
     ("dataset", "parts"),
     [
         (data(packed=True, padding_free=True), ("dataset.padding_free=True", "remove one")),
-        (
-            data(split_turns=True, train_on="last"),
-            ("dataset.split_turns=True", "dataset.train_on=last", "remove one"),
-        ),
+        (data(split_turns=True, train_on="last"), ("dataset.split_turns=True", "dataset.train_on=last", "remove one")),
         (data(workers=0), ("dataset.workers=0", "at least 1")),
         (data(train_on="all"), ("dataset.train_on='all'", "assistant")),
         (

@@ -66,12 +66,7 @@ def test_jsonl_equals_the_naive_loop(make, jsonl, tokenizer_dir, tmp_path, monke
     assert (report.documents, report.tokens, report.empty) == (40, sum(map(len, expected)), 3)
     assert report.input_bytes == jsonl.stat().st_size
     assert IndexedDataset(str(tmp_path / "out")).index.dtype == np.uint16
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "corpus.jsonl",
-        "out.bin",
-        "out.idx",
-        "out.source.json",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out.bin", "out.idx", "out.source.json"]
 
 
 def test_special_tokens_only_when_asked(make, jsonl, tokenizer_dir, tmp_path):

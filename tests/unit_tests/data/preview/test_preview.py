@@ -145,10 +145,7 @@ def test_data_without_corpora_is_counted(corpora, tmp_path, tokenizer):
     config = MockGPTDatasetConfig(seq_length=16)
     data = build_iterators(config, tokenizer, (1000, 8, 0), 1, 8)
     found = preview(config, data, tokenizer, (1, 8, 64))
-    assert [(part.name, part.samples, part.shares) for part in found.corpora] == [
-        ("train", 1000, []),
-        ("valid", 8, []),
-    ]
+    assert [(part.name, part.samples, part.shares) for part in found.corpora] == [("train", 1000, []), ("valid", 8, [])]
     assert len(found.first_batches) == 16, "a few ranks show what there is to see"
     terminal = Console(width=200, record=True, file=io.StringIO())
     to_console(terminal, found)

@@ -605,21 +605,14 @@ FORMS = [
         "<|im_start|>assistant<|im_sep|>",
     ),
     by_turn(
-        "phi4-mini",
-        "'<|' + m['role'] + '|>' + m['content'] + '<|end|>'",
-        same("<|{}|>", "<|end|>"),
-        "<|assistant|>",
+        "phi4-mini", "'<|' + m['role'] + '|>' + m['content'] + '<|end|>'", same("<|{}|>", "<|end|>"), "<|assistant|>"
     ),
     Form(
         "deepseek v2",
         DEEPSEEK,
         turns(
             "<|begin_of_sentence|>",
-            {
-                "system": ("", "\n\n"),
-                "user": ("User: ", "\n\n"),
-                "assistant": ("Assistant: ", "<|end_of_sentence|>"),
-            },
+            {"system": ("", "\n\n"), "user": ("User: ", "\n\n"), "assistant": ("Assistant: ", "<|end_of_sentence|>")},
             "Assistant:",
         ),
     ),
@@ -671,12 +664,7 @@ FORMS = [
         "GPT4 Correct Assistant:",
     ),
     Form("vicuna", VICUNA, turns("", VICUNA_PARTS, "ASSISTANT:")),
-    by_turn(
-        "alpaca",
-        roles(ALPACA_PARTS) + " + m['content'] + '\n\n'",
-        ALPACA_PARTS,
-        "### Response:\n",
-    ),
+    by_turn("alpaca", roles(ALPACA_PARTS) + " + m['content'] + '\n\n'", ALPACA_PARTS, "### Response:\n"),
     by_turn("falcon3", "'<|' + m['role'] + '|>\n' + m['content'] + '\n'", same("<|{}|>\n", "\n"), "<|assistant|>\n"),
     by_turn(
         "stablelm2",
@@ -685,12 +673,7 @@ FORMS = [
         "<|assistant|>\n",
     ),
     Form("olmo2", OLMO2, olmo2),
-    by_turn(
-        "nemotron",
-        roles(NEMOTRON_PARTS) + " + m['content'] + '\n'",
-        NEMOTRON_PARTS,
-        "<extra_id_1>Assistant\n",
-    ),
+    by_turn("nemotron", roles(NEMOTRON_PARTS) + " + m['content'] + '\n'", NEMOTRON_PARTS, "<extra_id_1>Assistant\n"),
     by_turn(
         "jamba",
         "'<|bom|><|' + m['role'] + '|> ' + m['content'] + '<|eom|>'",

@@ -82,10 +82,7 @@ def test_conversational_prompt_and_completion():
             ("message 1: role='asistant'", "did you mean assistant?"),
         ),
         ({"messages": [USER, 3]}, ("message 2: ", "role and content", "int")),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            ("message 1: ", "one image for each"),
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ("message 1: ", "one image for each")),
         ({"messages": [BOT | {"weight": 0.5}]}, ("message 1: weight=0.5", "0 ", "1")),
         (
             {"messages": [BOT | {"tool_calls": [{"function": {}}]}]},
@@ -99,19 +96,13 @@ def test_conversational_prompt_and_completion():
             {"messages": [BOT | {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
             ("message 1: the arguments of f", "object", "int"),
         ),
-        (
-            {"messages": [{"role": "user", "contnet": "hi"}]},
-            ("message 1: ", "content", "contnet"),
-        ),
+        ({"messages": [{"role": "user", "contnet": "hi"}]}, ("message 1: ", "content", "contnet")),
         ({"messages": [USER], "chat_template_kwargs": "x"}, ("chat_template_kwargs", "object", "str")),
         ({"messages": [USER], "tools": "{"}, ("tools", "JSON")),
         ({"messages": [USER], "tools": [1]}, ("tools", "list of objects")),
         ({"conversations": [{"from": "bott", "value": ""}]}, ("message 1: from='bott'", "did you mean bot")),
         ({"conversations": [{"from": ["human"], "value": "a"}]}, ("message 1: from=['human']", "human")),
-        (
-            {"conversations": [{"from": "human", "text": "a"}]},
-            ("message 1: ", "value", "from, text"),
-        ),
+        ({"conversations": [{"from": "human", "text": "a"}]}, ("message 1: ", "value", "from, text")),
         ({"prompt": [USER], "completion": "b"}, ("prompt", "completion", "list")),
         ({"text": 3}, ("text", "string", "int")),
     ],

@@ -220,10 +220,7 @@ MISTAKES = {
         {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [None]},
         ("NoneType",),
     ),
-    "nested lists": (
-        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [["a.png"]]},
-        ("list",),
-    ),
+    "nested lists": ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [["a.png"]]}, ("list",)),
     "an empty path": (chat(image(""), TEXT), ("path",)),
     "a path of another system": (chat(image("C:\\pictures\\a.png"), TEXT), ("C:\\pictures\\a.png", "media_root")),
     "a home path": (chat(image("~/a.png"), TEXT), ("~/a.png", "media_root")),

@@ -47,10 +47,7 @@ MISTAKES = {
     "bytes are Latin-1": ('{"text": "Grüße"}'.encode("latin-1"), ("jsonl:1: ", "UTF-8")),
     "bytes are UTF-16": (json.dumps(GOOD).encode("utf-16"), ("jsonl:1: ", "UTF-8")),
     "brackets without end": (b"[" * 100_000, ("jsonl:1: ", "nested too deeply")),
-    "a number without end": (
-        b'{"text": ' + b"9" * 5000 + b"}",
-        ("jsonl:1: ", "number", "digits"),
-    ),
+    "a number without end": (b'{"text": ' + b"9" * 5000 + b"}", ("jsonl:1: ", "number", "digits")),
     "half a character": (b'{"text": "\\uD83D!"}\n', ("jsonl:1: ", "\\ud83d", "repair")),
     "a role is misspelt": (
         chat(USER, ANSWER | {"role": "asistant"}),
@@ -79,10 +76,7 @@ MISTAKES = {
     "there is no answer": (chat(USER), (f"1 dropped {NO_TARGET}", "training.jsonl:1)")),
     "all weights are 0": (chat(USER, ANSWER | {"weight": 0}), (f"1 dropped {NO_TARGET}",)),
     "two forms at once": (lines(GOOD | {"text": "x"}), ("messages and text", "keep one")),
-    "Alpaca's form": (
-        lines({"instruction": "a", "output": "b"}),
-        ("instruction", "process_example_fn"),
-    ),
+    "Alpaca's form": (lines({"instruction": "a", "output": "b"}), ("instruction", "process_example_fn")),
     "two system prompts": (
         lines({"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "human", "value": "c"}]}),
         ("key system", "system message", "keep one"),

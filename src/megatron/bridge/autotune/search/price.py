@@ -276,10 +276,7 @@ class Pricer:
             setattr(model, name, getattr(self.config.model, name))
         model.tensor_model_parallel_size, model.sequence_parallel = tensor, tensor > 1
         if model.num_moe_experts:
-            model.expert_model_parallel_size, model.expert_tensor_parallel_size = (
-                model.num_moe_experts,
-                expert_tensor,
-            )
+            model.expert_model_parallel_size, model.expert_tensor_parallel_size = (model.num_moe_experts, expert_tensor)
         with silenced(model_provider):  # it says for each split which kernels this machine lacks
             (chunk,) = meta_model.stage_chunks(model)[0]
         first: dict[LayerShape, Any] = {}

@@ -71,13 +71,7 @@ class WindowCache(AttentionCache):
     """
 
     def __init__(
-        self,
-        requests: int,
-        length: int,
-        groups: int,
-        widths: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, requests: int, length: int, groups: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(requests * length, groups, widths, dtype, device)
         self._length = length

@@ -137,11 +137,7 @@ def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -
 
 
 def _with_mixers(
-    layers: list[ModuleSpec],
-    config: TransformerConfig,
-    vp_stage: int | None,
-    provider: BackendSpecProvider,
-    first: Any,
+    layers: list[ModuleSpec], config: TransformerConfig, vp_stage: int | None, provider: BackendSpecProvider, first: Any
 ) -> list[ModuleSpec]:
     """Replace attention by the mixers of ``MIXERS`` in the layers that ``config`` selects."""
     field = next((name for name in MIXERS if getattr(config, name, None) is not None), None)

@@ -24,8 +24,7 @@ HEAD_START_SECONDS = 10.0
 
 # what gloo and NCCL raise on a rank whose partner has ended, or whose network is down
 _LOST = re.compile(
-    r"gloo.*(Connection (?:closed|reset) by peer|Broken pipe|No route to host|timed out)|ncclRemoteError",
-    re.IGNORECASE,
+    r"gloo.*(Connection (?:closed|reset) by peer|Broken pipe|No route to host|timed out)|ncclRemoteError", re.IGNORECASE
 )
 
 

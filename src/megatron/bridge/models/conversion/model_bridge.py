@@ -177,10 +177,7 @@ class MegatronModelBridge:
         return {role: hf_state_dict[name] for role, name in hf_param.items()}
 
     def maybe_modify_converted_hf_weight(
-        self,
-        task: WeightConversionTask,
-        converted_weights_dict: dict[str, Tensor],
-        hf_state_dict: Mapping[str, Tensor],
+        self, task: WeightConversionTask, converted_weights_dict: dict[str, Tensor], hf_state_dict: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The tensors to export for ``task``; ``hf_state_dict`` is the source's, empty without one."""
         del task, hf_state_dict

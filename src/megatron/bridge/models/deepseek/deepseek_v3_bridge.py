@@ -8,15 +8,7 @@ _LAYER = (latent_attention(), *DENSE_OR_SPARSE)
 
 @register_bridge("DeepseekV3ForCausalLM", provider=MLAModelProvider, model_type="deepseek_v3")
 class DeepseekV3Bridge(DecoderBridge):
-    fields = (
-        *LATENT,
-        *ROUTED_AND_SHARED,
-        *GROUPS,
-        NORM_SIGMOIDS,
-        *BALANCING,
-        DENSE_BEFORE_SPARSE,
-        NEXT_TOKENS,
-    )
+    fields = (*LATENT, *ROUTED_AND_SHARED, *GROUPS, NORM_SIGMOIDS, *BALANCING, DENSE_BEFORE_SPARSE, NEXT_TOKENS)
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
     irrelevant = {**UNSPOKEN, **ONLY_SIGMOIDS}
     weights = (ends(), *_LAYER, mtp(*_LAYER))

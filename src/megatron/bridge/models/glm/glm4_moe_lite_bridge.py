@@ -8,10 +8,7 @@ _LAYER = (latent_attention(), *DENSE_OR_SPARSE)
 
 @register_bridge("Glm4MoeLiteForCausalLM", provider=MLAModelProvider, model_type="glm4_moe_lite")
 class Glm4MoeLiteBridge(DecoderBridge):
-    fields = (
-        *(*LATENT, *ROUTED_AND_SHARED, *GROUPS),
-        *(NORM_SIGMOIDS, SPARSE_LAYERS, NEXT_TOKENS),
-    )
+    fields = (*(*LATENT, *ROUTED_AND_SHARED, *GROUPS), *(NORM_SIGMOIDS, SPARSE_LAYERS, NEXT_TOKENS))
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
     irrelevant = {
         **UNSPOKEN,

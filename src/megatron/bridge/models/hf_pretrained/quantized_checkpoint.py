@@ -14,13 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron.bridge.models.hf_pretrained.dequantize import (
-    MXFP4,
-    BlockScaledFP8,
-    QuantizedTensor,
-    block_grid,
-    is_mxfp4,
-)
+from megatron.bridge.models.hf_pretrained.dequantize import MXFP4, BlockScaledFP8, QuantizedTensor, block_grid, is_mxfp4
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, TensorEntry, dtype_name
 from megatron.bridge.utils.errors import UserError, did_you_mean, first_problems
 

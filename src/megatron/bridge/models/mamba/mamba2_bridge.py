@@ -18,7 +18,4 @@ class Mamba2Bridge(DecoderBridge):
     fixed = {**LLAMA_LIKE, "position_embedding_type": "none"}
     irrelevant = {**dict.fromkeys(("time_step_rank", "intermediate_size", "norm_before_gate")), "rms_norm": (True,)}
     irrelevant |= {"rescale_prenorm_residual": (False,)}  # transformers 5 would divide projections that it has loaded
-    weights = (
-        ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
-        mamba("backbone.layers.*"),
-    )
+    weights = (ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"), mamba("backbone.layers.*"))

@@ -6,11 +6,7 @@ from megatron.bridge.models.families import *
 
 @register_bridge("MiniMaxM2ForCausalLM", model_type="minimax_m2")
 class MiniMaxM2Bridge(DecoderBridge):
-    fields = (
-        *override(DENSE, PARTIAL_ROPE),
-        *expert_sizes("num_local_experts", "intermediate_size"),
-        AUX_LOSS,
-    )
+    fields = (*override(DENSE, PARTIAL_ROPE), *expert_sizes("num_local_experts", "intermediate_size"), AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
     irrelevant = {
         "output_router_logits": None,

@@ -6,13 +6,7 @@ from megatron.bridge.models.families import *
 
 @register_bridge("FlexOlmoForCausalLM", model_type="flex_olmo")
 class FlexOlmoBridge(DecoderBridge):
-    fields = (
-        *DENSE,
-        *expert_sizes(width="intermediate_size"),
-        NORM_TOPK,
-        AUX_LOSS,
-        ATTENTION_BIAS_OF_EXPERTS,
-    )
+    fields = (*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS, ATTENTION_BIAS_OF_EXPERTS)
     fixed = {
         **LLAMA_LIKE,
         **SOFTMAX_ROUTING,

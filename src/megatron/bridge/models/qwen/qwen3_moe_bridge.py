@@ -16,8 +16,5 @@ class Qwen3MoeBridge(DecoderBridge):
         AUX_LOSS,
     )
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
-    irrelevant = {
-        "output_router_logits": None,
-        "max_window_layers": None,
-    }
+    irrelevant = {"output_router_logits": None, "max_window_layers": None}
     weights = (ends(), attention(qk_norm=True), mlp(), router(), experts())

@@ -138,9 +138,7 @@ LATENT: tuple[Field, ...] = (
 """Everything about a decoder with latent attention but its experts."""
 
 NOT_ROTATED = Field(
-    "qk_rope_head_dim",
-    "qk_pos_emb_head_dim",
-    to=lambda width, config: _rotated(width, {**config, "head_dim": width}),
+    "qk_rope_head_dim", "qk_pos_emb_head_dim", to=lambda width, config: _rotated(width, {**config, "head_dim": width})
 )
 """The width that others rotate, in architectures without positions, where ``head_dim`` means nothing."""
 
@@ -216,10 +214,7 @@ PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
 }
 """Weights are a softmax over all experts, in fp32 from the logits on."""
 
-ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-}
+ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 """Keys with which ``SIGMOID_ROUTING`` is spelled."""
 
 UNSPOKEN: dict[str, tuple[Any, ...] | None] = {

@@ -160,11 +160,7 @@ Tokens = list[list[int]]
 
 
 def generate(
-    run: Run,
-    prompts: Tokens,
-    max_new_tokens: int,
-    stop: frozenset[int] = frozenset(),
-    pixels: Pixels | None = None,
+    run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset(), pixels: Pixels | None = None
 ) -> Tokens:
     """Continue each prompt greedily up to the end-of-document token or one of ``stop``; called on all ranks.
 
