@@ -37,9 +37,7 @@ def launch(options: LaunchOptions) -> int:
             tasks.append(torchrun.options(scheduling_strategy=place).remote([*own, *words, *options.arguments]))
         ray.get(tasks)
     except (ConnectionError, ray.exceptions.RayError) as error:
-        raise UserError(
-            f"--on ray: the log above says why, and the same command goes on: {one_line(error, 80)}"
-        ) from error
+        raise UserError(f"--on ray: see the log above, and repeat the command: {one_line(error, 80)}") from error
     finally:
         for task in tasks:
             ray.cancel(task)
