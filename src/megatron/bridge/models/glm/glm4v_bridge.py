@@ -10,3 +10,15 @@ class GLM4VBridge(VisionBridge):
     tower = ("visual",)
     names = {"model.": "model.language_model.", "visual.": "model.visual."}
     values = {"mrope_section": [8, 12, 12]}
+
+
+@register_bridge("Glm4vMoeForConditionalGeneration", model_type="glm4v_moe")
+class GLM45VBridge(VisionBridge):
+    """GLM-4.5V: GLM-4.5's decoder without multi-token prediction, positions on three axes."""
+
+    texts = {"glm4v_moe_text": "Glm4MoeForCausalLM"}
+    tower = ("visual",)
+    names = {"model.": "model.language_model.", "visual.": "model.visual."}
+    values = {"mrope_section": [8, 12, 12]}
+    text_ignored = ("router_aux_loss_coef", "image_token_id", "image_start_token_id", "image_end_token_id")
+    text_values = {"num_nextn_predict_layers": 0}

@@ -21,3 +21,33 @@ class HunYuanDenseV1Bridge(DecoderBridge):
         "use_rotary_pos_emb": (True,),
     }
     weights = (ends(), attention(qk_norm=("query_layernorm", "key_layernorm")), mlp())
+
+
+@register_bridge("HunYuanMoEV1ForCausalLM", model_type="hunyuan_v1_moe")
+class HunYuanMoEV1Bridge(DecoderBridge):
+    """Hunyuan with experts, A13B: a softmax over the chosen ones, one shared expert."""
+
+    fields = (
+        *override(DENSE, NTK_ALPHA_ROPE),
+        ATTENTION_BIAS_OF_EXPERTS,
+        *(field for field in expert_sizes(chosen="moe_topk") if field.hf != "moe_intermediate_size"),
+        # the width of every expert, and of the shared one
+        Field("intermediate_size", ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        "moe_router_dtype": "fp32",
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "qk_norm_after_rope": True,
+    }
+    irrelevant = {**HunYuanDenseV1Bridge.irrelevant, "output_router_logits": None, "use_mixed_mlp_moe": (True,)}
+    irrelevant |= dict.fromkeys(("moe_intermediate_size", "num_shared_expert"))  # published, and not read
+    weights = (
+        ends(),
+        attention(qk_norm=("query_layernorm", "key_layernorm")),
+        router("mlp.gate.wg", norm="post_attention_layernorm"),
+        experts(),
+        shared_experts("mlp.shared_mlp"),
+    )

@@ -9,3 +9,15 @@ class LlavaBridge(VisionBridge):
     texts = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     names = LLAVA_NAMES
     other_names = LLAVA_OTHER_NAMES
+
+
+@register_bridge("LlavaNextForConditionalGeneration", model_type="llava_next")
+class LlavaNextBridge(LlavaBridge):
+    """Llava-NeXT (1.6): large images as several tiles and a small copy of the whole."""
+
+    tower = (*LlavaBridge.tower, "image_newline")
+
+
+@register_bridge("LlavaOnevisionForConditionalGeneration", model_type="llava_onevision")
+class LlavaOnevisionBridge(LlavaNextBridge):
+    """Llava-OneVision: tiles as in Llava-NeXT, several images, and videos."""

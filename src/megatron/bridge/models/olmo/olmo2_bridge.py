@@ -14,3 +14,10 @@ class Olmo2Bridge(DecoderBridge):
         mlp(norm=None),
         post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
     )
+
+
+@register_bridge("Olmo3ForCausalLM", model_type="olmo3")
+class Olmo3Bridge(Olmo2Bridge):
+    """OLMo 3: OLMo 2 with windows in three of four layers, a rotary scaling in the others."""
+
+    fields = (*override(Olmo2Bridge.fields, LAYER_ROPE), *WINDOWS)

@@ -13,3 +13,13 @@ class Qwen2Bridge(DecoderBridge):
         "use_mrope": (False,),
     }
     weights = (ends(), attention(), mlp())
+
+
+@register_bridge("Qwen3ForCausalLM", model_type="qwen3")
+class Qwen3Bridge(DecoderBridge):
+    """Qwen3 dense decoders: normalised queries and keys, heads of their own width."""
+
+    fields = (*DENSE, ATTENTION_BIAS, *SWITCHED_WINDOWS)
+    fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True}
+    irrelevant = {"max_window_layers": None}  # it stands in for layer_types, which transformers always fills in
+    weights = (ends(), attention(qk_norm=True), mlp())

@@ -26,3 +26,21 @@ class Qwen2MoeBridge(DecoderBridge):
         experts(),
         shared_experts("mlp.shared_expert", gate="mlp.shared_expert_gate"),
     )
+
+
+@register_bridge("Qwen3MoeForCausalLM", model_type="qwen3_moe")
+class Qwen3MoeBridge(DecoderBridge):
+    """Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: normalised queries and keys, dense layers among the sparse."""
+
+    fields = (
+        *DENSE,
+        *SWITCHED_WINDOWS[:2],
+        *expert_sizes("num_local_experts"),
+        *DENSE_AMONG_SPARSE,
+        NORM_TOPK,
+        ATTENTION_BIAS_OF_EXPERTS,
+        AUX_LOSS,
+    )
+    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
+    irrelevant = {"output_router_logits": None, "max_window_layers": None}
+    weights = (ends(), attention(qk_norm=True), mlp(), router(), experts())

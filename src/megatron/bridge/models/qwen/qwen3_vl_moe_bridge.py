@@ -20,3 +20,19 @@ class Qwen3VLMoEBridge(VisionBridge):
     ) -> MegatronMappingRegistry:
         """Published checkpoints have an expert's matrices as [in, out], those that transformers makes do not."""
         return as_stacked(registry, entries, "model.language_model.layers.*")
+
+
+@register_bridge("Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
+class Qwen35VLBridge(VisionBridge):
+    """Qwen3.5 as it is published, 0.8B to 27B and with experts: the text model behind Qwen3-VL's tower."""
+
+    texts = {"qwen3_5_text": "Qwen3_5ForCausalLM"}
+    tower = ("visual",)
+    names = {"model.": "model.language_model.", "visual.": "model.visual."}
+    values = {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+
+
+@register_bridge("Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe")
+class Qwen35VLMoeBridge(Qwen35VLBridge):
+    texts = {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
+    spelled_as = Qwen3VLMoEBridge.spelled_as
