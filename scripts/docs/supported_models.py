@@ -22,10 +22,12 @@ def table() -> str:
 
 
 def what_it_is(architecture: str) -> str:
-    """The first paragraph of the docstring of its bridge, in one line: a cell of a table."""
+    """The first paragraph of the docstring of its bridge, or of that one's module, in one line: a cell of a table."""
     from megatron.bridge.models.conversion.model_bridge import _REGISTRY
 
-    docstring = sys.modules[_REGISTRY[architecture].bridge.__module__].__doc__ or ""
+    bridge = _REGISTRY[architecture].bridge
+    own = (vars(kind).get("__doc__") for kind in bridge.__mro__ if kind.__module__ == bridge.__module__)
+    docstring = next(filter(None, own), sys.modules[bridge.__module__].__doc__ or "")
     return " ".join(docstring.strip().partition("\n\n")[0].split()).rstrip(".")
 
 

@@ -20,4 +20,4 @@ class SmolVLMBridge(VisionBridge):
 
 @register_bridge("Idefics3ForConditionalGeneration", model_type="idefics3")
 class Idefics3Bridge(SmolVLMBridge):
-    """Hugging Face's ``Idefics3ForConditionalGeneration`` and Megatron's ``GPTModel`` behind its tower."""
+    """SmolVLM: SigLIP in front of SmolLM2, small enough for a laptop."""
