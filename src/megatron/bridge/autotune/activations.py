@@ -141,7 +141,7 @@ def stage_moments(
 ) -> list[Moment]:
     """The fullest moment of each kind on a rank of ``stage``, from the counts of its chunks."""
     kept, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
-    losses = [_logits(model, sizes) * sizes.logit if chunk.has_loss else 0 for chunk in chunks]
+    losses = [logits_of(model, sizes) * sizes.logit if chunk.has_loss else 0 for chunk in chunks]
     # the input that arrived ahead of its pass and a gradient, and outputs where they are not deallocated
     received = 2 * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
     fullest: dict[str, Moment] = {}
@@ -170,7 +170,7 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
     held = sum(microbatches_in_flight(config, stage, world_size)) if stage else 0
     total = widest + held * sizes.stream
     if chunks[-1].post_process:
-        total += _logits(config.model, sizes) * (_FP32 + sizes.number)
+        total += logits_of(config.model, sizes) * (_FP32 + sizes.number)
     return total
 
 
@@ -318,7 +318,7 @@ def _output(model: ModelProvider, sizes: Sizes) -> int:
     return sizes.stream
 
 
-def _logits(model: Any, sizes: Sizes) -> int:
+def logits_of(model: Any, sizes: Sizes) -> int:
     """Numbers in the logits of a rank."""
     return sizes.tokens * model.padded_vocab_size // sizes.tensor
 

@@ -15,6 +15,7 @@ from megatron.bridge.autotune.activations import (
     LayerCounts,
     counts_of_layer,
     counts_of_tower,
+    logits_of,
     sizes_of,
     stage_moments,
 )
@@ -227,8 +228,7 @@ class Pricer:
         config = self.configured(candidate)
         sizes = replace(sizes_of(config), experts=1)
         largest = max(self._count(module, sizes).full for _, module in self._of(candidate).decoder)
-        logits = sizes.tokens * config.model.padded_vocab_size // sizes.tensor
-        return sizes.stream + max(largest, logits * (sizes.number + 4))
+        return sizes.stream + max(largest, logits_of(config.model, sizes) * (sizes.number + 4))
 
     @cached_property
     def _with_tower(self) -> Any:
