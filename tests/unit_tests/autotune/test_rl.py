@@ -69,6 +69,19 @@ def test_layouts_with_the_keys_of_both_trainers(capsys):
     assert found["NeMo-RL"]["policy.sequence_packing.train_mb_tokens"] == 8192
 
 
+def test_token_budgets_are_compared(capsys):
+    def tuned(*budgets):
+        few = ["--fixed", "pipeline=1", "context=1", "tensor=1", "--samples", "64", "--top", "3", "--json"]
+        assert main([*RECIPE, *few, "--max-token-len", *budgets]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone = [tuned(budget)["layouts"][0] for budget in ("4096", "8192")]
+    both = tuned("4096", "8192")
+    best = min(alone, key=lambda layout: layout["step_seconds"])
+    assert both["layouts"][0] == best
+    assert both["NeMo-RL"]["policy.sequence_packing.train_mb_tokens"] == best["max_token_len"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -20,16 +20,16 @@ def layers_of(chunk: Any) -> list[nn.Module]:
 
 def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     """The work of ``layer``, on the meta device, on one rank; attention has sequences of ``length`` tokens."""
-    matrices = list(_matrices(layer))
-    dense = [matrix for path, matrix in matrices if not is_dispatched(path) and not _is_router(path)]
-    experts = [matrix for path, matrix in matrices if is_dispatched(path)]
+    pairs = list(matrices(layer))
+    dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not _is_router(path)]
+    experts = [matrix for path, matrix in pairs if is_dispatched(path)]
     attention = next((each for each in layer.modules() if hasattr(each, "core_attention")), None)
     numbers = [(path, parameter.numel(), parameter.requires_grad) for path, parameter in layer.named_parameters()]
     whole = sum(count for _, count, _ in numbers)
     dispatched = sum(count for path, count, _ in numbers if is_dispatched(path))
     return LayerShape(
         matrices=tuple(dense),
-        router=tuple(matrix for path, matrix in matrices if _is_router(path)),
+        router=tuple(matrix for path, matrix in pairs if _is_router(path)),
         experts=tuple(experts),
         between=sum(operations_between(module, length) for module in layer.modules()),
         quadratic=attention is not None,
@@ -44,8 +44,8 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     )
 
 
-def _matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
-    """All weights of two dimensions; of experts, those of the first."""
+def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    """All weights of two dimensions with their paths; of experts, those of the first."""
     for path, module in layer.named_modules():
         weight = _weight(module)
         if weight is None or weight.dim() != 2 or ("local_experts." in path and "local_experts.0." not in path):

@@ -53,6 +53,7 @@ class Job:
 class Step:
     """The price of a step of reinforcement learning, without generation; times are seconds."""
 
+    job: Job
     price: Price  # of the update
     log_probs: float  # forward passes of the policy, the reference and the critic
     update: float
@@ -162,6 +163,7 @@ class RLSearch:
         counts = [self.rows(candidate, self.job.max_token_len, balance) for balance in (True, False)]
         update = price.seconds * (1 + self.job.critic)
         return Step(
+            job=self.job,
             price=price,
             log_probs=passes * makespan(forward, scored.prediction.times),
             update=update,
@@ -179,8 +181,9 @@ def _of_row(config: ConfigContainer, tokens: int, world_size: int) -> ConfigCont
     return config
 
 
-def settings(job: Job, candidate: Candidate) -> Iterator[tuple[str, dict[str, Any]]]:
+def settings(step: Step) -> Iterator[tuple[str, dict[str, Any]]]:
     """The layout and budgets as keys of verl and of NeMo-RL; verl counts tokens for each context rank."""
+    job, candidate = step.job, step.price.candidate
     sizes: dict[str, Any] = {
         "tensor_model_parallel_size": candidate.tensor,
         "pipeline_model_parallel_size": candidate.pipeline,

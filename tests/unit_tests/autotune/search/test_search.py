@@ -16,17 +16,27 @@ def searched(family, gigabytes, **values):
     return Search(config, 8, "H100 80GB", int(gigabytes * 1e9), {"micro_batch": 1}, switches=False)
 
 
-@pytest.mark.parametrize(("family", "gigabytes"), [("llama", 1.0), ("llama", 0.02), ("qwen3_moe", 1.0)])
+@pytest.mark.parametrize(("family", "gigabytes"), [("llama", 1.0), ("llama", 0.022), ("qwen3_moe", 1.0)])
 def test_the_best_of_all_layouts_is_found(family, gigabytes):
     search = searched(family, gigabytes)
+    blocks = [("full", "block", layers, None) for layers in range(1, search.config.model.num_layers)]
     every = [
         price
         for candidate in search.space.candidates()
         if not search.problems(candidate)
-        for recompute in search.recomputes
+        for recompute in (*search.recomputes, *blocks)
         if (price := search.price(replace(candidate, recompute=recompute))) and price.fullest <= search.budget
     ]
     assert search.run(1).best[0].seconds <= 1.01 * min(price.seconds for price in every)
+
+
+def test_no_more_layers_are_recomputed_than_must_be():
+    search = searched("llama", 0.022)
+    best = search.run(1).best[0].candidate
+    *kind, layers, modules = best.recompute
+    assert (kind, modules) == (["full", "block"], None)
+    fewer = replace(best, recompute=(*kind, layers - 1, None))
+    assert max(search.pricer.memory(fewer)) > search.budget
 
 
 def test_a_layout_shards_the_optimizer_as_a_run_does():

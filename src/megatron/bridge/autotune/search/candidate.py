@@ -85,9 +85,10 @@ class Candidate:
         }
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         words.append(f"MBS{self.micro_batch}")
-        granularity, _, _, modules = self.recompute
+        granularity, method, layers, modules = self.recompute
         if granularity:
             words.append("recompute " + (granularity if modules is None else "+".join(modules)))
+        words += [f"of {layers} layers a chunk"] * (method == "block")
         words += [f"batch x{self.batch}"] * bool(self.batch) + [f"gradients {self.gradients}"] * bool(self.gradients)
         words += [name.rpartition(".")[2] + (f"={value}" if value is not True else "") for name, value in self.switches]
         return " ".join(words)

@@ -15,10 +15,10 @@ from megatron.bridge.autotune.activations import (
     LayerCounts,
     counts_of_layer,
     counts_of_tower,
-    logits_of,
     sizes_of,
     stage_moments,
 )
+from megatron.bridge.autotune.forward_only import forward_bytes
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, run_of, setting_of
@@ -224,11 +224,10 @@ class Pricer:
         return tuple(found)
 
     def forward_only(self, candidate: Candidate) -> int:
-        """Bytes of a pass that keeps nothing, at most: what the largest layer would keep, or fp32 beside the logits."""
+        """Bytes of a pass that keeps nothing, weights left out."""
         config = self.configured(candidate)
-        sizes = replace(sizes_of(config), experts=1)
-        largest = max(self._count(module, sizes).full for _, module in self._of(candidate).decoder)
-        return sizes.stream + max(largest, logits_of(config.model, sizes) * (sizes.number + 4))
+        layers = {id(module): module for _, module in self._of(candidate).decoder}
+        return forward_bytes(config.model, list(layers.values()), replace(sizes_of(config), experts=1))
 
     @cached_property
     def _with_tower(self) -> Any:

@@ -2,6 +2,7 @@
 """The fastest layouts that fit: enumerate, ask the rules, bound, price, and simulate the best."""
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -157,10 +158,24 @@ class Search:
     def _simulated(self, prices: list[Price]) -> list[Price]:
         prices.sort(key=lambda price: price.rank)
         plain = [replace(each.candidate, layout=None) for each in prices[:FINALISTS]]
-        finalists = [price for candidate in plain if (price := self.price(candidate))]
+        finalists = [price for candidate in plain if (price := self._recomputing_least(candidate))]
         finalists.sort(key=lambda price: price.rank)
         switched = [self._switched(price) for price in finalists[:_SWITCHED]]
         return sorted([*switched, *finalists[_SWITCHED:]], key=lambda price: price.rank)
+
+    def _recomputing_least(self, candidate: Candidate) -> Price | None:
+        """The price of the candidate or, if that is faster, with the first layers of each chunk recomputed whole."""
+        choices = (candidate, *self._with_block(candidate))
+        return min(filter(None, map(self.price, choices)), key=lambda price: price.rank, default=None)
+
+    def _with_block(self, candidate: Candidate) -> list[Candidate]:
+        """With as few of these layers as fit; nothing if none or all of them must be recomputed."""
+        if candidate.recompute not in self.recomputes[1:] or self.config.model.mtp_num_layers:
+            return []  # Megatron-Core recomputes no blocks of multi-token prediction
+        most = -(-self.config.model.num_layers // (candidate.pipeline * candidate.virtual))
+        blocks = [replace(candidate, recompute=("full", "block", count, None)) for count in range(1, most)]
+        fewest = bisect_left(blocks, True, key=lambda each: max(self.pricer.memory(each) or (0,)) <= self.budget)
+        return blocks[fewest : fewest + 1]
 
     def _switched(self, price: Price) -> Price:
         """The price with the switches that make it faster."""

@@ -20,49 +20,56 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
 
     if not 0 <= args.engine_memory < 1:
         raise UserError(f"--engine-memory {args.engine_memory:g} is no part of a GPU: give a number from 0 to below 1")
-    work = _job(args)
     fixed = {name: values[0] for name, values in search.space.sizes.items() if len(values) == 1}
-    found = RLSearch(search.config, search.world_size, search.pricer.card, work, fixed).run(args.top)
+    searches = [RLSearch(search.config, search.world_size, search.pricer.card, job, fixed) for job in _jobs(args)]
+    found = sorted((step for each in searches for step in each.run(args.top)), key=lambda step: step.seconds)
     if not found:
         raise UserError(
             f"no layout fits on {search.world_size} x {search.pricer.card} beside an engine with "
-            f"--engine-memory {work.engine:g}: add --offload, lower --max-token-len, or give more GPUs"
+            f"--engine-memory {args.engine_memory:g}: add --offload, lower --max-token-len, or give more GPUs"
         )
-    keys = dict(settings(work, found[0].price.candidate))
+    found, keys = found[: args.top], dict(settings(found[0]))
     if args.json:
         return json.dumps({"layouts": [_as_json(step) for step in found], **keys}, indent=2) + "\n"
-    return "\n".join([*_lines(work, found), "", *_keys(keys)]) + "\n"
+    return "\n".join([*_lines(found), "", *_keys(keys)]) + "\n"
 
 
-def _job(args: argparse.Namespace) -> "rl.Job":
+def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
+    """One for each token budget."""
     from megatron.bridge.autotune import rl
 
     limit = args.max_prompt_length + args.max_response_length
     lengths = rl.drawn_lengths(args.samples, args.max_prompt_length, args.max_response_length)
-    train = args.max_token_len or 2 * limit
-    return rl.Job(
-        lengths=rl.read_lengths(args.lengths) if args.lengths else lengths,
-        max_token_len=train,
-        log_prob_max_token_len=args.log_prob_max_token_len or 2 * train,
-        critic=args.critic,
-        reference=not args.no_reference,
-        offload=tuple(args.offload),
-        engine=args.engine_memory,
-    )
+    if args.lengths:
+        lengths = rl.read_lengths(args.lengths)
+        limit = int(lengths.max())
+    return [
+        rl.Job(
+            lengths=lengths,
+            max_token_len=tokens,
+            log_prob_max_token_len=args.log_prob_max_token_len or 2 * tokens,
+            critic=args.critic,
+            reference=not args.no_reference,
+            offload=tuple(args.offload),
+            engine=args.engine_memory,
+        )
+        for tokens in args.max_token_len or (limit, 2 * limit, 4 * limit)
+    ]
 
 
-def _lines(job: "rl.Job", found: "list[rl.Step]") -> Iterator[str]:
+def _lines(found: "list[rl.Step]") -> Iterator[str]:
+    lengths = found[0].job.lengths
     yield (
-        f"{len(job.lengths):,} samples of {job.lengths.min():,} to {job.lengths.max():,} tokens, "
-        f"{job.lengths.sum():,} together, in rows of {job.max_token_len:,}. Predicted, not measured:"
+        f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, {lengths.sum():,} together. "
+        "Predicted, not measured:"
     )
-    rows: list[tuple[str, ...]] = [("", "step", "log-probs", "update", "without balance", "rows", "GB", "layout")]
+    times = ("step", "log-probs", "update", "without balance")
+    rows: list[tuple[str, ...]] = [("", *times, "rows", "of tokens", "GB", "layout")]
     for place, step in enumerate(found, 1):
         seconds = (step.seconds, step.log_probs, step.update, step.unbalanced)
         texts = [f"{each:.2f} s" for each in seconds]
-        rows.append(
-            (str(place), *texts, f"{step.rows[0]}", f"{step.price.fullest / 1e9:.1f}", step.price.candidate.label())
-        )
+        packed = (f"{step.rows[0]}", f"{step.job.max_token_len:,}")
+        rows.append((str(place), *texts, *packed, f"{step.price.fullest / 1e9:.1f}", step.price.candidate.label()))
     yield from columns(rows)
 
 
@@ -74,6 +81,7 @@ def _keys(keys: dict[str, dict[str, Any]]) -> Iterator[str]:
 def _as_json(step: "rl.Step") -> dict[str, Any]:
     return {
         "layout": step.price.candidate.label(),
+        "max_token_len": step.job.max_token_len,
         "step_seconds": step.seconds,
         "log_prob_seconds": step.log_probs,
         "update_seconds": step.update,

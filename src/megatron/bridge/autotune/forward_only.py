@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a forward pass that keeps nothing for a backward pass: scoring in reinforcement learning, evaluation.
+
+A layer holds its inputs, and what its widest moment makes: projected, rotated and attended tokens in attention; both
+products and the activation between them in an MLP, once for each token of an expert.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.autotune.activations import Sizes, counts_of_layer, logits_of
+from megatron.bridge.autotune.layers import is_dispatched, matrices
+
+
+def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
+    """Bytes that a forward pass through ``layers`` holds at most, weights left out; the loss follows them."""
+    rotary = sizes.tokens * (model.kv_channels or 0) * (4 + 2 * sizes.number) * sizes.rotates
+    loss = 2 * sizes.stream + logits_of(model, sizes) * (sizes.number + 4)
+    return rotary + max(loss, *(_of_layer(layer, sizes) for layer in layers))
+
+
+def _of_layer(layer: Any, sizes: Sizes) -> int:
+    """The model's input and the layer's own, the normed input, behind attention the residual stream, and a block."""
+    attention: Any = getattr(layer, "self_attention", None)
+    if not hasattr(attention, "core_attention"):  # a scan, of which the kernels decide
+        return sizes.stream + counts_of_layer(layer, sizes).full
+    return max(
+        3 * sizes.stream + _attention(attention, sizes) * sizes.tokens * sizes.number,
+        4 * sizes.stream + _mlp(layer.mlp, sizes) * sizes.number,
+    )
+
+
+def _attention(attention: Any, sizes: Sizes) -> int:
+    """Numbers of a token."""
+    config, heads = attention.config, attention.num_attention_heads_per_partition
+    if config.multi_latent_attention:
+        plain, rotated, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        latents = (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + rotated
+        return latents + heads * (3 * (plain + rotated) + (plain + value) + 2 * rotated + value)
+    width = attention.hidden_size_per_attention_head
+    queries, keys = heads * width, attention.num_query_groups_per_partition * width
+    projected = queries + 2 * keys * max(1, sizes.gathered)
+    normed = queries * (2 + 8 // sizes.number) * bool(config.qk_layernorm)  # in fp32
+    attended = (queries + keys) * sizes.rotates + queries + sizes.hidden
+    return projected + max(_gathered(sizes), normed, attended)
+
+
+def _mlp(mlp: nn.Module, sizes: Sizes) -> int:
+    """Numbers of all tokens."""
+    shapes = {path: (matrix.rows, matrix.columns) for path, matrix in matrices(mlp)}
+    total = 0
+    for path in (path for path in shapes if path.endswith("linear_fc2")):
+        first, inner = shapes[f"{path[:-1]}1"][0], shapes[path][1]
+        activated = first + (1 + sizes.activation) * inner
+        if is_dispatched(path):  # tokens as they came, and in the order of experts
+            total += sizes.chosen * (2 * sizes.hidden + activated)
+        elif "shared_experts" in path:  # what they return, while the others run
+            total += sizes.between * sizes.hidden
+        else:
+            total += sizes.tokens * max(_gathered(sizes) + first, activated, inner + sizes.hidden)
+    return total
+
+
+def _gathered(sizes: Sizes) -> int:
+    """Numbers of a token that sequence parallelism gathers before a product."""
+    return sizes.hidden if sizes.between < sizes.tokens else 0
