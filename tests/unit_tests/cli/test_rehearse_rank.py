@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a large job: its place, its parameters and its samples, counted by hand."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,22 +23,34 @@ def _alone():
 
 
 def parts(text):
-    names = ("process groups", "model chunks", "optimizer", "data position", "checkpoint state", "checkpoint plan")
+    setup = ("process groups", "model chunks", "conversion plan", "optimizer", "data position")
+    names = (*setup, "checkpoint state", "checkpoint plan", "step")
     found = {name: line for line in text.splitlines() for name in names if line.startswith(name)}
     assert tuple(found) == names
     return found
 
 
-def test_one_rank_of_four_thousand(capsys):
+def test_one_rank_of_four_thousand(capsys, tmp_path):
     # rank 2077 = 1 + 4 * (7 + 512 * 1): tensor rank 1, data rank 7, stage 1
-    assert main(["train", *RECIPE, *LAYOUT, "--rehearse-rank", "2077", "--world-size", "4096"]) == 0
-    found = parts(capsys.readouterr().out)
+    to = ("--messages", str(tmp_path / "messages.jsonl"))
+    assert main(["train", *RECIPE, *LAYOUT, "--rehearse-rank", "2077", "--world-size", "4096", *to]) == 0
+    text = capsys.readouterr().out
+    found = parts(text)
     assert "tensor 1, pipeline 1, context 0, expert 0, data 7" in found["process groups"]
     hidden, ffn, layers, heads, groups, rows = 2048, 8192, 8, 2048, 512, 32000
     layer = hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * ffn
     count = (layers * layer + rows * hidden) / 4 + (2 * layers + 1) * hidden  # norms are whole on each rank
     assert f"{count / 1e9:.2f} billion parameters" in found["model chunks"]
     assert "8 of 4096 samples of a step, first 7, last 3591" in found["data position"]  # 7 + 512 * 7
+    # of each layer: queries, keys, values, gate and up are apart on the other side; the last stage has the last norm
+    assert f"{layers * 9 + 2} tensors of the checkpoint" in found["conversion plan"]
+    assert "4 of 8 microbatches" in found["step"]
+    messages = [json.loads(line) for line in (tmp_path / "messages.jsonl").read_text().splitlines()]
+    assert f"{len(messages):,} messages" in found["step"]
+    received = [each for each in messages if each["kind"] == "receive"]
+    assert {each["bytes"] for each in received} == {8192 * hidden * 2}
+    assert len(received) == 4
+    assert "receive, pipeline model parallel" in text
     assert not dist.is_initialized()
 
 

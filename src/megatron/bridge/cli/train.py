@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rehearse_rank is not None:
         from megatron.bridge.cli.rehearse.rank import rehearse_rank
 
-        return rehearse_rank(job, args.rehearse_rank, args.world_size)
+        return rehearse_rank(job, args.rehearse_rank, args.world_size, args.messages)
     if args.rehearse is not None:
         from megatron.bridge.cli.rehearse.command import rehearse
 
@@ -42,6 +42,8 @@ def _check_options(args: argparse.Namespace) -> None:
     for option, value in {"--timeline": args.timeline, "--summary": args.summary or None}.items():
         if value is not None and not args.dry_run:
             raise UserError(f"{option} needs --dry-run: add it, or leave {option} out")
+    if args.messages is not None and args.rehearse_rank is None:
+        raise UserError(f"--messages {args.messages} needs --rehearse-rank: add it, or leave --messages out")
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes[:2])} cannot be used together: leave one out")
 

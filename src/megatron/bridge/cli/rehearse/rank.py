@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge train --rehearse-rank``: set up one rank of a large job in this process, without memory.
+"""``megatron-bridge train --rehearse-rank``: one rank of a large job in this process, without memory.
 
-The real set-up code runs on a process group that sends nothing and on parameters of the meta device. It shows what
-each part costs this rank, and what the first rank has to do for all others.
+The real code of the set-up and of a step runs on a process group that sends nothing and on parameters of the meta
+device. It shows what each part costs this rank, what the first rank has to do for all others, and all messages.
 """
 
+import copy
 import pickle
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.rehearse import step
 from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from megatron.bridge.backends.cpu.messages import Message
     from megatron.bridge.backends.cpu.without_memory import Traffic
     from megatron.bridge.training.config import ConfigContainer
 
@@ -59,21 +63,31 @@ class Clock:
         return time.perf_counter(), time.process_time(), peak, self.traffic.received / 1e6
 
 
-def rehearse_rank(job: Job, rank: int, asked: int | None) -> int:
-    """Set up one rank of the job, of ``asked`` processes if given, and print what each part costs."""
+def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> int:
+    """Rehearse one rank of the job, of ``asked`` processes if given; print what each part costs, and its messages.
+
+    Each message is written to ``file``, in order, as a line of JSON.
+    """
     world_size = asked or job.world_size or 1
     if not 0 <= rank < world_size:
         raise UserError(f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}")
     config = resolved_config(job, world_size)
-    say(f"rank {rank} of {world_size} of {job.source}: set-up without memory and without other processes")
+    say(f"rank {rank} of {world_size} of {job.source}: without memory and without other processes")
     say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
-    set_up(config, rank, world_size, lambda part: say(_line(part)))
-    say("not rehearsed: the connections of NCCL, the network, the file system, and the step itself")
+    messages: list[Message] = []
+    set_up(config, rank, world_size, lambda part: say(_line(part)), messages)
+    for line in ("", *step.message_table(messages), ""):
+        say(line)
+    if file is not None:
+        step.write_messages(file, messages)
+    say("not rehearsed: the connections of NCCL, the network, the file system, and the time of the step")
     return 0
 
 
 def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
     """The config that the rank runs: without data, weights and adapters of its own."""
+    from megatron.bridge.training.config.resolve.precision import without_quantization
+
     config = job.resolve(world_size).config
     for name in ("peft", "distill", "dpo"):
         if getattr(config, name) is not None:
@@ -82,13 +96,23 @@ def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
         raise UserError(f"--rehearse-rank does not support the vision tower of {job.source}: use --dry-run")
     if config.dist.use_torch_fsdp2 or config.ddp.use_megatron_fsdp:
         raise UserError(f"--rehearse-rank does not support the sharded weights of {job.source}: unset FSDP")
+    config.model = without_quantization(config.model)  # its products need Transformer Engine and a GPU
     config.model.vocab_size = config.model.vocab_size or VOCAB_SIZE
     config.model.perform_initialization = False
     return config
 
 
-def set_up(config: "ConfigContainer", rank: int, world_size: int, report: Callable[[Part], None]) -> list[Part]:
-    """Set up the rank with a result of ``resolved_config``; the cost of each part is reported and returned."""
+def set_up(
+    config: "ConfigContainer",
+    rank: int,
+    world_size: int,
+    report: Callable[[Part], None],
+    messages: "list[Message] | None" = None,
+) -> list[Part]:
+    """Set up the rank with a result of ``resolved_config``; the cost of each part is reported and returned.
+
+    With ``messages``, a step follows, and the list gets its messages.
+    """
     from megatron.core import parallel_state
 
     from megatron.bridge.backends.cpu.without_memory import one_rank
@@ -99,9 +123,13 @@ def set_up(config: "ConfigContainer", rank: int, world_size: int, report: Callab
         try:
             clock.measure("process groups", lambda: setup.initialize(config), lambda _: _place())
             model = clock.measure("model chunks", lambda: setup.build_model(config), _parameters)
+            if config.model.declared.hf_config is not None:
+                clock.measure("conversion plan", lambda: _conversion_tasks(config, model), _tasks)
             optimizer = clock.measure("optimizer", lambda: _optimizer(config, model), lambda _: "with its state")
             clock.measure("data position", lambda: _first_samples(config), str)
             _checkpoint(clock, model, optimizer, world_size)
+            if messages is not None:
+                messages += _step(clock, config, model, optimizer)
         finally:
             parallel_state.destroy_model_parallel()
     return clock.parts
@@ -125,6 +153,18 @@ def _place() -> str:
 def _parameters(model: list[Any]) -> str:
     count = sum(parameter.numel() for chunk in model for parameter in chunk.parameters())
     return f"{count / 1e9:.2f} billion parameters on this rank, {len(model)} chunks"
+
+
+def _conversion_tasks(config: "ConfigContainer", model: list[Any]) -> list[Any]:
+    from megatron.bridge import AutoBridge
+
+    return AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
+
+
+def _tasks(tasks: list[Any]) -> str:
+    """Other stages answer what this one says, so there are as many tasks as if all stages were like this one."""
+    mine = {task.global_param_name: task.mapping.hf_names for task in tasks if task.megatron_module is not None}
+    return f"{sum(map(len, mine.values())):,} tensors of the checkpoint, in {len(mine):,} of {len(tasks):,} tasks"
 
 
 def _optimizer(config: "ConfigContainer", model: list[Any]) -> Any:
@@ -177,6 +217,20 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
         f"rank 0 merges {PLANS} plans",
         merge,
         lambda _: f"it gets {world_size} of them, {len(plan) * world_size / 1e9:.2f} GB",
+    )
+
+
+def _step(clock: Clock, config: "ConfigContainer", model: list[Any], optimizer: Any) -> "list[Message]":
+    from megatron.core import parallel_state
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    count, whole = step.microbatches(config, replicas)
+    config = copy.copy(config)
+    config.train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * replicas)
+    return clock.measure(
+        "step",
+        lambda: step.messages_of_step(config, model, optimizer),
+        lambda found: f"{count} of {whole} microbatches, {len(found):,} messages",
     )
 
 

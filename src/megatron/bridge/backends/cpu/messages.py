@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages of a step whose tensors have no memory: each one in order, with its group and its size."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "recv_": "receive",
+}
+"""Names of torch's operations that differ from those of Megatron-Core's papers, underscores at the end left out."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective operation, or one that sends or receives."""
+
+    kind: str
+    group: str  # name of the process group
+    ranks: int  # of the group
+    bytes: int  # of the whole tensor: of the result of a gather, of the input of a reduction
+
+
+class Messages(TorchDispatchMode):
+    """While it is entered, ``found`` gets every message of this process.
+
+    Args:
+        chosen: The part of a mask that is True. Without memory nothing is known of it; other values that a program
+            reads are zero, so nothing overflows and no gradient is clipped.
+    """
+
+    def __init__(self, chosen: float = 1.0) -> None:
+        super().__init__()
+        self.chosen, self.found = chosen, list[Message]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.found.append(_message(func, args))
+        elif func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
+        elif func is torch.ops.aten.masked_select.default and args[1].is_meta:
+            return args[0].new_empty(round(args[1].numel() * self.chosen))
+        return func(*args, **(kwargs or {}))
+
+
+def _message(func: Any, args: tuple[Any, ...]) -> Message:
+    group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+    sizes = [sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)) for each in args]
+    name = str(func.overloadpacket.__name__)
+    return Message(_KINDS.get(name, name.strip("_")), group.group_desc, group.size(), max(sizes))
+
+
+@contextmanager
+def recorded_messages(chosen: float) -> Iterator[list[Message]]:
+    """Record the messages of this process in ``one_rank``; tokens are shared out evenly over the experts."""
+    replacements = (
+        (dist, "batch_isend_irecv", _one_by_one),
+        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _shared_out),
+        (CheckpointWithoutOutput, "checkpoint", _recomputed),
+        (CheckpointWithoutOutput, "discard_output_and_register_recompute", lambda *_: None),
+    )
+    with ExitStack() as stack, Messages(chosen) as messages:
+        for owner, name, function in replacements:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield messages.found
+
+
+def _one_by_one(operations: list[dist.P2POp]) -> list[Any]:
+    """The group that sends nothing cannot put operations together."""
+    return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+
+
+def _recomputed(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
+    """Run again in the backward pass, as Megatron-Core does with Transformer Engine's help."""
+    return tensor_parallel.checkpoint(function, False, *args)
+
+
+def _shared_out(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
+    """Set the numbers of tokens that a dispatcher reads, in place of those that the router would choose."""
+    tokens, experts, local = dispatcher.num_out_tokens, dispatcher.num_experts, dispatcher.num_local_experts
+    ranks, parts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.ep_size
+    each = np.full(experts, tokens // experts)
+    each[: tokens % experts] += 1
+    mine = each[:local]
+    if ranks > 1:
+        dispatcher.input_splits = each.reshape(parts, local).sum(1)
+        dispatcher.output_splits = np.full(parts, mine.sum())
+        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, mine.sum() * parts)
+    if local > 1:
+        counts = torch.tensor(np.tile(mine, (ranks, 1)), device="cpu")
+        dispatcher.num_global_tokens_per_local_expert = counts
+    return torch.tensor(mine * ranks, device="cpu")
