@@ -93,13 +93,37 @@ def test_other_names_of_sizes_are_made_small_too(ported):
     assert "tensor transformer.h.*.attn.q_proj.weight: GPT2LMHeadModel does not name it" in said
 
 
-def test_what_decides_between_two_shapes_is_told(ported):
-    """GPTBigCode is GPT-2 with one key head and with matrices the other way round."""
+def test_matrices_that_the_nearest_family_stores_the_other_way_round(ported):
+    """GPTBigCode is GPT-2 with one key head, which transformers derives from a switch, and with linear layers."""
     code, said, _ = ported("GPTBigCode")
-    assert code == 1
+    assert code == 0, said
+    assert "key num_key_value_heads=1: Field('num_key_value_heads', 'num_query_groups') reads it" in said
     assert "key multi_query in (True,): look at the fields of FalconForCausalLM" in said
-    assert re.search(r"c_fc\.weight .* shape \[192, 48\], the config means \[48, 192\]", said)
-    assert "num_key_value_heads in (1,)" in said
+
+
+def test_a_scale_of_logits_is_turned_round_where_its_key_multiplies(ported, tmp_path):
+    """HyperCLOVAX is Granite with more norms; at its default of one, nothing would tell how the scale is applied."""
+    code, said, folder = ported("HyperCLOVAX", "--output", str(tmp_path / "draft"), logits_scaling=1.0)
+    assert code == 0, said
+    written = (folder / "hyperclovax_bridge.py").read_text()
+    assert "Field('logits_scaling', 'logits_scaling', to=LOGIT_SCALE.to, back=LOGIT_SCALE.back)" in written
+    assert "weights = replace_blocks(GraniteBridge.weights, post_norms('post_norm1', 'post_norm2'" in written
+    assert f"prove it under layouts: python -m pytest {folder / 'test_hyperclovax.py'}" in said
+
+
+def test_a_key_that_only_initializes_may_have_any_value(ported, tmp_path):
+    code, said, folder = ported("Youtu", "--output", str(tmp_path / "draft"))
+    assert code == 0, said
+    assert "key embedding_initializer_range: any value, it only initializes a new model" in said
+    written = (folder / "youtu_bridge.py").read_text()
+    assert "irrelevant = {**DeepseekV3Bridge.irrelevant, 'embedding_initializer_range': None}" in written
+    assert "fixed" not in written  # what would repeat the base's is left out
+
+
+def test_experts_are_few_under_a_key_that_is_stored_by_another_name(ported, tmp_path):
+    code, said, folder = ported("Mellum", "--output", str(tmp_path / "draft"))
+    assert code == 0, said
+    assert "'num_local_experts': 8" in (folder / "test_mellum.py").read_text()
 
 
 def test_a_config_of_small_sizes_is_used_where_other_small_sizes_do_not_run(ported):

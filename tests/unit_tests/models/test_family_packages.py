@@ -107,6 +107,12 @@ def test_the_shipped_check_says_what_differs(install):
         check_family(ARCEE, layouts=())
 
 
+def test_a_row_with_dropout_is_told_from_a_wrong_bridge():
+    row = dataclasses.replace(ARCEE, model="LlamaForCausalLM", config={**LLAMA, "attention_dropout": 0.5})
+    with pytest.raises(AssertionError, match=r"row arcee has dropout, and numbers are random: set its keys to 0\.0"):
+        check_family(row, layouts=())
+
+
 def test_a_layout_that_is_none_is_refused():
     with pytest.raises(UserError, match=r"layouts=tp3 must be among .*tp2"):
         check_family(ARCEE, layouts=("tp2", "tp3"))

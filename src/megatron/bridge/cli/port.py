@@ -54,11 +54,9 @@ def run(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         say(f"written: {path}")
-    say(
-        "the draft does not pass yet: docs/adding-a-family.md has what names do not tell"
-        if problems
-        else "the draft passes on one process: logits, gradients, bytes, config"
-    )
+    passed = "the draft passes on one process: logits, gradients, bytes, config"
+    passed += f"; prove it under layouts: python -m pytest {paths[1]}" if paths else ""
+    say("the draft does not pass yet: docs/adding-a-family.md has what names do not tell" if problems else passed)
     return 1 if problems else 0
 
 

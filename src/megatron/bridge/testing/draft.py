@@ -28,13 +28,14 @@ _TINY |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_sh
 _TINY |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
 _TINY |= {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 _TINY |= {"rotary_dim": 4, "n_inner": 72, "attention_multiplier": 0.25}
+# not one, which would hide how a number is applied, nor so large that noise grows
+_TINY |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 0.5, "logit_scale": 0.5}
 _IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 _MOST = 20_000_000  # parameters of a tiny model: more take long, and a real one all of the memory
-_EPSILON = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+_EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+_PLAIN = {"num_key_value_heads": "num_query_groups", **dict.fromkeys(_EPSILONS, "layernorm_epsilon")}
 _NORMS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("norm_1", "norm_2"))
 _PROJECTIONS = r"(.+)\.(q_proj|query_key_value|qkv_proj|c_attn|Wqkv)\.weight"
-# what no name tells, tried until logits agree
-_GUESSES: tuple[dict[str, Any], ...] = ({}, {"rotary_interleaved": True}, {"rotary_interleaved": False})
 
 
 def tiny_config(config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: Any) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
 
 def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
     # what the class derives from other keys, such as key heads from multi_query, would contradict them
-    derived = (config.to_dict().keys() & _TINY.keys()) - {f.name for f in dataclasses.fields(config)}
+    own = {config.attribute_map.get(f.name, f.name) for f in dataclasses.fields(config)}
+    derived = (config.to_dict().keys() & _TINY.keys()) - own
     full = {key: value for key, value in config.to_dict().items() if key not in derived}
     reason = ""
     # some heads must be as wide as hidden size / number of heads, and some sizes agree only as the config has them
@@ -101,8 +103,7 @@ def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
 def _attempts(drafts: "list[Draft]", case: reference.Case, folder: Path) -> "Iterator[tuple[Draft, list[str]]]":
     for draft in drafts:
         draft.complete()
-        for index, guess in enumerate(_GUESSES):
-            tried = dataclasses.replace(draft, fixed=draft.fixed | guess)
+        for index, tried in enumerate(draft.guesses()):
             yield tried, (problems := tried.problems(case, folder / f"{draft.base}-{index}"))
             if not (problems and problems[0].startswith("logits")):
                 break
@@ -125,7 +126,10 @@ class Draft:
     def __post_init__(self) -> None:
         self.parent = model_bridge.declared_bridges()[self.base]
         registry = self.parent().mapping_registry()
-        lost = (name for name in self.tensors if registry.hf_to_megatron_lookup(name) is None)
+        found = {name: registry.hf_to_megatron_lookup(name) for name in self.tensors}
+        lost = (name for name, mapping in found.items() if mapping is None)
+        down = [name for name, it in found.items() if it and it.transposed and it.megatron_param.endswith("fc2.weight")]
+        self.straight = any(self.tensors[it][0] < self.tensors[it][1] for it in down)  # [out, in], unlike the base's
         self.left_over = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in lost))
         missing = [f.hf for f in self.parent.fields if f.default is families.REQUIRED and f.hf not in self.config]
         unspoken = [key for key in self.unclaimed if not vocabulary.groups_with(key)]
@@ -148,13 +152,29 @@ class Draft:
         return [key for key in free if self.config[key] not in harmless.get(key, ())]
 
     @property
+    def idle(self) -> list[str]:
+        """Unclaimed keys that only say how a new model is initialized."""
+        return [key for key in self.unclaimed if "initializer" in key]
+
+    @property
     def unread(self) -> dict[str, tuple[Any, ...]]:
         """Keys that nothing reads, or that a default of transformers contradicts, with their values."""
         both, defaults = (self.source_config.to_dict(), self.config), type(self.source_config)().to_dict()
         checked = [key for key, values in self.parent.irrelevant.items() if values is not None and key in self.config]
-        keys = [key for key in self.unclaimed if key not in self.claimed]
+        keys = [key for key in self.unclaimed if key not in {*self.claimed, *self.idle}]
         keys += [key for key in checked if key not in keys and self.config[key] != defaults.get(key)]
         return {key: (*{repr(it.get(key)): it.get(key) for it in both}.values(),) for key in keys}
+
+    def guesses(self) -> "Iterator[Draft]":
+        """What no name tells, to be tried until logits agree: this draft, rotary embeddings, a scale turned round."""
+        yield self
+        for interleaved in (True, False):
+            yield dataclasses.replace(self, fixed=self.fixed | {"rotary_interleaved": interleaved})
+        inverse = ", to=LOGIT_SCALE.to, back=LOGIT_SCALE.back"
+        for f in self.kept:
+            if f.names == ("logits_scaling",) and f.hf in self.config:
+                text = f"Field({f.hf!r}, 'logits_scaling'{'' if f.to else inverse})"
+                yield dataclasses.replace(self, claimed=self.claimed | {f.hf: text})
 
     def _reads(self, group: tuple[Field, ...]) -> bool:
         try:
@@ -172,8 +192,8 @@ class Draft:
 
     def _field(self, key: str) -> str:
         """What reads a key: the group that covers most unclaimed keys, or another family's field."""
-        if key in _EPSILON:
-            return f"Field({key!r}, 'layernorm_epsilon')"
+        if key in _PLAIN:
+            return f"Field({key!r}, {_PLAIN[key]!r})"
         groups, free = vocabulary.field_groups(), {*self.unclaimed}
         for name in sorted(vocabulary.groups_with(key), key=lambda it: -len(groups[it])):  # the largest first
             sets = {attribute for f in groups[name] for attribute in f.names}
@@ -211,17 +231,35 @@ class Draft:
             self.fixed["parallel_residual"] = "shared_norm" if alone else None
         self.fixed |= {"output_bias": biased} if biased != said.get("output_bias", False) else {}
         norms = (norms[0], None) if alone else norms
-        moved = placement != said.get("norm_placement", "pre")
         layers = re.sub(r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it)))
-        if moved or any("norm" in name or re.search("attn.*(proj|dense|key_value)", name) for name in self.left_over):
+        moved = self.straight or placement != said.get("norm_placement", "pre")
+        others = self._post_norms(layers) if placement == "pre" else self.left_over
+        if moved or any("norm" in name or re.search("attn.*(proj|dense|key_value)", name) for name in others):
             self.blocks.append(_attention(ends, layers, norms[0]))
             self.blocks += ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
-        if moved or (plain and said.get("gated_linear_unit", True)) or any("mlp" in name for name in self.left_over):
+        if moved or (plain and said.get("gated_linear_unit", True)) or any("mlp" in name for name in others):
             names = ("gate_proj", "up_proj", "down_proj")
             if plain:  # the narrow side of each is the width of the model
                 pair = sorted(matrices, key=lambda name: ends[name][0] < ends[name][1])
                 names = ("", *(name.split(".")[1] for name in pair))
             self.blocks.append(f"mlp({layers!r}, norm={norms[1]!r}, gated={not plain}, projections={names!r})")
+
+    def _post_norms(self, layers: str) -> list[str]:
+        """The tensors left over, but for two norms of a layer beside those that the base names."""
+        norm = re.compile(rf"{re.escape(layers)}\.(\w*norm\w*)\.weight")
+        norms = {it: repr(m[1]) for it in self.left_over if (m := norm.fullmatch(it))}
+        if len(norms) != 2:
+            return self.left_over
+        self.fixed["norm_placement"] = "both"
+        self.blocks.append(f"post_norms({', '.join(norms.values())}, {layers!r})")
+        return [it for it in self.left_over if it not in norms]
+
+    def _overrides(self, parent: str) -> str:
+        """The lines of the class after its fields, but for those that would repeat the base's."""
+        said = (("fixed", self.fixed), ("irrelevant", dict.fromkeys(self.idle)))
+        lines = [f"    {name} = {{**{parent}.{name}, {repr(own)[1:]}\n" for name, own in said if own]
+        weights = f"    weights = replace_blocks({', '.join((f'{parent}.weights', *self.blocks))})\n"
+        return "".join((*lines, weights if self.blocks else ""))
 
     @property
     def source(self) -> str:
@@ -242,9 +280,7 @@ from {self.parent.__module__} import {parent}
 @register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
 class {name}Bridge({parent}):
     fields = override({", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))})
-    fixed = {{{", ".join((f"**{parent}.fixed", *(f"{k!r}: {v!r}" for k, v in self.fixed.items())))}}}
-    weights = replace_blocks({", ".join((f"{parent}.weights", *self.blocks))})
-'''
+{self._overrides(parent)}'''
 
     @property
     def report(self) -> list[str]:
@@ -253,6 +289,7 @@ class {name}Bridge({parent}):
             f"{self.architecture} is nearest to {self.base}",
             *(f"key {key}={self.config[key]!r}: {text} reads it" for key, text in self.claimed.items()),
             *(f"key {key} in {str(values)[:120]}: {_other_readers(key)}" for key, values in self.unread.items()),
+            *(f"key {key}: any value, it only initializes a new model" for key in self.idle),
             *(f"tensor {name}: {self.base} does not name it{_others_name(name)}" for name in self.left_over),
         ]
 
