@@ -15,6 +15,10 @@ from tests.unit_tests.project.tree import ROOT
 
 RECIPE = ("launch", "--recipe", "llama32_1b_pretrain_config")
 LAUNCHER = ROOT / ".venv-launch/bin/python"
+WITH_KUBERNETES = pytest.mark.skipif(
+    not list(ROOT.glob(".venv-launch/lib/*/site-packages/kubernetes")),
+    reason="needs `pip install kubernetes` in .venv-launch",
+)
 NEMO_RUN = pytest.mark.skipif(not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`")
 GROUPS = [group for group in main.SUBCOMMANDS["launch"]["options"].values() if isinstance(group, dict)]
 
@@ -87,7 +91,7 @@ print(json.dumps([said(words) for words in json.load(sys.stdin)]))
 
 
 @NEMO_RUN
-def test_requests_of_nemo_run(tmp_path):
+def test_requests_of_nemo_run(monkeypatch):
     image = ["--container-image", "registry/bridge:1"]
     lepton = [
         "nemo_run_dir=/jobs",
@@ -95,7 +99,10 @@ def test_requests_of_nemo_run(tmp_path):
         "resource_shape=gpu.8xh100",
         "mounts=[{path: /, mount_path: /jobs}]",
     ]
-    docker, cpu, no_image, misspelt, far, poor = in_a_row(
+    dgx = ["base_url=https://dgx/api", "kube_apiserver_url=https://dgx", "client_id=me", "project_name=p"]
+    dgx += ["pvc_nemo_run_dir=/jobs", "pvcs=[{name: x, path: /jobs}]"]
+    monkeypatch.setenv("DGXCLOUD_CLIENT_SECRET", "no-one-reads-this")
+    docker, cpu, no_image, misspelt, far, poor, cloud, told = in_a_row(
         [
             ["--on", "docker", *image, "--devices", "2", "--mount", "/a:/b", "--executor", "shm_size=30g", "a.b=c d"],
             ["--on", "docker", *image, "--cpu", "--env", "A=1"],
@@ -103,6 +110,8 @@ def test_requests_of_nemo_run(tmp_path):
             ["--on", "docker", *image, "--executor", "shm_siz=1"],
             ["--on", "lepton", *image, "--nodes", "2", *(word for pair in lepton for word in ("--executor", pair))],
             ["--on", "lepton"],
+            ["--on", "dgxcloud", *image, "--nodes", "2", *(word for pair in dgx for word in ("--executor", pair))],
+            ["--on", "dgxcloud", *image, "--executor", "client_secret=a"],
         ]
     )
     assert docker[0] == 1  # the config is checked
@@ -115,4 +124,28 @@ def test_requests_of_nemo_run(tmp_path):
     assert "--on docker needs --container-image" in no_image[2]
     assert "--executor shm_siz: DockerExecutor has no such field; did you mean shm_size?" in misspelt[2]
     assert "--nnodes 2" in far[1]
+    assert "project_name='p'" in cloud[1]
+    assert "client_secret='$DGXCLOUD_CLIENT_SECRET'" in cloud[1]
+    assert "no-one-reads-this" not in cloud[1]
+    assert "--executor client_secret: DGXCloudExecutor has no such field" in told[2]
     assert "--on lepton needs --container-image and --executor nemo_run_dir=PATH and" in poor[2]
+
+
+@WITH_KUBERNETES
+def test_the_manifest_for_kubeflow(tmp_path, monkeypatch):
+    config = {"kind": "Config", "current-context": "x", "contexts": [{"name": "x", "context": {"cluster": "c"}}]}
+    config |= {"clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}], "users": []}
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    words = ["--on", "kubeflow", "--container-image", "registry/bridge:1", "--nodes", "2", "--devices", "8"]
+    [[code, text, _]] = in_a_row([[*words, "--executor", "workdir_pvc=jobs"]])
+    assert code == 0
+    job = yaml.safe_load(text.partition("\n")[2])
+    assert job["kind"] == "TrainJob"
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 8, "registry/bridge:1")
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
+    [[code, _, error]] = in_a_row([[*words, "--executor", "workdir_pvc=jobs"]])
+    assert code == 1
+    assert "--on kubeflow: NeMo-Run's KubeflowExecutor says: Invalid kube-config file" in error

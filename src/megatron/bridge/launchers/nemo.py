@@ -76,11 +76,23 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
         folder = Path(experiment._exp_dir)
         found = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
         if "executor" in TARGETS[options.on]:
-            info = experiment.jobs[0]._dryrun_info
-            task = getattr(info.request, "task", None)  # NeMo-Run's text of it fails with SkyPilot 0.12
-            found = {options.on: str(info) if task is None else yaml.safe_dump(task.to_yaml_config(), sort_keys=False)}
+            found = {options.on: _request(experiment.jobs[0]._dryrun_info)}
         shutil.rmtree(folder)
+    for variable in TARGETS[options.on].get("secrets", {}).values():
+        found = {name: text.replace(os.environ[variable], f"${variable}") for name, text in found.items()}
     return found or {"command": shlex.join(_command(options))}
+
+
+def _request(info: Any) -> str:
+    """As YAML where there is a task (NeMo-Run's text of it fails with SkyPilot 0.12) or a manifest."""
+    task, manifest = (
+        getattr(info.request, "task", None),
+        getattr(getattr(info.request, "executor", None), "get_job_body", None),
+    )
+    if task is None and manifest is None:
+        return str(info)
+    plain = task.to_yaml_config() if manifest is None else manifest(info.request.name, info.request.cmd)
+    return yaml.safe_dump(plain, sort_keys=False)
 
 
 def remote_shell(options: LaunchOptions) -> Shell:
@@ -249,16 +261,21 @@ def _other(options: LaunchOptions) -> Any:
     """The executor of a row of ``TARGETS``, with the fields that ``--executor`` gives."""
     row = TARGETS[options.on]
     kind = getattr(run, row["executor"])
-    known = [field.name for field in fields(kind) if field.init]
+    secrets: dict[str, str] = row.get("secrets", {})
+    known = [field.name for field in fields(kind) if field.init and field.name not in secrets]
     if unknown := [name for name in options.executor if name not in known]:
         raise UserError(f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}")
     own = vars(options) | {"gpus": 0 if options.cpu else options.devices, "mount": list(options.mount)}
     own["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
     given = {theirs: own[ours] for ours, theirs in row["options"].items()} | row["fixed"]
     given |= {"launcher": _launcher(options), "packager": _packager(options)} | options.executor
+    given |= {name: os.environ.get(variable) for name, variable in secrets.items()}
     if missing := [way for name, way in row["needs"].items() if not given.get(name)]:
         raise UserError(f"--on {options.on} needs {' and '.join(missing)}")
-    return kind(**given)
+    try:
+        return kind(**given)
+    except Exception as error:  # the one for Kubeflow reads the configuration of a cluster
+        raise UserError(f"--on {options.on}: NeMo-Run's {kind.__name__} says: {str(error).splitlines()[0]}") from error
 
 
 def _cpus(options: LaunchOptions) -> int | None:
