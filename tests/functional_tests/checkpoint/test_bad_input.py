@@ -3,6 +3,7 @@
 
 import errno
 import os
+import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -162,15 +163,16 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(two_workers, t
 
 def test_a_full_disk_keeps_the_checkpoint_before(two_workers, tmp_path):
     root = tmp_path / "run"
-    for broken in ("__1_0.distcp", ".metadata.tmp", "run_config.yaml"):
-        message = _one_sentence(two_workers.run(refused_on_a_full_disk, root, broken))
-        assert f"{root / 'iter_0000004'} cannot be written: No space left on device; free some space" in message
+    for broken, nodes in (("__1_0.distcp", 2), (".metadata.tmp", 1), ("run_config.yaml", 1)):
+        message = _one_sentence(two_workers.run(refused_on_a_full_disk, root, broken, nodes))
+        node = f" on node {socket.gethostname()}" * (nodes - 1)
+        assert f"{root / 'iter_0000004'} cannot be written: No space left on device{node}; free some space" in message
         assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000002"]
         assert paths.latest_iteration(root) == 2
     assert list(two_workers.run(run_to, root, STEPS, EVERY_TWO)[0]["losses"]) == [1, 2, 3, 4, 5, 6]
 
 
-def refused_on_a_full_disk(root, broken):
+def refused_on_a_full_disk(root, broken, nodes=1):
     """Step 4 cannot be saved, because files of the checkpoint, by a pattern, cannot be written to their end."""
     opened = Path.open
 
@@ -180,9 +182,11 @@ def refused_on_a_full_disk(root, broken):
         return opened(self, mode, *args, **kwargs)
 
     Path.open = on_a_full_disk
+    os.environ["LOCAL_WORLD_SIZE"] = str(2 // nodes)
     try:
         return refused(root, EVERY_TWO)
     finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
         Path.open = opened
 
 

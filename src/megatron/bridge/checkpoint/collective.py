@@ -2,6 +2,7 @@
 """Steps that fail on all ranks if they fail on one, so that no rank waits for one that has left."""
 
 import errno
+import socket
 import traceback
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.torchrun_env import read_number
 
 
 def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None) -> T:
@@ -45,9 +47,16 @@ def portable(error: BaseException | None) -> BaseException | None:
     if isinstance(cause, UserError):
         return cause
     if isinstance(cause, OSError):
-        return OSError(cause.errno, cause.strerror, cause.filename)
+        return OSError(cause.errno, _on_node(cause.strerror), cause.filename)
     kind = AssertionError if isinstance(cause, AssertionError) else RuntimeError
     return kind(f"{type(cause).__name__}: {cause}")
+
+
+def _on_node(reason: str | None) -> str | None:
+    """With the name of this node, if the job has others: only one of their disks may be full."""
+    ranks, name = distributed.world_size(), f" on node {socket.gethostname()}"
+    several = read_number("LOCAL_WORLD_SIZE", ranks) < ranks
+    return f"{reason}{name}" if several and reason and not reason.endswith(name) else reason
 
 
 def root_cause(error: BaseException) -> BaseException:
