@@ -11,12 +11,10 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig as CoreGPTDatase
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Splits
-from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.data.pretraining.blend import Blend
 from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
-from megatron.bridge.data.pretraining.indexed_writer import INDEX_MAGIC, finished_state
-from megatron.bridge.data.pretraining.shard_corpus import ShardedCorpus
-from megatron.bridge.data.pretraining.shards import finished_manifest, shard_prefix
+from megatron.bridge.data.pretraining.indexed_writer import INDEX_MAGIC, check_digests, digest, finished_state
+from megatron.bridge.data.pretraining.shards import ShardedCorpus, finished_manifest, shard_prefix
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
@@ -51,7 +49,7 @@ class CorpusDataset(GPTDataset):
 
     @unique_description_hash.setter
     def unique_description_hash(self, of_settings: str) -> None:
-        self._hash = f"{of_settings}-{corpus_digest.digest(Path(f'{self.dataset_path}.idx'))}"
+        self._hash = f"{of_settings}-{digest(Path(f'{self.dataset_path}.idx'))}"
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: CoreGPTDatasetConfig) -> IndexedDataset:
@@ -154,9 +152,9 @@ def open_corpus(prefix: str) -> IndexedDataset:
     prefix = str(place)
     storage.pull(place.parent, lambda name: name.startswith(f"{place.name}."))
     if (manifest := finished_manifest(prefix)) is not None:
-        corpus_digest.check(prefix, manifest["digests"])
+        check_digests(prefix, manifest["digests"])
         for number, shard in enumerate(manifest["shards"]):
-            corpus_digest.check(str(shard_prefix(prefix, number)), shard["digests"])
+            check_digests(str(shard_prefix(prefix, number)), shard["digests"])
         return ShardedCorpus(prefix)
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
@@ -174,7 +172,7 @@ def open_corpus(prefix: str) -> IndexedDataset:
     if actual != expected:
         raise UserError(f"the corpus {prefix}.bin has {actual} bytes, its index says {expected}: write it again")
     written = finished_state(Path(prefix))
-    corpus_digest.check(prefix, {} if written is None else written.digests)
+    check_digests(prefix, {} if written is None else written.digests)
     return corpus
 
 
