@@ -47,7 +47,7 @@ ALLOWED = {
     "peft/low_rank.py _drawn torch.empty": "first values",
     "training/vlm_step.py _sight .tolist()": "of bounds on the host",
     "training/vlm_step.py _places .tolist()": "of the batch on the host, before it is moved",
-    "training/step/host_batch.py bounds_on_host .numpy()": "of the batch on the host",
+    "training/step/trained_tokens.py bounds_on_host .numpy()": "of the batch on the host",
     "training/gpt_step.py on_device .tolist()": "of the batch on the host, before it is moved",
 }
 

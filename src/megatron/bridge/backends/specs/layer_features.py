@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm, HeadsNorm
 from megatron.bridge.backends.moe.experts_beside_mlp import ExpertsBesideMLP
-from megatron.bridge.backends.recurrent.mamba_beside_attention import AttentionBesideMamba, BesideMambaSubmodules
+from megatron.bridge.backends.recurrent.one_group_mamba import AttentionBesideMamba, BesideMambaSubmodules
 from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.utils.errors import UserError
