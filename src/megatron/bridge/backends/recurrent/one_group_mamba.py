@@ -3,8 +3,8 @@
 
 Megatron-Core gives each tensor-parallel rank groups of heads with a B, a C and a norm of their own. Here all heads
 share B and C, and the gated norm is over all of them: each rank computes a part of B and C, gathers the others, and
-adds up its squares with those of the others. Beside attention, a mixer reads the same input, and its outputs, whose scan
-is gated and not normalized, are added.
+adds up its squares with those of the others. Beside attention, a mixer reads the same input, and its outputs are added;
+those of its scan are gated, not normalized.
 """
 
 import copy
