@@ -7,9 +7,9 @@ from megatron.bridge.data.dataset_config import DatasetRequest as DatasetRequest
 from megatron.bridge.data.dataset_config import Splits as Splits
 from megatron.bridge.data.dataset_config import StreamingDatasetConfig as StreamingDatasetConfig
 from megatron.bridge.data.energon.energon_config import EnergonProvider as EnergonProvider
-from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig as HFDatasetConfig
 from megatron.bridge.data.finetuning.sft_config import BlendedDatasetConfig as BlendedDatasetConfig
 from megatron.bridge.data.finetuning.sft_config import FinetuningDatasetConfig as FinetuningDatasetConfig
+from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig as HFDatasetConfig
 from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig as SFTDatasetConfig
 from megatron.bridge.data.labels.label_config import ClassificationDatasetConfig as ClassificationDatasetConfig
 from megatron.bridge.data.labels.label_config import EmbeddingDatasetConfig as EmbeddingDatasetConfig
