@@ -13,7 +13,7 @@ HOT = (
     *("backends/attention", "backends/kernels", "backends/moe", "backends/recurrent", "backends/specs"),
     *("models/features", "models/vision", "training/step", "training/optim", "peft"),
     *("training/loop.py", "training/gpt_step.py", "training/vlm_step.py", "training/head_step.py"),
-    "training/preference.py",
+    "training/dpo.py",
 )
 MAKES = {"tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "linspace", "eye"}
 READS = {"item", "tolist", "cpu", "numpy"}
