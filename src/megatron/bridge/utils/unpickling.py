@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import Metadata
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
+_TABLES = yaml_text.tables_beside(__file__)
 METADATA_NAMES, STATE_NAMES = (
-    {(module, name) for module, names in table.items() for name in names}
-    for table in map(yaml_text.tables_beside(__file__).get, ("metadata", "states"))
+    {(module, name) for module, names in _TABLES[table].items() for name in names} for table in ("metadata", "states")
 )
 """(module, name) of everything that ``.metadata`` may name, besides torch's dtypes; and of what pickled tensors and
 arrays consist of."""
