@@ -20,7 +20,7 @@ from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_state import DecodingState
-from megatron.bridge.inference.prompt_images import PromptSight
+from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.inference.runner import Pixels, Runner, share
 from megatron.bridge.inference.sampling import Output, read_logprob, width_of
