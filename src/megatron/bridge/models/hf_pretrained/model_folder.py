@@ -174,13 +174,13 @@ def _move(staging: Path, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(folder / name)
-    atomic.flush_directory(folder)
+    atomic.fsync(folder)
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
-    atomic.flush_directory(folder)
+    atomic.fsync(folder)
 
 
 def prepare_in_bucket(folder: Path) -> None:
