@@ -24,7 +24,7 @@ def floor(weights: dict[str, torch.Tensor], buckets: Any) -> Any:
     The channel is a file in memory of the same size, which the two sides map for themselves.
     """
     from megatron.bridge.inference.refit import packing
-    from megatron.bridge.inference.refit.shared_buffer import SharedBuffer, attached
+    from megatron.bridge.inference.refit.packing import SharedBuffer, attached
 
     size = packing.buffer_bytes(buckets)
     sources = [

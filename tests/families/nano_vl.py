@@ -10,7 +10,7 @@ from transformers import GenerationMixin, NemotronHForCausalLM, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutput
 
-from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
+from megatron.bridge.models.hf_pretrained.remote_configs import NanoVLConfig
 
 
 class NemotronH_Nano_VL_V2(PreTrainedModel, GenerationMixin):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
-from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
-from megatron.bridge.models.hf_pretrained.mimo_config import MiMoConfig
+from megatron.bridge.models.hf_pretrained.remote_configs import DeciConfig, MiMoConfig
 from tests.families.nano_vl import NemotronH_Nano_VL_V2
 
 

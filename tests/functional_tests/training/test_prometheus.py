@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.observe.trackers import GAUGES, NAMESPACE
+from megatron.bridge.training.callbacks.observe.outputs import GAUGES, NAMESPACE
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain

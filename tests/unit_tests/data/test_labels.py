@@ -12,7 +12,7 @@ from megatron.bridge.data.config import (
     TokenClassificationDatasetConfig,
 )
 from megatron.bridge.data.finetuning.builder import prepare_split
-from megatron.bridge.data.labels.word_labels import WordLabelRows
+from megatron.bridge.data.labels.label_encoding import WordLabelRows
 from megatron.bridge.data.preference.pairs import PairRows
 from tests.refusals import refused
 from tests.unit_tests.data.records.chat_forms import FORMS

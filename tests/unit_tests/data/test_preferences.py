@@ -9,8 +9,7 @@ import pytest
 
 from megatron.bridge.data.config import PreferenceDatasetConfig
 from megatron.bridge.data.finetuning.builder import prepare_split
-from megatron.bridge.data.preference.labeled import LabeledRows, LabeledSamples
-from megatron.bridge.data.preference.pairs import ANSWERS, EQUAL, INCOMPLETE, PairRows
+from megatron.bridge.data.preference.pairs import ANSWERS, EQUAL, INCOMPLETE, LabeledRows, LabeledSamples, PairRows
 from megatron.bridge.data.records.encoding import TOO_LONG
 from tests.refusals import refused
 from tests.unit_tests.data.records.chat_forms import FORMS

@@ -22,7 +22,7 @@ from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import summary, to_html
 from megatron.bridge.data.records.formats import parse
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
-from megatron.bridge.data.vlm_datasets.hf_provider import MAKERS
+from megatron.bridge.data.vlm_datasets.providers import MAKERS
 from megatron.bridge.models.vision import media
 from tests import vision_run
 from tests.refusals import refused

@@ -15,10 +15,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from megatron.bridge.cli.chat import Conversation
 from megatron.bridge.cli.main import main
-from megatron.bridge.inference.detokenizer import Detokenizer
+from megatron.bridge.inference.engine import Detokenizer
 from megatron.bridge.inference.llm import LLM
-from megatron.bridge.inference.prompt_images import PromptImages, TokensWithImages
-from megatron.bridge.inference.prompts import end_tokens
+from megatron.bridge.inference.prompts import PromptImages, TokensWithImages, end_tokens
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.bridge.inference.arena import ALIGNMENT, Arena
-from megatron.bridge.inference.scheduler import Limits, Scheduler, Text
+from megatron.bridge.inference.scheduler import ALIGNMENT, Arena, Limits, Scheduler, Text
 from megatron.bridge.utils.errors import UserError
 
 

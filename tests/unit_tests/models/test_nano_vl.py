@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
+from megatron.bridge.models.hf_pretrained.remote_configs import NanoVLConfig
 from megatron.bridge.models.vision.tower import dummy_media, encode
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError

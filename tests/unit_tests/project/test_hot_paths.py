@@ -13,7 +13,7 @@ HOT = (
     *("backends/attention", "backends/kernels", "backends/moe", "backends/recurrent", "backends/specs"),
     *("models/features", "models/vision", "training/step", "training/optim", "peft"),
     *("training/loop.py", "training/gpt_step.py", "training/vlm_step.py", "training/head_step.py"),
-    "training/preference.py",
+    "training/dpo.py",
 )
 MAKES = {"tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "linspace", "eye"}
 READS = {"item", "tolist", "cpu", "numpy"}
@@ -42,12 +42,12 @@ ALLOWED = {
     "models/vision/sharing.py _exchanged_sizes .tolist()": "sizes of images that ranks share; docs/gpu.md names it",
     "models/vision/sharing.py _exchanged_sizes torch.tensor": "indices on the host",
     "models/vision/sharing.py _exchanged_sizes torch.zeros": "on the host, then moved",
-    "models/vision/varlen.py _sent .tolist()": "of bounds on the host, before they are moved",
-    "models/vision/varlen.py _with_sizes .cpu()": "the batch's grids are on the host",
+    "models/vision/tower.py _sent .tolist()": "of bounds on the host, before they are moved",
+    "models/vision/tower.py _with_sizes .cpu()": "the batch's grids are on the host",
     "peft/low_rank.py _drawn torch.empty": "first values",
     "training/vlm_step.py _sight .tolist()": "of bounds on the host",
     "training/vlm_step.py _places .tolist()": "of the batch on the host, before it is moved",
-    "training/step/host_batch.py bounds_on_host .numpy()": "of the batch on the host",
+    "training/step/trained_tokens.py bounds_on_host .numpy()": "of the batch on the host",
     "training/gpt_step.py on_device .tolist()": "of the batch on the host, before it is moved",
 }
 

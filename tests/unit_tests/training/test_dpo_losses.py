@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.bridge.training.config import DPOConfig
-from megatron.bridge.training.preference import pair_losses
+from megatron.bridge.training.dpo import pair_losses
 
 BETA = 0.4
 LENGTHS = [(9, 3), (4, 5), (2, 7)]  # tokens of the chosen and the rejected answers

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.bridge.training.config import DPOConfig
-from megatron.bridge.training.preference import kto_losses
+from megatron.bridge.training.dpo import kto_losses
 
 RATIOS = [0.7, -1.3, 2.4, -0.2, 0.0]
 DESIRABLE = [True, True, False, False, True]

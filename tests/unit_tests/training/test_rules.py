@@ -37,7 +37,7 @@ from megatron.bridge.training.config import (
 from megatron.bridge.training.config.resolve import resolve
 from megatron.bridge.training.config.resolve.findings import Hardware
 from megatron.bridge.training.config.rules import fields as rule_fields
-from megatron.bridge.training.config.rules import ranges, related_settings
+from megatron.bridge.training.config.rules import related_settings
 from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
@@ -687,11 +687,11 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize("key", OUT_OF_RANGE)
 def test_numbers_out_of_range_are_refused_by_name(key):
     value = OUT_OF_RANGE[key]
-    with pytest.raises(UserError, match=re.escape(f"{key}={value}: must {ranges.RANGES[key].rule}")):
+    with pytest.raises(UserError, match=re.escape(f"{key}={value}: must {rule_fields.RANGES[key].rule}")):
         configured({key: value}).validate(1)
 
 
-@pytest.mark.parametrize("key", ranges.RANGES)
+@pytest.mark.parametrize("key", rule_fields.RANGES)
 def test_every_range_is_of_a_setting(key):
     block, _, name = key.partition(".")
     kinds = [GPTModelProvider, LoRA, StragglerDetectionConfig, GPTDatasetConfig, SFTDatasetConfig, DistillConfig]

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron.bridge.utils import storage
-from megatron.bridge.utils.atomic import STAGING_SUFFIX
+from megatron.bridge.utils.atomic import STAGING_SUFFIX, staging_path
 from megatron.bridge.utils.storage_paths import beside, url_of
 
 ITERATION, SHARD = "iter_", ".distcp"
@@ -45,7 +45,7 @@ def token_of(staging: Path) -> str:
 
 def begin(directory: Path) -> None:
     """Hide ``directory`` from readers until ``publish``, and remove what an earlier save put there."""
-    storage.write(_mark(directory), "files beside this one are being written or removed\n")
+    storage.write(staging_path(directory), "files beside this one are being written or removed\n")
     storage.delete(directory)
 
 
@@ -55,7 +55,7 @@ def publish(directory: Path, sizes: Mapping[str, int]) -> None:
     lost = sorted(name for name, size in sizes.items() if found.get(name) != size)
     if lost:
         raise storage.StorageError(f"{directory} was not uploaded: {lost[0]} is missing or has another size; try again")
-    storage.delete(_mark(directory))
+    storage.delete(staging_path(directory))
 
 
 def keep(staging: Path) -> None:
@@ -69,7 +69,7 @@ def keep(staging: Path) -> None:
 
 def remove(directory: Path) -> None:
     begin(directory)
-    storage.delete(_mark(directory))
+    storage.delete(staging_path(directory))
     forget([directory])
 
 
@@ -133,7 +133,3 @@ def claim(record: Path, text: str) -> Path | None:
     storage.delete(record)
     time.sleep(random.SystemRandom().uniform(0.0, 0.5))  # the random state of the run stays as it is
     return None
-
-
-def _mark(directory: Path) -> Path:
-    return directory.with_name(directory.name + STAGING_SUFFIX)

@@ -19,7 +19,7 @@ from megatron.bridge.data.config import (
     MockVLMConversationProvider,
     PreferenceDatasetConfig,
 )
-from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig, is_read_by_datasets
+from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig, is_read_by_datasets
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider, drop_mtp_layers
 from megatron.bridge.recipes.defaults import default_peft_config

@@ -1,23 +1,271 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization: train a model to prefer one of two answers."""
+"""Direct preference optimization: train a model to prefer one of two answers.
 
+Here are the forward step, the losses of answers, and the reference that they are measured against: a second model, or
+the trained model with its adapters switched off.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron.bridge.backends.attention.block_mask import host_values
+from megatron.bridge.checkpoint.model_io import unwrap
+from megatron.bridge.data.finetuning.packing import cut_for_rank
+from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.engine import exchange
+from megatron.bridge.models.conversion.pretrained import provider_of
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.observe.report import FinetuningReport
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.blocks.objectives import DPOConfig
 from megatron.bridge.training.distill import SameTeacher
-from megatron.bridge.training.distillation.teacher import identity
-from megatron.bridge.training.finetune import check_tokenizer
-from megatron.bridge.training.preference import (
-    attach_base,
-    attach_model,
-    forward_step,
-    reference_of,
-    reference_provider,
+from megatron.bridge.training.distillation.step import model_inputs
+from megatron.bridge.training.distillation.student_teacher import (
+    ChunkPair,
+    bare_decoder,
+    bind,
+    pair_of,
+    set_input,
+    width,
 )
+from megatron.bridge.training.distillation.teacher import identity, load_teacher, set_shared_settings
+from megatron.bridge.training.finetune import check_tokenizer
+from megatron.bridge.training.gpt_step import next_batch
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import AnyConfig, Callbacks, container_of, resolve_run
-from megatron.bridge.training.state import Run
+from megatron.bridge.training.state import BatchIterator, LossFunction, Run
+from megatron.bridge.training.step.losses import LossReport
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
+
+DPO_LOSS = "dpo loss"
+KTO_LOSS = "kto loss"
+LogProbs = tuple[Tensor, Tensor]  # of the chosen and of the rejected answers, each [pairs]
+
+
+def pair_losses(policy: LogProbs, reference: LogProbs, settings: DPOConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each pair, and the rewards ``beta (log p - log r)`` of both answers, each [pairs].
+
+    Log-probabilities are sums over tokens, means for ``ipo``. ``DPOConfig`` has the formulas.
+    """
+    chosen, rejected = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
+    losses = _losses(chosen - rejected, settings)
+    return losses, settings.beta * chosen.detach(), settings.beta * rejected.detach()
+
+
+def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
+    beta, smoothing = settings.beta, settings.label_smoothing
+    match settings.loss_type:
+        case "sigmoid":
+            return -F.logsigmoid(beta * margin) * (1 - smoothing) - F.logsigmoid(-beta * margin) * smoothing
+        case "ipo":
+            return (margin - 1 / (2 * beta)).square()
+        case "hinge":
+            return torch.relu(1 - beta * margin)
+        case "kto":
+            raise AssertionError("kto has no pairs: call kto_losses")
+
+
+def kto_losses(ratios: Tensor, desirable: Tensor, kl: Tensor, settings: DPOConfig) -> Tensor:
+    """The loss of each answer, [answers]; see ``DPOConfig`` for the formula.
+
+    ``ratios`` are ``log p - log r``, [answers], ``desirable`` is bool, [answers], and ``kl`` the estimate ``z0``.
+    """
+    gain = settings.beta * (ratios - kl)
+    return torch.where(
+        desirable, settings.desirable_weight * torch.sigmoid(-gain), settings.undesirable_weight * torch.sigmoid(gain)
+    )
+
+
+class PreferenceStep:
+    """The forward step of preference tuning, which runs a chunk of the trained model and of the reference."""
+
+    learns_preferences = True
+
+    def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
+        """Run one chunk of both models on the next pairs: the tensor for the next stage, and the function of the loss.
+
+        On the last stage the tensor is the loss of each token, [1, tokens of this context-parallel rank].
+        """
+        assert run.config.dpo is not None, "dpo is not set"
+        batch, pair = next_batch(data_iterator), pair_of(model)
+        assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
+        ours, theirs = pair.run(model, {**model_inputs(batch), "labels": batch["labels"]})
+        kind = KTOLoss if run.config.dpo.loss_type == "kto" else PreferenceLoss
+        loss = kind(run.config.dpo, batch, theirs)
+        return (ours if unwrap(model).post_process else pair.joined(ours, theirs)), loss
+
+
+forward_step = PreferenceStep()
+
+
+@dataclass
+class PreferenceLoss:
+    """The loss of the pairs of one microbatch."""
+
+    settings: DPOConfig
+    batch: dict[str, Any]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
+    reference: Tensor  # the reference's loss of each token
+
+    def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
+        """The sum over pairs, the number of pairs, and the report."""
+        policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
+        losses, chosen, rejected = pair_losses(policy, reference, self.settings)
+        found = {
+            DPO_LOSS: losses,
+            "chosen reward": chosen,
+            "rejected reward": rejected,
+            "reward margin": chosen - rejected,
+            "reward accuracy": (chosen > rejected).float(),
+        }
+        return sum_of_pairs(losses, found)
+
+    def _log_probs(self, token_losses: Tensor) -> LogProbs:
+        """Sums over the trained tokens of each answer; for ``ipo`` means."""
+        mask = self.batch["loss_mask"].view(-1).float()
+        found = sum_by_answer(self.batch, -token_losses.view(-1).float() * mask)
+        if self.settings.loss_type == "ipo":
+            found = found / sum_by_answer(self.batch, mask)
+        return found[0::2], found[1::2]
+
+
+class KTOLoss(PreferenceLoss):
+    """The loss of the answers of one microbatch, whose rows are those of ``LabeledRows``."""
+
+    def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
+        policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
+        ratios, mismatched = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
+        desirable = sum_by_answer(self.batch, self.batch["desirable"].view(-1))[0::2] > 0
+        kl = kl_estimate(mismatched.detach())
+        losses = kto_losses(ratios, desirable, kl, self.settings)
+        rewards, every = self.settings.beta * ratios.detach(), torch.ones_like(ratios)
+        found = {
+            KTO_LOSS: (losses.detach(), every),
+            "kl": (kl, every),
+            "chosen reward": (rewards, desirable),
+            "rejected reward": (rewards, ~desirable),
+        }
+        is_first: bool = parallel_state.get_context_parallel_rank() == 0
+        report = {
+            name: torch.stack(((value * counted).sum(), counted.sum())).double() * is_first
+            for name, (value, counted) in found.items()
+        }
+        return losses.sum(), report[KTO_LOSS][1].int(), report
+
+
+def sum_of_pairs(losses: Tensor, reported: dict[str, Tensor]) -> tuple[Tensor, Tensor, LossReport]:
+    """The sum over pairs, the number of pairs, and the report of values [pairs].
+
+    Context-parallel ranks compute the same losses, so only the first of them counts pairs and reports.
+    """
+    is_first = parallel_state.get_context_parallel_rank() == 0
+    pairs = torch.tensor(len(losses) * is_first, dtype=torch.int, device=losses.device)
+    sums = {name: value.detach().sum() * is_first for name, value in reported.items()}
+    return losses.sum(), pairs, {name: torch.stack((value, pairs)).double() for name, value in sums.items()}
+
+
+def kl_estimate(ratios: Tensor) -> Tensor:
+    """The mean of ``ratios`` [answers] over all data-parallel ranks, and at least 0."""
+    total = torch.stack((ratios.sum(), ratios.new_tensor(len(ratios))))
+    replicas: Any = parallel_state.get_data_parallel_group()
+    if replicas.size() > 1:
+        dist.all_reduce(total, group=replicas)
+    return (total[0] / total[1]).clamp(min=0)
+
+
+def sum_by_answer(batch: dict[str, Any], values: Tensor) -> Tensor:
+    """Sums of ``values`` [tokens, ...] over each answer and the context-parallel ranks, with gradients for each."""
+    answers = len(batch["cu_seqlens"]) - 1
+    sums = values.new_zeros(answers, *values.shape[1:]).index_add(0, answer_of_token(batch), values)
+    return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
+
+
+def answer_of_token(batch: dict[str, Any]) -> Tensor:
+    """The index of the answer that each token of this rank belongs to, [tokens]."""
+    bounds: Tensor = batch["cu_seqlens"]
+    group: Any = parallel_state.get_context_parallel_group()
+    positions = torch.arange(batch["tokens"].numel() * group.size(), device=bounds.device)
+    if group.size() > 1:
+        places = cut_for_rank(np.array(host_values(bounds)), group.rank(), group.size())
+        positions = torch.from_numpy(places).to(bounds.device)
+    return torch.searchsorted(bounds[1:], positions, right=True)
+
+
+AttachReference = Callable[[list[MegatronModule]], None]
+
+
+@dataclass
+class AdaptersOff(ChunkPair):
+    """A chunk that is its own reference."""
+
+    peft: LoRA | None = None
+
+    def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The outputs of the chunk with and without its adapters."""
+        received: Tensor | None = bare_decoder(self.student).input_tensor
+        parts = (None, None) if received is None else [part.contiguous() for part in received.chunk(2, dim=-1)]
+        if parts[0] is not None:
+            set_input(self.student, parts[0])
+        ours = model(**inputs)
+        if parts[1] is not None:
+            set_input(self.student, parts[1].detach())
+        return ours, self._without_adapters(inputs)
+
+    def _without_adapters(self, inputs: dict[str, Any]) -> Tensor:
+        bare, training = unwrap(self.student), self.student.training
+        assert self.peft is not None, "there are no adapters to switch off"
+        bare.eval()  # no dropout, and no statistics of a router
+        try:
+            with torch.no_grad(), self.peft.disable_adapter(bare):
+                return bare(**inputs)
+        finally:
+            bare.train(training)
+
+
+def reference_of(config: ConfigContainer) -> str | None:
+    """The weights of the reference; None where the trained model is its own reference."""
+    assert config.dpo is not None, "dpo is not set"
+    if config.dpo.reference is None and config.peft is not None:
+        return None
+    return config.dpo.reference or config.checkpoint.pretrained_checkpoint
+
+
+def reference_provider(config: ConfigContainer, name: str, world_size: int) -> GPTModelProvider:
+    """The provider of the reference with the parallel sizes of ``config.model``."""
+    assert config.dpo is not None, "dpo is not set"
+    provider = provider_of(name, config.dpo.trust_remote_code)
+    return set_shared_settings(provider, name, config, world_size, key="dpo.reference")
+
+
+def attach_model(provider: GPTModelProvider) -> AttachReference:
+    """A hook that loads the reference beside the new chunks of a model."""
+    return lambda chunks: bind(chunks, load_teacher(provider), {})
+
+
+def attach_base(config: ConfigContainer) -> AttachReference:
+    """A hook that makes each new chunk, without the adapters that it will have, its own reference."""
+
+    def attach(chunks: list[MegatronModule]) -> None:
+        for chunk in chunks:
+            size, peft = width(chunk), cast(LoRA, config.peft)
+            sizes = {"student": size, "teacher": size}
+            chunk_info(chunk).student_teacher = AdaptersOff(
+                chunk, chunk, (), {}, exchange.stage(), cast(Any, sizes), peft=peft
+            )
+
+    return attach
 
 
 def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.distillation.step import model_inputs
+from megatron.bridge.training.dpo import answer_of_token, sum_by_answer, sum_of_pairs
 from megatron.bridge.training.gpt_step import next_batch
-from megatron.bridge.training.preference import answer_of_token, sum_by_answer, sum_of_pairs
 from megatron.bridge.training.state import BatchIterator, LossFunction
 from megatron.bridge.training.step.losses import LossReport
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.bridge.checkpoint import verification
 from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
-from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig
+from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.models.conversion import pretrained
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model, is_hub_id, on_this_machine

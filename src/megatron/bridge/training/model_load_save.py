@@ -10,11 +10,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.conversion.engine import side_files, stored_provider
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 
 
@@ -28,9 +26,7 @@ def save_megatron_model(
 ) -> Path:
     """``AutoBridge.save_megatron_model`` without a bridge."""
     source = PreTrainedCausalLM(hf_tokenizer_path) if hf_tokenizer_path else None
-    described = {"model": to_plain(stored_provider.provider_of(model))}
-    files = side_files.tokenizer_files(source) if source else None
-    return model_io.save_model(model_io.as_chunks(model), path, described, tokenizer_files=files)
+    return side_files.save_megatron(model, path, source)
 
 
 @contextmanager

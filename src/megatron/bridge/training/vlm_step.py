@@ -12,8 +12,7 @@ from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
 from megatron.bridge.training.gpt_step import cut_sequences, masked_loss, on_device, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction
-from megatron.bridge.training.step.host_batch import bounds_on_host, cut_on_host
-from megatron.bridge.training.step.trained_tokens import trained_token_arguments
+from megatron.bridge.training.step.trained_tokens import bounds_on_host, cut_on_host, trained_token_arguments
 from megatron.bridge.utils.errors import UserError
 
 

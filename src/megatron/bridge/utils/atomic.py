@@ -48,7 +48,7 @@ def publish(staging: Path, final: Path) -> None:
         shutil.rmtree(retired, ignore_errors=True)
         final.replace(retired)
     staging.replace(final)
-    _fsync(final.parent)
+    fsync(final.parent)
     shutil.rmtree(retired, ignore_errors=True)
 
 
@@ -56,13 +56,8 @@ def flush(directory: Path) -> None:
     """Make every file of ``directory`` durable."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
-            _fsync(path)
-    _fsync(directory)
-
-
-def flush_directory(directory: Path) -> None:
-    """Make renames within ``directory`` durable, and put them before those that follow."""
-    _fsync(directory)
+            fsync(path)
+    fsync(directory)
 
 
 @contextmanager
@@ -88,11 +83,11 @@ def published_file(path: Path) -> Iterator[Path]:
     staging.mkdir(exist_ok=True)
     try:
         yield staging / path.name
-        _fsync(staging / path.name)
+        fsync(staging / path.name)
         (staging / path.name).replace(path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    _fsync(path.parent)
+    fsync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -100,7 +95,8 @@ def write_text(path: Path, text: str) -> None:
         aside.write_text(text)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file durable, or renames within a directory, and put them before those that follow."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

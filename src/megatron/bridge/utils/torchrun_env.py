@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from megatron.bridge.utils import torchrun_env
 from megatron.bridge.utils.errors import UserError
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,7 +45,7 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     Nothing changes under torchrun, which has set it, nor outside a step: ``sbatch`` sets ``SLURM_NTASKS`` for the
     batch script too, which is one process.
     """
-    if "RANK" in environment or torchrun_env.read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
+    if "RANK" in environment or read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     given = {name: _given(environment, name) for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")}
     environment.update({ours: given[name] for ours, name in _NAMES.items()})

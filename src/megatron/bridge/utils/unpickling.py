@@ -20,44 +20,15 @@ import numpy
 import torch
 from torch.distributed.checkpoint import Metadata
 
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
-_DCP = "torch.distributed.checkpoint"
-METADATA_NAMES = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    *(
-        (f"{_DCP}.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-"""(module, name) of everything that ``.metadata`` may name, besides torch's dtypes."""
-
-STATE_NAMES = {
-    ("_codecs", "encode"),
-    ("collections", "OrderedDict"),
-    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # Megatron-Core puts it in place of torch's own
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "scalar"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-}
-"""(module, name) of what pickled tensors and arrays consist of."""
+_TABLES = yaml_text.tables_beside(__file__)
+METADATA_NAMES, STATE_NAMES = (
+    {(module, name) for module, names in _TABLES[table].items() for name in names} for table in ("metadata", "states")
+)
+"""(module, name) of everything that ``.metadata`` may name, besides torch's dtypes; and of what pickled tensors and
+arrays consist of."""
 
 # What numpy's arrays and random states name, besides what Megatron-Core declares as safe.
 torch.serialization.add_safe_globals(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.bridge.data.config import FIMConfig, GPTDatasetConfig
-from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
+from megatron.bridge.data.pretraining.gpt_builder import FIMDataset
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from tests.refusals import refused, says
 

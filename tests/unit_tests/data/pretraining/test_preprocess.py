@@ -16,9 +16,8 @@ from megatron.bridge.cli.main import main
 from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
 from megatron.bridge.data.pretraining import inputs
 from megatron.bridge.data.pretraining import preprocess as module
-from megatron.bridge.data.pretraining.corpus_digest import BLOCK, BLOCKS, digest
 from megatron.bridge.data.pretraining.gpt_builder import open_corpus
-from megatron.bridge.data.pretraining.indexed_writer import finished_state
+from megatron.bridge.data.pretraining.indexed_writer import DIGEST_BLOCK, DIGEST_BLOCKS, digest, finished_state
 from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 from tests.refusals import refused
 from tests.unit_tests.data.conftest import TEXT
@@ -121,7 +120,7 @@ def test_a_corpus_that_has_changed_is_refused(make, jsonl, tmp_path, ending, pla
         open_corpus(str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("size", [0, 1, BLOCK, BLOCK + 1, BLOCK * BLOCKS])
+@pytest.mark.parametrize("size", [0, 1, DIGEST_BLOCK, DIGEST_BLOCK + 1, DIGEST_BLOCK * DIGEST_BLOCKS])
 def test_small_files_are_read_whole_for_their_digest(tmp_path, size):
     path = tmp_path / "file"
     content = np.random.default_rng(0).bytes(size)

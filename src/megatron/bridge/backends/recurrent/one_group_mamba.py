@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 mixers in the place of attention, whose heads are one group (Granite 4, Bamba).
+"""Mamba-2 mixers whose heads are one group, in the place of attention (Granite 4, Bamba) or beside it (Falcon-H1).
 
 Megatron-Core gives each tensor-parallel rank groups of heads with a B, a C and a norm of their own. Here all heads
 share B and C, and the gated norm is over all of them: each rank computes a part of B and C, gathers the others, and
-adds up its squares with those of the others.
+adds up its squares with those of the others. Beside attention, a mixer reads the same input, and its outputs are added;
+those of its scan are gated, not normalized.
 """
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.bridge.backends.decoding.recurrent_cache import StateShape
 from megatron.bridge.backends.recurrent.mamba import GroupRMSNorm, TorchMambaMixer
@@ -72,3 +76,47 @@ class NormOverRanks(GroupRMSNorm):
         total = mappings.copy_to_tensor_model_parallel_region(total, self.tp_group)
         normed = x * (total / (x.shape[-1] * ranks) + self.eps).rsqrt()
         return normed.to(self.weight.dtype) * self.weight
+
+
+@dataclass(kw_only=True)
+class BesideMambaSubmodules(SelfAttentionSubmodules):
+    """Those of attention, and of the mixer."""
+
+    mixer: MambaMixerSubmodules
+
+
+class AttentionBesideMamba(SelfAttention):
+    """Attention and a mixer, with ``multipliers`` of the outputs of each."""
+
+    def __init__(
+        self, config: Any, submodules: BesideMambaSubmodules, layer_number: int, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        groups: Any = {"layer_number": layer_number, "pg_collection": self.pg_collection}
+        if config.mamba_num_groups == 1:
+            mixer: Any = OneGroupMambaMixer(config, submodules.mixer, **groups)
+        else:
+            sizes = {"d_model": config.hidden_size, "d_conv": config.mamba_conv_kernel}
+            mixer = TorchMambaMixer(config, submodules.mixer, **sizes, **groups)
+        mixer.norm = _Cast(config.params_dtype)
+        self.mixer = mixer
+        self.multipliers = (1.0, 1.0)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, hidden] to the same, and the bias of the output projection."""
+        out, bias = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        mixed, _ = self.mixer(hidden_states, packed_seq_params=packed_seq_params)
+        return out * self.multipliers[0] + mixed * self.multipliers[1], bias
+
+
+class _Cast(nn.Module):
+    """Stands where a mixer has its norm."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)

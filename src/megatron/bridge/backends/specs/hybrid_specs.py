@@ -86,27 +86,17 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
 
 def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     """The first half of a decoder layer."""
-    whole: Any = layer_spec(config, provider, moe=False).submodules
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=whole.input_layernorm,
-            self_attention=whole.self_attention,
-            self_attn_bda=whole.self_attn_bda,
-            sharded_state_dict_keys_map=whole.sharded_state_dict_keys_map,
-        ),
-    )
+    whole = layer_spec(config, provider, moe=False)
+    return _half(TransformerLayer, whole, "input_layernorm", "self_attention", "self_attn_bda")
 
 
 def _feed_forward_layer(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
     """The second half of a decoder layer."""
-    whole: Any = layer_spec(config, provider, moe).submodules
-    return ModuleSpec(
-        module=TransformerLayer if moe else MLPLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=whole.pre_mlp_layernorm,
-            mlp=whole.mlp,
-            mlp_bda=whole.mlp_bda,
-            sharded_state_dict_keys_map=whole.sharded_state_dict_keys_map,
-        ),
-    )
+    whole = layer_spec(config, provider, moe)
+    return _half(TransformerLayer if moe else MLPLayer, whole, "pre_mlp_layernorm", "mlp", "mlp_bda")
+
+
+def _half(module: type[Any], whole: ModuleSpec, *parts: str) -> ModuleSpec:
+    """A layer with only some ``parts`` of another one."""
+    kept = {name: getattr(whole.submodules, name) for name in (*parts, "sharded_state_dict_keys_map")}
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**kept))

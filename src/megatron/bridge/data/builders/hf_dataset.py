@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``HFDatasetConfig`` under its public name."""
 
-from megatron.bridge.data.finetuning.hf_config import HFDatasetConfig
+from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig
 
 __all__ = ["HFDatasetConfig"]

@@ -16,8 +16,7 @@ from megatron.bridge.data.records.samples import Samples
 from megatron.bridge.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron.bridge.data.finetuning.blended_config import BlendedDatasetConfig
-    from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
+    from megatron.bridge.data.finetuning.sft_config import BlendedDatasetConfig, SFTDatasetConfig
 
 
 def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetRequest) -> Splits:

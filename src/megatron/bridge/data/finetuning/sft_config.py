@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configs of datasets of records that are tokenized before the first step."""
+"""The configs of datasets of records that are tokenized before the first step: of a folder, of the hub, and blends."""
 
+import re
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.bridge.data.dataset_config import DatasetRequest, Split, Splits, too_small
+from megatron.bridge.data.dataset_config import DatasetConfig, DatasetRequest, Split, Splits, too_small
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
-from megatron.bridge.data.records.sources import SUFFIXES, FileSource, LimitedSource, RecordSource, RenamedSource
+from megatron.bridge.data.records.sources import (
+    SUFFIXES,
+    FileSource,
+    HoldOutSource,
+    HubSource,
+    LimitedSource,
+    RecordSource,
+    RenamedSource,
+    is_saved_dataset,
+)
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
@@ -15,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.bridge.data.records.encoding import RecordEncoder
     from megatron.bridge.data.records.preparation import PreparedSamples
     from megatron.bridge.data.tokenizer import Tokenizer
+
 
 FILE_STEMS: dict[Split, str] = {"train": "training", "valid": "validation", "test": "test"}
 
@@ -121,3 +132,131 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
                 f"{', '.join(names) or 'nothing'}): add it{switches.get(split, '')}"
             )
         return FileSource(found[0])
+
+
+@dataclass(kw_only=True)
+class BlendedDatasetConfig(DatasetConfig):
+    """Several datasets for fine-tuning at once."""
+
+    read_ahead: ClassVar[bool] = True
+
+    datasets: list[SFTDatasetConfig]
+    """The parts. All must have the ``seq_length`` of the blend and the same kind of rows."""
+    weights: list[float]
+    """Share of the rows that comes from each part. Without packing a row is a sample; a packed row is full of
+    tokens, whatever the number of its samples."""
+
+    @property
+    def masks_tokens(self) -> bool:
+        return True
+
+    @property
+    def shuffle_seed(self) -> int:
+        return self.datasets[0].shuffle_seed if self.datasets else 0
+
+    @property
+    def packed(self) -> bool:
+        return any(dataset.packed for dataset in self.datasets)
+
+    @property
+    def joins_samples(self) -> bool:
+        return any(dataset.joins_samples for dataset in self.datasets)
+
+    def problems(self) -> list[str]:
+        found, count = super().problems(), len(self.datasets)
+        if not self.datasets:
+            found.append("dataset.datasets is empty: name at least one dataset")
+        if len(self.weights) != count:
+            found.append(f"dataset.weights has {len(self.weights)} entries for {count} datasets: give one for each")
+        if any(not weight > 0 for weight in self.weights):
+            found.append(f"dataset.weights={self.weights}: all must be positive")
+        for name in ("seq_length", "packed", "padding_free", "sequence_multiple"):
+            values = {getattr(dataset, name) for dataset in self.datasets}
+            expected = {self.seq_length} if name == "seq_length" else values
+            if len(values | expected) > 1:
+                found.append(f"dataset.datasets differ in {name}: set it to the same value in all of them")
+        return found + [problem for number in range(count) for problem in self._part_problems(number)]
+
+    def _part_problems(self, number: int) -> list[str]:
+        part, name = self.datasets[number], f"dataset.datasets[{number}]"
+        found = [
+            f"{name}.{entry.name}={value} has no effect: set it on the blend"
+            for entry in fields(DatasetConfig)
+            if entry.name != "seq_length" and (value := getattr(part, entry.name)) != entry.default
+        ]
+        return found + [f"{name}: {problem}" for problem in part.problems()]
+
+    def check_sources(self) -> None:
+        for dataset in self.datasets:
+            dataset.check_sources()
+
+    def build(self, request: DatasetRequest) -> Splits:
+        from megatron.bridge.data.finetuning.builder import build_blended_datasets  # imports torch
+
+        self.finalize()
+        return build_blended_datasets(self, request)
+
+
+def is_read_by_datasets(name: str) -> bool:
+    """Whether ``name`` is what ``HFDatasetConfig`` reads, rather than a folder with a file for each split."""
+    path = storage.fetch(name)
+    if not path.exists():
+        return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None  # the form of a hub id
+    if path.is_file() or is_saved_dataset(path):
+        return True
+    return not any(path.glob(f"{FILE_STEMS['train']}.*")) and any(path.rglob("*.parquet"))
+
+
+@dataclass(kw_only=True)
+class HFDatasetConfig(SFTDatasetConfig):
+    """Records that `datasets` loads, or those of one file."""
+
+    dataset_name: str
+    """Hub id, a folder that `datasets` saved, or a JSONL, JSON, Parquet or Arrow file."""
+    dataset_subset: str | None = None
+    """Configuration of the dataset, if it has several."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    streaming: bool = False
+    """Read records as they are needed instead of loading whole splits first."""
+    train_split: str = "train"
+    """Name of the training split."""
+    validation_split: str | None = None
+    """Name of the validation split; None holds out ``val_proportion`` of the training split."""
+    test_split: str | None = None
+    """Name of the test split, required with ``do_test``."""
+    val_proportion: float = 0.05
+    """Share of the training records that is held out; ``seed`` selects them."""
+    do_test: bool = False
+    """Whether to test. It is False by default because many datasets have no test split."""
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not 0 < self.val_proportion < 1:
+            found.append(f"dataset.val_proportion={self.val_proportion}: it must be between 0 and 1")
+        if self.do_test and self.test_split is None:
+            found.append("dataset.test_split is not set: name a split, or set dataset.do_test=false")
+        return found
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ``dataset_name`` is a file or a folder on this machine."""
+        return storage.fetch(self.dataset_name).exists()
+
+    def check_sources(self) -> None:
+        name = self.dataset_name
+        if (storage.is_url(name) or name.startswith(("/", "./", "../", "~"))) and not self.is_local:
+            raise UserError(f"dataset.dataset_name={name} does not exist: check the path")
+
+    def source(self, split: Split) -> RecordSource | None:
+        names = {"train": self.train_split, "valid": self.validation_split, "test": self.test_split}
+        holds_out = self.do_validation and self.validation_split is None and split != "test"
+        name = self.train_split if holds_out else names[split]
+        if name is None:
+            return None
+        place = storage.fetch(self.dataset_name)
+        place_name = str(place) if storage.is_url(self.dataset_name) else self.dataset_name
+        whole: RecordSource = HubSource(place_name, self.dataset_subset, name, self.revision, self.streaming)
+        if place.is_file():
+            whole = FileSource(place)
+        return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole

@@ -10,8 +10,12 @@ from megatron.bridge.data.preference.preference_config import PreferenceDatasetC
 from megatron.bridge.data.records.record_config import EncodingRules
 
 if TYPE_CHECKING:
-    from megatron.bridge.data.labels.label_encoding import EmbeddingPairEncoder, LabelEncoder, RewardPairEncoder
-    from megatron.bridge.data.labels.word_labels import WordLabelEncoder
+    from megatron.bridge.data.labels.label_encoding import (
+        EmbeddingPairEncoder,
+        LabelEncoder,
+        RewardPairEncoder,
+        WordLabelEncoder,
+    )
     from megatron.bridge.data.preference.pairs import PairRows
     from megatron.bridge.data.records.samples import Samples
     from megatron.bridge.data.tokenizer import Tokenizer
@@ -81,12 +85,12 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
         )
 
     def encoder(self, tokenizer: "Tokenizer") -> "WordLabelEncoder":  # pyright: ignore
-        from megatron.bridge.data.labels.word_labels import WordLabelEncoder  # imports torch
+        from megatron.bridge.data.labels.label_encoding import WordLabelEncoder  # imports torch
 
         return WordLabelEncoder(tokenizer, self.pair_rules())
 
     def rows(self, samples: "Samples", padding: int) -> "PairRows":
-        from megatron.bridge.data.labels.word_labels import WordLabelRows  # imports torch
+        from megatron.bridge.data.labels.label_encoding import WordLabelRows  # imports torch
 
         return WordLabelRows(samples, padding, self.sequence_multiple)
 

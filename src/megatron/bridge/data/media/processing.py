@@ -19,17 +19,72 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.media_rules import MediaRules, loading
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
-from megatron.bridge.data.media.tiles import TileProcessor
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video, zeros_without_memory
 from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import published_file
 from megatron.bridge.utils.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+_DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "downsample_ratio": 0.5}
+
+
+class TileProcessor:
+    """An image becomes a grid of tiles in the shape nearest to its own, and behind them the whole as one tile.
+
+    So makes them the remote code of Nemotron Nano VL v2, which need not run.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        self.values: dict[str, Any] = {"image_size": values.get("force_image_size", 512), **_DEFAULTS}
+        self.values |= {key: values[key] for key in (*self.values, "norm_mean", "norm_std") if key in values}
+        if missing := sorted({"norm_mean", "norm_std"} - self.values.keys()):
+            raise UserError(f"{path}: preprocessor_config.json has no {missing[0]}: download it again")
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def count(self, height: int, width: int) -> int:
+        """Tiles of an image of this size."""
+        rows, columns = self._grid(height, width)
+        return rows * columns + (self.values["use_thumbnail"] and rows * columns > 1)
+
+    @property
+    def tokens(self) -> int:
+        """Of one tile."""
+        return int((self.values["image_size"] // self.values["patch_size"] * self.values["downsample_ratio"]) ** 2)
+
+    def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
+        whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
+        (rows, columns), side = self._grid(image.height, image.width), self.values["image_size"]
+        grid = _resized(whole, rows * side, columns * side)[0]
+        tiles = grid.unflatten(2, (columns, side)).unflatten(1, (rows, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        if len(tiles) < self.count(image.height, image.width):
+            tiles = torch.cat((tiles, _resized(whole, side, side)))
+        mean, deviation = (torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std"))
+        return {"pixel_values": (tiles - mean) / deviation}
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns."""
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+        tile = (self.values["image_size"],) * 2
+        columns, rows = get_optimal_tiled_canvas((height, width), tile, 1, self.values["max_num_tiles"])
+        return rows, columns
+
+
+def _resized(image: Tensor, height: int, width: int) -> Tensor:
+    return interpolate(image, (height, width), mode="bicubic", align_corners=False, antialias=True)
+
 
 FOLDER = ".fetched"  # below the root of the media
 MAX_BYTES = 200_000_000

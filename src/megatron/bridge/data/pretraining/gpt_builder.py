@@ -5,23 +5,25 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig as CoreGPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from torch.utils.data import Dataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Splits
-from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.data.pretraining.blend import Blend
-from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
-from megatron.bridge.data.pretraining.indexed_writer import INDEX_MAGIC, finished_state
-from megatron.bridge.data.pretraining.shard_corpus import ShardedCorpus
-from megatron.bridge.data.pretraining.shards import finished_manifest, shard_prefix
+from megatron.bridge.data.pretraining.indexed_writer import INDEX_MAGIC, check_digests, digest, finished_state
+from megatron.bridge.data.pretraining.shards import ShardedCorpus, finished_manifest, shard_prefix
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.bridge.data.pretraining.gpt_config import GPTDatasetConfig
+    from megatron.bridge.data.pretraining.gpt_config import FIMConfig, GPTDatasetConfig
+
 
 # fields that Megatron-Core's config has, too
 SAME_FIELDS = (
@@ -51,7 +53,7 @@ class CorpusDataset(GPTDataset):
 
     @unique_description_hash.setter
     def unique_description_hash(self, of_settings: str) -> None:
-        self._hash = f"{of_settings}-{corpus_digest.digest(Path(f'{self.dataset_path}.idx'))}"
+        self._hash = f"{of_settings}-{digest(Path(f'{self.dataset_path}.idx'))}"
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: CoreGPTDatasetConfig) -> IndexedDataset:
@@ -154,9 +156,9 @@ def open_corpus(prefix: str) -> IndexedDataset:
     prefix = str(place)
     storage.pull(place.parent, lambda name: name.startswith(f"{place.name}."))
     if (manifest := finished_manifest(prefix)) is not None:
-        corpus_digest.check(prefix, manifest["digests"])
+        check_digests(prefix, manifest["digests"])
         for number, shard in enumerate(manifest["shards"]):
-            corpus_digest.check(str(shard_prefix(prefix, number)), shard["digests"])
+            check_digests(str(shard_prefix(prefix, number)), shard["digests"])
         return ShardedCorpus(prefix)
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
@@ -174,7 +176,7 @@ def open_corpus(prefix: str) -> IndexedDataset:
     if actual != expected:
         raise UserError(f"the corpus {prefix}.bin has {actual} bytes, its index says {expected}: write it again")
     written = finished_state(Path(prefix))
-    corpus_digest.check(prefix, {} if written is None else written.digests)
+    check_digests(prefix, {} if written is None else written.digests)
     return corpus
 
 
@@ -201,3 +203,75 @@ def _check_cache(directory: Path) -> None:
             f"the sample indices cannot be written to {directory}: set dataset.path_to_cache to a writable "
             f"directory that all nodes share"
         )
+
+
+class FIMDataset(Dataset[dict[str, Any]]):
+    """Fill in the middle: some documents of another dataset are cut into three pieces, put in another order.
+
+    From such documents a model learns to complete code at a cursor (Bavarian et al. 2022, "Efficient Training of
+    Language Models to Fill in the Middle"). The cuts fall between characters, not tokens, because a cursor may be
+    anywhere.
+
+    A sample depends on its index and the seed only, and keeps its length. The three added tokens push others out
+    at the end. Characters may also become fewer tokens than before; the sample then ends in end-of-document tokens
+    that are left out of the loss.
+    """
+
+    def __init__(self, dataset: Any, config: "FIMConfig", tokenizer: Tokenizer, seed: int) -> None:
+        self.dataset = dataset
+        self._config = config
+        self._tokenizer = tokenizer
+        self._seed = seed
+        names = (config.prefix_token, config.suffix_token, config.middle_token)
+        self._prefix, self._suffix, self._middle = (_special_token(tokenizer, name) for name in names)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.dataset[index]
+        ids = torch.cat((sample["tokens"], sample["labels"][-1:])).numpy()
+        random = np.random.default_rng((self._seed, index))
+        new = self._rearrange(ids, random)[: len(ids)]
+        text = torch.full((len(ids),), self._tokenizer.eod)
+        text[: len(new)] = torch.from_numpy(new)
+        loss_mask = sample["loss_mask"].clone()
+        loss_mask[len(new) - 1 :] = 0.0
+        return sample | {"tokens": text[:-1], "labels": text[1:], "loss_mask": loss_mask}
+
+    def _rearrange(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """Rearrange each document of the sample by itself; end-of-document tokens stay where they are."""
+        ends = np.flatnonzero(ids == self._tokenizer.eod)
+        parts = []
+        start = 0
+        for end in [*ends.tolist(), len(ids)]:
+            parts.append(self._rearrange_document(ids[start:end], random))
+            parts.append(ids[end : end + 1])
+            start = end + 1
+        return np.concatenate(parts)
+
+    def _rearrange_document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        if not len(ids) or random.random() >= self._config.rate:
+            return ids
+        text = self._tokenizer.detokenize(ids.tolist())
+        if "\ufffd" in text:  # the sample cuts a character in two: its bytes would be lost
+            return ids
+        first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
+        prefix, middle, suffix = (
+            self._tokenizer.continue_tokens(part) for part in (text[:first], text[first:second], text[second:])
+        )
+        if random.random() < self._config.spm_rate:
+            new = [self._prefix, self._suffix, *suffix, self._middle, *prefix, *middle]
+        else:
+            new = [self._prefix, *prefix, self._suffix, *suffix, self._middle, *middle]
+        return np.array(new, dtype=ids.dtype)
+
+
+def _special_token(tokenizer: Tokenizer, name: str) -> int:
+    ids = tokenizer.continue_tokens(name) if isinstance(tokenizer, HuggingFaceTokenizer) else []
+    if len(ids) != 1:
+        raise UserError(
+            f"dataset.fim: {name} is not a single token of the tokenizer: name the tokenizer's own "
+            f"fill-in-the-middle tokens, or use a tokenizer that has some"
+        )
+    return ids[0]

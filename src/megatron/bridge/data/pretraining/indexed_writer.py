@@ -6,6 +6,7 @@ While it is written there are three other files beside the final names: ``.bin.i
 disk and which input that was. A finished dataset keeps ``.source.json``, which identifies what it was made from.
 """
 
+import hashlib
 import json
 import os
 import struct
@@ -18,9 +19,44 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
+
+DIGEST_BLOCK = 1 << 16
+DIGEST_BLOCKS = 16
+"""Up to 1 MiB of a file are read whole, and of a larger one this many blocks: always the first and the last."""
+
+
+def digest(path: Path) -> str:
+    """A hash of the size of a file, and of up to ``DIGEST_BLOCKS`` blocks that lie evenly in it."""
+    found = hashlib.blake2b(digest_size=16)
+    size = path.stat().st_size
+    found.update(str(size).encode())
+    last = max(size - DIGEST_BLOCK, 0)
+    count = min(DIGEST_BLOCKS, -(-size // DIGEST_BLOCK))
+    with path.open("rb") as file:
+        for number in range(count):
+            file.seek(last * number // max(count - 1, 1))
+            found.update(file.read(DIGEST_BLOCK))
+    return found.hexdigest()
+
+
+def check_digests(prefix: str, written: dict[str, str]) -> None:
+    """Compare the files of a corpus with the digests that were kept when it was written.
+
+    Args:
+        prefix: Path of the corpus without endings.
+        written: Digest by ending. Corpora of other tools have none.
+    """
+    for ending, expected in written.items():
+        path = Path(prefix + ending)
+        if not path.is_file() or digest(path) != expected:
+            state = "has changed" if path.is_file() else "is lost"
+            raise UserError(
+                f"the corpus {path} {state} since `megatron-bridge data preprocess` wrote it: copy or write it again, "
+                f"or delete {prefix}.source.json if the change is meant"
+            )
+
 
 SAVE_SECONDS = 10.0  # the work that a kill may cost
 BLOCK = 1 << 20  # documents whose index is in memory at once
@@ -202,7 +238,7 @@ class IndexedDatasetWriter:
             path.unlink(missing_ok=True)  # an old index must never describe new tokens
         self._tokens_path.replace(tokens)
         self._index.replace(index)
-        self.state.digests = {path.suffix: corpus_digest.digest(path) for path in (tokens, index)}
+        self.state.digests = {path.suffix: digest(path) for path in (tokens, index)}
         self.state.save(source)
 
     def _cannot_write(self, error: OSError) -> UserError:

@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader, _IndexReader
 from rich.progress import track
 
-from megatron.bridge.data.pretraining import corpus_digest
 from megatron.bridge.data.pretraining.indexed_writer import (
     HEADER,
     IndexedDatasetWriter,
     Lengths,
     WriterState,
+    check_digests,
+    digest,
     finished_state,
     write_index,
 )
@@ -136,7 +138,7 @@ class ShardPlan:
         if state is None or state.key != self.key:
             return None
         with suppress(UserError):
-            corpus_digest.check(str(self.prefix(number)), state.digests)
+            check_digests(str(self.prefix(number)), state.digests)
             return state
         return None
 
@@ -289,7 +291,7 @@ def _join(plan: ShardPlan) -> dict[str, Any]:
         with published_file(index) as aside:
             pairs = zip(files, reports, strict=True)
             write_index(aside, f"u{plan.token_bytes}", [Lengths(file, HEADER.size, at.documents) for file, at in pairs])
-        plan.save(states, digests={".idx": corpus_digest.digest(index)}, **sums)
+        plan.save(states, digests={".idx": digest(index)}, **sums)
     shutil.rmtree(plan.folder / "incomplete", ignore_errors=True)
     return strict_json.read(manifest_path(prefix))
 
@@ -306,3 +308,35 @@ def _name_repeated(plan: ShardPlan, states: list[WriterState]) -> None:
 
 def _identity(encoder: DocumentEncoder) -> str:
     return hashlib.sha256(tokenizer_key(encoder.tokenizer).encode()).hexdigest()
+
+
+class ShardedCorpus(IndexedDataset):
+    """An ``IndexedDataset`` whose ``.bin`` is spread over shards."""
+
+    def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *others: Any) -> None:
+        """Open the index and the shards; un-pickling calls this, too."""
+        self.path_prefix, self.multimodal, self.mmap = path_prefix, multimodal, mmap
+        self.object_storage_config, self.fast_cache_load, self.sequences_per_dataset, self.dtype_code = others
+        manifest = finished_manifest(path_prefix)
+        assert manifest is not None
+        tokens = [shard["report"]["tokens"] for shard in manifest["shards"]]
+        self.bin_reader = ShardReader(path_prefix, np.cumsum(tokens, dtype=np.int64) * manifest["token_bytes"], mmap)
+        self.index = _IndexReader(f"{path_prefix}.idx", multimodal)
+
+
+class ShardReader(_BinReader):
+    """Reads tokens by their place in the corpus. A document lies in one shard."""
+
+    def __init__(self, prefix: str, ends: np.ndarray, mmap: bool) -> None:
+        self._prefix, self._ends, self._mmap = prefix, ends, mmap
+        self._maps: dict[int, np.ndarray] = {}
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        shard = int(np.searchsorted(self._ends, offset, side="right"))
+        offset -= int(self._ends[shard - 1]) if shard else 0
+        path = f"{shard_prefix(self._prefix, shard)}.bin"
+        if not self._mmap:
+            return np.fromfile(path, dtype, count, offset=offset)
+        if shard not in self._maps:
+            self._maps[shard] = np.memmap(path, np.uint8, "r")
+        return np.frombuffer(self._maps[shard], dtype, count, offset)

@@ -15,7 +15,7 @@ from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows
 from megatron.bridge.data.loaders import Batch, BatchIterator, BatchShard, DataIterator, Iterators, make_iterator
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.media.references import MediaReference, VideoReference
-from megatron.bridge.data.pretraining.fim_dataset import FIMDataset
+from megatron.bridge.data.pretraining.gpt_builder import FIMDataset
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.streams import StreamingBatchIterator
 from megatron.bridge.data.tokenizer import Tokenizer

@@ -3,6 +3,6 @@
 
 In the order of the work: ``sources`` reads records (``jsonl`` parses a line), ``formats`` turns one into a
 conversation, a pair of texts or a text (``media_parts`` finds images), ``chat_template`` renders conversations,
-``placeholders`` expands those of images, ``encoding`` tokenizes and masks,
-``truncation`` shortens, and ``preparation`` does all of it once and keeps the ``samples``.
+``encoding`` expands placeholders of images, tokenizes, masks and shortens, and ``preparation`` does all of it once and
+keeps the ``samples``.
 """

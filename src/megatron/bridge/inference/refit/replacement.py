@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.bridge.inference.engine import Engine
 from megatron.bridge.inference.refit import packing
-from megatron.bridge.inference.refit.shared_buffer import attached
+from megatron.bridge.inference.refit.packing import attached
 from megatron.bridge.inference.refit.stream import WeightInfo
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import load

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.bridge.inference.engine import Running
 from megatron.bridge.inference.refit import packing
 from megatron.bridge.inference.refit.canary import SCORING, Canary
+from megatron.bridge.inference.refit.packing import SharedBuffer
 from megatron.bridge.inference.refit.replacement import Begin, Bucket, Finish, WeightStep
-from megatron.bridge.inference.refit.shared_buffer import SharedBuffer
 from megatron.bridge.inference.refit.stream import BUCKET_BYTES, WeightInfo, WeightStream
 from megatron.bridge.utils.distributed import rank
 from megatron.bridge.utils.errors import UserError

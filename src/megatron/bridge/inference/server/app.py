@@ -49,8 +49,7 @@ class Server:
     _tokenizing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def __post_init__(self) -> None:
-        self.hf = self.reader.hf
-        self.texts = TokenTexts(self.hf)
+        self.texts = TokenTexts(self.reader.hf)
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a model is made with; refuses the name of another model."""
@@ -188,7 +187,7 @@ def _add_facts(app: FastAPI, server: Server) -> None:
 
 
 def _add_tokenizer(app: FastAPI, server: Server) -> None:
-    hf = server.hf
+    hf = server.reader.hf
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -216,7 +215,7 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
 def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         return server.reader.tokens([message.as_record() for message in body.messages], "messages")
-    return server.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    return server.reader.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
 
 # ---- generation -------------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         adapter = server.adapter_of(body.model)
-        hf = server.hf
+        hf = server.reader.hf
         _check_ids(body.prompts)
         prompts = [await server.tokenize(server.reader.tokens, prompt, "prompt") for prompt in body.prompts]
         count = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

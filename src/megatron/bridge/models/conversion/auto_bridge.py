@@ -13,7 +13,6 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.checkpoint.lazy_planner import LazySavePlanner
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.adapters.bridge_calls import AdapterCalls
 from megatron.bridge.models.conversion.engine import (
@@ -45,7 +44,6 @@ from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
-from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.errors import UserError
 
 Chunks = nn.Module | Sequence[nn.Module]  # this rank's chunks, wrapped or not: a list, or a single chunk
@@ -337,7 +335,7 @@ class AutoBridge(AdapterCalls):
         self._note_left_out(plan, pretrained.state)
         chunks = to_half_precision(outline, outline[0].config)
         planner = streaming.planner(self._bridge, plan, chunks, pretrained, show_progress)
-        self._save_megatron(chunks, path, pretrained, planner)
+        side_files.save_megatron(chunks, path, pretrained, planner)
 
     def export_ckpt(
         self,
@@ -396,7 +394,7 @@ class AutoBridge(AdapterCalls):
             hf_tokenizer_path: model whose tokenizer is kept with the weights; this bridge's own when None.
         """
         source = PreTrainedCausalLM(hf_tokenizer_path) if hf_tokenizer_path else self.hf_pretrained
-        self._save_megatron(model, path, source)
+        side_files.save_megatron(model, path, source)
 
     def load_megatron_model(
         self,
@@ -515,18 +513,6 @@ class AutoBridge(AdapterCalls):
         carried: Any = self._bridge.carried_by(provider, {})
         carried = carried or (left_out is not None and (names is None or left_out.are_in(names)))
         return pretrained.state if carried or on_first_rank(lambda: pretrained.has_weights_here) else None
-
-    def _save_megatron(
-        self, model: Chunks, path: str | Path, source: Any, planner: LazySavePlanner | None = None
-    ) -> None:
-        files = side_files.tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
-        model_io.save_model(
-            model_io.as_chunks(model),
-            path,
-            {"model": to_plain(stored_provider.provider_of(model))},
-            tokenizer_files=files,
-            planner=planner,
-        )
 
     def _save_pretrained(
         self,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, few key heads. Falcon 3 is a Llama."""
+"""Falcon and Falcon-H1; Falcon 3 is a Llama."""
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.bridge.models.families import *
@@ -21,6 +22,8 @@ def _layer(config: Any) -> Block:
 
 @register_bridge("FalconForCausalLM", model_type="falcon")
 class FalconBridge(DecoderBridge):
+    """Falcon 7B, 40B, 180B and Falcon 2: attention and MLP side by side, few key heads. Falcon 3 is a Llama."""
+
     fields = FALCON
     fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False}
     irrelevant = {
@@ -29,3 +32,25 @@ class FalconBridge(DecoderBridge):
         **dict.fromkeys(("n_embed", "n_head", "n_layer")),  # copies under older names
     }
     weights = (ends("transformer.word_embeddings.weight", "transformer.ln_f"), _layer)
+
+
+@register_bridge("FalconH1ForCausalLM", model_type="falcon_h1")
+class FalconH1Bridge(DecoderBridge):
+    """Falcon-H1: a Mamba-2 mixer beside attention in every layer, multipliers everywhere."""
+
+    fields = (
+        *(field for field in DENSE if field.hf != "hidden_act"),
+        *MAMBA_BESIDE_ATTENTION,
+        Field("embedding_multiplier", "embedding_multiplier", default=1.0),
+        replace(LOGIT_SCALE, hf="lm_head_multiplier"),
+        *(constant(key, False) for key in ("attention_bias", "mlp_bias", "projectors_bias")),
+    )
+    fixed = {**LLAMA_LIKE, "add_bias_linear": False}
+    irrelevant = dict.fromkeys(("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep"))
+    irrelevant |= {"attn_layer_indices": (None,), "mamba_use_mlp": (True,), "mlp_expansion_factor": None}
+    weights = (
+        ends(norm="model.final_layernorm"),
+        attention(),
+        mamba("model.layers.*", "mamba", None, ours="self_attention.mixer"),
+        mlp(norm="pre_ff_layernorm", names="feed_forward"),
+    )

@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 
-from megatron.bridge.backends.recurrent.mamba_beside_attention import AttentionBesideMamba
+from megatron.bridge.backends.recurrent.one_group_mamba import AttentionBesideMamba
 from megatron.bridge.models.features import gated_delta_net
 from megatron.bridge.utils.errors import UserError, did_you_mean
 

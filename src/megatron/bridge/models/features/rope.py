@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 NTK_ALPHA = "ntk_alpha"
@@ -26,23 +27,8 @@ MSCALES = ("short_mscale", "long_mscale")
 
 # rope_type -> (keys it needs, keys it may have)
 KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "default": (frozenset(), frozenset()),
-    "linear": (frozenset({"factor"}), frozenset()),
-    "dynamic": (frozenset({"factor"}), frozenset()),
-    NTK_ALPHA: (frozenset({"alpha"}), frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})),
-    "proportional": (frozenset(), frozenset({"factor"})),
-    "llama3": (
-        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-        frozenset(),
-    ),
-    "yarn": (
-        frozenset({"factor", "original_max_position_embeddings"}),
-        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    ),
-    "longrope": (
-        frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
-        frozenset({"attention_factor", "factor", *MSCALES}),
-    ),
+    kind: (frozenset(keys.get("needs", ())), frozenset(keys.get("may_have", ())))
+    for kind, keys in yaml_text.tables_beside(__file__).items()
 }
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite 3: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+"""Granite 3 and 4: multipliers of embeddings, attention scores, residuals and logits."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from megatron.bridge.models.families import *
 
 
 @register_bridge("GraniteForCausalLM", model_type="granite")
 class GraniteBridge(DecoderBridge):
+    """Granite 3: Llama with multipliers of embeddings, attention scores, residuals and logits."""
+
     fields = (
         *DENSE,
         *BIASES,
@@ -16,3 +22,99 @@ class GraniteBridge(DecoderBridge):
     )
     fixed = LLAMA_LIKE
     weights = (ends(), attention(), mlp())
+
+
+@register_bridge("GraniteMoeForCausalLM", model_type="granitemoe")
+class GraniteMoeBridge(DecoderBridge):
+    """Granite 3 with experts, 1B-A400M and 3B-A800M: Granite's multipliers, experts in every layer."""
+
+    fields = (
+        *(field for field in GraniteBridge.fields if field not in BIASES),
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        ATTENTION_BIAS_OF_EXPERTS,
+        AUX_LOSS,
+    )
+    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
+    irrelevant = {"output_router_logits": None}
+    weights = (
+        ends(),
+        attention(),
+        router("block_sparse_moe.router.layer", norm="post_attention_layernorm"),
+        stacked_experts("block_sparse_moe", "input_linear.weight", "output_linear.weight"),
+        shared_experts("shared_mlp", fused=("input_linear", "output_linear")),
+    )
+
+
+@register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
+class GraniteMoeSharedBridge(GraniteMoeBridge):
+    fields = (
+        *GraniteMoeBridge.fields,
+        Field(
+            "shared_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            default=0,
+            to=lambda width, _: width or None,
+            back=lambda width, _: width or 0,
+        ),
+    )
+
+
+_EXPERTS, _CHOSEN, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
+
+
+def _count(experts: int | None, config: Mapping[str, Any]) -> int | None:
+    return _EXPERTS.to(experts, config) if experts and _EXPERTS.to else None
+
+
+def _chosen(_: int, config: Mapping[str, Any]) -> int:
+    return _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2  # Megatron-Core's default
+
+
+def _width(width: int, config: Mapping[str, Any]) -> int | None:
+    return width if config[_EXPERTS.hf] else None
+
+
+def _shared(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Width of the feed-forward layers; beside experts, they are one that all tokens pass."""
+    return width, _width(width, config)
+
+
+def _positions(kind: str | None, _: Any) -> str:
+    return "rope" if kind == "rope" else "none"
+
+
+def _positions_back(kind: str, _: Any) -> str:
+    return "rope" if kind == "rope" else "nope"
+
+
+@register_bridge("GraniteMoeHybridForCausalLM", model_type="granitemoehybrid")
+class GraniteMoeHybridBridge(GraniteMoeBridge):
+    """Granite 4: Mamba-2 mixers in the place of attention in most layers, with experts or without."""
+
+    fields = (
+        *override(
+            GraniteMoeBridge.fields,
+            replace(_EXPERTS, to=_count, back=lambda count, _: count or 0),
+            replace(_CHOSEN, to=_chosen, back=lambda experts, provider: experts if provider.num_moe_experts else 0),
+            replace(_WIDTH, to=_width, back=lambda width, provider: width or provider.ffn_hidden_size),
+            *ONE_GROUP_MAMBA,
+            Field("shared_intermediate_size", ("ffn_hidden_size", "moe_shared_expert_intermediate_size"), to=_shared),
+        ),
+        Field("position_embedding_type", "position_embedding_type", default=None, to=_positions, back=_positions_back),
+        MAMBA_LAYERS,
+    )
+    fixed = {**GraniteMoeBridge.fixed, **ONE_GROUP}
+    irrelevant = {
+        **GraniteMoeBridge.irrelevant,
+        **dict.fromkeys(("mamba_chunk_size", "init_method")),
+        "normalization_function": ("rmsnorm",),
+    }
+    weights = (
+        ends(),
+        attention(),
+        mamba("model.layers.*", "mamba", "input_layernorm", replaces_attention=True),
+        mlp(names="shared_mlp", fused="input_linear", projections=("", "", "output_linear")),
+        router("block_sparse_moe.router.layer"),
+        stacked_experts("block_sparse_moe", "input_linear.weight", "output_linear.weight"),
+        shared_experts("shared_mlp", fused=("input_linear", "output_linear")),
+    )

@@ -4,20 +4,25 @@
 A reader finds the weights through one file: ``model.safetensors``, or the index of the shards. It comes last, in
 one rename; shards never take the name of a file that is there. A record of what was published tells the files of
 earlier saves, which may be replaced, from everything else, which is never touched.
+
+A folder on object storage counts only once it is whole. A record beside it, ``exported.incomplete``, says which files
+have been uploaded, with their hashes. It is there until the folder is whole: who uploads the same files again after an
+interruption skips those, and a folder without it is never written to.
 """
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
-from itertools import count
+from itertools import batched, count
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.models.hf_pretrained import bucket_folder
+from megatron.bridge.checkpoint.manifest import files_of, hash_file
 from megatron.bridge.models.hf_pretrained.hub import CONFIG, WEIGHT_PATTERNS
 from megatron.bridge.models.hf_pretrained.safetensors_files import INDEX, SINGLE
-from megatron.bridge.utils import atomic
+from megatron.bridge.utils import atomic, storage
+from megatron.bridge.utils.atomic import staging_path
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.storage_paths import url_of
 
@@ -45,7 +50,7 @@ def create_staging(folder: Path, overwrite: bool = True) -> Path:
     if folder.is_file():
         raise UserError(f"output directory {folder} is a file: choose another one")
     if url_of(folder) is not None:
-        bucket_folder.prepare(folder)
+        prepare_in_bucket(folder)
     _refuse_weights(folder, overwrite)
     return atomic.create_staging(folder, overwrite=True)
 
@@ -59,7 +64,7 @@ def publish(staging: Path, folder: Path) -> None:
     files = sorted(path for path in staging.rglob("*") if path.is_file())
     new = {str(path.relative_to(staging)): _stamp(path) or [] for path in files}
     if url_of(folder) is not None:
-        bucket_folder.publish(staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new])
+        publish_in_bucket(staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new])
         return
     if not folder.exists() or not any(folder.iterdir()):
         _write_record(staging, new)
@@ -169,10 +174,33 @@ def _move(staging: Path, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(folder / name)
-    atomic.flush_directory(folder)
+    atomic.fsync(folder)
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
-    atomic.flush_directory(folder)
+    atomic.fsync(folder)
+
+
+def prepare_in_bucket(folder: Path) -> None:
+    """Refuse a folder with files that no interrupted upload left there, and drop what was downloaded of it."""
+    if storage.read(staging_path(folder)) is None and storage.listing(folder):
+        raise UserError(f"output directory {folder} exists and is not empty: remove it or choose another one")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish_in_bucket(staging: Path, folder: Path, last: Sequence[str]) -> None:
+    """Upload the files of ``staging``; at the end, in this order, ``last``, without which no reader takes the rest."""
+    hashes = {name: hash_file(staging / name).hash for name in files_of(staging)}
+    found, before = storage.listing(folder, deep=True), json.loads(storage.read(staging_path(folder)) or "{}")
+    done = {name: found_hash for name, found_hash in hashes.items() if name in found and before.get(name) == found_hash}
+    for name in found.keys() - done.keys():
+        storage.delete(folder / name)
+    first = [name for name in hashes if name not in (*done, *last)]
+    for names in (*batched(first, storage.AT_ONCE), *((name,) for name in last if name not in done)):
+        storage.write(staging_path(folder), json.dumps(done))
+        storage.push(staging, names, folder)
+        done |= {name: hashes[name] for name in names}
+    storage.delete(staging_path(folder))
+    shutil.rmtree(staging, ignore_errors=True)

@@ -3,19 +3,13 @@
 
 from typing import Any
 
+_CLASSES = {"nemotron-nas": "DeciConfig", "NemotronH_Nano_VL_V2": "NanoVLConfig", "mimo": "MiMoConfig"}
+
 
 def own_config(kind: str) -> Any:
     """The class of configs with the ``model_type`` ``kind``; None if transformers has it."""
-    if kind == "nemotron-nas":
-        from megatron.bridge.models.hf_pretrained.deci_config import DeciConfig
+    if kind not in _CLASSES:
+        return None
+    from megatron.bridge.models.hf_pretrained import remote_configs  # imports transformers
 
-        return DeciConfig
-    if kind == "NemotronH_Nano_VL_V2":
-        from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
-
-        return NanoVLConfig
-    if kind == "mimo":
-        from megatron.bridge.models.hf_pretrained.mimo_config import MiMoConfig
-
-        return MiMoConfig
-    return None
+    return getattr(remote_configs, _CLASSES[kind])

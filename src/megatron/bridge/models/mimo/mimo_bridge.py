@@ -4,7 +4,7 @@
 from typing import Any
 
 from megatron.bridge.models.families import *
-from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+from megatron.bridge.models.qwen.qwen3_bridge import Qwen2Bridge
 
 _LAYER = (attention(), mlp())
 

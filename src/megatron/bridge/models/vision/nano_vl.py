@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.nemotron_h_omni.modeling_nemotron_h_omni import NemotronH_Omni_Reasoning_V3
 
-from megatron.bridge.models.hf_pretrained.nano_vl_config import NanoVLConfig
+from megatron.bridge.models.hf_pretrained.remote_configs import NanoVLConfig
 
 
 class NanoVLModel(NemotronH_Omni_Reasoning_V3):

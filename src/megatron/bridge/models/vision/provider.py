@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provider of a decoder with a vision tower."""
+"""The provider of a decoder with a vision tower, and its positions on three axes."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -13,9 +14,58 @@ from megatron.bridge.models.mamba_provider import MambaModelProvider
 from megatron.bridge.models.vision import radio
 from megatron.bridge.models.vision import tower as towers
 from megatron.bridge.models.vision.model import VisionGPTModel, VisionHybridModel, WithVision
-from megatron.bridge.models.vision.mrope import MultimodalRotary
 from megatron.bridge.models.vision.tower import dummy_media, unused_parameters
 from megatron.bridge.utils.errors import UserError
+
+
+class MultimodalRotary(nn.Module):
+    """Angles of three-dimensional positions, with the frequencies of a one-dimensional embedding.
+
+    Megatron-Core's own class has no interleaved sections, and slices packed rows wrongly under context
+    parallelism. Here, positions of a packed row are those of the whole row, from which Megatron-Core takes each
+    rank's part; those of other rows are already this rank's.
+
+    ``sections`` are how many frequencies belong to time, height and width. ``interleaved`` axes take turns, as in
+    Qwen3-VL; else each has a block of frequencies.
+    """
+
+    def __init__(self, plain: Any, sections: list[int], interleaved: bool) -> None:
+        super().__init__()
+        count = len(plain.inv_freq)
+        if len(sections) != 3 or (sum(sections) != count):
+            raise UserError(
+                f"mrope_section={sections} must be three numbers that sum up to {count}, half of the rotated head "
+                "dimensions"
+            )
+        self.inv_freq: Tensor = plain.inv_freq
+        self.pairs = bool(plain.rotary_interleaved)
+        self.axes = axes_of(sections, interleaved)
+
+    def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Angles [s, b, 1, rotated dimension] of positions [3, b, s], or [b, s] where the axes are equal."""
+        if position_ids.dim() == 2:
+            position_ids = position_ids.expand(3, *position_ids.shape)
+        chosen = position_ids[self.axes.to(position_ids.device)]
+        angles = chosen.permute(2, 1, 0).float() * self.inv_freq.to(chosen.device)
+        both = torch.stack((angles, angles), dim=-1).flatten(-2) if self.pairs else torch.cat((angles, angles), -1)
+        return both[:, :, None]
+
+
+def axes_of(sections: list[int], interleaved: bool) -> Tensor:
+    """The axis (0 time, 1 height, 2 width) of each frequency.
+
+    Example:
+        >>> axes_of([1, 1, 2], interleaved=False).tolist()
+        [0, 1, 2, 2]
+        >>> axes_of([3, 1, 1], interleaved=True).tolist()
+        [0, 1, 2, 0, 0]
+    """
+    axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    if interleaved:
+        turns = {place: axis for axis in (1, 2) for place in range(axis, 3 * sections[axis], 3)}
+        axes = [turns.get(place, 0) for place in range(sum(sections))]
+    return torch.tensor(axes, device="cpu")  # numbers, even while the model is built on the meta device
+
 
 PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline")
 """Modules between tower and decoder: ``freeze_vision_projection``."""

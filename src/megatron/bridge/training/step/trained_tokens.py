@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -15,7 +17,21 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.training.step.host_batch import cut_on_host
+from megatron.bridge.data.finetuning.packing import cut_for_rank
+
+
+def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """The part [b, s] of this context-parallel rank of ``values`` of whole sequences; both are on the host."""
+    group: Any = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    return values[:, cut_for_rank(bounds_on_host(batch), group.rank(), group.size())]
+
+
+def bounds_on_host(batch: dict[str, Any]) -> np.ndarray:
+    """Where the sequences of each row begin and end; ``batch`` is on the host."""
+    return batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, batch["tokens"].shape[1]])
+
 
 WORTHWHILE = 0.9  # share of trained tokens above which logits of all tokens are computed
 

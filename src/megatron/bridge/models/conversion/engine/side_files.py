@@ -13,13 +13,16 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint.lazy_planner import LazySavePlanner
 from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, as_dict
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, model_card, model_folder
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.utils import distributed, storage
+from megatron.bridge.utils.config.serialize import to_plain
 
 # keys of older configs that a newer key replaces
 _REPLACED = {
@@ -150,6 +153,13 @@ def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
     """The source's small files beside its weights; a tokenizer's are among them, whatever they are called."""
     files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
     return [path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER]
+
+
+def save_megatron(model: Any, path: str | Path, source: Any, planner: LazySavePlanner | None = None) -> Path:
+    """Save the chunks of a model as a Megatron checkpoint, with the tokenizer of ``source`` if it has one."""
+    files = tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
+    described = {"model": to_plain(stored_provider.provider_of(model))}
+    return model_io.save_model(model_io.as_chunks(model), path, described, tokenizer_files=files, planner=planner)
 
 
 @contextmanager

@@ -19,8 +19,6 @@ from megatron.bridge.training.config.rules import (
     objectives,
     optimizers,
     performance,
-    profiling,
-    ranges,
     related_settings,
     schedule,
     sharding,
@@ -42,8 +40,8 @@ def _rules_of(modules: Iterable[ModuleType]) -> Iterator[Rule]:
 # Everything after these divides by sizes.
 SIZE_RULES: tuple[Rule, ...] = (
     layout.sizes_are_positive,
-    ranges.numbers_are_finite,
-    ranges.sizes_are_in_range,
+    fields.numbers_are_finite,
+    fields.sizes_are_in_range,
     layout.world_size_fits_layout,
     fields.unavailable_settings_are_unset,
     schedule.rampup_reaches_global_batch_size,
@@ -54,8 +52,8 @@ SIZE_RULES: tuple[Rule, ...] = (
 LOCAL_RULES: tuple[Rule, ...] = tuple(_rules_of([machine]))
 
 _MODULES = (
-    *(ranges, fields, layout, stages, experts, model, optimizers, schedule, objectives),
-    *(performance, profiling, sharding, checkpoint, related_settings),
+    *(fields, layout, stages, experts, model, optimizers, schedule, objectives),
+    *(performance, sharding, checkpoint, related_settings),
 )
 RULES: tuple[Rule, ...] = tuple(rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES)
 

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on names and choices that a script can misspell without an error, and on what is not available."""
+"""Rules on single settings.
+
+They are on how small and how large a number may be, on names and choices that a script can misspell without an error,
+and on what is not available.
+"""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -12,7 +17,73 @@ from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
-UNAVAILABLE = {key: remedy for remedy, keys in yaml_text.tables_beside(__file__).items() for key in keys}
+_TABLES = yaml_text.tables_beside(__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Legal values of a setting."""
+
+    rule: str  # the range in words, after "must"
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf  # an open lower bound
+    below: float = math.inf  # an open upper bound
+
+    def __contains__(self, value: float) -> bool:
+        below = value < self.below or math.isinf(self.below)  # infinity itself may mean "no limit"
+        return self.least <= value <= self.most and self.above < value and below
+
+
+BELOW_ONE = Range("lie in [0, 1)", least=0, below=1)
+_LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
+ELEMENTWISE = ("train.iterations_to_skip",)
+"""Lists of numbers; other lists are patterns, such as ``model.moe_layer_freq``."""
+RANGES = {key: Range(rule, **row["bounds"]) for rule, row in _TABLES["ranges"].items() for key in row["settings"]}
+
+
+def numbers_are_finite(config: RunConfig, world_size: int) -> Iterator[str]:
+    """NaN and infinity would spread to every weight, and tensors count in 64 bits."""
+    blocks = ((key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block))
+    numbers = [
+        (f"{key}.{entry.name}={value}", value)
+        for key, block in blocks
+        for entry in dataclasses.fields(block)
+        if isinstance(value := getattr(block, entry.name), int | float) and value != entry.default
+    ]
+    if wrong := [text for text, value in numbers if isinstance(value, float) and not math.isfinite(value)]:
+        yield f"{', '.join(wrong)}: must be a finite number"
+    if large := [text for text, value in numbers if isinstance(value, int) and abs(value) >= _LARGEST]:
+        yield f"{', '.join(large)}: must be below {_LARGEST}"
+
+
+def sizes_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Megatron-Core, and other rules, would divide by zero or compute NaN."""
+    yield from _out_of_range(config, sizes=True)
+
+
+def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Intervals, times, probabilities and the optimizer's numbers have legal ranges."""
+    yield from _out_of_range(config, sizes=False)
+
+
+def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
+    for key, allowed in RANGES.items():
+        # a size is a number with which other rules compute
+        is_size = allowed != BELOW_ONE and key.partition(".")[0] in ("model", "tokenizer", "dataset", "peft", "rng")
+        value = value_of(config, key)
+        if is_size == sizes and any(number not in allowed for number in _numbers(key, value)):
+            yield f"{key}={value}: must {allowed.rule}"
+
+
+def _numbers(key: str, value: Any) -> list[float]:
+    """The numbers of a setting, if it has any; another rule refuses NaN."""
+    values = value if key in ELEMENTWISE else [value]
+    numbers = [item for item in values if isinstance(item, int | float) and not isinstance(item, bool)]
+    return [number for number in numbers if not math.isnan(number)]
+
+
+UNAVAILABLE = {key: remedy for remedy, keys in _TABLES["unavailable"].items() for key in keys}
 
 
 def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:

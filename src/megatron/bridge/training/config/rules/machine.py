@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.training.config.rules.profiling import TOOLS
+from megatron.bridge.training.config.rules.performance import TOOLS
 from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.optional_imports import installed, missing_message

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of Nemotron Nano VL v2, which is remote code on the hub: read here without running it."""
+"""Configs of models that are remote code on the hub: read here without running it."""
 
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig, Qwen2Config
 from transformers.configuration_utils import SubConfigSpec
 from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
 
@@ -12,8 +12,33 @@ _HUGE = "vit_huge_patch16_224"  # the sizes of which are the defaults of transfo
 
 
 @strict
+class DeciConfig(LlamaConfig):
+    """Of Llama-Nemotron models: Llama's config with attention and feed-forward layers described one by one."""
+
+    model_type = "nemotron-nas"
+
+    intermediate_size: int | None = None  # type: ignore[assignment]
+    num_key_value_heads: int | None = None
+    block_configs: list[dict[str, Any]] | None = None  # for each layer its ``attention`` and its ``ffn``
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fill in defaults, but for what differs from layer to layer."""
+        super().__post_init__(**kwargs)
+        self.num_key_value_heads = None
+
+
+@strict
+class MiMoConfig(Qwen2Config):
+    """Qwen2's config with layers of multi-token prediction."""
+
+    model_type = "mimo"
+
+    num_nextn_predict_layers: int = 0
+
+
+@strict
 class NanoVLConfig(NemotronH_Omni_Reasoning_V3_Config):
-    """Nemotron Omni's config without videos; images are tiles of ``force_image_size`` pixels."""
+    """Of Nemotron Nano VL v2: Nemotron Omni's without videos; images are tiles of ``force_image_size`` pixels."""
 
     model_type = "NemotronH_Nano_VL_V2"
     sub_configs_defaults: ClassVar[dict[str, Any]] = {

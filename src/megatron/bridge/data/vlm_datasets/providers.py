@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Well-known datasets with images or videos on the Hugging Face hub, by name."""
+"""Conversations with images or videos.
+
+They are well-known datasets on the Hugging Face hub, by name; pictures that are generated, for tests and benchmarks;
+and files of the user's choice.
+"""
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron.bridge.data.dataset_config import Split
+import numpy as np
+
+from megatron.bridge.data.dataset_config import SPLITS, Split, too_small
 from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
 from megatron.bridge.data.records.record_config import EncodingRules
-from megatron.bridge.data.records.sources import HubSource
+from megatron.bridge.data.records.sources import FileSource, HubSource, LocatedRecord
 from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from PIL import Image
+
 
 _PREFIX, _SUFFIX = "make_", "_dataset"
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -138,3 +149,105 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
             return None
         own = self.dataset_name is None
         return HubSource(self.dataset_name or maker.dataset, maker.subset if own else None, name, self.revision)
+
+
+COLORS = ("red", "green", "blue")
+
+
+@dataclass(kw_only=True)
+class MockVLMConversationProvider(SFTDatasetConfig):
+    """Pictures of noise in which one color is stronger; the answers name it, so a model can learn them."""
+
+    prompt: str = "Describe this image."  # the question about the images
+    random_seed: int = 0  # seed of the pictures
+    image_size: tuple[int, int] = (256, 256)  # width and height in pixels
+    num_images: int = 1  # images of a sample
+    num_samples: int = 64  # different samples of a split
+
+    def problems(self) -> list[str]:
+        found = [*super().problems(), *too_small(self, "num_samples")]
+        if self.num_images < 0:
+            found.append(f"dataset.num_images={self.num_images}: it cannot be negative")
+        if min(self.image_size) < 1:
+            found.append(f"dataset.image_size={self.image_size}: both sides must be at least 1")
+        return found
+
+    def source(self, split: Split) -> "MockImageSource":
+        seed = (self.random_seed, SPLITS.index(split))
+        return MockImageSource(self.prompt, seed, self.image_size, self.num_images, self.num_samples)
+
+
+@dataclass(frozen=True)
+class MockImageSource:
+    """The records of a split."""
+
+    prompt: str
+    seed: tuple[int, int]
+    image_size: tuple[int, int]
+    num_images: int
+    num_samples: int
+
+    name: ClassVar[str] = "generated pictures"
+
+    def records(self) -> Iterator[LocatedRecord]:
+        for index in range(self.num_samples):
+            yield f"{self.name}: {index + 1}", self._record(np.random.default_rng((*self.seed, index)))
+
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def _record(self, rng: np.random.Generator) -> dict[str, Any]:
+        chosen = rng.integers(len(COLORS), size=self.num_images).tolist()
+        images = [{"type": "image", "image": self._picture(rng, color)} for color in chosen]
+        question = [*images, {"type": "text", "text": self.prompt}]
+        answer = ", ".join(COLORS[color] for color in chosen) or "There is no image."
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    def _picture(self, rng: np.random.Generator, color: int) -> "Image.Image":
+        from PIL import Image
+
+        width, height = self.image_size
+        pixels = rng.integers(0, 128, (height, width, 3), dtype=np.uint8)
+        pixels[..., color] += 127
+        return Image.fromarray(pixels)
+
+
+@dataclass(kw_only=True)
+class PreloadedVLMConversationProvider(SFTDatasetConfig):
+    """Records in LLaVA's JSON or in the formats of ``FinetuningDatasetConfig``, and images below ``image_folder``."""
+
+    train_data_path: str  # file with the training records
+    valid_data_path: str | None = None  # file with the validation records; None needs ``do_validation=False``
+    test_data_path: str | None = None  # file with the test records; None skips testing
+    image_folder: str | None = None  # where the paths of images start; None is the folder of ``train_data_path``
+
+    @property
+    def media_folder(self) -> str:
+        return self.media_root or self.image_folder or str(Path(self.train_data_path).parent)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.media_root and self.image_folder and self.media_root != self.image_folder:
+            found.append(
+                f"dataset.image_folder={self.image_folder} and dataset.media_root={self.media_root} mean the "
+                "same: set one of them"
+            )
+        return found
+
+    def check_sources(self) -> None:
+        for name in ("train_data_path", "valid_data_path", "test_data_path"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise UserError(f"dataset.{name}={path} is not a file: check the path")
+        if self.image_folder is not None and not Path(self.image_folder).is_dir():
+            raise UserError(f"dataset.image_folder={self.image_folder} is not a directory: check the path")
+
+    def source(self, split: Split) -> FileSource | None:
+        """The file of the split."""
+        path = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]
+        if path is None and split == "valid":
+            raise UserError(
+                "dataset.valid_data_path is not set: give a file, or set dataset.do_validation=false and "
+                "validation.eval_iters=0"
+            )
+        return None if path is None else FileSource(Path(path))

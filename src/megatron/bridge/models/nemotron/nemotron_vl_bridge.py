@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
+"""Nemotron with images: RADIO in front of Nemotron-H."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,13 @@ from megatron.bridge.models.conversion.model_bridge import register_bridge
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.nemotron import radio_names
 from megatron.bridge.models.vision.provider import VisionHybridModelProvider
+from megatron.bridge.utils.errors import UserError
 
 
 @register_bridge("NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni")
 class NemotronHOmniBridge(VisionBridge):
+    """Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
+
     texts = {"nemotron_h": "NemotronHForCausalLM"}
     tower = ()
     names = {"backbone.": radio_names.LANGUAGE, "lm_head.": "language_model.lm_head."}
@@ -36,3 +39,20 @@ class NemotronHOmniBridge(VisionBridge):
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
         return radio_names.as_modules(registry)
+
+
+@register_bridge("NemotronH_Nano_VL_V2", provider=VisionHybridModelProvider, model_type="NemotronH_Nano_VL_V2")
+class NemotronNanoVLBridge(NemotronHOmniBridge):
+    """Nemotron Nano VL v2 12B: RADIO in front of Nemotron Nano v2; images are tiles of one size."""
+
+    irrelevant = {**radio_names.OF_REMOTE_CODE, "layers_block_type": None, "tie_word_embeddings": (False,)}
+    other_names = {"language_model.model.": {**NemotronHOmniBridge.names, "backbone.": "language_model.model."}}
+
+    def _check(self, whole: Mapping[str, Any]) -> None:
+        super()._check(whole)
+        if (version := whole.get("ps_version", "v1")) != "v2":
+            raise UserError(f"ps_version={version!r}, which transposes tiles, is not supported: v2 is")
+
+    def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
+        """Modules of the remote code are called as its tensors."""
+        return registry

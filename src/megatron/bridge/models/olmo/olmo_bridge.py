@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OLMo 2 and 3, OLMoE and FlexOlmo: queries and keys normed over all heads together."""
+
+from megatron.bridge.models.families import *
+
+
+@register_bridge("Olmo2ForCausalLM", model_type="olmo2")
+class Olmo2Bridge(DecoderBridge):
+    """OLMo 2: norms after attention and MLP instead of before, queries and keys normed over all heads together."""
+
+    fields = (*DENSE, ATTENTION_BIAS)
+    fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_norm_across_heads": True, "mlp_bias": False}
+    weights = (
+        ends(),
+        attention(norm=None, qk_norm=True),
+        mlp(norm=None),
+        post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+    )
+
+
+@register_bridge("Olmo3ForCausalLM", model_type="olmo3")
+class Olmo3Bridge(Olmo2Bridge):
+    """OLMo 3: OLMo 2 with windows in three of four layers, a rotary scaling in the others."""
+
+    fields = (*override(Olmo2Bridge.fields, LAYER_ROPE), *WINDOWS)
+
+
+@register_bridge("OlmoeForCausalLM", model_type="olmoe")
+class OlmoeBridge(DecoderBridge):
+    """OLMoE: experts in every layer, queries and keys normalised over all heads together."""
+
+    fields = (*(*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS), ATTENTION_BIAS_OF_EXPERTS)
+    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
+    irrelevant = {"clip_qkv": (None,), "output_router_logits": None}
+    weights = (ends(), attention(qk_norm=True), router(norm="post_attention_layernorm"), experts())
+
+
+OlMoEBridge = OlmoeBridge
+
+
+@register_bridge("FlexOlmoForCausalLM", model_type="flex_olmo")
+class FlexOlmoBridge(DecoderBridge):
+    """FlexOlmo: OLMo 2's attention and norms, OLMoE's experts."""
+
+    fields = (*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS, ATTENTION_BIAS_OF_EXPERTS)
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        "add_bias_linear": False,
+        "norm_placement": "post",
+        "qk_norm_across_heads": True,
+    }
+    irrelevant = {"output_router_logits": None}
+    weights = (
+        ends(),
+        attention(norm=None, qk_norm=True),
+        post_norms("post_attention_layernorm", "post_feedforward_layernorm"),
+        router(),
+        experts(),
+    )
