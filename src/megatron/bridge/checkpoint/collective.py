@@ -32,6 +32,15 @@ def on_every_rank[T](action: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
+def naming_node[T](action: Callable[[], T]) -> T:
+    """The result of ``action`` on this rank; what the system refuses is raised with the name of the node."""
+    value, error = _attempt(action)
+    if error is not None:
+        forget_frames(error)
+        raise portable(error)
+    return value  # type: ignore[return-value]
+
+
 def _attempt[T](action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return action(), None

@@ -23,7 +23,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from megatron.bridge.checkpoint import bucket, manifest, paths
 from megatron.bridge.checkpoint.async_writer import AsyncSaver
-from megatron.bridge.checkpoint.collective import forget_frames, on_every_rank, on_first_rank, out_of_space, root_cause
+from megatron.bridge.checkpoint.collective import (
+    forget_frames,
+    naming_node,
+    on_every_rank,
+    on_first_rank,
+    out_of_space,
+    root_cause,
+)
 from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, collective_steps, prepare_save
 from megatron.bridge.checkpoint.host_buffers import copy_size
 from megatron.bridge.checkpoint.loading import COMMON_STATE, FORMAT, without_torch_warnings
@@ -116,7 +123,7 @@ class _SaveAttempt:
     def finish(self, outcome: Callable[[], WrittenFiles]) -> None:
         """Publish what all ranks have written; ``outcome`` tells what this one has."""
         with without_torch_warnings():
-            collective_steps().all_reduce("write", outcome, self._publish)
+            collective_steps().all_reduce("write", lambda: naming_node(outcome), self._publish)
         if self._in_bucket and distributed.local_rank() == 0 and self._staging.is_dir():
             bucket.keep(self._staging)  # on other machines than the first rank's
 
