@@ -20,6 +20,11 @@ def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
     return rotary + max(loss, *(_of_layer(layer, sizes) for layer in layers))
 
 
+def _gathered(sizes: Sizes) -> int:
+    """Numbers of a token that sequence parallelism gathers before a product."""
+    return sizes.hidden * (sizes.between < sizes.tokens)
+
+
 def _of_layer(layer: Any, sizes: Sizes) -> int:
     """The model's input and the layer's own, the normed input, behind attention the residual stream, and a block."""
     attention: Any = getattr(layer, "self_attention", None)
@@ -60,8 +65,3 @@ def _mlp(mlp: nn.Module, sizes: Sizes) -> int:
         else:
             total += sizes.tokens * max(_gathered(sizes) + first, activated, inner + sizes.hidden)
     return total
-
-
-def _gathered(sizes: Sizes) -> int:
-    """Numbers of a token that sequence parallelism gathers before a product."""
-    return sizes.hidden if sizes.between < sizes.tokens else 0

@@ -37,7 +37,7 @@ def naming_node[T](action: Callable[[], T]) -> T:
     value, error = _attempt(action)
     if error is not None:
         forget_frames(error)
-        raise portable(error)
+        raise portable(error) or error
     return value  # type: ignore[return-value]
 
 

@@ -85,14 +85,12 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
 
 def _request(info: Any) -> str:
     """As YAML where there is a task (NeMo-Run's text of it fails with SkyPilot 0.12) or a manifest."""
-    task, manifest = (
-        getattr(info.request, "task", None),
-        getattr(getattr(info.request, "executor", None), "get_job_body", None),
-    )
-    if task is None and manifest is None:
-        return str(info)
-    plain = task.to_yaml_config() if manifest is None else manifest(info.request.name, info.request.cmd)
-    return yaml.safe_dump(plain, sort_keys=False)
+    request = info.request
+    if hasattr(request, "task"):
+        return yaml.safe_dump(request.task.to_yaml_config(), sort_keys=False)
+    if hasattr(getattr(request, "executor", None), "get_job_body"):
+        return yaml.safe_dump(request.executor.get_job_body(request.name, request.cmd), sort_keys=False)
+    return str(info)
 
 
 def remote_shell(options: LaunchOptions) -> Shell:

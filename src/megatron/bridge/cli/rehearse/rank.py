@@ -6,17 +6,18 @@ device. It shows what each part costs this rank, what the first rank has to do f
 """
 
 import copy
+import json
 import pickle
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.rehearse import step
-from megatron.bridge.cli.support.text_format import say
+from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.utils.errors import UserError
 
@@ -79,7 +80,7 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     for line in ("", *step.message_table(messages), ""):
         say(line)
     if file is not None:
-        step.write_messages(file, messages)
+        write_file("--messages", file, "".join(json.dumps(asdict(each)) + "\n" for each in messages))
     say("not rehearsed: the connections of NCCL, the network, the file system, and the time of the step")
     return 0
 
@@ -124,7 +125,7 @@ def set_up(
             clock.measure("process groups", lambda: setup.initialize(config), lambda _: _place())
             model = clock.measure("model chunks", lambda: setup.build_model(config), _parameters)
             if config.model.declared.hf_config is not None:
-                clock.measure("conversion plan", lambda: _conversion_tasks(config, model), _tasks)
+                clock.measure("conversion plan", lambda: _conversion(config, model), str)
             optimizer = clock.measure("optimizer", lambda: _optimizer(config, model), lambda _: "with its state")
             clock.measure("data position", lambda: _first_samples(config), str)
             _checkpoint(clock, model, optimizer, world_size)
@@ -155,14 +156,11 @@ def _parameters(model: list[Any]) -> str:
     return f"{count / 1e9:.2f} billion parameters on this rank, {len(model)} chunks"
 
 
-def _conversion_tasks(config: "ConfigContainer", model: list[Any]) -> list[Any]:
+def _conversion(config: "ConfigContainer", model: list[Any]) -> str:
+    """Other stages answer what this one says, so there are as many tasks as if all stages were like this one."""
     from megatron.bridge import AutoBridge
 
-    return AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
-
-
-def _tasks(tasks: list[Any]) -> str:
-    """Other stages answer what this one says, so there are as many tasks as if all stages were like this one."""
+    tasks = AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
     mine = {task.global_param_name: task.mapping.hf_names for task in tasks if task.megatron_module is not None}
     return f"{sum(map(len, mine.values())):,} tensors of the checkpoint, in {len(mine):,} of {len(tasks):,} tasks"
 

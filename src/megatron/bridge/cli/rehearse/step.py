@@ -2,13 +2,10 @@
 """The step of a rehearsed rank: the real loop over tensors without memory, and the messages that it sends."""
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support.text_format import columns, write_file
+from megatron.bridge.cli.support.text_format import columns
 
 if TYPE_CHECKING:
     from megatron.bridge.backends.cpu.messages import Message
@@ -70,8 +67,3 @@ def message_table(messages: "Sequence[Message]") -> Iterator[str]:
         name = group.lower().removesuffix("_group").replace("_", " ")
         rows.append((f"{len(sizes):,}", span, f"{sum(sizes) / 1e9:.3g}", str(ranks), f"{kind}, {name}"))
     yield from columns(rows)
-
-
-def write_messages(path: Path, messages: "Sequence[Message]") -> None:
-    """One JSON object a line, in order."""
-    write_file("--messages", path, "".join(json.dumps(asdict(each)) + "\n" for each in messages))

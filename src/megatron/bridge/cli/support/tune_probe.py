@@ -66,9 +66,8 @@ def overrides(search: "Search", price: "Price") -> list[str]:
     """The settings of a layout that differ from the config's, as ``key=value``."""
     from megatron.bridge.autotune.search.candidate import as_overrides
 
-    settings = price.candidate.settings()
-    if search.pricer.configured(price.candidate).ddp.use_distributed_optimizer:
+    settings, configured = price.candidate.settings(), search.pricer.configured(price.candidate)
+    settings["train.global_batch_size"] = configured.train.global_batch_size
+    if configured.ddp.use_distributed_optimizer:
         settings["ddp.use_distributed_optimizer"] = True
-    if price.candidate.batch:
-        settings["train.global_batch_size"] = search.config.train.global_batch_size * price.candidate.batch
     return as_overrides(search.config, settings)
