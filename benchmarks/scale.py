@@ -24,7 +24,8 @@ def measure(recipe: str, world_size: int) -> None:
     add_shared(parser, "job")
     # each data-parallel rank needs a sample
     job = prepare(parser.parse_args(["--recipe", recipe, f"train.global_batch_size={max(SIZES)}"]))
-    parts = set_up(resolved_config(job, world_size), world_size // 2 + 5, world_size, lambda part: None, messages=[])
+    parts: list[Any] = []
+    set_up(resolved_config(job, world_size), world_size // 2 + 5, world_size, parts.append, messages=[])
     print(json.dumps([vars(part) for part in parts]))
 
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimated activations against the live storages of a real pipeline stage in Megatron-Core's schedule."""
 
+import dataclasses
+
 import pytest
 
 from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.search.search import candidate_of
 from megatron.bridge.backends.kernels import eager
+from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.lora import LoRA
 from tests.unit_tests.autotune.measured import peak
 from tests.unit_tests.autotune.models import FAMILIES, provider
 from tests.unit_tests.autotune.test_memory import configured
@@ -41,6 +45,16 @@ def test_peak_is_that_of_a_real_stage(monkeypatch, family, layers, values, stage
     chunks = meta_model.stage_chunks(config.model)[stage]
     estimate = activations.activation_bytes(config, chunks, stage, stages)
     assert estimate == pytest.approx(peak(config, stage, 8), rel=0.08)
+
+
+@pytest.mark.parametrize("peft", [LoRA(dim=32), DoRA(dim=8)], ids=["LoRA", "DoRA"])
+def test_peak_with_adapters_is_that_of_a_real_model(monkeypatch, peft):
+    """Frozen layers keep no input for a weight's gradient; DoRA keeps outputs to scale them."""
+    monkeypatch.setattr(eager, "CHUNK", 1 << 13)
+    config = dataclasses.replace(stage_config("llama", 4), peft=peft)
+    (chunks,) = meta_model.stage_chunks(config.model, peft)
+    estimate = activations.activation_bytes(config, chunks, 0, 1)
+    assert estimate == pytest.approx(peak(config, 0, 2), rel=0.05)
 
 
 def test_outputs_of_stages_are_deallocated():

@@ -51,7 +51,7 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
-from megatron.bridge.autotune.layers import INTO_RESIDUAL, is_dispatched, layers_of, weight_shape
+from megatron.bridge.autotune.layers import INTO_RESIDUAL, is_dispatched, keeps_input, layers_of, weight_shape
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.models.model_provider import ModelProvider
@@ -330,8 +330,9 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():
         if name in _BLOCKS and not isinstance(part, IdentityOp):
-            total += sizes.stream * ("layernorm" not in recomputed)
-            total += 0 if _is_recomputed(name, part, recomputed) else _inside(part, sizes, recomputed)
+            total += sizes.stream * ("layernorm" not in recomputed and _keeps_own_input(part, sizes))
+            whole = "moe" if hasattr(part, "router") else name  # the module of which nothing inside is kept
+            total += 0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
         else:  # a norm, or a linear layer
@@ -339,14 +340,16 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     return total
 
 
+def _keeps_own_input(block: nn.Module, sizes: Sizes) -> bool:
+    """Whether a layer that reads the input of ``block`` keeps it."""
+    modules = [module for path, module in block.named_modules() if not is_dispatched(path)]
+    readers = [module for module in modules if (weight_shape(module) or ())[1:] == (sizes.hidden,)]
+    return any(map(keeps_input, readers)) or not readers
+
+
 def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
     """Bytes that a part of a layer keeps, without recomputation; ``path`` is its place in the layer."""
     return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
-
-
-def _is_recomputed(name: str, block: nn.Module, recomputed: tuple[str, ...]) -> bool:
-    """Whether nothing inside of ``block`` is kept."""
-    return name == "mlp" and ("moe" if hasattr(block, "router") else "mlp") in recomputed
 
 
 def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
@@ -375,22 +378,30 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
         return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
-    return _linear(path, shape, sizes) * sizes.number
+    beside = _tokens(path, sizes) * _of_adapter(module, shape[0])
+    return (_linear(path, shape, sizes, keeps_input(module)) + beside) * sizes.number
 
 
-def _linear(path: str, shape: tuple[int, ...], sizes: Sizes) -> int:
+def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> int:
     """Numbers that a linear layer keeps; its weight is [out, in]."""
     tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
-        return tokens * shape[1] * (1 + sizes.activation + sizes.weighting * dispatched)
-    if path.endswith(INTO_RESIDUAL):
+        return tokens * shape[1] * (keeps + sizes.activation + sizes.weighting * dispatched)
+    if path.endswith(INTO_RESIDUAL):  # attention's kernel keeps its output in any case
         return tokens * shape[1]
     if dispatched:
-        return tokens * (shape[0] + shape[1])
+        return tokens * (shape[0] + shape[1] * keeps)
     if path.endswith(sizes.joined):
         return sizes.between * shape[1]
-    inputs = 0 if shape[1] == sizes.hidden else sizes.between * shape[1]  # the block's own is counted with it
+    # the block's own is counted with it
+    inputs = 0 if shape[1] == sizes.hidden or not keeps else sizes.between * shape[1]
     return tokens * shape[0] + inputs
+
+
+def _of_adapter(module: Any, outputs: int) -> int:
+    """Numbers of a token that an adapter keeps: those between its factors, and DoRA's outputs that it scales."""
+    adapter = getattr(module, "adapter", None)
+    return 0 if adapter is None else adapter.shape.rank + outputs * adapter.scales_outputs
 
 
 def _tokens(path: str, sizes: Sizes) -> int:

@@ -59,6 +59,12 @@ def weight_shape(module: Any) -> tuple[int, ...] | None:
     return None if weight is None else tuple(weight.shape)
 
 
+def keeps_input(module: Any) -> bool:
+    """Whether the gradient of a linear layer's weight, or of its adapter, needs what the layer read."""
+    weight = _weight(module)
+    return hasattr(module, "adapter") or weight is None or weight.requires_grad
+
+
 def _weight(module: Any) -> Tensor | None:
     return getattr(module, "weight0", getattr(module, "weight", None))
 

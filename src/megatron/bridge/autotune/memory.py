@@ -60,7 +60,8 @@ def memory_per_rank(config: ConfigContainer, world_size: int, teacher: ModelProv
     # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
     plain = replace(config, model=without_quantization(config.model))
     copies = quantized_bytes(config.model)
-    found = [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(_stages(plain))]
+    stages = meta_model.stage_chunks(plain.model, plain.peft)
+    found = [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(stages)]
     if teacher is None:
         return found
     beside = enumerate(meta_model.stage_chunks(teacher))
@@ -87,14 +88,6 @@ class _Replicas:
         dense = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
         expert = world_size // (expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size)
         return cls(max(dense // instances, 1), max(expert // instances, 1))
-
-
-def _stages(config: ConfigContainer) -> list[list[MegatronModule]]:
-    stages = meta_model.stage_chunks(config.model)
-    if config.peft is not None:
-        with meta_model.as_stage(config.model, stage=0, several=False), torch.device("meta"):
-            config.peft([chunk for chunks in stages for chunk in chunks])
-    return stages
 
 
 def _memory(

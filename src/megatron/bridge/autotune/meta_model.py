@@ -56,12 +56,16 @@ _ALONE: dict[str, Any] = {
 }
 
 
-def stage_chunks(model: ModelProvider) -> list[list[MegatronModule]]:
+def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronModule]]:
     """The bare chunks of each pipeline stage, on the meta device, of a provider whose layout has been checked.
 
-    All ranks of a stage hold equally many parameters; these are the chunks of the first.
+    All ranks of a stage hold equally many parameters; these are the chunks of the first. ``peft`` adds its adapters.
     """
-    return [_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
+    stages = [_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
+    if peft is not None:
+        with as_stage(model, stage=0, several=False), torch.device("meta"):
+            peft([chunk for chunks in stages for chunk in chunks])
+    return stages
 
 
 def whole_model(model: ModelProvider) -> MegatronModule:

@@ -41,7 +41,7 @@ def predict(
     ``stages`` are the chunks of all stages, if they have been built; times are those of ``profile``, if there is one.
     """
     model = without_quantization(config.model)
-    plan = plan_of(config, meta_model.stage_chunks(model) if stages is None else stages)
+    plan = plan_of(config, meta_model.stage_chunks(model, config.peft) if stages is None else stages)
     return predict_step(plan, setting_of(config, world_size), roofline_of(config, card, profile, world_size))
 
 

@@ -133,17 +133,14 @@ class _HostSizes(TorchFunctionMode):
         if name == "to" and self._picks_rows and not (args[0].is_meta or args[0].is_floating_point()):
             return args[0]
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            if name in ("__getitem__", "__setitem__") and _is_mask(args[1]):
+            is_item = name in ("__getitem__", "__setitem__") and getattr(args[1], "is_meta", False)
+            if is_item and args[1].dtype == torch.bool:  # a mask
                 return args[0].clone() if name == "__getitem__" else None
             if name == "tolist":  # images of each sample
                 return [1] * len(args[0])
             if name == "__bool__":  # whether all of a mask is set
                 return True
         return func(*args, **(kwargs or {}))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.is_meta and index.dtype == torch.bool
 
 
 class _Attention(torch.autograd.Function):

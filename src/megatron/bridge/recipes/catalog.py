@@ -101,11 +101,8 @@ def search(text: str) -> list[Recipe]:
         ['smollm2_135m_pretrain_config']
     """
     words = text.lower().split()
-    return [recipe for recipe in catalog().values() if all(word in _searchable(recipe) for word in words)]
-
-
-def _searchable(recipe: Recipe) -> str:
-    return f"{recipe.name} {recipe.stage} {recipe.what} {recipe.gpus}x{recipe.gpu_kind}".lower()
+    shown = {it: f"{it.name} {it.stage} {it.what} {it.gpus}x{it.gpu_kind}".lower() for it in catalog().values()}
+    return [recipe for recipe, line in shown.items() if all(word in line for word in words)]
 
 
 def _parse(name: str, module: str, summary: str) -> Recipe:

@@ -6,6 +6,7 @@ import pytest
 from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.search.search import candidate_of
+from megatron.bridge.peft.lora import LoRA
 from tests.unit_tests.autotune.models import provider
 from tests.unit_tests.autotune.test_memory import configured
 
@@ -26,6 +27,18 @@ def test_quick_memory_is_the_exact_one(family, values, world_size):
     exact = [rank.total for rank in memory_per_rank(config, world_size)]
     quick = Pricer(config, world_size, "H100 80GB").memory(candidate_of(config))
     assert quick == pytest.approx(exact, rel=0.02)
+
+
+@pytest.mark.parametrize(("family", "values", "world_size"), CASES[1:4])
+def test_frozen_weights_have_no_gradients(family, values, world_size):
+    config = configured(provider(family, 16, **values)).resolve(world_size).config
+    whole = Pricer(config, world_size, "H100 80GB").price(candidate_of(config))
+    config.peft = LoRA(dim=8)
+    exact = [rank.total for rank in memory_per_rank(config, world_size)]
+    adapted = Pricer(config, world_size, "H100 80GB").price(candidate_of(config))
+    assert adapted.memory == pytest.approx(exact, rel=0.02)
+    assert max(adapted.memory) < max(whole.memory)
+    assert adapted.seconds < whole.seconds
 
 
 def test_a_model_whose_experts_overlap_is_priced():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.bridge.autotune import meta_model
@@ -128,11 +129,13 @@ class Pricer:
     def parts(self, candidate: Candidate, config: ConfigContainer | None = None) -> tuple[float, float, float]:
         """Bytes of the weights of layers, of their gradients, and of their optimizer state, on an average stage."""
         config = config or self.configured(candidate)
-        layers = self._of(candidate)
-        dense = sum(shape.weights for shape, _ in layers.decoder) / candidate.pipeline
-        experts = sum(shape.expert_weights for shape, _ in layers.decoder) / candidate.pipeline
-        experts *= (config.model.num_moe_experts or 0) / candidate.expert
-        return self._state_bytes(dense, experts, candidate, config)
+        shapes = [shape for shape, _ in self._of(candidate).decoder]
+        local = (config.model.num_moe_experts or 0) / candidate.expert
+        held = [
+            (shape.weights / candidate.pipeline, shape.expert_weights * local / candidate.pipeline) for shape in shapes
+        ]
+        trained = [(d * shape.trained, e * shape.trained) for (d, e), shape in zip(held, shapes, strict=True)]
+        return self._state_bytes(np.sum(held, 0), np.sum(trained, 0), candidate, config)
 
     def memory(self, candidate: Candidate) -> tuple[int, ...] | None:
         """Bytes of the fullest rank of each stage; None if its stages cannot be filled with layers."""
@@ -218,9 +221,10 @@ class Pricer:
             if front is not None:
                 counted[0] = replace(counted[0], tower=self._count_tower(sizes.images))
             most = max(moment.total for moment in stage_moments(config.model, counted, sizes, pipeline, stage))
-            dense, experts = stage_weights(chunks, setting)
-            dense += sum(map(torch.numel, front.vision.parameters())) if front is not None else 0
-            found.append(int(sum(self._state_bytes(dense, experts, candidate, config)) + most))
+            tower = (0 if front is None else sum(map(torch.numel, front.vision.parameters())), 0)
+            held = np.sum([stage_weights(chunks, setting, frozen=True), tower], 0)
+            trained = np.sum([stage_weights(chunks, setting), tower], 0)
+            found.append(int(sum(self._state_bytes(held, trained, candidate, config)) + most))
         return tuple(found)
 
     def forward_only(self, candidate: Candidate) -> int:
@@ -246,9 +250,9 @@ class Pricer:
         return self._counted[key]
 
     def _state_bytes(
-        self, dense: float, experts: float, candidate: Candidate, config: ConfigContainer
+        self, held: np.ndarray, trained: np.ndarray, candidate: Candidate, config: ConfigContainer
     ) -> tuple[float, float, float]:
-        """Of weights, gradients and optimizer state."""
+        """Of weights, gradients and optimizer state; numbers of experts stand second."""
         model, ddp = config.model, config.ddp
         number = 2 if model.bf16 or model.fp16 else 4
         copies = quantized_bytes(model)
@@ -259,8 +263,8 @@ class Pricer:
         moments = optimizer_bytes(config, torch.bfloat16 if number == 2 else torch.float32)
         if not ddp.use_distributed_optimizer:
             replicas = expert_replicas = 1
-        numbers, owned = dense + experts, dense / replicas + experts / expert_replicas
-        return numbers * (number + copies), numbers * gradient, moments * owned
+        owned = trained[0] / replicas + trained[1] / expert_replicas
+        return sum(held) * (number + copies), sum(trained) * gradient, moments * owned
 
     def _of(self, candidate: Candidate) -> _Layers:
         key = (candidate.tensor, candidate.expert_tensor or candidate.tensor)
@@ -277,7 +281,7 @@ class Pricer:
         if model.num_moe_experts:
             model.expert_model_parallel_size, model.expert_tensor_parallel_size = (model.num_moe_experts, expert_tensor)
         with silenced(model_provider):  # it says for each split which kernels this machine lacks
-            (chunk,) = meta_model.stage_chunks(model)[0]
+            (chunk,) = meta_model.stage_chunks(model, self.config.peft)[0]
         first: dict[LayerShape, Any] = {}
         decoder, ahead = [], []
         decoder_layers: Any = chunk.decoder

@@ -197,12 +197,14 @@ def _message(setting: Setting, kernels: Roofline) -> float:
     return kernels.links.send(size, setting.world_size // setting.pipeline.stages)
 
 
-def stage_weights(chunks: tuple[Chunk, ...], setting: Setting) -> tuple[float, float]:
-    """Trained parameters of a rank: those of experts second."""
+def stage_weights(chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = False) -> tuple[float, float]:
+    """Trained parameters of a rank, and ``frozen`` ones, too, if asked for: those of experts second."""
     layers = [layer for chunk in chunks for layer in chunk.layers]
-    dense = sum(layer.weights * layer.trained for layer in layers)
-    experts = sum(layer.expert_weights * layer.trained for layer in layers) * setting.run.local_experts
-    trained = layers[0].trained if layers else 1.0
+    parts = [1.0 if frozen else layer.trained for layer in layers]
+    dense = sum(layer.weights * part for layer, part in zip(layers, parts, strict=True))
+    experts = sum(layer.expert_weights * part for layer, part in zip(layers, parts, strict=True))
+    experts *= setting.run.local_experts
+    trained = parts[0] if parts else 1.0
     ends = sum(chunk.embedding for chunk in chunks) + sum(chunk.losses > 0 for chunk in chunks)
     if setting.tied and setting.pipeline.stages == 1:
         ends = 1

@@ -11,7 +11,7 @@ import pickle
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,15 +48,13 @@ class Clock:
 
     report: Callable[[Part], None]  # called after each part
     traffic: "Traffic"
-    parts: list[Part] = field(default_factory=list)
 
     def measure[T](self, name: str, action: Callable[[], T], facts: Callable[[T], str]) -> T:
-        """The result of ``action``, after it is recorded as part ``name``."""
+        """The result of ``action``, after it is reported as part ``name``."""
         before = self._now()
         found = action()
         wall, cpu, memory, received = (after - start for start, after in zip(before, self._now(), strict=True))
-        self.parts.append(Part(name, wall, cpu, memory, received, facts(found)))
-        self.report(self.parts[-1])
+        self.report(Part(name, wall, cpu, memory, received, facts(found)))
         return found
 
     def _now(self) -> tuple[float, float, float, float]:
@@ -109,8 +107,8 @@ def set_up(
     world_size: int,
     report: Callable[[Part], None],
     messages: "list[Message] | None" = None,
-) -> list[Part]:
-    """Set up the rank with a result of ``resolved_config``; the cost of each part is reported and returned.
+) -> None:
+    """Set up the rank with a result of ``resolved_config``; the cost of each part is reported.
 
     With ``messages``, a step follows, and the list gets its messages.
     """
@@ -133,7 +131,6 @@ def set_up(
                 messages += _step(clock, config, model, optimizer)
         finally:
             parallel_state.destroy_model_parallel()
-    return clock.parts
 
 
 def _place() -> str:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -200,8 +201,8 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
         for task, mine in zip(tasks, shards, strict=True)
     ]
     for start, crosses, is_on_way in (
-        (exchange.start_to_first_expert, _crosses_experts, _is_first_shard),
-        (exchange.start_to_first_stage, _crosses_stages, _is_first_expert),
+        (exchange.start_to_first_expert, attrgetter("owner.expert_rank"), _is_first_shard),
+        (exchange.start_to_first_stage, attrgetter("owner.stage"), _is_first_expert),
     ):
         if not any(map(crosses, tasks)):
             continue
@@ -214,16 +215,6 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
         yield None
         held = [found.wait() for found in sent]
     yield [found or {} for found in held]
-
-
-def _crosses_experts(task: WeightConversionTask) -> bool:
-    """Whether a task's tensors go from other ranks of the stage to the first one."""
-    return bool(task.owner.expert_rank)
-
-
-def _crosses_stages(task: WeightConversionTask) -> bool:
-    """Whether a task's tensors go from a later stage to the first one."""
-    return task.owner.stage > 0
 
 
 def _is_first_expert(task: WeightConversionTask) -> bool:
