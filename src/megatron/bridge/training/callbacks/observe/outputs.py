@@ -283,7 +283,7 @@ def _save_id(config: ConfigContainer, name: str, value: str) -> None:
 
 NAMESPACE = "megatron_bridge_"
 
-GAUGES = yaml_text.tables_beside(__file__)
+GAUGES = yaml_text.tables_beside(str(Path(__file__).with_name("gauges")))
 """Metric -> its name in Prometheus, what it means, and the factor to Prometheus' base unit."""
 
 
