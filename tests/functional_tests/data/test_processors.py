@@ -24,6 +24,7 @@ def ran_beside(*words):
     )
 
 
+@pytest.mark.slow
 def test_samples_equal_those_of_composite_processors():
     ran = ran_beside("tests.functional_tests.data.processors_oracle")
     assert ran.stdout.splitlines() == [f"{name} done" for name in TOYS], ran.stderr[-2000:]

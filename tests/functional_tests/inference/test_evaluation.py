@@ -88,7 +88,9 @@ def reference(directory, tasks):
     )
 
 
-@pytest.mark.parametrize("layout", [[], ["--tp", "2"], pytest.param(["--pp", "2"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [[], *(pytest.param([layout, "2"], marks=pytest.mark.slow) for layout in ("--tp", "--pp"))]
+)
 def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path, layout):  # noqa: F811
     torch.set_num_threads(1)
     out = tmp_path / "out.json"
@@ -105,6 +107,7 @@ def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path, layout):  
                 assert found["results"][name][metric] == pytest.approx(value, rel=1e-6, abs=1e-4), (name, metric)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(model_dir, tasks, tmp_path):  # noqa: F811
     options = [str(model_dir), "--tasks", "toy_choice", "--include-path", str(tasks), "--dtype", "float32"]
     options += ["--tp", "2", "--kv-memory", "16MB"]

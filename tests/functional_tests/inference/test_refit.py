@@ -239,7 +239,7 @@ def receive_as_engine(case, port, address, folder):
     ("name", "layout", "api"),
     [
         ("llama_tied", "tp2", "vllm"),
-        ("llama_tied", "pp2", "sglang"),
+        pytest.param("llama_tied", "pp2", "sglang", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "ep2", "vllm", marks=pytest.mark.slow),
     ],
 )

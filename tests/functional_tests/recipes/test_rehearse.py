@@ -45,6 +45,7 @@ def test_what_fails_is_named(folder, capfd, monkeypatch):
     assert "the rehearsal failed: training, rank 0: ValueError: this step is broken" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_vision_tower(folder, capfd):
     code, lines = rehearsed(capfd, "--recipe", "smolvlm2_256m_finetune_config", "--world-size", "1")
     assert code == 0, lines[-1]

@@ -180,7 +180,7 @@ def all_layouts(root, peft, layouts):
     return {name: run(root, settings, LAYOUTS[name], LoRA(dim=4) if peft else None) for name in layouts}
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_two_processes(places, two_workers, peft):
     """With adapters, each chunk is its own reference."""
     settings = DPOConfig(beta=0.4, reference=None if peft else str(places / "other"))

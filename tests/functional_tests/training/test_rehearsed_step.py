@@ -17,7 +17,7 @@ TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virt
 LAYOUTS = [
     ("llama", {TP: 2, "sequence_parallel": True, PP: 2}, {}),
     ("llama", {PP: 2, VP: 2}, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
-    ("llama", {"context_parallel_size": 2, TP: 2}, {}),
+    pytest.param("llama", {"context_parallel_size": 2, TP: 2}, {}, marks=pytest.mark.slow),
     ("qwen3", {PP: 4, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
 ]
 

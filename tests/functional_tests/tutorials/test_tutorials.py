@@ -106,6 +106,7 @@ def test_a_model_learns_to_name_colors(tmp_path):
 # ---- tutorials/recipes/llama ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pretraining(ran):
     folder, output = ran
     found = losses(folder / OUT / "llama/pretrain")
@@ -117,6 +118,7 @@ def test_pretraining(ran):
     assert all((model / name).stat().st_size for name in ("model.safetensors", "tokenizer.json", "README.md"))
 
 
+@pytest.mark.slow
 def test_adapters(ran):
     """Answers got better, held-out ones too, and peft makes the merged model of base and adapter."""
     folder, output = ran
@@ -143,6 +145,7 @@ def same_logits(folder):
     return difference < 1e-4 * adapted.std() < (before - adapted).abs().max()
 
 
+@pytest.mark.slow
 def test_conversion(ran):
     output = ran[1]["02_convert_and_compare"]
     assert float(re.search(r"two logits: (\S+) of their", output)[1]) < 1e-4
@@ -152,6 +155,7 @@ def test_conversion(ran):
     assert "QKVMapping" in output
 
 
+@pytest.mark.slow
 def test_own_loss_and_callback(ran):
     output = ran[1]["03_custom_forward_step_and_callback"]
     assert "focal loss" in output
@@ -208,11 +212,13 @@ def test_nemo_run_script(tmp_path):
 # ---- tutorials/data ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_blend(ran):
     assert "of 200 training samples, 140 are from lighthouses and 60 from logbook" in ran[1]["00_text_to_blend"]
     assert "24 documents" in ran[1]["00_text_to_blend"]
 
 
+@pytest.mark.slow
 def test_chats(ran):
     """The loss covers exactly the answers of the first conversation; packed rows are nearly full."""
     messages = json.loads((DATA / "chats/training.jsonl").read_text().splitlines()[0])["messages"]
@@ -227,11 +233,13 @@ def test_chats(ran):
     assert int(fill) > 80
 
 
+@pytest.mark.slow
 def test_own_records(ran):
     assert "training: 16 samples, 4 dropped by process_example_fn" in ran[1]["02_own_records"]
     assert re.search(r"in the loss: '(white|red|green)<\|im_end\|>'", ran[1]["02_own_records"])
 
 
+@pytest.mark.slow
 def test_preparation_goes_on(tmp_path):
     """By the script's own assertions nothing looks finished after the kill, and the result is the same."""
     output = started(sys.executable, DATA / "03_resumable_preparation.py", folder=tmp_path)
