@@ -6,7 +6,6 @@ They hold what kernels alone leave out: Python, autograd, the allocator, and ope
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,10 @@ from megatron.bridge.backends.hardware import speed
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
-_CALLS = 6  # of each batch; the first is not counted
+_CALLS = 4  # of each batch in a round; the first is not counted
+_ROUNDS = 5  # over all batches, so that a slow moment of the machine does not fall on one of them alone
+_Size = tuple[int, int]
+_Calls = list[dict[str, list[float]]]
 _SHARE = 4  # the model may fill this part of the device's memory
 
 
@@ -48,16 +50,19 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
         return {}
     _fill(chunk)
     found: dict[str, Samples] = {}
+    calls: dict[_Size, _Calls] = {}
     end = time.monotonic() + budget
     with meta_model.as_only_rank(model), meta_model.nothing_random():
-        for rows, length in _batches(config.dataset.seq_length):
-            if found and time.monotonic() > end:
+        for size in _batches(config.dataset.seq_length) * _ROUNDS:
+            if calls and time.monotonic() > end:
                 break
-            _add(found, config, (rows, length), chunk, kinds)
+            calls.setdefault(size, []).extend([_passes(chunk, *size) for _ in range(_CALLS)][1:])
+    for size, each in calls.items():
+        _add(found, config, size, chunk, kinds, each)
     return {name: sorted(samples) for name, samples in found.items()}
 
 
-def _batches(length: int) -> list[tuple[int, int]]:
+def _batches(length: int) -> list[_Size]:
     """Rows and tokens, from small to large."""
     return [(1, length // 8), (1, length // 4), (1, length // 2), *((rows, length) for rows in (1, 2, 4, 8))]
 
@@ -88,12 +93,11 @@ def _fill(chunk: nn.Module) -> None:
 
 
 def _add(
-    found: dict[str, Samples], config: ConfigContainer, size: tuple[int, int], chunk: Any, kinds: Sequence[str]
+    found: dict[str, Samples], config: ConfigContainer, size: _Size, chunk: Any, kinds: list[str], calls: _Calls
 ) -> None:
-    """Measure one batch size."""
+    """Add the medians of the passes of one batch size."""
     rows, length = size
     run = replace(run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False)
-    calls = [_passes(chunk, rows, length) for _ in range(_CALLS)][1:]
     operations = [
         run.tokens * operations_per_token(_shape(config, layer, length), run) for layer in chunk.decoder.layers
     ]

@@ -63,13 +63,12 @@ def _lines(found: "list[rl.Step]") -> Iterator[str]:
         f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, {lengths.sum():,} together. "
         "Predicted, not measured:"
     )
-    times = ("step", "log-probs", "update", "without balance")
-    rows: list[tuple[str, ...]] = [("", *times, "rows", "of tokens", "GB", "layout")]
+    heads = ("step", "log-probs", "update", "without balance", "rows", "of tokens", "GB", "layout")
+    rows: list[tuple[str, ...]] = [("", *heads)]
     for place, step in enumerate(found, 1):
-        seconds = (step.seconds, step.log_probs, step.update, step.unbalanced)
-        texts = [f"{each:.2f} s" for each in seconds]
-        packed = (f"{step.rows[0]}", f"{step.job.max_token_len:,}")
-        rows.append((str(place), *texts, *packed, f"{step.price.fullest / 1e9:.1f}", step.price.candidate.label()))
+        texts = [f"{each:.2f} s" for each in (step.seconds, step.log_probs, step.update, step.unbalanced)]
+        texts += [f"{step.rows[0]}", f"{step.job.max_token_len:,}", f"{step.price.fullest / 1e9:.1f}"]
+        rows.append((str(place), *texts, step.price.candidate.label()))
     yield from columns(rows)
 
 
