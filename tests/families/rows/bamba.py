@@ -32,7 +32,7 @@ H1 = {
 }
 
 ROWS = [
-    Row("falcon_h1", "FalconH1ForCausalLM", H1, ("tp2", "sp2", "pp2"), slow=("vp2",)),
+    Row("falcon_h1", "FalconH1ForCausalLM", H1, ("tp2", "sp2", "pp2"), ("tp2pp2",), slow=("vp2",)),
     Row(
         "falcon_h1_groups",
         "FalconH1ForCausalLM",
