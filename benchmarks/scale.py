@@ -16,7 +16,7 @@ SIZES = (256, 1024, 4096, 16384, 65536)
 
 def measure(recipe: str, world_size: int) -> None:
     """Print the parts of one rank's set-up as JSON; each size has a process of its own."""
-    from megatron.bridge.cli.rehearse.rank import resolved_config, set_up
+    from megatron.bridge.cli.rehearse.rank import rehearse_parts, resolved_config
     from megatron.bridge.cli.support.parser import Parser, add_shared
     from megatron.bridge.cli.support.train_job import prepare
 
@@ -25,7 +25,7 @@ def measure(recipe: str, world_size: int) -> None:
     # each data-parallel rank needs a sample
     job = prepare(parser.parse_args(["--recipe", recipe, f"train.global_batch_size={max(SIZES)}"]))
     parts: list[Any] = []
-    set_up(resolved_config(job, world_size), world_size // 2 + 5, world_size, parts.append, messages=[])
+    rehearse_parts(resolved_config(job, world_size), world_size // 2 + 5, world_size, parts.append)
     print(json.dumps([vars(part) for part in parts]))
 
 

@@ -73,8 +73,7 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     config = resolved_config(job, world_size)
     say(f"rank {rank} of {world_size} of {job.source}: without memory and without other processes")
     say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
-    messages: list[Message] = []
-    set_up(config, rank, world_size, lambda part: say(_line(part)), messages)
+    messages = rehearse_parts(config, rank, world_size, lambda part: say(_line(part)))
     for line in ("", *step.message_table(messages), ""):
         say(line)
     if file is not None:
@@ -101,16 +100,13 @@ def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
     return config
 
 
-def set_up(
-    config: "ConfigContainer",
-    rank: int,
-    world_size: int,
-    report: Callable[[Part], None],
-    messages: "list[Message] | None" = None,
-) -> None:
-    """Set up the rank with a result of ``resolved_config``; the cost of each part is reported.
+def rehearse_parts(
+    config: "ConfigContainer", rank: int, world_size: int, report: Callable[[Part], None]
+) -> "list[Message]":
+    """Set up the rank and run a step, with a result of ``resolved_config``; the cost of each part is reported.
 
-    With ``messages``, a step follows, and the list gets its messages.
+    Returns:
+        The messages of the step, in order.
     """
     from megatron.core import parallel_state
 
@@ -127,8 +123,7 @@ def set_up(
             optimizer = clock.measure("optimizer", lambda: _optimizer(config, model), lambda _: "with its state")
             clock.measure("data position", lambda: _first_samples(config), str)
             _checkpoint(clock, model, optimizer, world_size)
-            if messages is not None:
-                messages += _step(clock, config, model, optimizer)
+            return _step(clock, config, model, optimizer)
         finally:
             parallel_state.destroy_model_parallel()
 
