@@ -26,7 +26,7 @@ from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 import megatron.bridge
 from megatron.bridge.launchers.options import TARGETS, LaunchOptions
 from megatron.bridge.launchers.preflight import Shell, ShellResult, check_host
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
 
 # this command says itself what it did
 CONSOLE.quiet = True
@@ -273,7 +273,7 @@ def _other(options: LaunchOptions) -> Any:
     try:
         return kind(**given)
     except Exception as error:  # the one for Kubeflow reads the configuration of a cluster
-        raise UserError(f"--on {options.on}: NeMo-Run's {kind.__name__} says: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--on {options.on}: NeMo-Run's {kind.__name__} says: {one_line(error)}") from error
 
 
 def _cpus(options: LaunchOptions) -> int | None:

@@ -24,7 +24,7 @@ _KINDS = {
     "alltoall_base_": "all-to-all",
     "recv_": "receive",
 }
-"""Names of torch's operations that differ from those of Megatron-Core's papers, underscores at the end left out."""
+"""The usual names of torch's operations; an operation without a row keeps its own, without underscores at its ends."""
 
 
 @dataclass(frozen=True)
