@@ -107,6 +107,10 @@ STAGES = (
         "k", "graphs", "Llama 3.2 1B without CUDA graphs, with those of layers, with one of a step", 120, 180,
         (at_most("largest difference of losses", 1e-3),),
     ),
+    Stage(
+        "l", "generation", "greedy tokens against transformers in fp32, then Llama 3.2 1B in bf16", 90, 150,
+        (at_most("texts that differ", 0), at_least("batch 32: decoding over transformers", 2)),
+    ),
     Stage("j", "profile", "one step: the ten longest kernels and the time without any", 60, 90),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch.nn.attention import varlen
 
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, PackedSegment, whole_sequence, zigzag_spans
+from megatron.bridge.backends.decoding.step import SingleTokens, Span, Step
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
 
@@ -212,3 +213,27 @@ def test_memory_of_a_long_packed_row_grows_with_its_length_only(form):
     torch.cuda.reset_peak_memory_stats()
     module(q, k, v, None, packed_seq_params=packed).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 12 * q.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [AttentionWindow(None, 0), AttentionWindow(50, 0)])
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (5, 1, 33, 64)])
+def test_extents_of_a_cache(counts, window, sinks):
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    spans, row = [], 0
+    for count, length, extent in zip(counts, (700, 5, 333, 64), (1000, 0, 3000, 2000), strict=True):
+        spans.append(Span(row, count, length - count, extent, len(spans)))
+        row += count
+    query, cache = torch.randn(row, 8, 64), torch.randn(2, 4096, 2, 64)
+    offsets = torch.randn(8) if sinks else None
+    expected = naive.attend_extents(query, *cache, Step(spans, torch.device("cpu")).extents, window, 0.125, offsets)
+    query, cache = query.to(device).bfloat16(), cache.to(device).bfloat16()
+    step = Step(spans, device)
+    if set(counts) == {1}:
+        numbers = torch.tensor([(span.start, span.extent) for span in spans], device=device)
+        step = SingleTokens(*numbers.t(), 131_072)
+    offsets = None if offsets is None else offsets.to(device)
+    found = flash_attention.attend_extents(query, *cache, step.extents, window, 0.125, offsets)
+    torch.testing.assert_close(found.float().cpu(), expected, atol=2e-2, rtol=2e-2)

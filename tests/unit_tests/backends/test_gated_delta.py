@@ -94,3 +94,24 @@ def test_norm_of_queries_and_keys():
     wanted = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     assert torch.allclose(gated_delta_net.l2norm(x), wanted, rtol=1e-12)
     assert gated_delta_net.l2norm(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [False, True])
+def test_kernels_of_flash_linear_attention(channels):
+    """What runs in their place without them; decays of each channel are those of Kimi delta attention."""
+    module = pytest.importorskip("fla.ops.kda" if channels else "fla.ops.gated_delta_rule")
+    kernel = module.chunk_kda if channels else module.chunk_gated_delta_rule
+    torch.manual_seed(0)
+    shape = (2, 200, 4, 128)
+    q, k, v = (torch.randn(shape, device="cuda") for _ in range(3))
+    g = -torch.rand(shape if channels else shape[:-1], device="cuda")
+    tensors = [gated_delta_net.l2norm(q), gated_delta_net.l2norm(k), v, g, torch.rand(shape[:-1], device="cuda")]
+    outputs = []
+    for function, dtype in ((gated_delta_net.chunk_gated_delta_rule, torch.float32), (kernel, torch.bfloat16)):
+        given = [one.to(torch.float32 if one is g else dtype).requires_grad_() for one in tensors]
+        out, _ = function(*given)
+        out.float().square().sum().backward()
+        outputs.append([out, *(one.grad for one in given)])
+    for expected, found in zip(*outputs, strict=True):
+        assert (found - expected).norm() <= 2e-2 * expected.norm()

@@ -21,7 +21,10 @@ MIXED = ("llama_tied", "gemma2", "gemma4", "gpt_oss", "deepseek_v3", "qwen3_next
 SOME = ("gpt2", "opt", "cohere2", "hunyuan_moe", "granitemoehybrid")
 """Of the brief rows, those whose decoding has something of its own."""
 NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if row.brief and name not in SOME else ()) for name, row in ROWS.items()
+    pytest.param(name, marks=pytest.mark.slow if row.brief and name not in SOME else ())
+    for name, row in ROWS.items()
+    # whose frequencies change with every token beyond the trained length, where ``LLM`` refuses a text
+    if row.config.get("rope_parameters", {}).get("rope_type") != "dynamic"
 ]
 
 

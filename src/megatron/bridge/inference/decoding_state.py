@@ -38,7 +38,7 @@ from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
 from megatron.bridge.backends.recurrent.short_conv import ShortConv
 from megatron.bridge.backends.specs.torch_spec import TorchLatentAttention
 from megatron.bridge.checkpoint.model_io import unwrap
-from megatron.bridge.models.features.rope import ScaledRotaryEmbedding
+from megatron.bridge.models.features.rope import frequencies_and_factor
 from megatron.bridge.utils.errors import UserError
 
 _PARALLEL_LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
@@ -142,11 +142,14 @@ class DecodingState:
                 for weight, stored in zip(module.weights(), packed, strict=True):
                     changes.empty(weight, stored)
 
-    def begin(self, step: Step, rows: Sequence[int]) -> None:
-        """Prepare for a pass over ``step``, after which the logits of ``rows`` are needed."""
+    def begin(self, step: Step, rows: Sequence[int] | None) -> None:
+        """Prepare for a pass over ``step``, after which the logits of ``rows`` are needed; None: of all rows."""
         self._step = step
         for _, cache in self._caches:
             cache.step = step
+        if rows is None:
+            self._rows = None
+            return
         # PyTorch computes the last elements of a tensor, up to 63, by scalar code with other rounding: they must
         # not belong to a row that counts, which takes one more row if the vocabulary is odd
         spare = 1 if self._vocabulary % ROW_MULTIPLE else 0
@@ -158,6 +161,16 @@ class DecodingState:
             if isinstance(cache, AttentionCache):
                 cache.copy(source, target, count)
 
+    @property
+    def repeats_kernels(self) -> bool:
+        """Whether steps of single tokens launch the same kernels, so that a CUDA graph can replay them."""
+        plain = all(
+            type(cache) is AttentionCache and isinstance(core, TorchAttention) and cache.attends_at_once(core)
+            for core, cache in self._caches
+        )
+        config: Any = self.bare[0].config
+        return plain and not config.num_moe_experts and getattr(config, "vision", None) is None
+
     def _angles_of(self, angles: "_Angles") -> Any:
         return lambda *_, **__: angles(self.step)
 
@@ -166,7 +179,7 @@ class DecodingState:
         hidden, *others = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=module.tp_group)
-        return hidden[self._rows], *others
+        return hidden if self._rows is None else hidden[self._rows], *others
 
 
 class _Changes:
@@ -229,6 +242,7 @@ class _Angles:
         self._module = module
         self._step: Step | None = None
         self._found: Any = None
+        self._unit: tuple[Tensor, float | None] | None = None
 
     def __call__(self, step: Step) -> Any:
         if self._step is not step:
@@ -236,7 +250,9 @@ class _Angles:
         return self._found
 
     def _compute(self, step: Step) -> Any:
-        unit, factor = _unit_angles(self._module)
+        if self._unit is None:
+            self._unit = _unit_angles(self._module)
+        unit, factor = self._unit
         positions = step.positions.float().view(-1, 1, 1, 1)
         angles = positions * unit
         limit = original_length(self._module)
@@ -252,15 +268,16 @@ def _unit_angles(module: Any) -> tuple[Tensor, float | None]:
 
 
 def _long_unit(module: Any, limit: int) -> Tensor:
-    frequencies = module._frequencies(limit + 1)
+    frequencies = frequencies_and_factor(module._reference, limit + 1)[0].to(torch.cuda.current_device())
     return torch.cat((frequencies, frequencies)).view(1, 1, 1, -1)
 
 
 def original_length(module: nn.Module) -> int | None:
     """Texts longer than this have other rotary frequencies; None if there is only one kind."""
-    if not isinstance(module, ScaledRotaryEmbedding) or module._kind != "longrope":
+    reference: Any = getattr(module, "_reference", None)
+    if reference is None or reference.rope_parameters["rope_type"] != "longrope":
         return None
-    return int(module._reference.rope_parameters["original_max_position_embeddings"])
+    return int(reference.rope_parameters["original_max_position_embeddings"])
 
 
 # ---- what a model consists of -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import nn
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
+from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
@@ -112,6 +113,7 @@ class EngineConfig:
     chunk: int = 256  # tokens of a prompt that are computed together
     rows: int = 1024  # new tokens of a step
     window_rings: bool = False  # layers with a window keep what it can hold; then nothing is reused
+    cuda_graphs: bool = True  # on one GPU, replay steps of single tokens where a model's kernels allow it
     pack: bool = False  # on CPUs, store weights as oneDNN multiplies with them: about twice as fast
 
 
@@ -154,7 +156,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._switch = decoding_state.switch_length(bare)
         limits = _limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack, config.window_rings)
-        self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels)
+        graphs = None
+        if config.cuda_graphs and not self.adapters.names and self._switch is None:
+            graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
+        self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)
         self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
         self._lane = parallel_state.get_data_parallel_rank()

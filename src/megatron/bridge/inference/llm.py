@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megatron.bridge.inference.refit.replacement import WeightStep
 
 
+_ENGINE = ("max_requests", "kv_memory", "window_rings", "cuda_graphs", "chunk", "rows")
+"""Options of ``LLM`` that the engine has under the same names."""
+
+
 class LLM:
     """A model at a path.
 
@@ -40,8 +44,9 @@ class LLM:
         kv_memory: bytes for keys, values and states on each rank.
         window_rings: layers with a sliding window keep what it can hold, and not all of a text: more texts fit, and
             none reuses the beginning of another.
+        cuda_graphs: on one GPU, replay the kernels of a step where a model always launches the same.
         chunk: tokens of a prompt that are computed together.
-        rows: new tokens of a step.
+        rows: new tokens of a step; 1,024 on a CPU and 8,192 on a GPU when None.
         trust_remote_code: run Python code of the model's repository.
         trust_checkpoint: unpickle all classes in a Megatron checkpoint, which can run code.
     """
@@ -64,8 +69,9 @@ class LLM:
         max_requests: int = 32,
         kv_memory: int = 4 << 30,
         window_rings: bool = False,
+        cuda_graphs: bool = True,
         chunk: int = 256,
-        rows: int = 1024,
+        rows: int | None = None,
         trust_remote_code: bool = False,
         trust_checkpoint: bool = False,
     ) -> None:
@@ -73,7 +79,7 @@ class LLM:
         self._cleanup = ExitStack()
         self._workers: Any = None
         self._replacement: Any = None
-        wanted = _check(tp, pp, ep, etp, max_requests, chunk, rows)
+        wanted = _check(tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows)
         if wanted > 1 and "RANK" not in os.environ:
             from megatron.bridge.inference.workers import Workers
 
@@ -84,6 +90,7 @@ class LLM:
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
+        from megatron.bridge.backends.cpu.device import has_cuda
         from megatron.bridge.checkpoint.model_io import unwrap
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
@@ -104,7 +111,8 @@ class LLM:
         ends = end_tokens(model.hf, model.folder)
         if model.hf is not None and reader.template is not None:
             ends |= reader.end_of_turn()
-        same = {name: options[name] for name in ("max_requests", "kv_memory", "window_rings", "chunk", "rows")}
+        same = {name: options[name] for name in _ENGINE}
+        same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
         self.reader, self.max_context, self.declared_ends = reader, context, declared_ends(model.folder)
         pixels = reader.pixels if model.media else None
@@ -238,7 +246,7 @@ class LLM:
 
 def ranks_of(options: dict[str, Any]) -> int:
     """How many processes an ``LLM`` with these options takes."""
-    defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1024}
+    defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1}
     return _check(*(options.get(name, value) for name, value in defaults.items()))
 
 

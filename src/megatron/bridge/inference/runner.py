@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.backends.decoding.step import Span, Step
 from megatron.bridge.inference.adapter_bank import AdapterNames
+from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
@@ -35,6 +36,7 @@ class Runner:
         vocabulary: int,
         adapters: AdapterNames,
         pixels: Pixels | None = None,
+        graphs: DecodingGraphs | None = None,
     ) -> None:
         self._chunks, self._adapters = chunks, adapters
         self._state = state
@@ -44,6 +46,7 @@ class Runner:
         self._config = config
         self._hidden = (config.hidden_size, config.pipeline_dtype or config.params_dtype)
         self._split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._graphs = graphs
         self._stages: Any = parallel_state.get_pipeline_model_parallel_group()
 
     @torch.inference_mode()
@@ -56,6 +59,8 @@ class Runner:
         """
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)
+        if self._graphs is not None and self._graphs.can_run(plan):
+            return choose_outputs(self._graphs.run(plan)[: len(outputs), : self._vocabulary], outputs, width)
         tokens, spans = self._packed(plan)
         step = Step(spans or [Span(0, 1, 0, self._state.spare, 0)], self._state.device)
         ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[None]

@@ -33,17 +33,21 @@ def uniform(seed: int, position: int, choice: int) -> float:
 
 def choose(
     logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int, seed: int, choice: int
-) -> int:
-    """The next token, by the ``logits`` of the last one; the first ``prompt_length`` of ``tokens`` are the prompt."""
+) -> Tensor:
+    """The next token [], by the ``logits`` of the last one; the first ``prompt_length`` of ``tokens`` are the prompt.
+
+    A GPU is not waited for.
+    """
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
     if sampling.is_greedy:
-        return int(logits.argmax())
+        return logits.argmax()
     probabilities = truncated(logits.float() / sampling.temperature, sampling).double().softmax(-1)
     sums = probabilities.cumsum(-1)
     place = uniform(seed, len(tokens), choice) * sums[-1]
-    token = int(torch.searchsorted(sums, place, right=True))
-    return min(token, int(probabilities.nonzero()[-1]))
+    token = torch.searchsorted(sums, place, right=True)
+    last = (probabilities > 0).cumsum(-1).argmax()  # the first place of the highest count
+    return torch.minimum(token, last)
 
 
 def penalized(logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, distributed_data_parallel
 from megatron.core.enums import ModelType
+from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import Router
@@ -430,7 +431,7 @@ def _wrap_data_parallel(
     if ddp_config.use_megatron_fsdp:
         return [megatron_fsdp.MegatronFSDPWrapper(config, ddp_config, chunk) for chunk in chunks]
     # it says that the layout of a sharded optimizer's buffers was not given, and computes the same one
-    with silenced(distributed_data_parallel):
+    with silenced(distributed_data_parallel), _stream_of_capture(config):
         wrapped = [
             DistributedDataParallel(
                 config=config,
@@ -446,6 +447,23 @@ def _wrap_data_parallel(
         if broadcast:
             chunk.broadcast_params()
     return cast(list[MegatronModule], wrapped)
+
+
+@contextmanager
+def _stream_of_capture(config: ModelProvider) -> Iterator[None]:
+    """What autograd makes in the context may be part of a CUDA graph of an iteration.
+
+    It remembers the stream on which it first met a parameter, and the backward pass of a capture cannot wait for the
+    default one.
+    """
+    if config.cuda_graph_impl != "full_iteration":
+        yield
+        return
+    stream = get_shared_capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.bridge.backends.attention import sink_attention
 from megatron.bridge.backends.attention.block_mask import QKV, AttentionWindow, QuerySpan
 from megatron.bridge.backends.attention.sink_attention import CudaFlashKernel
+from megatron.bridge.backends.decoding.step import Extents
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -81,6 +82,31 @@ def _attend_span(qkv: QKV, span: QuerySpan, window: AttentionWindow, scale: floa
     return out.unflatten(0, (batch, -1)).transpose(0, 1)
 
 
+def attend_extents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    extents: Extents,
+    window: AttentionWindow,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention [rows, h, d] of the last tokens of several texts, [rows, h, d], without a gradient.
+
+    Keys and values [tokens, g, d] are a cache of all texts.
+    """
+    bounds = extents.rows, extents.keys
+    kernel = CudaFlashKernel(bounds, extents.longest, _limits(window), scale, extents.lengths)
+    if sinks is not None:
+        return sink_attention.attend(query, key, value, sinks, kernel)
+    return kernel.forward(query, key, value)[0]
+
+
+def _limits(window: AttentionWindow) -> tuple[int, int]:
+    left, right = (-1 if limit is None else limit for limit in (window.left, window.right))
+    return left, right
+
+
 def _varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -94,10 +120,10 @@ def _varlen_attention(
     """Attention of [tokens, h, d]; keys and values may have fewer heads."""
     from torch.nn.attention.varlen import varlen_attn  # 0.1 s, not needed without a GPU
 
-    left, right = (-1 if limit is None else limit for limit in (window.left, window.right))
+    limits = _limits(window)
     if sinks is not None:
-        kernel = CudaFlashKernel(bounds, longest, (left, right), scale)
+        kernel = CudaFlashKernel(bounds, longest, limits, scale)
         return sink_attention.attend(query, key, value, sinks, kernel)
-    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(left, right))
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=limits)
     assert isinstance(out, Tensor)
     return out

@@ -47,16 +47,21 @@ class CpuFlashKernel:
 
 @dataclass(frozen=True)
 class CudaFlashKernel:
-    """Takes [tokens, h, d]: sequences between ``bounds``, of at most ``longest`` tokens; (queries, keys) each."""
+    """Takes [tokens, h, d]: sequences between ``bounds``, of at most ``longest`` tokens; (queries, keys) each.
+
+    With ``lengths``, a sequence has so many keys from its bound on, wherever the next one begins.
+    """
 
     bounds: tuple[Tensor, Tensor]
     longest: tuple[int, int]
     window: tuple[int, int]
     scale: float
+    lengths: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        shared = (*self.bounds, *self.longest, 0.0, self._causal(), False)
         out, log_sum, *_ = _aten._flash_attention_forward(
-            query, key, value, *self.bounds, *self.longest, 0.0, self._causal(), False, **self._limits()
+            query, key, value, *shared, **self._limits(), seqused_k=self.lengths
         )
         return out, log_sum.t()
 

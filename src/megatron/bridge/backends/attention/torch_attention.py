@@ -190,7 +190,7 @@ class TorchAttention(MegatronModule):
         query, key, value = qkv
         if packed is None:
             spans = whole_sequence(query.size(0), key.size(0))
-        elif mask is None and self._takes_packed_rows(query, window) and packed.cu_seqlens_q_padded is None:
+        elif mask is None and self.takes_packed_rows(query, window) and packed.cu_seqlens_q_padded is None:
             values = value.size(-1)
             value = _pad_width(value, query)
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
@@ -210,7 +210,8 @@ class TorchAttention(MegatronModule):
             and flash_attention.is_supported(query)
         )
 
-    def _takes_packed_rows(self, query: Tensor, window: AttentionWindow) -> bool:
+    def takes_packed_rows(self, query: Tensor, window: AttentionWindow) -> bool:
+        """Whether one kernel attends to all sequences of a packed row of queries like these [..., d]."""
         return self.chunk_size is None and self._can_use_flash(query, window)
 
     def _attend_parallel(

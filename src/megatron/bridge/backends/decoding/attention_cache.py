@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.bridge.backends.attention.block_mask import QuerySpan, looking_ahead
+from megatron.bridge.backends.attention import flash_attention
+from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan, looking_ahead
 from megatron.bridge.backends.decoding.step import Span, Step
 
 
@@ -55,12 +56,24 @@ class AttentionCache:
     def read(self, core: Any, query: Tensor) -> Tensor:
         """Attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
         out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
+        if (
+            core.masks is None
+            and self.attends_at_once(core)
+            and not any(it.ahead is not None for it in self.step.spans)
+        ):
+            tokens, form = self.step.tokens, (self.step.extents, _window(core), core.scale, core.softmax_offset)
+            out[:tokens] = flash_attention.attend_extents(query[:tokens, 0], self.keys, self.values, *form)
+            return out.flatten(1).unsqueeze(1)
         masks = core.masks or [span.ahead for span in self.step.spans]
         for span, mask in zip(self.step.spans, masks, strict=True):
             rows = slice(span.row, span.row + span.count)
             seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
             out[rows] = _attend(core, query[rows], self.keys[seen], self.values[seen], mask)
         return out.flatten(1).unsqueeze(1)
+
+    def attends_at_once(self, core: Any) -> bool:
+        """Whether one kernel attends to the keys of all texts, where no token sees later ones."""
+        return self.keys.shape == self.values.shape and core.takes_packed_rows(self.keys, _window(core))
 
 
 class WindowCache(AttentionCache):
@@ -165,10 +178,14 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
     return F.scaled_dot_product_attention(q, k, v, scale=scale).reshape(-1, values.size(2))
 
 
+def _window(core: Any) -> AttentionWindow:
+    return core._mask_window(core.attn_mask_type)
+
+
 def _attend_many(
     core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, span: QuerySpan
 ) -> Tensor:
     """[count, h, dv] of the last tokens of a text, by the code that trains."""
-    mask, window = looking_ahead(mask, core._mask_window(core.attn_mask_type))
+    mask, window = looking_ahead(mask, _window(core))
     sinks = core.softmax_offset
     return core._attend((query, keys.unsqueeze(1), values.unsqueeze(1)), mask, [span], window, sinks)[:, 0]

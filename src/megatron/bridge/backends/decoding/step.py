@@ -44,6 +44,16 @@ class Group:
     fresh: bool  # the texts begin here, so their states are zero
 
 
+@dataclass(frozen=True)
+class Extents:
+    """Where the texts of a step are, in int32 on the device, and the longest of them."""
+
+    rows: Tensor  # [texts + 1], bounds of their new tokens
+    keys: Tensor  # [texts + 1], where the keys of each begin in the caches; the last one counts for nothing
+    lengths: Tensor  # [texts], how many keys each has
+    longest: tuple[int, int]  # new tokens, keys
+
+
 class Step:
     """The ``spans`` of one pass, at least one, in the order of their rows and without gaps, and padding after them."""
 
@@ -65,6 +75,16 @@ class Step:
         flags = [span.long for span in self.spans for _ in range(span.count)]
         flags += [False] * (self.rows - self.tokens)
         return torch.tensor(flags, device=self.device).view(-1, 1, 1, 1)
+
+    @cached_property
+    def extents(self) -> Extents:
+        """For kernels that attend to the keys of all texts at once."""
+        lengths = [span.start + span.count for span in self.spans]
+        bounds = [*(span.row for span in self.spans), self.tokens]
+        table = torch.tensor([bounds, [*(span.extent for span in self.spans), 0], [*lengths, 0]], dtype=torch.int32).to(
+            self.device
+        )
+        return Extents(table[0], table[1], table[2, :-1], (max(span.count for span in self.spans), max(lengths)))
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -91,3 +111,22 @@ class Step:
             len(rows),
             first.start == 0,
         )
+
+
+class SingleTokens(Step):
+    """A step of one token of each text, given by tensors that change in place: a CUDA graph can replay it.
+
+    Args:
+        positions: [rows] of the new tokens.
+        keys: [rows], where the keys of each text begin in the caches.
+        longest: keys that a text has at most.
+    """
+
+    def __init__(self, positions: Tensor, keys: Tensor, longest: int) -> None:
+        self.spans = []  # their numbers would be those of the capture
+        self.tokens = self.rows = len(positions)
+        self.device = positions.device
+        self.positions, self.places = positions, keys + positions
+        bounds = torch.arange(self.rows + 1, device=self.device, dtype=torch.int32)
+        padded = torch.nn.functional.pad(keys, (0, 1)).int()
+        self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))

@@ -85,7 +85,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """What ``LLM`` takes beside the path, of the arguments of the table ``model``."""
-    names = (*_SAME, "window_rings", "trust_remote_code", "trust_checkpoint")
+    names = (*_SAME, "window_rings", "cuda_graphs", "trust_remote_code", "trust_checkpoint")
     template = args.template and read_text(args.template, f"--template {args.template}")
     named = {"adapters": getattr(args, "adapters", None), "template": template}
     return {**named, **{name: getattr(args, name) for name in names}}

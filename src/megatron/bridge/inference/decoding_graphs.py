@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of decoding: a step in which each text gets one token launches the kernels of a pass at once.
+
+A graph is captured for each number of rows, rounded up to a power of two; rows without a text compute a token that
+belongs to none.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, SingleTokens
+from megatron.bridge.inference.decoding_state import DecodingState
+from megatron.bridge.inference.scheduler import Plan
+
+
+class DecodingGraphs:
+    """The graphs of one model by their rows; ``longest`` is how many tokens a text has at most."""
+
+    def __init__(self, chunk: nn.Module, state: DecodingState, longest: int) -> None:
+        self._chunk, self._state, self._longest = chunk, state, longest
+        self._graphs: dict[int, _Graph] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    @classmethod
+    def of(cls, chunks: Sequence[nn.Module], state: DecodingState, longest: int) -> Self | None:
+        """For one process with a GPU whose steps always launch the same kernels; None for others."""
+        alone = len(chunks) == 1 and (not dist.is_initialized() or dist.get_world_size() == 1)
+        return cls(chunks[0], state, longest) if alone and state.repeats_kernels else None
+
+    def can_run(self, plan: Plan) -> bool:
+        """Whether every text gets one token, after the last one that it has."""
+        return bool(plan.work) and all(work.count == 1 and work.samples and not work.scored for work in plan.work)
+
+    def run(self, plan: Plan) -> Tensor:
+        """Logits [rows, vocabulary], text after text."""
+        rows = max(ROW_MULTIPLE, 1 << (len(plan.work) - 1).bit_length())
+        if rows not in self._graphs:
+            self._graphs[rows] = _Graph(rows, self._state, self._longest, self._chunk, self._pool)
+        return self._graphs[rows].run(plan)
+
+
+class _Graph:
+    """A pass over ``rows`` texts: their tokens, positions, and where their keys begin, in one tensor [3, rows]."""
+
+    def __init__(self, rows: int, state: DecodingState, longest: int, chunk: nn.Module, pool: Any) -> None:
+        self._numbers = torch.zeros(3, rows, dtype=torch.long, device=state.device)
+        self._numbers[2] = state.spare
+        self._host = torch.empty(3, rows, dtype=torch.long).pin_memory()
+        self._spare = state.spare
+        _forward(chunk, state, self._numbers, longest)  # compiles kernels and makes what they work with
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._logits = _forward(chunk, state, self._numbers, longest)
+
+    def run(self, plan: Plan) -> Tensor:
+        texts = [(work.text.tokens[work.start], work.start, work.text.extent) for work in plan.work]
+        texts += [(0, 0, self._spare)] * (self._host.size(1) - len(texts))
+        self._host.copy_(torch.tensor(texts).t())
+        self._numbers.copy_(self._host, non_blocking=True)
+        self._graph.replay()
+        return self._logits
+
+
+def _forward(chunk: nn.Module, state: DecodingState, numbers: Tensor, longest: int) -> Tensor:
+    ids, positions, keys = numbers.unbind()
+    step = SingleTokens(positions, keys, longest)
+    state.begin(step, None)
+    inputs = {"position_ids": positions[None], "attention_mask": None}
+    return chunk(input_ids=ids[None], runtime_gather_output=True, **inputs)[0]
