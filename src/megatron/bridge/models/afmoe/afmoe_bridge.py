@@ -37,7 +37,6 @@ class AfmoeBridge(DecoderBridge):
     }
     irrelevant = {
         "attention_bias": (False,),
-        "output_router_logits": None,
         "global_attn_every_n_layers": None,  # it stands in for layer_types, which transformers always fills in
         "score_func": ("sigmoid",),
         "route_norm": (True,),

@@ -35,7 +35,6 @@ class GraniteMoeBridge(DecoderBridge):
         AUX_LOSS,
     )
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
-    irrelevant = {"output_router_logits": None}
     weights = (
         ends(),
         attention(),
@@ -105,7 +104,6 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
     )
     fixed = {**GraniteMoeBridge.fixed, **ONE_GROUP}
     irrelevant = {
-        **GraniteMoeBridge.irrelevant,
         **dict.fromkeys(("mamba_chunk_size", "init_method")),
         "normalization_function": ("rmsnorm",),
     }

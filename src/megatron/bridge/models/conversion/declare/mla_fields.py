@@ -224,7 +224,6 @@ UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
     "qk_head_dim": None,
     "moe_layer_freq": (1,),
     "mlp_bias": (False,),
-    "output_router_logits": None,
     "rope_interleave": (True,),
 }
 """Keys of these architectures that change nothing with the values given."""
