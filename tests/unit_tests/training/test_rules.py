@@ -19,6 +19,7 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.mamba_provider import MambaModelProvider
 from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import (
@@ -649,6 +650,21 @@ def test_two_settings_exclude_each_other(keys):
     assert sentence.endswith(related_settings.EXCLUSIONS[keys])
     assert not excluded(keys, (True, False))
     assert not excluded(keys, (False, True))
+
+
+def conditions():
+    texts = [text for given, needed, _ in related_settings.REQUIREMENTS for text in (given, needed)]
+    return sorted({condition for text in texts for condition in re.split("; | or ", text)})
+
+
+@pytest.mark.parametrize("condition", conditions())
+def test_every_condition_is_on_a_setting(condition):
+    others = {"profiling": ProfilingConfig, "nvrx_straggler": NVRxStragglerDetectionConfig, "dpo": DPOConfig}
+    others |= {"distill": DistillConfig, "inprocess_restart": InProcessRestartConfig, "peft": LoRA}
+    block, _, name = re.match(r"[\w.]+", condition)[0].partition(".")
+    owner = others[block] if block in others else type(getattr(toy_config(), block))
+    kinds = {"model": [owner, MambaModelProvider]}.get(block, [owner])
+    assert not name or any(name in {entry.name for entry in fields(kind)} for kind in kinds)
 
 
 @pytest.mark.parametrize(("values", "words"), RELATED)
