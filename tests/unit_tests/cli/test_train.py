@@ -372,7 +372,7 @@ BAD = [
     ([*RECIPE[1:], "model.padded_vocab_size=5"], "model.padded_vocab_size is computed from other values"),
     ([*RECIPE[1:], "model.tensor_model_parallel_size=3"], "model.tensor_model_parallel_size=3 "),
     ([*RECIPE[1:], "model.sequence_parallel=true"], "model.sequence_parallel=True needs"),
-    ([*RECIPE[1:], "model.virtual_pipeline_model_parallel_size=2"], "virtual stages need at least 2"),
+    ([*RECIPE[1:], "model.virtual_pipeline_model_parallel_size=2"], "needs model.pipeline_model_parallel_size > 1"),
     ([*RECIPE[1:], "model.pipeline_model_parallel_size=16"], "needs 16 processes or a multiple, but there are 8"),
     ([*RECIPE[1:], "--world-size", "7"], "train.global_batch_size=512 is not a multiple of"),
     ([*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
@@ -380,7 +380,7 @@ BAD = [
     ([*RECIPE[1:], "model.bf16=false"], "model.bf16=False from the command line does not stick: it became True"),
     ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
     ([*RECIPE[1:], "--peft_scheme", "lora"], "use a finetune recipe"),
-    ([*FINETUNE[1:], "--mode", "dora"], "peft is DoRA, but checkpoint.pretrained_checkpoint is not set"),
+    ([*FINETUNE[1:], "--mode", "dora"], "peft needs checkpoint.pretrained_checkpoint: give the weights"),
     ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
     (
         [*FINETUNE[1:], "--mode", "lora", "peft={_target_: megatron.bridge.peft.dora.DoRA}"],

@@ -146,7 +146,7 @@ def test_adapters_of_another_run_are_a_start(models, tuned):
 def test_a_base_is_needed(models):
     config = config_of(models("llama"), None, LoRA(dim=4))
     config.checkpoint.pretrained_checkpoint = None
-    with pytest.raises(UserError, match=r"peft is LoRA, but checkpoint\.pretrained_checkpoint is not set"):
+    with pytest.raises(UserError, match=r"peft needs checkpoint\.pretrained_checkpoint: give"):
         pretrain(config, forward_step)
 
 

@@ -415,15 +415,15 @@ def test_a_cache_of_fewer_samples_is_refused(teacher, tmp_path):
 # ----------------------------------------------------------------------------------------------------- refused
 
 WRONG = {
-    "no teacher": ({"teacher": None}, {}, r"distill.teacher is not set"),
-    "nothing learnt": ({"kl_weight": 0.0}, {}, r"leave nothing to learn: raise one of them"),
+    "no teacher": ({"teacher": None}, {}, r"distill needs distill.teacher or distill.cache: give"),
+    "nothing learnt": ({"kl_weight": 0.0}, {}, r"nothing is learned, raise one of them"),
     "negative": ({"ce_weight": -1.0}, {}, r"distill.ce_weight=-1.0: must be at least 0"),
     "cold": ({"temperature": 0.0}, {}, r"distill.temperature=0.0: must be above 0"),
     "too many": ({"top_k": VOCABULARY}, {}, r"distill.top_k=96: must lie between 1 and the vocabulary"),
-    "no weight": ({"hidden_layers": {1: 1}}, {}, r"distill.hidden_weight=0.0 with hidden_layers=.*: set both"),
+    "no weight": ({"hidden_layers": {1: 1}}, {}, r"distill.hidden_layers=.* needs distill.hidden_weight: set both"),
     "no such layer": ({"hidden_weight": 1.0, "hidden_layers": {5: 1}}, {}, r"the student has layers 1 to 4, not 5"),
-    "cache of all": ({"cache": "x"}, {}, r"distill.cache holds only .*: set distill.top_k"),
-    "more tokens": ({}, {"mtp_num_layers": 1}, r"distill with model.mtp_num_layers=1: .* unset it"),
+    "cache of all": ({"cache": "x"}, {}, r"distill.cache=x needs distill.top_k: set"),
+    "more tokens": ({}, {"mtp_num_layers": 1}, r"distill and model.mtp_num_layers=1 exclude each other: .*, unset"),
     "recomputed": (
         HIDDEN,
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

@@ -19,6 +19,7 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.mamba_provider import MambaModelProvider
 from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import (
@@ -64,6 +65,49 @@ VISION = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_s
 
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
+    "settings_have_what_they_need": (
+        {"model.sequence_parallel": True, "checkpoint.also_hf": True, "peft": LoRA()},
+        1,
+        [
+            f"model.sequence_parallel=True needs {TP} > 1: raise it",
+            "checkpoint.also_hf=True needs checkpoint.save: give",
+            "also_hf=True needs peft=None: checkpoints hold the adapters alone",
+        ],
+    ),
+    "non_persistent_saves_lie_between": (
+        {
+            "checkpoint.save": "run",
+            "checkpoint.save_interval": 2,
+            "checkpoint.non_persistent_ckpt_type": "global",
+            "checkpoint.non_persistent_save_interval": 4,
+        },
+        1,
+        ["non_persistent_save_interval=4 has no effect", "save_interval=2", "make it shorter"],
+    ),
+    "expert_overlap_keeps_experts": (
+        {
+            "model.overlap_moe_expert_parallel_comm": True,
+            "model.recompute_granularity": "selective",
+            "model.recompute_modules": ["moe"],
+        },
+        1,
+        ["overlap_moe_expert_parallel_comm=True needs model.recompute_modules without moe"],
+    ),
+    "offloaded_layers_exist": (
+        {"model.cpu_offloading": True, "model.cpu_offloading_num_layers": 4},
+        1,
+        ["cpu_offloading_num_layers=4", "between 0 and 3"],
+    ),
+    "delayed_wgrad_is_set_for_both": (
+        {"model.delay_wgrad_compute": True},
+        1,
+        ["model.delay_wgrad_compute=True and ddp.delay_wgrad_compute=False must agree"],
+    ),
+    "distill_settings_are_valid": (
+        {"distill": DistillConfig(teacher="x", top_k=96, hidden_weight=1.0, hidden_layers={5: 1})},
+        1,
+        ["distill.top_k=96: must lie between 1 and the vocabulary of 96", "layers 1 to 4, not 5"],
+    ),
     "epochs_can_be_counted": (
         {"train.num_epochs": 2.0, "train.train_samples": 8},
         1,
@@ -101,29 +145,10 @@ CASES = {
         1,
         ["checkpoint.when_damaged=refues: use one of use_previous, refuse", "dist.distributed_backend=glo"],
     ),
-    "non_persistent_settings_are_complete": (
-        {"checkpoint.non_persistent_ckpt_type": "local", "checkpoint.save": "run"},
-        1,
-        ["non_persistent_ckpt_type=local", "non_persistent_save_interval=None", "set both"],
-    ),
-    "in_memory_needs_inprocess_restart": (
-        {
-            "checkpoint.save": "run",
-            "checkpoint.non_persistent_ckpt_type": "in_memory",
-            "checkpoint.non_persistent_save_interval": 1,
-        },
-        1,
-        ["in_memory", "inprocess_restart is not set", "/dev/shm"],
-    ),
     "nvrx_straggler_needs_a_gpu": (
         {"nvrx_straggler": NVRxStragglerDetectionConfig()},
         1,
         ["nvrx_straggler needs a GPU", "use straggler"],
-    ),
-    "nvrx_straggler_compares_something": (
-        {"nvrx_straggler": NVRxStragglerDetectionConfig(False, 300.0, False, False)},
-        1,
-        ["nvrx_straggler compares nothing", "calc_relative_gpu_perf"],
     ),
     "profiling_has_tool_steps_and_ranks": (
         {"profiling": ProfilingConfig(use_pytorch_profiler=True, profile_ranks=[0, 5]), "train.train_iters": 20},
@@ -135,11 +160,6 @@ CASES = {
         1,
         ["profiling.use_pytorch_profiler and profiling.use_nsys_profiler", "leave all but one out"],
     ),
-    "profiles_need_a_folder": (
-        {"profiling": ProfilingConfig(use_pytorch_profiler=True)},
-        1,
-        ["use_pytorch_profiler=True without a folder", "logger.log_dir"],
-    ),
     "gpu_metrics_need_a_gpu": ({"logger.log_energy": True}, 1, ["logger.log_energy=True needs a GPU"]),
     "inprocess_restart_timeouts_are_ordered": (
         {"inprocess_restart": InProcessRestartConfig(soft_timeout=100)},
@@ -150,11 +170,6 @@ CASES = {
         {"ft": FaultToleranceConfig(simulated_fault_rank=2)},
         2,
         ["ft.simulated_fault_rank=2", "between 0 and 1"],
-    ),
-    "dpo_settings_are_valid": (
-        {"dpo": DPOConfig(loss_type="simpo", label_smoothing=0.5, desirable_weight=2.0)},
-        1,
-        ["dpo.loss_type=simpo", "ipo, hinge, kto", "dpo.label_smoothing=0.5", "dpo.desirable_weight=2.0"],
     ),
     "labeled_answers_go_with_kto": (
         {"dpo": DPOConfig(loss_type="kto"), "dataset": PAIRS, "train.micro_batch_size": 1},
@@ -171,25 +186,10 @@ CASES = {
         1,
         ["num_labels=1", "RewardDatasetConfig", "dataset is a ClassificationDatasetConfig"],
     ),
-    "heads_have_their_own_losses": (
-        {"model.head": "embedding", "dpo": DPOConfig()},
-        1,
-        ["model.head=embedding with dpo", "unset one"],
-    ),
     "adapters_leave_a_new_head_untrained": (
         {"model.head": "sequence_classification", "model.num_labels": 2, "peft": LoRA(), "dataset": CLASSES},
         1,
         ["model.head=sequence_classification", "modules_to_save=[]", "add output_layer"],
-    ),
-    "contrastive_training_has_negatives": (
-        {"model.head": "embedding", "train.micro_batch_size": 1, "model.contrastive_temperature": 0.0},
-        1,
-        ["micro_batch_size=1", "use 2 or more", "contrastive_temperature=0.0"],
-    ),
-    "also_hf_copies_whole_models": (
-        {"checkpoint.also_hf": True, "peft": LoRA()},
-        1,
-        ["checkpoint.also_hf=True", "checkpoint.save is not set", "with peft"],
     ),
     "adapters_can_be_switched_off": (
         {"dpo": DPOConfig(), "peft": LoRA(modules_to_save=["embedding"])},
@@ -206,17 +206,7 @@ CASES = {
         2,
         ["model.deallocate_pipeline_outputs=True", "set it to False"],
     ),
-    "distill_settings_are_valid": (
-        {"distill": DistillConfig()},
-        1,
-        ["distill.teacher is not set", "give a Hugging Face"],
-    ),
     "peft_settings_are_valid": ({"peft": LoRA(dim=0)}, 1, ["peft.dim=0: a rank is at least 1"]),
-    "peft_needs_pretrained_checkpoint": (
-        {"peft": LoRA()},
-        1,
-        ["peft is LoRA", "checkpoint.pretrained_checkpoint is not set"],
-    ),
     "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),
     "tp_divides_heads": ({TP: 8}, 8, [f"{TP}=8", "num_attention_heads=4", "use 4"]),
     "tp_fits_query_groups": (
@@ -226,18 +216,12 @@ CASES = {
     ),
     "tp_divides_ffn": ({TP: 4, "model.ffn_hidden_size": 90}, 4, ["ffn_hidden_size=90", "use 3 or 5"]),
     "tp_divides_vocabulary": ({TP: 2, "model.vocab_size": 97}, 2, ["vocabulary of 97", "should_pad_vocab=true"]),
-    "sp_needs_tp": ({"model.sequence_parallel": True}, 1, ["sequence_parallel=True", TP]),
     "sp_divides_sequence": (
         {"model.sequence_parallel": True, TP: 2, "dataset.seq_length": 31},
         2,
         ["dataset.seq_length=31", "use 30 or 32"],
     ),
     "pp_divides_layers": ({PP: 3}, 3, [f"{PP}=3", "num_layers=4", "use 2 or 4"]),
-    "uneven_stages_need_a_pipeline": (
-        {"model.num_layers_in_first_pipeline_stage": 4},
-        1,
-        ["num_layers_in_first_pipeline_stage=4", "no effect", f"{PP}=1"],
-    ),
     "stage_sizes_are_given_once": (
         {PP: 2, "model.pipeline_model_parallel_layout": "Ett|ttL", "model.num_layers_in_first_pipeline_stage": 2},
         2,
@@ -258,7 +242,6 @@ CASES = {
         2,
         ["layout=Ett|tL", "4 layers (t)"],
     ),
-    "vp_needs_pp": ({VP: 2}, 1, [f"{VP}=2", "pipeline_model_parallel_size=1"]),
     "vp_fits_microbatches": (
         {VP: 2, PP: 2, "train.global_batch_size": 6},
         2,
@@ -282,7 +265,6 @@ CASES = {
         2,
         [f"{EP}=4", "needs 4 processes", "there are 2", "start 4"],
     ),
-    "expert_tensor_ranks_need_experts": ({ETP: 2}, 1, [f"{ETP}=2", "num_moe_experts is not set", "leave it unset"]),
     "expert_tensor_ranks_divide_experts": (
         {ETP: 4, "model.num_moe_experts": 4, "model.moe_ffn_hidden_size": 90},
         4,
@@ -330,25 +312,10 @@ CASES = {
         ["bias_activation_fusion=True", "tanh approximation", "bias_activation_fusion=false"],
     ),
     "optimizer_is_known": ({"optimizer.optimizer": "adamw"}, 1, ["optimizer.optimizer=adamw", "use adam (it is AdamW"]),
-    "only_adam_is_sharded": (
-        {"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True},
-        2,
-        ["use_distributed_optimizer=True works with adam only", "optimizer.optimizer=sgd"],
-    ),
-    "muon_needs_bf16": (
-        {"optimizer.optimizer": "muon", "mixed_precision": "fp16_mixed"},
-        1,
-        ["optimizer.optimizer=muon", "bf16_mixed"],
-    ),
     "muon_fits_tensor_parallelism": (
         {"optimizer.optimizer": "muon", "optimizer.muon_tp_mode": "blocks"},
         1,
         ["muon_tp_mode=blocks", "duplicated, distributed, blockwise"],
-    ),
-    "optimizer_instances_share_state": (
-        {"ddp.num_distributed_optimizer_instances": 2, "ddp.use_distributed_optimizer": False},
-        4,
-        ["num_distributed_optimizer_instances=2 needs the distributed optimizer"],
     ),
     "rampup_reaches_global_batch_size": (
         {"train.rampup_batch_size": [2, 4, 100]},
@@ -365,45 +332,10 @@ CASES = {
         2,
         ["steps of 1 microbatches", "groups of 2", "multiples of 4"],
     ),
-    "rampup_needs_sequential_samples": (
-        {"train.rampup_batch_size": [4, 4, 100], "dataset.dataloader_type": "batch"},
-        1,
-        ["dataset.dataloader_type=batch", "single or cyclic"],
-    ),
-    "p2p_overlap_needs_virtual_stages": (
-        {"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False, PP: 2},
-        2,
-        ["overlap_p2p_comm=True needs virtual pipeline stages", f"{VP}=2"],
-    ),
-    "tensor_overlap_needs_sequence_parallelism": (
-        {"model.tp_comm_overlap": True, TP: 2},
-        2,
-        ["tp_comm_overlap=True", "tensor_model_parallel_size=2 and sequence_parallel=False"],
-    ),
     "cuda_graphs_fit": (
         {"model.cuda_graph_impl": "full_iteration", "model.mtp_num_layers": 1, "logger.timing_log_level": 1},
         1,
         ["model.cuda_graph_impl=full_iteration needs", "mtp_num_layers=null", "timing_log_level=0"],
-    ),
-    "expert_overlap_fits": (
-        {"model.overlap_moe_expert_parallel_comm": True, "model.recompute_granularity": "full", PP: 2},
-        2,
-        ["expert_model_parallel_size=2 or more", "bf16_mixed", "virtual_pipeline", "recompute_granularity=selective"],
-    ),
-    "delayed_wgrad_needs_expert_overlap": (
-        {"model.delay_wgrad_compute": True, "ddp.delay_wgrad_compute": True},
-        1,
-        ["delay_wgrad_compute=True needs model.overlap_moe_expert_parallel_comm=True"],
-    ),
-    "deferred_embedding_fits": (
-        {"model.defer_embedding_wgrad_compute": True},
-        1,
-        ["defer_embedding_wgrad_compute=True with pipeline_model_parallel_size=1"],
-    ),
-    "offloading_fits": (
-        {"model.cpu_offloading": True, "model.cpu_offloading_num_layers": 4, PP: 2},
-        2,
-        ["pipeline_model_parallel_size=1", "cpu_offloading_num_layers between 0 and 3"],
     ),
     "deterministic_delta_nets_are_unpacked": (
         {
@@ -452,11 +384,6 @@ CASES = {
         4,
         ["sizes=[3, 2]", "cp_comm_type=a2a+p2p", "product is model.context_parallel_size=4", "divides the 2 key heads"],
     ),
-    "offloaded_optimizer_is_adam": (
-        {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},
-        1,
-        ["optimizer=adam", "use_distributed_optimizer=true", "optimizer_offload_fraction above 0, such as 1.0"],
-    ),
     "precise_optimizer_is_stored": (
         {
             "optimizer.use_precision_aware_optimizer": True,
@@ -464,7 +391,7 @@ CASES = {
             "optimizer.main_params_dtype": torch.float16,
         },
         1,
-        ["use_distributed_optimizer=true", "main_params_dtype=float32", "exp_avg_dtype=float32 or bfloat16"],
+        ["exp_avg_dtype=float32 or bfloat16"],
     ),
     "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
     "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
@@ -485,11 +412,6 @@ CASES = {
         1,
         ["start_weight_decay=0.2", "end_weight_decay=0.1"],
     ),
-    "param_gather_overlap_fits": (
-        {"ddp.overlap_param_gather": True, "ddp.use_distributed_optimizer": False},
-        2,
-        ["overlap_param_gather=True", "use_distributed_optimizer=true"],
-    ),
     "cp_with_masks_needs_per_token_loss": (
         {
             CP: 2,
@@ -498,19 +420,6 @@ CASES = {
         },
         2,
         ["context_parallel_size=2", "calculate_per_token_loss=True"],
-    ),
-    "sharding_strategy_needs_megatron_fsdp": (
-        {"ddp.data_parallel_sharding_strategy": "optim"},
-        1,
-        ["data_parallel_sharding_strategy=optim has no effect", "ddp.use_megatron_fsdp=true"],
-    ),
-    "fsdp_needs_supported_model": (
-        {"dist.use_torch_fsdp2": True, "model.pipeline_model_parallel_size": 2, "model.cpu_offloading": True},
-        2,
-        [
-            "model.pipeline_model_parallel_size must be 1; model.cpu_offloading must be false",
-            "use_distributed_optimizer=true",
-        ],
     ),
     "fsdp2_ignores_ddp_settings": (
         {"dist.use_torch_fsdp2": True, "ddp.overlap_grad_reduce": True, "ddp.use_distributed_optimizer": True},
@@ -582,6 +491,100 @@ CASES = {
 }
 
 
+IN_MEMORY = {
+    "checkpoint.save": "run",
+    "checkpoint.non_persistent_ckpt_type": "in_memory",
+    "checkpoint.non_persistent_save_interval": 1,
+}
+FSDP = {"ddp.data_parallel_sharding_strategy": "optim"}
+NO_TEST = NVRxStragglerDetectionConfig(False, 300.0, False, False)
+
+# what is set, and what the sentences of the tables of related settings say
+RELATED = [
+    ({VP: 2}, [f"{VP}=2 needs {PP} > 1"]),
+    ({VP: 1, PP: 2}, [f"{VP}=1: must be at least 2"]),
+    ({ETP: 2}, [f"{ETP}=2 has no effect without model.num_moe_experts"]),
+    ({"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True}, ["needs optimizer.optimizer=adam"]),
+    ({"optimizer.optimizer": "muon", "mixed_precision": "fp16_mixed"}, ["optimizer=muon needs optimizer.fp16=False"]),
+    (
+        {"ddp.num_distributed_optimizer_instances": 2, "ddp.use_distributed_optimizer": False},
+        ["num_distributed_optimizer_instances=2 needs ddp.use_distributed_optimizer=True"],
+    ),
+    (FSDP, ["data_parallel_sharding_strategy=optim needs ddp.use_megatron_fsdp=True"]),
+    ({"ddp.use_custom_fsdp": True}, ["ddp.use_custom_fsdp=True: the old name of ddp.use_megatron_fsdp"]),
+    (
+        {"ddp.overlap_param_gather": True, "ddp.use_distributed_optimizer": False},
+        ["needs ddp.use_distributed_optimizer=True", "needs ddp.overlap_grad_reduce=True"],
+    ),
+    ({"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False, PP: 2}, [f"overlap_p2p_comm=True needs {VP} > 1"]),
+    ({"model.tp_comm_overlap": True, TP: 2}, ["tp_comm_overlap=True needs model.sequence_parallel=True"]),
+    (
+        {"model.delay_wgrad_compute": True, "ddp.delay_wgrad_compute": True},
+        ["delay_wgrad_compute=True needs model.overlap_moe_expert_parallel_comm=True"],
+    ),
+    (
+        {"model.defer_embedding_wgrad_compute": True},
+        [f"defer_embedding_wgrad_compute=True needs {PP} > 1", "needs model.gradient_accumulation_fusion=True"],
+    ),
+    (
+        {"model.overlap_moe_expert_parallel_comm": True, "model.recompute_granularity": "full", PP: 2},
+        [f"{EP} > 1; ", "model.bf16 or model.fp16", f"{PP}=1 or {VP} > 1", "recompute_granularity!=full"],
+    ),
+    ({"model.cpu_offloading": True, PP: 2}, [f"model.cpu_offloading=True needs {PP}=1: or switch it off"]),
+    (
+        {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},
+        ["optimizer.optimizer=adam; ", "use_distributed_optimizer=True", "optimizer_offload_fraction > 0"],
+    ),
+    (
+        {"optimizer.use_precision_aware_optimizer": True, "optimizer.main_params_dtype": torch.float16},
+        ["use_precision_aware_optimizer=True needs optimizer.main_params_dtype=torch.float32"],
+    ),
+    (
+        {"dist.use_torch_fsdp2": True, PP: 2, "model.cpu_offloading": True},
+        [f"use_torch_fsdp2=True needs {PP}=1; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"],
+    ),
+    ({"model.fine_grained_activation_offloading": True}, ["needs model.offload_modules", "core_attn"]),
+    (
+        {"train.rampup_batch_size": [4, 4, 100], "dataset.dataloader_type": "batch"},
+        ["rampup_batch_size=[4, 4, 100] needs dataset.dataloader_type=single or dataset.dataloader_type=cyclic"],
+    ),
+    (
+        {"checkpoint.non_persistent_ckpt_type": "local", "checkpoint.save": "run"},
+        ["set both", "give a folder on a local"],
+    ),
+    (
+        {"checkpoint.non_persistent_global_ckpt_dir": "x"},
+        ["no effect without checkpoint.non_persistent_ckpt_type=global"],
+    ),
+    (IN_MEMORY, ["non_persistent_ckpt_type=in_memory needs inprocess_restart", "/dev/shm"]),
+    ({"peft": LoRA()}, ["peft needs checkpoint.pretrained_checkpoint: give the weights"]),
+    (
+        {"model.head": "embedding", "train.micro_batch_size": 1, "model.contrastive_temperature": 0.0},
+        ["head=embedding needs train.micro_batch_size > 1; model.contrastive_temperature > 0: raise them"],
+    ),
+    (
+        {"model.num_layers_in_first_pipeline_stage": 4},
+        [f"num_layers_in_first_pipeline_stage=4 has no effect without {PP} > 1"],
+    ),
+    ({"nvrx_straggler": NO_TEST}, ["nvrx_straggler needs nvrx_straggler.calc_relative_gpu_perf or"]),
+    ({"profiling": ProfilingConfig(use_pytorch_profiler=True)}, ["needs logger.log_dir: give"]),
+    (
+        {"profiling": ProfilingConfig(nvtx_ranges=True, record_shapes=True)},
+        ["record_shapes=True has no effect without"],
+    ),
+    ({"model.head": "embedding", "dpo": DPOConfig()}, ["model.head=embedding and dpo exclude each other"]),
+    ({"distill": DistillConfig(), "dpo": DPOConfig()}, ["dpo and distill exclude", "distill needs distill.teacher or"]),
+    ({"dpo": DPOConfig(label_smoothing=0.5)}, ["dpo.label_smoothing=0.5: must be at least 0 and below 0.5"]),
+    (
+        {"dpo": DPOConfig(loss_type="simpo", label_smoothing=0.1, desirable_weight=2.0)},
+        [
+            "dpo.loss_type=simpo: use one of sigmoid, ipo, hinge, kto",
+            "label_smoothing=0.1 has no effect without dpo.loss_type=sigmoid",
+            "desirable_weight=2.0 has no effect without dpo.loss_type=kto",
+        ],
+    ),
+]
+
 BY_NAME = {rule.__name__: rule for rule in (*rules.SIZE_RULES, *rules.RULES, *rules.LOCAL_RULES)}
 
 
@@ -610,25 +613,33 @@ BLOCKS = {
     "profiling": lambda: ProfilingConfig(nvtx_ranges=True),
     "rerun_state_machine": RerunStateMachineConfig,
     "ft": FaultToleranceConfig,
+    "distill": DistillConfig,
+    "dpo": lambda: DPOConfig(loss_type="ipo"),
 }
 
 
 @pytest.mark.parametrize("key", related_settings.NEEDS)
 def test_a_setting_needs_what_it_is_a_setting_of(key):
-    needed, _, value = related_settings.NEEDS[key].partition("=")
+    condition = related_settings.NEEDS[key].partition(" or ")[0]
+    needed, sign, value = re.fullmatch(r"([\w.]+)(=| > |)(.*)", condition).groups()
     blocks = {name: make() for name, make in BLOCKS.items()}
     default = configured(blocks)
     assert not [*related_settings.settings_have_effect(default, 1)]
     changed = blocks | {key: OTHER[type(value_of(default, key) or "")]}
     assert next(related_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
     its_own, _, other = related_settings.NEEDS.get(needed, "checkpoint.save=run").partition("=")
-    with_it = configured(changed | {"checkpoint.save": "run"} | {its_own: other or True} | {needed: value or True})
+    with_it = configured(
+        changed
+        | {"checkpoint.save": "run"}
+        | {its_own: other or True}
+        | {needed: 2 if sign == " > " else value or True}
+    )
     assert not [*related_settings.settings_have_effect(with_it, 1)]
 
 
 def excluded(keys, values):
     """The sentences about both ``keys``, when they have ``values``."""
-    config = configured(dict(zip(keys, values, strict=True)))
+    config = configured({"distill": DistillConfig(), **dict(zip(keys, values, strict=True))})
     found = related_settings.settings_do_not_exclude_each_other(config, 1)
     return [sentence for sentence in found if all(f"{key}=" in sentence for key in keys)]
 
@@ -639,6 +650,29 @@ def test_two_settings_exclude_each_other(keys):
     assert sentence.endswith(related_settings.EXCLUSIONS[keys])
     assert not excluded(keys, (True, False))
     assert not excluded(keys, (False, True))
+
+
+def conditions():
+    texts = [text for given, needed, _ in related_settings.REQUIREMENTS for text in (given, needed)]
+    return sorted({condition for text in texts for condition in re.split("; | or ", text)})
+
+
+@pytest.mark.parametrize("condition", conditions())
+def test_every_condition_is_on_a_setting(condition):
+    others = {"profiling": ProfilingConfig, "nvrx_straggler": NVRxStragglerDetectionConfig, "dpo": DPOConfig}
+    others |= {"distill": DistillConfig, "inprocess_restart": InProcessRestartConfig, "peft": LoRA}
+    block, _, name = re.match(r"[\w.]+", condition)[0].partition(".")
+    owner = others[block] if block in others else type(getattr(toy_config(), block))
+    kinds = {"model": [owner, MambaModelProvider]}.get(block, [owner])
+    assert not name or any(name in {entry.name for entry in fields(kind)} for kind in kinds)
+
+
+@pytest.mark.parametrize(("values", "words"), RELATED)
+def test_related_settings_are_refused(values, words):
+    with pytest.raises(UserError) as refusal:
+        configured(values).validate(4)
+    for word in words:
+        assert word in str(refusal.value)
 
 
 @pytest.mark.parametrize("key", rule_fields.UNAVAILABLE)

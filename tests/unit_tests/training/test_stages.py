@@ -17,7 +17,7 @@ VP2 = {"virtual_pipeline_model_parallel_size": 2}
 
 # (pipeline-parallel size, fields of a model of four layers, what the sentence says)
 REFUSED = [
-    (1, {FIRST: 4}, [f"model.{FIRST}=4 has no effect", "pipeline_model_parallel_size=1"]),
+    (1, {FIRST: 4}, [f"model.{FIRST}=4 has no effect", "pipeline_model_parallel_size > 1"]),
     (1, {LOSS: True}, [f"model.{LOSS}=True has no effect"]),
     (1, {LAYOUT: "EttttL"}, [f"model.{LAYOUT}=EttttL has no effect"]),
     (2, {FIRST: 1, LOSS: True}, [f"model.{FIRST}=1 and model.{LOSS}=True set the same", "keep one"]),

@@ -4,31 +4,19 @@
 from collections.abc import Iterator
 from dataclasses import fields
 from fnmatch import fnmatchcase
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.utils.config import yaml_text
 
 BLOCKS = ("model", "ddp", "optimizer", "dataset")
-
-
-@cache
-def table() -> dict[str, Any]:
-    path = Path(__file__).with_suffix(".yaml")
-    return yaml_text.read(path.read_text(), str(path))
+TABLE = yaml_text.tables_beside(__file__)
 
 
 def kind_of(key: str) -> str | None:
     """``counted``, ``unpriced`` or ``neutral``, whichever lists the name of ``key`` first; None for no kind."""
     block, _, name = key.partition(".")
-    groups = {
-        "counted": [table()["counted"]],
-        "unpriced": [table()["unpriced"]],
-        "neutral": table()["neutral"].values(),
-    }
+    groups = {"counted": [TABLE["counted"]], "unpriced": [TABLE["unpriced"]], "neutral": TABLE["neutral"].values()}
     for kind, found in groups.items():
         patterns = " ".join(str(group.get(block, "")) for group in found).split()
         if any(fnmatchcase(name, pattern) for pattern in patterns):

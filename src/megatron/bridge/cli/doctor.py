@@ -10,20 +10,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format, train_job
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.models.model_provider import ModelProvider
 
-_EXTRAS = {
-    "transformer_engine": "layers in FP8, and the layer spec that is used where it is installed",
-    "apex": "gradients that are added up by the matrix product",
-    "fla": "gated delta nets in Triton",
-    "mamba_ssm": "Mamba layers in Triton",
-    "causal_conv1d": "convolutions of Mamba layers",
-    "triton": "compiled norms, rotary embeddings, SwiGLU and cross entropy",
-}
-"""Modules of optional packages, and what they bring."""
+_EXTRAS = yaml_text.tables_beside(__file__)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,29 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support.text_format import say
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, first_problems
 
-_TEST = """# SPDX-License-Identifier: Apache-2.0
-import {kind}_bridge  # noqa: F401 - registers itself
-
-from megatron.bridge.testing import Row, check_family
-
-ROW = Row("{kind}", "{name}", {tiny}, layouts={layouts})
-
-
-def test_family():
-    check_family(ROW)
-"""
-_RECIPE = """# SPDX-License-Identifier: Apache-2.0
-import {kind}_bridge  # noqa: F401 - registers itself
-
-from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.sizes import Size
-
-SIZE = Size({model!r}, {config}, published=False)
-{kind}_pretrain_config = pretrain_recipe(SIZE, seq_length=2048, global_batch_size=64, lr=3e-4, min_lr=3e-5)
-{kind}_finetune_config = finetune_recipe(SIZE)
-"""
+_FILES = yaml_text.tables_beside(__file__)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     experts = ("ep2",) if any("experts" in key for key in row.config) else ()
     about = {"kind": kind, "name": found.architecture, "model": args.model, "tiny": row.config}
     about |= {"layouts": ("tp2", "pp2", *experts), "config": json.loads(config.to_json_string())}
-    for path, text in zip(paths, (found.source, _TEST.format(**about), _RECIPE.format(**about)), strict=False):
+    for path, text in zip(paths, (found.source, *(text.format(**about) for text in _FILES.values())), strict=False):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         say(f"written: {path}")

@@ -88,9 +88,6 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
     """The size of the model ``hub_id``, whose config is in ``configs``.
 
     With ``changes`` of its entries, the size was never published and uses the tokenizer of ``hub_id``.
-
-    Raises:
-        FileNotFoundError: ``configs`` has no such model.
     """
     numbers: dict[str, Any] = json.loads(_file(hub_id).read_text())
     kind = VisionSize if "vision_config" in numbers else Size

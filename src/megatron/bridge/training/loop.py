@@ -46,7 +46,7 @@ def train_step(run: Run) -> StepResult:
     run.reports = forward_backward(run, run.train_batches)
     run.emit("grads_ready")
     losses = mean_losses(run.loss_totals(run.reports)) | router_losses(run.config, run.num_microbatches)
-    learning_rate = current_learning_rate(run)
+    learning_rate = float(cast(Any, run.scheduler).get_lr({}))  # of parameters without overrides; untyped
     updated, grad_norm, zeros = cast(Any, run.optimizer).step()  # untyped
     if updated:
         # counted in samples, so that a schedule does not depend on the batch size
@@ -80,11 +80,6 @@ def zero_gradients(run: Run) -> None:
     for chunk in run.model:
         cast(DistributedDataParallel, chunk).zero_grad_buffer()
     run.optimizer.zero_grad()
-
-
-def current_learning_rate(run: Run) -> float:
-    """The learning rate of parameters without overrides."""
-    return float(cast(Any, run.scheduler).get_lr({}))  # untyped
 
 
 def advance(run: Run, result: StepResult) -> None:

@@ -42,10 +42,6 @@ def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> fl
     return statistics.mean(seconds[1:])
 
 
-def _all_gather(data: Tensor, group: Any) -> None:
-    dist.all_gather_into_tensor(data, _part(data, group), group=group)
-
-
 def _part(data: Tensor, group: Any) -> Tensor:
     return data[: len(data) // group.size()].clone()
 
@@ -59,7 +55,7 @@ def _send(data: Tensor, group: Any) -> None:
 
 
 _COLLECTIVES: dict[str, Callable[[Tensor, Any], object]] = {
-    "all_gather": _all_gather,
+    "all_gather": lambda data, group: dist.all_gather_into_tensor(data, _part(data, group), group=group),
     "reduce_scatter": lambda data, group: dist.reduce_scatter_tensor(_part(data, group), data, group=group),
     "all_reduce": lambda data, group: dist.all_reduce(data, group=group),
     "all_to_all": lambda data, group: dist.all_to_all_single(torch.empty_like(data), data, group=group),

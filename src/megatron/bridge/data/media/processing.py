@@ -33,6 +33,7 @@ from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from PIL import Image
+    from transformers import PreTrainedTokenizerBase
 
 
 _DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "downsample_ratio": 0.5}
@@ -128,10 +129,6 @@ def _download(address: str, where: str) -> bytes:
         raise UserError(f"{where}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path")
     return content
 
-
-if TYPE_CHECKING:
-    from PIL import Image
-    from transformers import PreTrainedTokenizerBase
 
 _REMOTE = ("NemotronH_Nano_VL_V2",)
 """Models whose config and image processor are remote code, which need not run."""

@@ -57,18 +57,12 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         return rules.extended(kind, max_tokens=self.seq_length // 2 // multiple * multiple + 1)
 
     def encoder(self, tokenizer: "Tokenizer") -> "PairEncoder":
-        from megatron.bridge.data.preference.pairs import (
-            LabeledEncoder,  # imports torch
-            PairEncoder,
-        )
+        from megatron.bridge.data.preference.pairs import LabeledEncoder, PairEncoder  # imports torch
 
         return (LabeledEncoder if self.labeled else PairEncoder)(tokenizer, self.pair_rules())
 
     def rows(self, samples: "Samples", padding: int) -> "SampleRows":
-        from megatron.bridge.data.preference.pairs import (
-            LabeledRows,  # imports torch
-            PairRows,
-        )
+        from megatron.bridge.data.preference.pairs import LabeledRows, PairRows  # imports torch
 
         if self.labeled:
             return LabeledRows(samples, padding, self.pair_rules().max_tokens, self.sequence_multiple)

@@ -23,9 +23,6 @@ def parse_blend(arguments: Sequence[str] | None, name: str = "data_paths") -> Bl
         (['a', 'b'], [30.0, 70.0])
         >>> parse_blend(["a", "b"])
         (['a', 'b'], None)
-
-    Raises:
-        UserError: some prefixes have a weight and others have none.
     """
     if not arguments:
         return None
@@ -65,9 +62,6 @@ def get_blend_and_blend_per_split(
         train_data_paths: blend of the training data, to be combined with the next two.
         valid_data_paths: blend of the validation data.
         test_data_paths: blend of the test data.
-
-    Raises:
-        UserError: more than one way is used, a file cannot be read, or weights and paths do not match.
     """
     per_split = (train_data_paths, valid_data_paths, test_data_paths)
     ways = {

@@ -2,17 +2,8 @@
 """Arcee's Trinity: gated attention with windows, norms before and after each part, sigmoid routing."""
 
 from dataclasses import replace
-from typing import Any
 
 from megatron.bridge.models.families import *
-
-
-def _multiplier(scaled: bool, _: Any) -> str | float:
-    return "sqrt_hidden_size" if scaled else 1.0
-
-
-def _is_scaled(multiplier: str | float, _: Any) -> bool:
-    return multiplier != 1.0
 
 
 @register_bridge("AfmoeForCausalLM", model_type="afmoe")
@@ -25,7 +16,7 @@ class AfmoeBridge(DecoderBridge):
         replace(SHARED_EXPERTS, hf="num_shared_experts"),
         replace(SCALING, hf="route_scale"),
         dense_before_sparse("num_dense_layers"),
-        Field("mup_enabled", "embedding_multiplier", default=False, to=_multiplier, back=_is_scaled),
+        named("mup_enabled", "embedding_multiplier", {True: "sqrt_hidden_size", False: 1.0}, default=False),
     )
     fixed = {
         **LLAMA_LIKE,
@@ -37,7 +28,6 @@ class AfmoeBridge(DecoderBridge):
     }
     irrelevant = {
         "attention_bias": (False,),
-        "output_router_logits": None,
         "global_attn_every_n_layers": None,  # it stands in for layer_types, which transformers always fills in
         "score_func": ("sigmoid",),
         "route_norm": (True,),

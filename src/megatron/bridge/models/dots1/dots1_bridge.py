@@ -20,7 +20,6 @@ class Dots1Bridge(DecoderBridge):
     fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
     irrelevant = {
         "max_window_layers": None,  # it stands in for layer_types, which transformers always fills in
-        "output_router_logits": None,
         "scoring_func": ("noaux_tc", "sigmoid"),
     }
     weights = (ends(), attention(qk_norm=True), *DENSE_OR_SPARSE)

@@ -48,7 +48,6 @@ class Ernie45MoeBridge(DecoderBridge):
     }
     irrelevant = {
         "use_bias": (False,),
-        "output_router_logits": None,
         "moe_use_aux_free": (True,),
         "moe_gate": ("topk", "top2_fused"),
         # of the training code, and of the layer of multi-token prediction, which transformers leaves out

@@ -36,7 +36,6 @@ class ExaoneMoeBridge(DecoderBridge):
     irrelevant = {
         **Exaone4Bridge.irrelevant,
         "first_k_dense_replace": None,  # checked by SPARSE_LAYERS
-        "output_router_logits": None,
         **dict.fromkeys(("first_last_k_dense_replace", "is_moe_layer")),  # published, and not read
         **dict.fromkeys(("num_nextn_predict_layers", "mtp_share_layers", "mtp_loss_weight")),
         "scoring_func": ("sigmoid",),

@@ -40,7 +40,6 @@ class Glm4MoeBridge(DecoderBridge):
         Field("use_qk_norm", "qk_layernorm", default=False),
     )
     fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False}
-    irrelevant = {"output_router_logits": None}
     weights = (ends(), *_LAYER, mtp(*_LAYER))
     copies = mtp_copies()
 

@@ -40,7 +40,6 @@ class GptOssBridge(DecoderBridge):
     irrelevant = {
         "hidden_act": ("silu",),  # the gate is always x * sigmoid(1.702 x)
         "swiglu_alpha": (1.702,),
-        "output_router_logits": None,
         # copies of num_experts_per_tok and of rope_parameters' original length, which transformers does not read
         "experts_per_token": None,
         "initial_context_length": None,

@@ -35,7 +35,6 @@ class GraniteMoeBridge(DecoderBridge):
         AUX_LOSS,
     )
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
-    irrelevant = {"output_router_logits": None}
     weights = (
         ends(),
         attention(),
@@ -47,16 +46,7 @@ class GraniteMoeBridge(DecoderBridge):
 
 @register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
 class GraniteMoeSharedBridge(GraniteMoeBridge):
-    fields = (
-        *GraniteMoeBridge.fields,
-        Field(
-            "shared_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            default=0,
-            to=lambda width, _: width or None,
-            back=lambda width, _: width or 0,
-        ),
-    )
+    fields = (*GraniteMoeBridge.fields, optional("shared_intermediate_size", "moe_shared_expert_intermediate_size"))
 
 
 _EXPERTS, _CHOSEN, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
@@ -79,12 +69,7 @@ def _shared(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
     return width, _width(width, config)
 
 
-def _positions(kind: str | None, _: Any) -> str:
-    return "rope" if kind == "rope" else "none"
-
-
-def _positions_back(kind: str, _: Any) -> str:
-    return "rope" if kind == "rope" else "nope"
+_POSITIONS = {"rope": "rope", "nope": "none", None: "none"}
 
 
 @register_bridge("GraniteMoeHybridForCausalLM", model_type="granitemoehybrid")
@@ -100,15 +85,11 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
             *ONE_GROUP_MAMBA,
             Field("shared_intermediate_size", ("ffn_hidden_size", "moe_shared_expert_intermediate_size"), to=_shared),
         ),
-        Field("position_embedding_type", "position_embedding_type", default=None, to=_positions, back=_positions_back),
+        named("position_embedding_type", "position_embedding_type", _POSITIONS, default=None),
         MAMBA_LAYERS,
     )
     fixed = {**GraniteMoeBridge.fixed, **ONE_GROUP}
-    irrelevant = {
-        **GraniteMoeBridge.irrelevant,
-        **dict.fromkeys(("mamba_chunk_size", "init_method")),
-        "normalization_function": ("rmsnorm",),
-    }
+    irrelevant = {**dict.fromkeys(("mamba_chunk_size", "init_method")), "normalization_function": ("rmsnorm",)}
     weights = (
         ends(),
         attention(),

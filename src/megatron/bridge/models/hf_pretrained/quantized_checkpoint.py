@@ -77,10 +77,8 @@ class BlockScaledFP8:
 class MXFP4:
     """Matrices of 4-bit floats, stored transposed; 32 neighbors share a power of two (MXFP4)."""
 
-    blocks: TensorEntry
-    """[matrices, columns, groups, 16] bytes; the low half of a byte is the first of its two numbers."""
-    scales: TensorEntry
-    """[matrices, columns, groups] exponents in E8M0."""
+    blocks: TensorEntry  # [matrices, columns, groups, 16] bytes; the low half of one is the first of its two numbers
+    scales: TensorEntry  # [matrices, columns, groups] exponents in E8M0
 
     @property
     def shape(self) -> tuple[int, ...]:

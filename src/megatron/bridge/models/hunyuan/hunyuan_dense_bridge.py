@@ -42,7 +42,7 @@ class HunYuanMoEV1Bridge(DecoderBridge):
         "qk_layernorm": True,
         "qk_norm_after_rope": True,
     }
-    irrelevant = {**HunYuanDenseV1Bridge.irrelevant, "output_router_logits": None, "use_mixed_mlp_moe": (True,)}
+    irrelevant = {**HunYuanDenseV1Bridge.irrelevant, "use_mixed_mlp_moe": (True,)}
     irrelevant |= dict.fromkeys(("moe_intermediate_size", "num_shared_expert"))  # published, and not read
     weights = (
         ends(),

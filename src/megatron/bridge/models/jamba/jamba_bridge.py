@@ -33,7 +33,7 @@ class JambaBridge(DecoderBridge):
         "moe_router_pre_softmax": True,
     }
     irrelevant = dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep"))
-    irrelevant |= {"output_router_logits": None, "sliding_window": (None,)}
+    irrelevant |= {"sliding_window": (None,)}
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),

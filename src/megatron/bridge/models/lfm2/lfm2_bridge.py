@@ -50,7 +50,6 @@ class Lfm2MoeBridge(DecoderBridge):
     fixed = {**Lfm2Bridge.fixed, **_ROUTING}
     irrelevant = {
         "conv_bias": (False,),
-        "output_router_logits": None,
         "use_pos_enc": (True,),
         "full_attn_idxs": None,  # it stands in for layer_types
     }

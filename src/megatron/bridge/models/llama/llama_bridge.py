@@ -39,7 +39,7 @@ class Llama4Bridge(DecoderBridge):
     # what transformers makes lists of layers from, which it always fills in; and what it does not read
     irrelevant = {
         **dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval")),
-        **dict.fromkeys(("output_router_logits", "router_jitter_noise", "for_llm_compressor")),
+        **dict.fromkeys(("router_jitter_noise", "for_llm_compressor")),
     }
     weights = (
         ends(),

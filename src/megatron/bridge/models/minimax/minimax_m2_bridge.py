@@ -9,7 +9,6 @@ class MiniMaxM2Bridge(DecoderBridge):
     fields = (*override(DENSE, PARTIAL_ROPE), *expert_sizes("num_local_experts", "intermediate_size"), AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
     irrelevant = {
-        "output_router_logits": None,
         "router_jitter_noise": (0.0,),
         "scoring_func": ("sigmoid",),
         "use_qk_norm": (True,),

@@ -33,7 +33,7 @@ class MixtralBridge(DecoderBridge):
 
     fields = (*DENSE, WINDOW, *expert_sizes("num_local_experts", "intermediate_size"), AUX_LOSS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False}
-    irrelevant = {"output_router_logits": None, "router_jitter_noise": (0.0,)}
+    irrelevant = {"router_jitter_noise": (0.0,)}
     weights = (
         ends(),
         attention(),

@@ -47,7 +47,7 @@ class NemotronHBridge(DecoderBridge):
     irrelevant = {
         # without effect in transformers or on the logits: initialisation, caches, choice of kernels, rotary sizes
         **dict.fromkeys(("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")),
-        **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap", "output_router_logits")),
+        **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap")),
         **dict.fromkeys(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "time_step_rank")),
         **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_parameters", "num_query_groups")),
         **dict.fromkeys(("rms_norm_eps", "norm_eps")),  # layer_norm_epsilon is meant

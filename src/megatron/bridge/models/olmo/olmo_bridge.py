@@ -31,7 +31,7 @@ class OlmoeBridge(DecoderBridge):
 
     fields = (*(*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS), ATTENTION_BIAS_OF_EXPERTS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
-    irrelevant = {"clip_qkv": (None,), "output_router_logits": None}
+    irrelevant = {"clip_qkv": (None,)}
     weights = (ends(), attention(qk_norm=True), router(norm="post_attention_layernorm"), experts())
 
 
@@ -50,7 +50,6 @@ class FlexOlmoBridge(DecoderBridge):
         "norm_placement": "post",
         "qk_norm_across_heads": True,
     }
-    irrelevant = {"output_router_logits": None}
     weights = (
         ends(),
         attention(norm=None, qk_norm=True),

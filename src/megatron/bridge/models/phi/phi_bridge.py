@@ -75,7 +75,7 @@ class PhimoeBridge(DecoderBridge):
     )
     fixed = {**LAYER_NORM_LIKE, **SOFTMAX_ROUTING, "moe_router_topk": 2, "add_bias_linear": False}
     # the noise is of transformers' training; Megatron-Core adds its own in evaluation, too
-    irrelevant = {"output_router_logits": None, "input_jitter_noise": None, "hidden_dropout": (0.0,)}
+    irrelevant = {"input_jitter_noise": None, "hidden_dropout": (0.0,)}
     weights = (
         ends(),
         attention(),

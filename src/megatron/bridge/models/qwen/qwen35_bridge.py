@@ -47,7 +47,6 @@ class Qwen3NextBridge(DecoderBridge):
     fixed = {**_GATED_LIKE, **SOFTMAX_ROUTING, "moe_shared_expert_gate": True}
     irrelevant = {
         "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
-        "output_router_logits": None,
         "use_sliding_window": (False,),
     }
     weights = (ends(), delta_net(), *_LAYER, mtp(*_LAYER, names=_next_tokens))
@@ -79,7 +78,6 @@ class Qwen35MoEBridge(Qwen35Bridge):
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
     fixed = {**Qwen35Bridge.fixed, **SOFTMAX_ROUTING, "moe_shared_expert_gate": True}
-    irrelevant = {**Qwen35Bridge.irrelevant, "output_router_logits": None}
     weights = (
         *Qwen35Bridge.weights[:-1],
         router(norm="post_attention_layernorm"),

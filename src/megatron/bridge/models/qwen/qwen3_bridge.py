@@ -42,7 +42,7 @@ class Qwen2MoeBridge(DecoderBridge):
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "moe_shared_expert_gate": True}
-    irrelevant = {"output_router_logits": None, "max_window_layers": None}
+    irrelevant = {"max_window_layers": None}
     weights = (
         ends(),
         attention(),
@@ -67,5 +67,5 @@ class Qwen3MoeBridge(DecoderBridge):
         AUX_LOSS,
     )
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_layernorm": True}
-    irrelevant = {"output_router_logits": None, "max_window_layers": None}
+    irrelevant = {"max_window_layers": None}
     weights = (ends(), attention(qk_norm=True), mlp(), router(), experts())

@@ -16,7 +16,6 @@ class SolarOpenBridge(DecoderBridge):
     fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False}
     # of published configs; no layer is dense, and transformers has no norm of queries and no next-token layer
     irrelevant = {
-        "output_router_logits": None,
         "intermediate_size": None,
         "first_k_dense_replace": (0,),
         "use_qk_norm": (False,),

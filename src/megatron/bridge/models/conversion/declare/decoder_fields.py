@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import utils as transformer_utils
 
-from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.fields import Field, named
 from megatron.bridge.models.features.activations import gelu_fast, gelu_new, gelu_tanh
 from megatron.bridge.models.features.rope import NTK_ALPHA, check_parameters
 from megatron.bridge.utils.errors import UserError
@@ -233,10 +233,6 @@ def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | Non
     return _window(config.get("sliding_window") if config.get("use_sliding_window", True) else None, config)
 
 
-def _has_window(window: Any, _: Any) -> bool:
-    return window is not None
-
-
 def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window", True):
         raise UserError(f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree")
@@ -384,7 +380,7 @@ WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
 """A window in the layers that ``layer_types`` names."""
 
 SWITCHED_WINDOWS: tuple[Field, ...] = (
-    Field("use_sliding_window", "window_size", default=False, to=_switched_window, back=_has_window),
+    Field("use_sliding_window", "window_size", False, _switched_window, lambda window, _: window is not None),
     Field("sliding_window", "window_size", default=None, to=_switched_window, back=_window_back),
     Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
 )
@@ -393,14 +389,7 @@ SWITCHED_WINDOWS: tuple[Field, ...] = (
 
 def parallel_residual(kind: str, default: bool) -> Field:
     """A switch ``use_parallel_residual``: attention and MLP read the same input, with norms of this ``kind``."""
-
-    def to(parallel: bool, _: Any) -> str | None:
-        return kind if parallel else None
-
-    def back(found: str | None, _: Any) -> bool:
-        return found is not None
-
-    return Field("use_parallel_residual", "parallel_residual", default=default, to=to, back=back)
+    return named("use_parallel_residual", "parallel_residual", {True: kind, False: None}, default)
 
 
 NORM_EPS = Field("layer_norm_eps", "layernorm_epsilon", default=1e-5)

@@ -67,14 +67,33 @@ def constant(key: str, *values: Any) -> Field:
     """A key that has one of ``values`` in every model of an architecture; a config is written with the first."""
 
     def check(value: Any, _: Mapping[str, Any]) -> tuple[()]:
-        if value not in values:
-            raise UserError(f"{key}={value!r} is not supported: {' and '.join(map(repr, values))} are")
+        _refuse_others(key, value, values)
         return ()
 
-    def first(_: Any, __: Any) -> Any:
-        return values[0]
+    return Field(key, (), default=values[0], to=check, back=lambda _, __: values[0])
 
-    return Field(key, (), default=values[0], to=check, back=first)
+
+def named(key: str, megatron: str, names: Mapping[Any, Any], default: Any = REQUIRED) -> Field:
+    """A key whose values the provider calls by other names: Hugging Face's name -> the provider's."""
+
+    def to(value: Any, _: Any) -> Any:
+        _refuse_others(key, value, names)
+        return names[value]
+
+    def back(found: Any, _: Any) -> Any:
+        return next((name for name, own in names.items() if own == found), None)
+
+    return Field(key, megatron, default=default, to=to, back=back)
+
+
+def _refuse_others(key: str, value: Any, known: Iterable[Any]) -> None:
+    if value not in known:
+        raise UserError(f"{key}={value!r} is not supported: {' and '.join(map(repr, known))} are")
+
+
+def optional(key: str, megatron: str, default: int = 0) -> Field:
+    """A number of which 0 stands for none."""
+    return Field(key, megatron, default=default, to=lambda count, _: count or None, back=lambda count, _: count or 0)
 
 
 def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from megatron.bridge.backends.specs.kv_sharing import has_window, projections
 from megatron.bridge.models.conversion.declare.blocks import Block, attention
 from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
-from megatron.bridge.models.conversion.declare.fields import Field, read_by_others
+from megatron.bridge.models.conversion.declare.fields import Field, optional, read_by_others
 from megatron.bridge.models.conversion.declare.moe_blocks import stacked_experts
 from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS
 from megatron.bridge.models.conversion.param_mapping import *
@@ -97,13 +97,7 @@ SHARED_KV: tuple[Field, ...] = (
 """KV sharing, keys as values, and layers without a window with heads of another width."""
 
 PER_LAYER_INPUTS: tuple[Field, ...] = (
-    Field(
-        "hidden_size_per_layer_input",
-        "hidden_size_per_layer_input",
-        256,
-        lambda it, _: it or None,
-        lambda it, _: it or 0,
-    ),
+    optional("hidden_size_per_layer_input", "hidden_size_per_layer_input", default=256),
     Field(
         "vocab_size_per_layer_input",
         "vocab_size_per_layer_input",

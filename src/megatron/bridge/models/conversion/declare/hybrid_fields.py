@@ -44,10 +44,6 @@ def _layers(config: Mapping[str, Any]) -> str:
     return found
 
 
-def _pattern(_: Any, config: Mapping[str, Any]) -> str:
-    return _layers(config)
-
-
 def _names_back(_: Any, provider: Any) -> list[str]:
     names = {symbol: name for name, symbol in _NAMES.items()}
     return [names[symbol] for symbol in provider.layer_kinds]
@@ -153,15 +149,10 @@ def _sparse_back(index: int) -> Callable[[Any, Any], int]:
 
 # ---- groups that families share ---------------------------------------------------------------------------------
 
+_PATTERN = "hybrid_override_pattern"
 LAYER_KINDS: tuple[Field, ...] = (
-    Field("layers_block_type", "hybrid_override_pattern", default=None, to=_pattern, back=_names_back),
-    Field(
-        "hybrid_override_pattern",
-        "hybrid_override_pattern",
-        default=None,
-        to=_pattern,
-        back=lambda _, it: it.layer_kinds,
-    ),
+    Field("layers_block_type", _PATTERN, None, lambda _, config: _layers(config), _names_back),
+    Field(_PATTERN, _PATTERN, None, lambda _, config: _layers(config), lambda _, provider: provider.layer_kinds),
     Field("num_hidden_layers", "num_layers", default=None, to=_number_of_layers),
 )
 """What each layer does, as a list of names or as a string of symbols."""

@@ -58,8 +58,7 @@ class MTPNames:
     hnorm: str  # norm of this token's hidden state
     eh_proj: str  # projection of both together
     norm: str
-    hidden_first: bool = field(default=False, kw_only=True)
-    """The projection takes the hidden state before the embedding."""
+    hidden_first: bool = field(default=False, kw_only=True)  # whether the projection takes the hidden state first
 
 
 def after_decoder_layers(config: Any, depth: int) -> MTPNames:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.backends.attention.sparse_attention import takes_over
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, read_by_others
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, named, optional, read_by_others
 from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS, check_groups, leading_dense
 from megatron.bridge.utils.errors import UserError
 
@@ -35,18 +35,6 @@ def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
             "keys and values of its own"
         )
     return heads
-
-
-def _depths_back(count: int | None, _: Any) -> int:
-    return count or 0
-
-
-def _balancing(by_sequence: Any, _: Any) -> str:
-    return "seq_aux_loss" if by_sequence else "aux_loss"
-
-
-def _balancing_back(kind: str, _: Any) -> bool:
-    return kind == "seq_aux_loss"
 
 
 _METHODS = ("greedy", "group_limited_greedy")
@@ -151,7 +139,7 @@ BEST_GROUPS: tuple[Field, ...] = (
 
 BALANCING: tuple[Field, ...] = (
     Field("aux_loss_alpha", "moe_aux_loss_coeff", default=0.0),
-    Field("seq_aux", "moe_router_load_balancing_type", default=True, to=_balancing, back=_balancing_back),
+    named("seq_aux", "moe_router_load_balancing_type", {True: "seq_aux_loss", False: "aux_loss"}, default=True),
 )
 """The auxiliary loss, over each sequence or over the batch; transformers has none."""
 
@@ -164,9 +152,7 @@ SPARSE_AFTER_DENSE: tuple[Field, ...] = (
 )
 """The same beside the number of dense layers, which transformers reads only where these names are missing."""
 
-NEXT_TOKENS = Field(
-    "num_nextn_predict_layers", "mtp_num_layers", default=0, to=lambda count, _: count or None, back=_depths_back
-)
+NEXT_TOKENS = optional("num_nextn_predict_layers", "mtp_num_layers")
 """Layers of multi-token prediction, after those of the decoder."""
 
 INDEXER: tuple[Field, ...] = (
@@ -224,7 +210,6 @@ UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
     "qk_head_dim": None,
     "moe_layer_freq": (1,),
     "mlp_bias": (False,),
-    "output_router_logits": None,
     "rope_interleave": (True,),
 }
 """Keys of these architectures that change nothing with the values given."""

@@ -10,52 +10,14 @@ from megatron.bridge.training.config.run_config import RunConfig
 _PARALLEL = {"fully_parallel_save": True, "fully_parallel_load": True}
 
 
-def non_persistent_settings_are_complete(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The type, the interval and the folder belong together."""
+def non_persistent_saves_lie_between(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A checkpoint that is kept makes one of the same step useless."""
     saved = config.checkpoint
-    kind, interval = saved.non_persistent_ckpt_type, saved.non_persistent_save_interval
-    if (kind is None) != (interval is None):
-        yield (
-            f"checkpoint.non_persistent_ckpt_type={kind} and non_persistent_save_interval={interval}: set both or "
-            "none of them"
-        )
+    interval = saved.non_persistent_save_interval
     if interval and saved.save_interval and interval % saved.save_interval == 0:
         yield (
             f"checkpoint.non_persistent_save_interval={interval} has no effect with checkpoint.save_interval="
             f"{saved.save_interval}, which saves at the same steps: make it shorter"
-        )
-    for wanted in ("global", "local"):
-        key = f"non_persistent_{wanted}_ckpt_dir"
-        if getattr(saved, key) is not None and kind != wanted:
-            yield f"checkpoint.{key} is set, but non_persistent_ckpt_type={kind}: set {wanted}, or no folder"
-    if kind == "local" and saved.non_persistent_local_ckpt_dir is None:
-        yield (
-            "checkpoint.non_persistent_ckpt_type=local, but non_persistent_local_ckpt_dir is not set: give a "
-            "folder on a local disk of every machine"
-        )
-    if kind is not None and saved.save is None:
-        yield f"checkpoint.non_persistent_ckpt_type={kind}, but checkpoint.save is not set: give a run folder"
-
-
-def in_memory_needs_inprocess_restart(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A checkpoint in memory is lost when the process restarts."""
-    if config.checkpoint.non_persistent_ckpt_type == "in_memory" and config.inprocess_restart is None:
-        yield (
-            "checkpoint.non_persistent_ckpt_type=in_memory survives only within one process, but "
-            "inprocess_restart is not set: set it, or use local with a folder in memory such as /dev/shm"
-        )
-
-
-def also_hf_copies_whole_models(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A copy is made of a checkpoint in the run folder that holds all weights."""
-    if not config.checkpoint.also_hf:
-        return
-    if config.checkpoint.save is None:
-        yield "checkpoint.also_hf=True, but checkpoint.save is not set: give a run folder, or set also_hf to False"
-    if config.peft is not None:
-        yield (
-            "checkpoint.also_hf=True with peft: checkpoints hold the adapters alone, set also_hf to False and "
-            "export with megatron-bridge adapter"
         )
 
 
@@ -91,13 +53,6 @@ TIMEOUT_ORDERS = (
     ("monitor_thread_interval", "soft_timeout"),
     ("progress_watchdog_interval", "soft_timeout"),
 )
-
-
-def nvrx_straggler_compares_something(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The detector needs at least one comparison."""
-    found = config.nvrx_straggler
-    if found is not None and not (found.calc_relative_gpu_perf or found.calc_individual_gpu_perf):
-        yield "nvrx_straggler compares nothing: set calc_relative_gpu_perf or calc_individual_gpu_perf"
 
 
 def inprocess_restart_timeouts_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:

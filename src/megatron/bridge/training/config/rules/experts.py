@@ -30,13 +30,6 @@ def expert_ranks(config: RunConfig) -> int:
     return model.expert_tensor_ranks * model.expert_model_parallel_size * model.pipeline_model_parallel_size
 
 
-def expert_tensor_ranks_need_experts(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A dense model would ignore the setting."""
-    size = config.model.expert_tensor_parallel_size
-    if size is not None and not config.model.num_moe_experts:
-        yield (f"model.expert_tensor_parallel_size={size} has no effect, because {_COUNT} is not set: leave it unset")
-
-
 def expert_tensor_ranks_divide_experts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each expert is split into equal parts."""
     model = config.model

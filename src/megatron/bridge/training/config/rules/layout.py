@@ -85,15 +85,6 @@ def tp_divides_vocabulary(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def sp_needs_tp(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sequence parallelism splits the sequence over the tensor-parallel ranks."""
-    if config.model.sequence_parallel and config.model.tensor_model_parallel_size == 1:
-        yield (
-            "model.sequence_parallel=True needs model.tensor_model_parallel_size > 1, which is 1: raise it, or "
-            "switch sequence_parallel off"
-        )
-
-
 def sp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each rank holds an equal part of the sequence."""
     model, length = config.model, config.dataset.seq_length
@@ -112,16 +103,6 @@ def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     stages, ends = model.pipeline_model_parallel_size * (virtual or 1), "the sizes of the first and last stage"
     if not (given(model, SPLIT) or getattr(model, "has_own_stages", False)):
         yield from indivisible(key, stages, "model.num_layers", model.num_layers, f", or give {ends}")
-
-
-def vp_needs_pp(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Virtual stages need a pipeline to interleave."""
-    virtual, stages = config.model.virtual_pipeline_model_parallel_size, config.model.pipeline_model_parallel_size
-    if virtual is not None and (virtual < 2 or stages < 2):
-        yield (
-            f"model.virtual_pipeline_model_parallel_size={virtual} with pipeline_model_parallel_size={stages}: "
-            "virtual stages need at least 2 of each, or leave the virtual size unset"
-        )
 
 
 def vp_fits_microbatches(config: RunConfig, world_size: int) -> Iterator[str]:

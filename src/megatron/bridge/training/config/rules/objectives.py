@@ -2,7 +2,6 @@
 """Rules on what a model learns: distillation, preference tuning, heads, and adapters."""
 
 from collections.abc import Iterator
-from typing import get_args
 
 from megatron.bridge.data.config import (
     ClassificationDatasetConfig,
@@ -12,7 +11,6 @@ from megatron.bridge.data.config import (
     RewardDatasetConfig,
     TokenClassificationDatasetConfig,
 )
-from megatron.bridge.training.config.blocks.objectives import DistillConfig, PreferenceLossType
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
@@ -54,125 +52,23 @@ def adapters_leave_a_new_head_untrained(config: RunConfig, world_size: int) -> I
         )
 
 
-def heads_have_their_own_losses(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Distillation and DPO compare probabilities of tokens, which a model with a head has not."""
-    for name in ("distill", "dpo"):
-        if config.model.head is not None and getattr(config, name) is not None:
-            yield f"model.head={config.model.head} with {name}: a head has no tokens to compare, unset one of them"
-
-
-def contrastive_training_has_negatives(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The other texts of a microbatch are what a query is told apart from."""
-    model, micro = config.model, config.train.micro_batch_size
-    if model.head != "embedding":
-        return
-    if micro < 2:
-        yield f"train.micro_batch_size={micro} with model.head=embedding: use 2 or more, the others are negatives"
-    if not model.contrastive_temperature > 0:
-        yield f"model.contrastive_temperature={model.contrastive_temperature}: must be above 0"
-
-
 def peft_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
     """The PEFT method accepts its settings."""
     if config.peft is not None:
         yield from config.peft.problems()
 
 
-def peft_needs_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Adapters need base weights."""
-    if config.peft is not None and config.checkpoint.pretrained_checkpoint is None:
-        yield (
-            f"peft is {type(config.peft).__name__}, but checkpoint.pretrained_checkpoint is not set: give the "
-            "weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory"
-        )
-
-
 def distill_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The values of ``distill`` are valid, and fit the other blocks."""
-    if config.distill is not None:
-        for check in (_values, _hidden_states, _cache):
-            yield from check(config.distill, config)
-
-
-def _values(distill: DistillConfig, config: RunConfig) -> Iterator[str]:
-    if distill.teacher is None and distill.cache is None:
-        yield "distill.teacher is not set: give a Hugging Face directory, a hub id or a Megatron checkpoint"
-    if not (distill.kl_weight or distill.hidden_weight):
-        yield (
-            "distill.kl_weight=0 and distill.hidden_weight=0 leave nothing to learn: raise one of them, "
-            "or unset distill"
-        )
+    """The tokens and the layers that are compared exist."""
+    distill, layers = config.distill, config.model.num_layers
+    if distill is None:
+        return
     vocabulary = config.model.vocab_size or float("inf")
     if distill.top_k is not None and not 0 < distill.top_k < vocabulary:
         yield f"distill.top_k={distill.top_k}: must lie between 1 and the vocabulary of {vocabulary}, or be unset"
-    if config.model.mtp_num_layers:
-        yield (
-            f"distill with model.mtp_num_layers={config.model.mtp_num_layers}: the teacher gives no logits for "
-            "MTP layers, unset it"
-        )
-
-
-def _hidden_states(distill: DistillConfig, config: RunConfig) -> Iterator[str]:
-    model = config.model
-    if bool(distill.hidden_layers) != (distill.hidden_weight > 0):
-        yield (
-            f"distill.hidden_weight={distill.hidden_weight} with hidden_layers={distill.hidden_layers}: set both, "
-            "or none"
-        )
-    if not distill.hidden_layers:
-        return
     for layer in distill.hidden_layers:
-        if not 1 <= layer <= model.num_layers:
-            yield f"distill.hidden_layers: the student has layers 1 to {model.num_layers}, not {layer}"
-    if model.recompute_granularity == "full":
-        yield (
-            "distill.hidden_layers with model.recompute_granularity=full: hidden states of recomputed layers have "
-            "no gradient, use selective"
-        )
-    if model.virtual_pipeline_model_parallel_size is not None:
-        yield (
-            "distill.hidden_layers with model.virtual_pipeline_model_parallel_size="
-            f"{model.virtual_pipeline_model_parallel_size}: leave the virtual stages out"
-        )
-    if config.peft is not None:
-        yield (
-            f"distill.hidden_layers with peft={type(config.peft).__name__}: an adapter checkpoint cannot hold "
-            "the trained projection, learn from logits only"
-        )
-
-
-def _cache(distill: DistillConfig, config: RunConfig) -> Iterator[str]:
-    if distill.cache is None:
-        return
-    if distill.top_k is None:
-        yield "distill.cache holds only the most likely tokens: set distill.top_k to the cache's value"
-    if distill.hidden_layers:
-        yield "distill.cache holds no hidden states: unset distill.hidden_layers, or let the teacher run"
-    if getattr(config.dataset, "padding_free", False):
-        yield "distill.cache with dataset.padding_free=True: rows must have equal length, pad or pack them"
-
-
-def dpo_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The values of ``dpo`` are valid, and fit the other blocks."""
-    dpo = config.dpo
-    if dpo is None:
-        return
-    if dpo.loss_type not in get_args(PreferenceLossType):
-        yield f"dpo.loss_type={dpo.loss_type}: use one of {', '.join(get_args(PreferenceLossType))}"
-    if not 0 <= dpo.label_smoothing < 0.5:
-        yield f"dpo.label_smoothing={dpo.label_smoothing}: must be at least 0 and below 0.5"
-    if dpo.label_smoothing and dpo.loss_type != "sigmoid":
-        yield f"dpo.label_smoothing={dpo.label_smoothing} has no effect on loss_type={dpo.loss_type}: set it to 0"
-    for name in ("desirable_weight", "undesirable_weight"):
-        if dpo.loss_type != "kto" and (weight := getattr(dpo, name)) != 1:
-            yield f"dpo.{name}={weight} has no effect on loss_type={dpo.loss_type}: set it to 1, or use kto"
-    if config.distill is not None:
-        yield "dpo and distill are both set: unset one of them"
-    if config.model.mtp_num_layers:
-        yield (
-            f"dpo with model.mtp_num_layers={config.model.mtp_num_layers}: MTP layers predict tokens, not "
-            f"preferences, unset it"
-        )
+        if not 1 <= layer <= layers:
+            yield f"distill.hidden_layers: the student has layers 1 to {layers}, not {layer}"
 
 
 def preference_data_goes_with_dpo(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -27,22 +27,6 @@ def optimizer_is_known(config: RunConfig, world_size: int) -> Iterator[str]:
     yield f"optimizer.optimizer={name} is not supported{hint or f': use {" or ".join(STATE_NAMES)}'}"
 
 
-def only_adam_is_sharded(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Megatron-Core shards only Adam, and would refuse after building the model."""
-    name = config.optimizer.optimizer
-    if name != "adam" and config.ddp.use_distributed_optimizer:
-        yield (
-            f"ddp.use_distributed_optimizer=True works with adam only, not with optimizer.optimizer={name}: set "
-            "ddp.use_distributed_optimizer=false"
-        )
-
-
-def muon_needs_bf16(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Megatron-Core's Muon has no loss scaling."""
-    if config.optimizer.optimizer == "muon" and config.optimizer.fp16:
-        yield "optimizer.optimizer=muon does not support the loss scaling of fp16: use mixed_precision=bf16_mixed"
-
-
 def muon_fits_tensor_parallelism(config: RunConfig, world_size: int) -> Iterator[str]:
     """Muon needs whole matrices, which it gathers over tensor-parallel ranks but not over expert ones."""
     mode, size = config.optimizer.muon_tp_mode, config.model.expert_tensor_ranks
@@ -57,19 +41,6 @@ def muon_fits_tensor_parallelism(config: RunConfig, world_size: int) -> Iterator
         yield f"optimizer.muon_tp_mode={mode}: use one of {', '.join(MUON_TP_MODES)}"
 
 
-def offloaded_optimizer_is_adam(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Megatron-Core offloads shards of Adam's state; other optimizers would update copies that nobody reads."""
-    optimizer = config.optimizer
-    needs = {
-        "optimizer.optimizer=adam": optimizer.optimizer == "adam",
-        "optimizer.decoupled_weight_decay=true": optimizer.decoupled_weight_decay,
-        "ddp.use_distributed_optimizer=true": bool(config.ddp.use_distributed_optimizer),
-        "optimizer.optimizer_offload_fraction above 0, such as 1.0": optimizer.optimizer_offload_fraction > 0,
-    }
-    if optimizer.optimizer_cpu_offload:
-        yield from unmet("optimizer.optimizer_cpu_offload=True", needs)
-
-
 def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[str]:
     """Narrower dtypes have a scale for each rank's shard, which a checkpoint for any parallel sizes cannot hold."""
     optimizer = config.optimizer
@@ -77,9 +48,6 @@ def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[
     dtypes = (torch.float32,) if optimizer.optimizer_cpu_offload else (torch.float32, torch.bfloat16)
     legal = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     needs = {
-        "optimizer.optimizer=adam": optimizer.optimizer == "adam",
-        "ddp.use_distributed_optimizer=true": bool(config.ddp.use_distributed_optimizer),
-        "optimizer.main_params_dtype=float32": optimizer.main_params_dtype == torch.float32,
         f"optimizer.exp_avg_dtype={legal}": optimizer.exp_avg_dtype in dtypes,
         f"optimizer.exp_avg_sq_dtype={legal}": optimizer.exp_avg_sq_dtype in dtypes,
     }
@@ -113,15 +81,3 @@ def optimizer_instances_divide_replicas(config: RunConfig, world_size: int) -> I
                 f"ddp.num_distributed_optimizer_instances={instances} does not divide the {count} ranks that "
                 f"{what}: use {near(instances, divisors(count))}"
             )
-
-
-def optimizer_instances_share_state(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Several instances need the distributed optimizer."""
-    ddp = config.ddp
-    key = f"ddp.num_distributed_optimizer_instances={ddp.num_distributed_optimizer_instances}"
-    if ddp.num_distributed_optimizer_instances == 1:
-        return
-    if ddp.reduce_scatter_with_fp32_accumulation:
-        yield (f"{key} with ddp.reduce_scatter_with_fp32_accumulation=True: switch the second off, or use 1 instance")
-    if not ddp.use_distributed_optimizer:
-        yield f"{key} needs the distributed optimizer: set ddp.use_distributed_optimizer=true, or 1 instance"

@@ -79,16 +79,6 @@ def rampup_fits_virtual_stages(config: RunConfig, world_size: int) -> Iterator[s
         )
 
 
-def rampup_needs_sequential_samples(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Random samplers and readers distribute samples by whole global batches."""
-    kind = config.dataset.dataloader_type
-    if config.train.rampup_batch_size is not None and kind not in ("single", "cyclic"):
-        yield (
-            f"train.rampup_batch_size with dataset.dataloader_type={kind}, which deals out batches of one size: "
-            "set dataset.dataloader_type=single or cyclic"
-        )
-
-
 def learning_rates_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
     """The learning rate rises from the warmup start to the peak and falls to the minimum."""
     peak, end = config.optimizer.lr, config.optimizer.min_lr

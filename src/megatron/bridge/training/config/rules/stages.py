@@ -17,15 +17,6 @@ _LAYOUT = "pipeline_model_parallel_layout"
 SPLIT = (*_ENDS, *_COUNTED, _LAYOUT)  # settings of the model that say which stage has which layers
 
 
-def uneven_stages_need_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A single stage holds all layers."""
-    chosen = given(config.model, SPLIT)
-    if chosen and config.model.pipeline_model_parallel_size == 1:
-        yield (
-            f"{_words(chosen)} has no effect with model.pipeline_model_parallel_size=1: raise that, or leave it unset"
-        )
-
-
 def sent_outputs_can_be_freed(config: RunConfig, world_size: int) -> Iterator[str]:
     """What a stage sends must be a tensor that nothing else holds."""
     model = config.model
