@@ -9,6 +9,7 @@ the scheduler is measured on the plans of the last batch.
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -134,6 +135,7 @@ def main() -> None:
             for batch in map(int, args.batches.split(",")):
                 texts = prompts(batch, model.config.vocab_size)
                 rows.append(measure(model, llm, texts, args.steps, args.rounds).cells())
+                print(f"batch {batch}: {', '.join(rows[-1][1:])}", file=sys.stderr, flush=True)
             share = scheduler_share(llm, texts, args.steps)
     headers = ["batch", "prefill hf tok/s", "ours", "ratio", "decode hf ms/step", "ours", "ratio"]
     print(f"{args.shape}, {args.dtype}, {DEVICE}, one thread\n\n{table(headers, rows)}\n")

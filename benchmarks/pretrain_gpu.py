@@ -289,9 +289,16 @@ def in_process(args: argparse.Namespace, worker: str, without: tuple[str, ...] =
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(args: argparse.Namespace, candidates: dict[str, tuple[str, tuple[str, ...]]]) -> dict[str, dict[str, Any]]:
+Found = dict[str, dict[str, Any]]
+
+
+def compare(
+    args: argparse.Namespace,
+    candidates: dict[str, tuple[str, tuple[str, ...]]],
+    after_each: Callable[[Found], None] = lambda found: None,
+) -> Found:
     """All candidates, in turn, round after round: their steps together, and the most memory."""
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "memory": 0} for name in candidates}
+    found: Found = {name: {"seconds": [], "memory": 0} for name in candidates}
     for number in range(args.rounds):
         for name, (worker, without) in candidates.items():
             result = in_process(args, worker, without)
@@ -299,6 +306,7 @@ def compare(args: argparse.Namespace, candidates: dict[str, tuple[str, tuple[str
             found[name]["memory"] = max(found[name]["memory"], result["memory"])
             step = statistics.median(result["seconds"])
             print(f"round {number + 1}, {name}: {step * 1e3:.1f} ms/step", file=sys.stderr, flush=True)
+            after_each(found)
     return found
 
 

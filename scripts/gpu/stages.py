@@ -165,19 +165,18 @@ def pretrain(size: str, out: Path) -> None:
     limits = bench.in_process(args, "ceilings")
     figures = {key: value for key, value in limits.items() if key != "operations"}
     emit(figures)
-    found = bench.compare(args, {name: (name, ()) for name in (bench.OURS, bench.TRAINER, bench.COMPILED)})
-    seconds = {name: statistics.median(result["seconds"]) for name, result in found.items()}
-    speed = args.micro_batch_size * args.seq_length / seconds[bench.OURS]
-    memory = found[bench.OURS]["memory"]
     predicted = fullest_stage(memory_per_rank(bench.bridge_config(args).resolve().config, 1)).total
-    figures |= {"tokens/s": speed, **utilization(speed, limits["operations"])}
-    figures |= {
-        "speed over the HF Trainer": seconds[bench.TRAINER] / seconds[bench.OURS],
-        "speed over the compiled loop": seconds[bench.COMPILED] / seconds[bench.OURS],
-        "peak memory, GB": memory / 1e9,
-        "error of predicted memory": abs(predicted - memory) / memory,
-    }
-    emit(figures)
+    others = {"speed over the HF Trainer": bench.TRAINER, "speed over the compiled loop": bench.COMPILED}
+
+    def after_each(found: dict[str, Any]) -> None:
+        seconds = {name: statistics.median(it["seconds"]) for name, it in found.items() if it["seconds"]}
+        speed = args.micro_batch_size * args.seq_length / seconds[bench.OURS]
+        memory = found[bench.OURS]["memory"]
+        ratios = {key: seconds[name] / seconds[bench.OURS] for key, name in others.items() if name in seconds}
+        peak = {"peak memory, GB": memory / 1e9, "error of predicted memory": abs(predicted - memory) / memory}
+        emit(figures | {"tokens/s": speed, **utilization(speed, limits["operations"]), **ratios, **peak})
+
+    bench.compare(args, {name: (name, ()) for name in (bench.OURS, bench.TRAINER, bench.COMPILED)}, after_each)
 
 
 def lora(size: str, out: Path) -> None:

@@ -113,7 +113,7 @@ class EngineConfig:
     chunk: int = 256  # tokens of a prompt that are computed together
     rows: int = 1024  # new tokens of a step
     window_rings: bool = False  # layers with a window keep what it can hold; then nothing is reused
-    cuda_graphs: bool = True  # on one GPU, replay steps of single tokens where a model's kernels allow it
+    cuda_graphs: bool = False  # on one GPU, replay steps of single tokens where a model's kernels allow it
     pack: bool = False  # on CPUs, store weights as oneDNN multiplies with them: about twice as fast
 
 
