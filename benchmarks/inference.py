@@ -2,9 +2,9 @@
 """Prefill and decoding against transformers' ``generate``, on the same random weights and prompts.
 
 ``python -m benchmarks.inference --dtype bfloat16 --batches 1,8`` measures SmolLM2-135M's shape in one process with
-one thread, in interleaved rounds and CPU seconds; on a GPU, in seconds of the clock, which ``--shape`` may be
-``llama32-1b`` for. A step of decoding is the difference of two calls that differ by ``--steps`` tokens. The share of
-the scheduler is measured on the plans of the last batch.
+one thread, in interleaved rounds and CPU seconds. On a GPU it measures wall-clock seconds; give ``--shape llama32-1b``
+there. A step of decoding is the difference of two calls that differ by ``--steps`` tokens. The share of the scheduler
+is measured on the plans of the last batch.
 """
 
 import argparse

@@ -79,7 +79,7 @@ def families(size: str, out: Path) -> None:
 
 
 def without_fla() -> None:
-    """Its kernels need wider heads than those of the rows; transformers would use them anyway."""
+    """Hide flash-linear-attention, whose kernels need wider heads than the rows have; transformers would use them."""
     sys.modules["fla"] = None  # type: ignore[assignment]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of decoding: a step in which each text gets one token launches the kernels of a pass at once.
+"""CUDA graphs of decoding: a step in which each text gets one token replays the kernels of a captured pass.
 
-A graph is captured for each number of rows, rounded up to a power of two; rows without a text compute a token that
-belongs to none.
+The number of texts is rounded up to a power of two, and each such number has its graph. Rows without a text compute a
+token that belongs to none.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class _Graph:
         self._numbers[2] = state.spare
         self._host = torch.empty(3, rows, dtype=torch.long).pin_memory()
         self._spare = state.spare
-        _forward(chunk, state, self._numbers, longest)  # compiles kernels and makes what they work with
+        _forward(chunk, state, self._numbers, longest)  # compiles kernels and allocates their workspaces
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):

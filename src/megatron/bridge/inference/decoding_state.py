@@ -169,7 +169,8 @@ class DecodingState:
             for core, cache in self._caches
         )
         config: Any = self.bare[0].config
-        return plain and not config.num_moe_experts and getattr(config, "vision", None) is None
+        same_angles = switch_length(self.bare) is None
+        return plain and same_angles and not config.num_moe_experts and getattr(config, "vision", None) is None
 
     def _angles_of(self, angles: "_Angles") -> Any:
         return lambda *_, **__: angles(self.step)
@@ -295,7 +296,7 @@ class Kept:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
-        """Of all layers of this rank; with ``rings``, those with a window keep the tokens that it can hold."""
+        """What each layer of this rank remembers; with ``rings``, a layer with a window keeps only its tokens."""
         bare = [unwrap(chunk) for chunk in chunks]
         latent = [_latent(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for kept in latent for module in kept.modules}

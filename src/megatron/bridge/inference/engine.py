@@ -157,7 +157,7 @@ class Engine(AbstractContextManager["Engine"]):
         limits = _limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack, config.window_rings)
         graphs = None
-        if config.cuda_graphs and not self.adapters.names and self._switch is None:
+        if config.cuda_graphs and not self.adapters.names:
             graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)

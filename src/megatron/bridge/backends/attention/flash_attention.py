@@ -89,12 +89,9 @@ def attend_extents(
     extents: Extents,
     window: AttentionWindow,
     scale: float,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention [rows, h, d] of the last tokens of several texts, [rows, h, d], without a gradient.
-
-    Keys and values [tokens, g, d] are a cache of all texts.
-    """
+    """Attention [rows, h, d] of the last tokens of several texts; keys and values [tokens, g, d] are a cache of all."""
     bounds = extents.rows, extents.keys
     kernel = CudaFlashKernel(bounds, extents.longest, _limits(window), scale, extents.lengths)
     if sinks is not None:

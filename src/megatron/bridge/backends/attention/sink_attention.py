@@ -49,7 +49,7 @@ class CpuFlashKernel:
 class CudaFlashKernel:
     """Takes [tokens, h, d]: sequences between ``bounds``, of at most ``longest`` tokens; (queries, keys) each.
 
-    With ``lengths``, a sequence has so many keys from its bound on, wherever the next one begins.
+    With ``lengths``, each sequence has that many keys from its bound on, wherever the next one begins.
     """
 
     bounds: tuple[Tensor, Tensor]

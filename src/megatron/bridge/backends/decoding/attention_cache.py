@@ -69,7 +69,7 @@ class AttentionCache:
         return torch.cat((*found, padding)).flatten(1).unsqueeze(1)
 
     def _read_single_tokens(self, core: Any, query: Tensor) -> list[Tensor]:
-        """Attention [1, h, d] of one token of each text: what ``_attend_one`` computes, with half the overhead."""
+        """Attention [1, h, d] of one token of each text, which makes fewer views than ``_attend`` does."""
         groups, width = self.keys.shape[1:]
         rows = query.reshape(len(query), groups, 1, -1, width).unbind()
         strides, found = (width, width, groups * width, 1), []
@@ -77,7 +77,7 @@ class AttentionCache:
             low = core.first_key(span.start)
             size, start = (groups, 1, span.start + 1 - low, width), (span.extent + low) * groups * width
             k, v = self.keys.as_strided(size, strides, start), self.values.as_strided(size, strides, start)
-            found.append(F.scaled_dot_product_attention(row, k, v, scale=core.scale).view(1, -1, width))
+            found.append(_attend_one(row, k, v, core.scale))
         return found
 
     def _read(self, core: Any, query: Tensor, span: Span, mask: Tensor | None) -> Tensor:
@@ -181,16 +181,18 @@ def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     count = len(query)
     alone = count == 1 and (mask is None or mask.dtype != torch.bool)
     if alone and _is_softmax(core) and keys.size(2) == values.size(2):
-        return _attend_one(query[0, 0], keys, values, core.scale)[None]
+        row = query.reshape(keys.size(1), 1, -1, keys.size(2))
+        k, v = (tensor.transpose(0, 1).unsqueeze(1) for tensor in (keys, values))
+        return _attend_one(row, k, v, core.scale)
     return _attend_many(core, query, keys, values, mask, QuerySpan(0, count, len(keys) - count, 0, len(keys)))
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """[h, dv] of one query [h, d] that sees all keys [s, g, d]; queries of a group share its keys."""
-    groups, width = keys.size(1), keys.size(2)
-    q = query.reshape(groups, 1, -1, width)  # groups as a batch: the kernel writes their rows one after the other
-    k, v = (tensor.transpose(0, 1).unsqueeze(1) for tensor in (keys, values))
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).reshape(-1, values.size(2))
+    """[1, h, dv] of one query [g, 1, h / g, d] that sees all keys [g, 1, s, d].
+
+    Groups are the batch, because the kernel then writes their heads one after the other.
+    """
+    return F.scaled_dot_product_attention(query, keys, values, scale=scale).reshape(1, -1, values.size(-1))
 
 
 def _is_softmax(core: Any) -> bool:

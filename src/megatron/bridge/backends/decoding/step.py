@@ -49,7 +49,7 @@ class Extents:
     """Where the texts of a step are, in int32 on the device, and the longest of them."""
 
     rows: Tensor  # [texts + 1], bounds of their new tokens
-    keys: Tensor  # [texts + 1], where the keys of each begin in the caches; the last one counts for nothing
+    keys: Tensor  # [texts + 1], where the keys of each begin in the caches; the last one is not used
     lengths: Tensor  # [texts], how many keys each has
     longest: tuple[int, int]  # new tokens, keys
 
@@ -114,7 +114,7 @@ class Step:
 
 
 class SingleTokens(Step):
-    """A step of one token of each text, given by tensors that change in place: a CUDA graph can replay it.
+    """A step of one token of each text, read from tensors that change in place, so that a CUDA graph can replay it.
 
     Args:
         positions: [rows] of the new tokens.
