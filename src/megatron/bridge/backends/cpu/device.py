@@ -217,6 +217,15 @@ _FACTORIES = (
 )
 
 
+def patch_linear(module: Any) -> None:
+    """Let layers multiply with the library that is faster on this processor."""
+    from megatron.bridge.backends.kernels import onednn_linear
+
+    if onednn_linear.is_faster():
+        for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+            setattr(module, name, onednn_linear.replacing(getattr(module, name)))
+
+
 def _keep_device_contexts() -> None:
     """Let torch list its own factories before they are wrapped.
 

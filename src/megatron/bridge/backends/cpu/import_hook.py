@@ -18,6 +18,7 @@ _PREPARED = "__prepared_by_megatron_bridge__"
 
 # module of Megatron-Core -> function of `device` that patches it after its own code has run
 _AFTER = {
+    "megatron.core.tensor_parallel.layers": "patch_linear",
     "megatron.core.tensor_parallel.random": "patch_rng_tracker",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "patch_results_queue",
     "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": "patch_fsdp_device",
