@@ -4,10 +4,12 @@
 ``python -m benchmarks tune_search grids`` prices every layout of five grids, with every kind of recomputation, and
 compares the fastest that fits with the one that a search finds. ``python -m benchmarks tune_search ooms`` changes
 recipes until they do not fit, lets ``--fix-oom``'s search repair them, and counts the memory of the repaired layout
-exactly. ``python -m benchmarks tune_search outputs`` runs what the tuner writes for ten recipes.
+exactly. ``python -m benchmarks tune_search outputs`` runs what the tuner writes for ten recipes, and ``speed``
+measures CPU milliseconds for a layout whose layers were counted before.
 """
 
 import argparse
+import random
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from megatron.bridge.autotune.search.candidate import Candidate
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.price import Price
 from megatron.bridge.autotune.search.search import Search
+from megatron.bridge.autotune.time import simulate
 from megatron.bridge.recipes.catalog import search as recipes
 from megatron.bridge.utils.config.overrides import Layer, apply_layers
 
@@ -170,10 +173,32 @@ def outputs() -> int:
     return failures
 
 
+def speed() -> int:
+    """Milliseconds to check a layout, to price it as a search does, and to simulate it as a finalist."""
+    for name, (gpus, card) in {**GRIDS, "deepseek_v3_pretrain_config": (1024, "h100")}.items():
+        search = searched(name, gpus, card)
+        layouts = [*search.space.candidates()]
+        allowed = [each for each in layouts if not search.problems(each)]
+        some = random.Random(0).sample(allowed, min(100, len(allowed)))
+        steps = {"checked": search.problems, "priced": search.pricer.price, "simulated": search.price}
+        found = {what: min(_milliseconds(step, some) for _ in range(3)) for what, step in steps.items()}
+        print(f"{name}: {len(allowed)} of {len(layouts)} layouts allowed; ms for each:", end=" ")
+        print(", ".join(f"{what} {each:.2f}" for what, each in found.items()), flush=True)
+    return 0
+
+
+def _milliseconds(step: Callable[[Candidate], Any], layouts: list[Candidate]) -> float:
+    simulate._end.cache_clear()
+    start = time.process_time()
+    for layout in layouts:
+        step(layout)
+    return (time.process_time() - start) / len(layouts) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The tuner's searches against all layouts.")
-    parser.add_argument("part", choices=["grids", "ooms", "outputs"])
-    part: dict[str, Callable[[], int]] = {"grids": grids, "ooms": ooms, "outputs": outputs}
+    parser.add_argument("part", choices=["grids", "ooms", "outputs", "speed"])
+    part: dict[str, Callable[[], int]] = {"grids": grids, "ooms": ooms, "outputs": outputs, "speed": speed}
     sys.exit(part[parser.parse_args().part]())
 
 

@@ -193,6 +193,7 @@ class Pricer:
         """Shapes and modules of all chunks, by stage."""
         layers = self._of(candidate)
         plan: list[list[Chunk]] = [[] for _ in range(candidate.pipeline)]
+        equal: dict[Any, Chunk] = {}
         modules: list[list[list[Any]]] = [[] for _ in range(candidate.pipeline)]
         start = 0
         for position, count in enumerate(counts):
@@ -200,8 +201,9 @@ class Pricer:
             inside = (*inside, *(layers.ahead if last else ()))
             start += count
             stage = position % candidate.pipeline
-            shapes = tuple(shape for shape, _ in inside)
-            plan[stage].append(Chunk(shapes, position == 0, (1 + len(layers.ahead)) if last else 0))
+            chunk = Chunk(tuple(shape for shape, _ in inside), position == 0, (1 + len(layers.ahead)) if last else 0)
+            key = (*map(id, chunk.layers), chunk.embedding, chunk.losses)  # quicker than the hashes of all layers
+            plan[stage].append(equal.setdefault(key, chunk))
             modules[stage].append([module for _, module in inside])
         return tuple(map(tuple, plan)), modules
 

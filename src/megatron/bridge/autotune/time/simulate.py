@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline's timeline: each pass starts when its stage is free and its input has arrived."""
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import starmap
 
 from megatron.bridge.autotune.time.schedule import Pass, Pipeline, passes
+
+_Input = tuple[str, int, int]
+"""The output of a pass that another one needs: kind, position of its chunk in the model, and microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +39,42 @@ class PassTimes:
 
 def simulate(pipeline: Pipeline, times: PassTimes) -> list[Span]:
     """All passes of all stages, in the order in which they end."""
-    orders = [passes(pipeline, stage) for stage in range(pipeline.stages)]
-    at, free = [0] * pipeline.stages, [0.0] * pipeline.stages
-    arrived: dict[tuple[str, int, int], float] = {}
-    spans: list[Span] = []
-    waiting = [*range(pipeline.stages)]
-    while waiting:
-        stage = waiting.pop()
-        while at[stage] < len(orders[stage]):
-            work = orders[stage][at[stage]]
-            needed = _needed(pipeline, stage, work)
+    return sorted(starmap(Span, _run(pipeline, times)), key=lambda span: span.end)
+
+
+def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, float, Pass]]:
+    """Stage, start and end of each pass."""
+    stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+    durations = {"forward": times.forward, "backward": times.backward}
+    travel, blocked = (0.0 if stages == 1 else times.message), times.message * times.blocking
+    queues = [deque(passes(pipeline, stage)) for stage in range(stages)]
+    free = [0.0] * stages
+    arrived: dict[_Input | None, float] = {None: 0.0}
+    waiting: dict[_Input, int] = {}  # what a stage needs before it can go on
+    ready = [*range(stages)]
+    while ready:
+        stage = ready.pop()
+        queue = queues[stage]
+        while queue:
+            work = queue[0]
+            position = work.chunk * stages + stage
+            needed = _needed(work, position, last)
             if needed is not None and needed not in arrived:
+                waiting[needed] = stage
                 break
-            start = max(free[stage], arrived[needed] if needed else 0.0)
-            took = (times.forward if work.kind == "forward" else times.backward)[stage][work.chunk]
-            spans.append(Span(stage, start, start + took, work))
-            at[stage] += 1
-            free[stage] = start + took + times.message * times.blocking
-            arrived[(work.kind, _position(pipeline, stage, work), work.microbatch)] = (
-                start + took + (0.0 if pipeline.stages == 1 else times.message)
-            )
-            waiting += [(stage + 1) % pipeline.stages, (stage - 1) % pipeline.stages]
-    return sorted(spans, key=lambda span: span.end)
+            queue.popleft()
+            start = max(free[stage], arrived[needed])
+            end = start + durations[work.kind][stage][work.chunk]
+            yield stage, start, end, work
+            free[stage] = end + blocked
+            output = work.kind, position, work.microbatch
+            arrived[output] = end + travel
+            if output in waiting:
+                ready.append(waiting.pop(output))
 
 
-def _position(pipeline: Pipeline, stage: int, work: Pass) -> int:
-    """Of a chunk in the model: chunks of all stages in the order of layers."""
-    return work.chunk * pipeline.stages + stage
-
-
-def _needed(pipeline: Pipeline, stage: int, work: Pass) -> tuple[str, int, int] | None:
-    """What must have arrived before ``work`` can start."""
-    position, last = _position(pipeline, stage, work), pipeline.stages * pipeline.chunks - 1
+def _needed(work: Pass, position: int, last: int) -> _Input | None:
+    """What must have arrived before ``work`` can start; positions of chunks are in the order of layers."""
     if work.kind == "forward":
         return ("forward", position - 1, work.microbatch) if position else None
     if position == last:
@@ -88,7 +98,7 @@ def makespan(pipeline: Pipeline, times: PassTimes) -> float:
 
 @lru_cache(maxsize=1024)
 def _end(pipeline: Pipeline, times: PassTimes) -> float:
-    return max(span.end for span in simulate(pipeline, times))
+    return max(end for _, _, end, _ in _run(pipeline, times))
 
 
 def bound(pipeline: Pipeline, times: PassTimes) -> float:

@@ -98,7 +98,9 @@ def predict_step(
 
     ``span`` gives the seconds of the pipeline: ``makespan`` simulates, ``bound`` estimates.
     """
-    costs = [[_chunk_cost(chunk, setting, kernels) for chunk in chunks] for chunks in plan]
+    different = {id(chunk): chunk for chunks in plan for chunk in chunks}
+    known = {key: _chunk_cost(chunk, setting, kernels) for key, chunk in different.items()}
+    costs = [[known[id(chunk)] for chunk in chunks] for chunks in plan]
     times = PassTimes(
         forward=tuple(tuple(forward.total for forward, _ in chunks) for chunks in costs),
         backward=tuple(tuple(backward.total for _, backward in chunks) for chunks in costs),
