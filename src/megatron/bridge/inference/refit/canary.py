@@ -12,6 +12,7 @@ import torch
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference.engine import Engine, EngineConfig
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.utils.errors import UserError
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -34,16 +35,9 @@ class Canary:
         config: Any = unwrap(chunks[0]).config
         longest = max(32, *map(len, self.prompts))
         limits = EngineConfig(longest, config.vocab_size, kv_memory=1 << 30, max_requests=len(self.prompts))
-        training = [chunk.training for chunk in chunks]
-        for chunk in chunks:
-            chunk.eval()
-        try:
-            with Engine(chunks, limits) as engine:
-                jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
-                list(engine.run())
-        finally:
-            for chunk, mode in zip(chunks, training, strict=True):
-                chunk.train(mode)
+        with evaluation_mode(chunks), Engine(chunks, limits) as engine:
+            jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
+            list(engine.run())
         self._dtype = config.params_dtype
         return [one.logprob for job in jobs for one in job.completion.prompt_logprobs]
 
