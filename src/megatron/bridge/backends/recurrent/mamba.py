@@ -258,11 +258,11 @@ def _without_mamba_ssm() -> Iterator[None]:
     """Allow Megatron-Core's mixer to be built without mamba-ssm, with the norm of this module."""
     own = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupRMSNorm}
     theirs = {name: getattr(mamba_mixer, name) for name in own}
-    vars(mamba_mixer).update(own)
+    mamba_mixer.__dict__.update(own)
     try:
         yield
     finally:
-        vars(mamba_mixer).update(theirs)
+        mamba_mixer.__dict__.update(theirs)
 
 
 def lengths_of(packed: Any, total: int) -> list[int]:
