@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     args = text_generation.parsed(argv, __doc__)
     prompts, sampling = text_generation.prompts_of(args), text_generation.sampling_of(args)
     path, options = model_options.script_model(args)
-    options |= text_generation.sizes_of(args)
+    options |= model_options.script_engine(args)
     with Workers(llm.ranks_of(options), llm.LLM, path, options) as workers:
         try:
             asyncio.run(complete_all(workers, prompts, sampling))

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.bridge.cli import serve
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared, count
+from megatron.bridge.cli.support.parser import Parser, add_shared
 from megatron.bridge.utils.optional_imports import import_optional
 
 WITHOUT_EFFECT = {
@@ -26,14 +26,11 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=__doc__)
     add_shared(parser, "script")
+    add_shared(parser, "script engine")
     parser.set_defaults(max_new_tokens=None)
     parser.add_argument("--host", default="127.0.0.1", help="others than this machine's need --api-key-file")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api-key-file", type=Path, metavar="FILE")
-    parser.add_argument("--max_seq_length", "--max-seq-length", type=count)
-    parser.add_argument("--max_batch_size", "--max-batch-size", type=count, default=32)
-    parser.add_argument("--max_tokens", "--max-tokens", type=count, default=1024, help="new tokens of a step")
-    parser.add_argument("--kv_cache_buffer_size_gb", "--kv-cache-buffer-size-gb", type=float, default=4.0)
     for name, reason in list(WITHOUT_EFFECT.items())[1:]:
         parser.add_argument(name, action="store_true", help=f"no effect: {reason}")
     return parser.parse_args(argv)
@@ -51,12 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.inference.server.run import ServeConfig
     from megatron.bridge.inference.server.run import serve as run_server
 
-    options |= {
-        "max_context": args.max_seq_length,
-        "max_requests": args.max_batch_size,
-        "rows": args.max_tokens,
-        "kv_memory": int(args.kv_cache_buffer_size_gb * (1 << 30)),
-    }
+    options |= model_options.script_engine(args)
     name = Path(args.hf_model_path or path).name
     key = serve.read_key(args.api_key_file)
     run_server(path, options, ServeConfig(name, args.host, args.port, key))

@@ -16,18 +16,18 @@ from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.parser import Parser, add_shared, count
 
 WITHOUT_EFFECT = {
-    "--use-legacy-generation": "there is one engine",
+    "--use-legacy-generation": "there is only one engine",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--cache-mla-latents": "latents are always cached",
     "--sequence-parallel": "the rows of a step are not split",
 }
 WITHOUT_EFFECT_OF_VALUE = {
-    "--block_size_tokens": "a text has consecutive rows of the caches",
-    "--attention-backend": "there is one attention with caches",
+    "--block_size_tokens": "a text occupies consecutive rows of the caches",
+    "--attention-backend": "there is only one attention with caches",
     "--inference-moe-token-dispatcher-type": "experts use the dispatcher of training",
-    "--distributed-timeout-minutes": "a rank that ends is noticed at once",
-    "--coordinator-host": "processes talk through pipes",
-    "--coordinator-port": "processes talk through pipes",
+    "--distributed-timeout-minutes": "a rank that ends is detected at once",
+    "--coordinator-host": "processes communicate through pipes",
+    "--coordinator-port": "processes communicate through pipes",
 }
 
 
@@ -35,6 +35,7 @@ def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.N
     """Read the options."""
     parser = Parser(description=description)
     add_shared(parser, "script")
+    add_shared(parser, "script engine")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated")
     source.add_argument("--prompt-file", type=Path, help="JSONL with text or prompt, or a prompt a line")
@@ -48,10 +49,6 @@ def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.N
     parser.add_argument("--top-n-logprobs", type=int, default=0)
     parser.add_argument("--termination-id", type=int, help="a further token that ends a text")
     parser.add_argument("--stop-words", nargs="+", default=[])
-    parser.add_argument("--max_seq_length", "--max-seq-length", type=count)
-    parser.add_argument("--max_batch_size", "--max-batch-size", type=count, default=32)
-    parser.add_argument("--max_tokens", "--max-tokens", type=count, default=1024, help="new tokens of a step")
-    parser.add_argument("--kv_cache_buffer_size_gb", "--kv-cache-buffer-size-gb", type=float, default=4.0)
     for name, reason in WITHOUT_EFFECT.items():
         parser.add_argument(name, action="store_true", help=f"no effect: {reason}")
     for name, reason in WITHOUT_EFFECT_OF_VALUE.items():
@@ -63,18 +60,8 @@ def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.N
     return args
 
 
-def sizes_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the engine may use."""
-    return {
-        "kv_memory": int(args.kv_cache_buffer_size_gb * (1 << 30)),
-        "max_context": args.max_seq_length,
-        "max_requests": args.max_batch_size,
-        "rows": args.max_tokens,
-    }
-
-
 def record_of(prompt: Any, found: Any, sampling: Any) -> dict[str, Any]:
-    """What is written of a completion."""
+    """The JSON object of a completion."""
     record = {"prompt": prompt, "text": found.text, "tokens": found.tokens}
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None:
@@ -115,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.utils import distributed
 
     prompts, sampling = prompts_of(args), sampling_of(args)
-    with model_options.load_of_script(args, **sizes_of(args)) as llm:
+    with model_options.load_of_script(args, **model_options.script_engine(args)) as llm:
         for prompt, completions in zip(prompts, llm.generate_each(prompts, sampling), strict=True):
             if distributed.rank() == 0:
                 sys.stdout.write(json.dumps(record_of(prompt, completions[0], sampling), ensure_ascii=False) + "\n")

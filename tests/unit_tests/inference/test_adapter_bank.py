@@ -95,7 +95,7 @@ def test_mistakes(model_dir, adapters, tmp_path, capsys):  # noqa: F811
         with pytest.raises(UserError, match=r"'smal'.*small.*one of small, wide"):
             llm.generate(PROMPTS, sampling("smal"))
         assert answers(llm, PROMPTS[:1], ["small"])
-    with pytest.raises(UserError, match=r"--adapter .*leave"):
+    with pytest.raises(UserError, match=r"--adapter .*--adapters"):
         LLM(str(model_dir), adapters=adapters, adapter=adapters["wide"], **OPTIONS)
     whole = make_adapter(model_dir, tmp_path, "whole", ["q_proj"], modules_to_save=["lm_head"])
     with pytest.raises(UserError, match=r"lm_head|whole"):

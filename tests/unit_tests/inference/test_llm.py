@@ -141,7 +141,7 @@ def test_bad_prompts_are_named(llm, prompt, changes, words):
         ({"dtype": "float8"}, ["float8", "bfloat16"]),
         ({"tp": 0}, ["tp=0"]),
         ({"max_context": 1000}, ["max_context=1000", "128"]),
-        ({"kv_memory": 100}, ["kv_memory=100", "more"]),
+        ({"kv_memory": 100}, ["kv_memory=100", "max_requests"]),
         ({"adapter": "nowhere"}, ["nowhere"]),
         ({"max_requests": 0}, ["max_requests"]),
     ],

@@ -102,17 +102,17 @@ def fp8_tensors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("m.weight_scale_inv"), r"m\.weight is float8_e4m3fn and its m\.weight_scale_inv is missi"),
+        (lambda t: t.pop("m.weight_scale_inv"), r"m\.weight is float8_e4m3fn.*m\.weight_scale_inv is missing"),
         (lambda t: t.pop("m.weight"), r"m\.weight_scale_inv scales m\.weight, which is not in the checkpoint"),
         (lambda t: t.update({"m.weight": torch.ones(32, 48)}), r"scales m\.weight, which is float32"),
         (lambda t: t.update({"norm.weight_scale_inv": torch.ones(1)}), r"scales norm\.weight, which is float32"),
         (
             lambda t: t.update({"m.weight_scale_inv": t["m.weight_scale_inv"].t()}),
-            r"m\.weight_scale_inv has shape \[3, 2\].*mean shape \[2, 3\]",
+            r"m\.weight_scale_inv has shape \[3, 2\].*shape \[2, 3\]",
         ),
         (lambda t: t.update({"m.weight_scale_inv": torch.ones(2, 3).int()}), "is int32, not a float"),
         (lambda t: t.update({"m.weight": t["m.weight"].flatten()}), r"of shape \[1536\], not a matrix"),
-        (lambda t: [t.pop("m.weight"), t.pop("m.weight_scale_inv")], "none in .* is: remove quantization_config"),
+        (lambda t: [t.pop("m.weight"), t.pop("m.weight_scale_inv")], "quantization_config.*remove quantization_config"),
     ],
 )
 def test_wrong_float8_scales_are_named(tmp_path, change, message):
@@ -123,7 +123,7 @@ def test_wrong_float8_scales_are_named(tmp_path, change, message):
 
 
 def test_scales_by_block_where_one_is_declared(tmp_path):
-    with pytest.raises(UserError, match="mean one number"):
+    with pytest.raises(UserError, match=r"weight_block_size=.*one number"):
         opened(tmp_path, fp8_config(None), **fp8_tensors()).entries  # noqa: B018
 
 
@@ -147,12 +147,12 @@ def test_wrong_mxfp4_parts_are_named(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quant_method='awq' cannot be read: fp8, mxfp4 can; convert"),
-        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors' cannot be read"),
-        ({"load_in_4bit": True}, "quant_method=None cannot be read"),
-        (fp8_config([128, 128], fmt="e5m2"), "quantization_config.fmt='e5m2' cannot be read"),
-        (fp8_config([128, 128], expert_dtype="fp4"), "expert_dtype='fp4' cannot be read"),
-        (fp8_config([128]), r"weight_block_size=\[128\] cannot be read"),
+        ({"quant_method": "awq", "bits": 4}, "quant_method='awq'.*fp8 or mxfp4.*convert"),
+        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors'"),
+        ({"load_in_4bit": True}, "quant_method=None"),
+        (fp8_config([128, 128], fmt="e5m2"), "quantization_config.fmt='e5m2'"),
+        (fp8_config([128, 128], expert_dtype="fp4"), "expert_dtype='fp4'"),
+        (fp8_config([128]), r"weight_block_size=\[128\]"),
         (fp8_config([128, 128], rotation="hadamard"), "quantization_config.rotation='hadamard' is not known"),
         (fp8_config([128, 128], weight_blok_size=None), "did you mean weight_block_size"),
     ],

@@ -193,9 +193,9 @@ def test_a_run_generates_like_its_merged_model(models, tuned, tmp_path):
         forget_model_parallel()
         scores = torch.tensor([[one.logprob for one in row] for row in found])
         torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match="whose weights are not those"):
+    with pytest.raises(UserError, match="whose weights differ from those of"):
         LLM(str(other_base(tmp_path / "other")), adapter=str(save), kv_memory=1 << 22)
-    with pytest.raises(UserError, match="leave out --adapter"):
+    with pytest.raises(UserError, match="remove --adapter"):
         LLM(str(save), adapter=str(save), kv_memory=1 << 22)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a checkpoint in a thread, from a copy in the host's memory, while the training goes on.
+"""Write a checkpoint in a thread, from a copy in host memory, while training continues.
 
-The caller waits for the copy only. Writing and hashing go on without Python's lock, a few megabytes at a time, so
-the training is not held up; a forked process would hold it up by copying each page that an update touches, and
-is unsafe with other threads or a GPU.
+Training waits only for the copy. Writing and hashing release the GIL for a few megabytes at a time, so training is not
+slowed down. A forked process would slow it down, because each page that an update touches is copied, and forking is
+unsafe with other threads or a GPU.
 """
 
 import threading
@@ -22,23 +22,23 @@ PATIENCE = 10.0
 
 
 class WriteHandle(Protocol):
-    """What writes the files of this rank, meanwhile."""
+    """This rank's part of a save that is being written."""
 
     def is_alive(self) -> bool: ...
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it does not, or for ``timeout`` seconds."""
+        """Wait until it is written, at most ``timeout`` seconds."""
         ...
 
     def outcome(self) -> WrittenFiles:
-        """What was written, once that is over."""
+        """What was written; call it after ``join``."""
         ...
 
     def cancel(self) -> None: ...
 
 
 class AsyncSaver:
-    """The save that goes on; all methods but ``reserve`` and ``abort`` are called on all ranks."""
+    """A background save; all ranks must call its methods, except ``reserve`` and ``abort``."""
 
     def __init__(self) -> None:
         self._memory = HostBuffer()
@@ -50,11 +50,11 @@ class AsyncSaver:
         return self._writing is not None
 
     def reserve(self, size: int) -> None:
-        """Make ``size`` bytes ready for copies of what this rank writes."""
+        """Allocate ``size`` bytes for copies of what this rank writes."""
         self._memory.reserve(size)
 
     def start(self, prepared: PreparedSave, finish: Publish) -> None:
-        """Begin to write, and have ``finish`` called with the result when all ranks have written."""
+        """Start to write; ``finish`` is called with the result when all ranks have written."""
         assert not self.busy, "the save before is not published yet"
         self._writing = self.begin(prepared), finish
 
@@ -65,7 +65,7 @@ class AsyncSaver:
         return writing
 
     def poll(self, wait: bool = False) -> None:
-        """Publish what has been written; with ``wait``, as soon as it has been. Raises what a rank could not write."""
+        """Publish the save if all ranks have written it, or ``wait`` until they have; raises if one failed."""
         if self._writing is None:
             return
         writing, finish = self._writing
@@ -76,7 +76,7 @@ class AsyncSaver:
             finish(writing.outcome)
 
     def abort(self) -> None:
-        """Give up the save of this rank; it is not published."""
+        """Give up this rank's part of the save, which is then not published."""
         if self._writing is not None:
             writing, _ = self._writing
             writing.cancel()
@@ -85,7 +85,7 @@ class AsyncSaver:
 
 
 class _WriterThread(threading.Thread):
-    """Writes the files of this rank, and keeps what was written, or why not."""
+    """Writes the files of this rank, and keeps the result or the error."""
 
     def __init__(self, prepared: PreparedSave) -> None:
         super().__init__(name="checkpoint", daemon=True)
@@ -102,7 +102,7 @@ class _WriterThread(threading.Thread):
             self._error = portable(error)
 
     def outcome(self) -> WrittenFiles:
-        """What was written, once the thread has ended."""
+        """What was written; call it after the thread has ended."""
         if self._error is not None:
             raise self._error
         assert self._written is not None, "it is still writing"

@@ -29,28 +29,28 @@ _NOT_UPLOADED = (ITERATION, LOCK, ".")
 
 
 def is_small(name: str) -> bool:
-    """Whether a file of a checkpoint is none of its shards: every process reads it."""
+    """Whether a file of a checkpoint is not a shard, so that every process reads it."""
     return not name.endswith(SHARD)
 
 
 def final_of(staging: Path) -> Path:
-    """The directory that ``saving`` will publish ``staging`` as."""
+    """The directory as which ``saving`` will publish ``staging``."""
     return staging.with_name(staging.name.removesuffix(STAGING_SUFFIX).rpartition(".")[0])
 
 
 def token_of(staging: Path) -> str:
-    """What no other save has in its name."""
+    """The part of a staging directory's name that is unique to the save."""
     return staging.name.removesuffix(STAGING_SUFFIX).rpartition(".")[2]
 
 
 def begin(directory: Path) -> None:
-    """Hide ``directory`` from readers until ``publish``, and remove what an earlier save put there."""
+    """Hide ``directory`` from readers until ``publish``, and remove the files of earlier saves."""
     storage.write(staging_path(directory), "files beside this one are being written or removed\n")
     storage.delete(directory)
 
 
 def publish(directory: Path, sizes: Mapping[str, int]) -> None:
-    """Let ``directory`` appear, after a look whether all files arrived."""
+    """Make ``directory`` visible to readers, after checking that all files were uploaded."""
     found = {name: entry.size for name, entry in storage.listing(directory, deep=True).items()}
     lost = sorted(name for name, size in sizes.items() if found.get(name) != size)
     if lost:
@@ -59,7 +59,7 @@ def publish(directory: Path, sizes: Mapping[str, int]) -> None:
 
 
 def keep(staging: Path) -> None:
-    """Keep what was written here of a published checkpoint, so that a restart need not download it; drop all others."""
+    """Keep the local files of a published checkpoint, so that a restart need not download it, and delete all others."""
     directory = final_of(staging)
     forget(path for path in directory.parent.glob(f"{ITERATION}*") if path != staging)
     staging.replace(directory)
@@ -74,29 +74,26 @@ def remove(directory: Path) -> None:
 
 
 def forget(directories: Iterable[Path]) -> None:
-    """Remove what is here of checkpoints that lie in the bucket."""
+    """Remove the local files of checkpoints that are in the bucket."""
     for directory in directories:
         shutil.rmtree(beside(directory, ""), ignore_errors=True)
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def is_published(directory: Path) -> bool:
-    return directory.name + STAGING_SUFFIX not in storage.listing(directory.parent)
-
-
 def recover(root: Path) -> None:
-    """Remove the checkpoints that were not published, or only half removed; the run that writes here calls this."""
+    """Remove checkpoints that were not published, or only partly removed; the run that writes here calls this."""
     for name in storage.listing(root):
         if name.startswith(ITERATION) and name.endswith(STAGING_SUFFIX):
             remove(root / name.removesuffix(STAGING_SUFFIX))
 
 
 def refresh(root: Path) -> None:
-    """Let the local folder of a run, or of one checkpoint, show which checkpoints there are, with its small files."""
+    """Update the local folder of a run or a checkpoint: which checkpoints exist, and their small files."""
     if url_of(root) is None:
         return
     found = storage.listing(root)
-    if not found or (root.name.startswith(ITERATION) and not is_published(root)):
+    is_hidden = root.name.startswith(ITERATION) and root.name + STAGING_SUFFIX in storage.listing(root.parent)
+    if not found or is_hidden:
         return
     hidden = {name.removesuffix(STAGING_SUFFIX) for name in found if name.endswith(STAGING_SUFFIX)}
     folders = {name for name, entry in found.items() if entry.is_folder} - hidden - {LOCK}
@@ -109,7 +106,7 @@ def refresh(root: Path) -> None:
 
 
 def push_beside(root: Path) -> None:
-    """Upload the other files of a run, such as its metrics, that have changed since."""
+    """Upload the other files of a run, such as its metrics, that have changed since the last upload."""
     if url_of(root) is None:
         return
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
@@ -122,10 +119,10 @@ def push_beside(root: Path) -> None:
 
 
 def claim(record: Path, text: str) -> Path | None:
-    """Upload ``record`` as the lock of a run; None, and nothing there, if it is not the only one.
+    """Upload ``record`` as the lock of a run; returns None and removes it if another process has claimed the lock.
 
-    Buckets list what was written before: of two processes that claim at once, the later one sees the record of the
-    other one. If both do, both try again, after different pauses.
+    Object storage lists earlier writes: if two processes claim at once, the later one sees the other's record. If both
+    see the other's, both try again after different pauses.
     """
     storage.write(record, text)
     if storage.listing(record.parent).keys() == {record.name}:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that fail on all ranks if they fail on one, so that no rank waits for one that has left."""
+"""Steps that fail on all ranks if they fail on one, so that no rank waits for another that has stopped."""
 
 import errno
 import socket
@@ -15,7 +15,7 @@ from megatron.bridge.utils.torchrun_env import read_number
 
 
 def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """The result of ``action``, run on rank 0 only; an error there is raised on all ranks of ``group``."""
+    """Run ``action`` on rank 0 and return its result on all ranks; an error is raised on all ranks of ``group``."""
     value, error = _attempt(action) if distributed.rank() == 0 else (None, None)
     value, carried = distributed.broadcast_object((value, portable(error)), group=group)
     if carried is not None:
@@ -24,7 +24,7 @@ def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None)
 
 
 def on_every_rank[T](action: Callable[[], T]) -> T:
-    """The result of ``action`` on this rank; one failure is raised on all ranks."""
+    """Run ``action`` on every rank and return this rank's result; if one fails, an error is raised on all."""
     value, error = _attempt(action)
     failures = [found for found in distributed.all_gather_object(portable(error)) if found is not None]
     if failures:
@@ -33,7 +33,7 @@ def on_every_rank[T](action: Callable[[], T]) -> T:
 
 
 def naming_node[T](action: Callable[[], T]) -> T:
-    """The result of ``action`` on this rank; what the system refuses is raised with the name of the node."""
+    """Run ``action`` on this rank; errors of the operating system get the name of the node."""
     value, error = _attempt(action)
     if error is not None:
         forget_frames(error)
@@ -49,7 +49,7 @@ def _attempt[T](action: Callable[[], T]) -> tuple[T | None, BaseException | None
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """The cause of an error in a form that pickles: torch's own carry the tracebacks of every rank."""
+    """The cause of an error in a form that can be pickled: torch's own errors carry the tracebacks of every rank."""
     if error is None:
         return None
     cause = root_cause(error)
@@ -62,16 +62,16 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 
 def _on_node(reason: str | None) -> str | None:
-    """With the name of this node, if the job has others: only one of their disks may be full."""
+    """The message with the name of this node if the job has others: only one of their disks may be full."""
     ranks, name = distributed.world_size(), f" on node {socket.gethostname()}"
     several = read_number("LOCAL_WORLD_SIZE", ranks) < ranks
     return f"{reason}{name}" if several and reason and not reason.endswith(name) else reason
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What lies under torch's ``CheckpointException`` and chained exceptions; an OSError is preferred.
+    """The cause below torch's ``CheckpointException`` and chained exceptions, preferably an OSError.
 
-    Torch's zip writer reports a full disk as a RuntimeError while the OSError is only its context.
+    Torch's zip writer reports a full disk as a RuntimeError; the OSError is only its context.
     """
     found = _chain(error)
     for kind in (UserError, OSError):
@@ -92,7 +92,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and all that it was raised from, or that was being handled."""
+    """The error and all errors in its chain of causes and contexts."""
     seen: list[BaseException] = []
     queue = [error]
     while queue:

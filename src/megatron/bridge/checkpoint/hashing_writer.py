@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's writer of checkpoint files, taught to hash what it writes and to write beside the training.
+"""Torch's writer of checkpoint files, extended to hash what it writes and to write in the background.
 
-A save has three parts: all ranks agree on who writes what (``prepare``), each writes its files
-(``Prepared.write_files``), the first rank writes down where everything lies (``Prepared.finish``). Only the first
-and the last communicate, so the middle one can run in a thread while the training goes on.
+A save has three parts: all ranks agree on who writes what (``prepare_save``), each rank writes its files
+(``PreparedSave.write_files``), and the first rank writes the metadata (``PreparedSave.finish``). Only the first and the
+last part communicate, so the middle one can run in a thread while training continues.
 """
 
 import gc
@@ -33,7 +33,7 @@ from megatron.bridge.utils.storage_paths import url_of
 
 
 class _HashingFiles(FileSystem):
-    """Torch's file system, with a record of each file that was written."""
+    """Torch's file system, which records each file that it writes."""
 
     def __init__(self, records: manifest.FileRecords, cancelled: threading.Event) -> None:
         self._records = records
@@ -48,7 +48,7 @@ class _HashingFiles(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes one file a rank.
+    """Writes one file per rank.
 
     Attributes:
         records: Size and hash of the files that this process has written.
@@ -66,14 +66,14 @@ class HashingWriter(FileSystemWriter):
         self._token = f"{bucket.token_of(directory)}_" if in_bucket else ""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As torch's, but shards that go to a bucket have names of their own."""
+        """The same as torch's, but shards on object storage get unique names."""
         found = super().prepare_global_plan(plans)
         prefixes = [_StoragePrefix(plan.storage_data.prefix + self._token) for plan in found]
         return [replace(plan, storage_data=prefix) for plan, prefix in zip(found, prefixes, strict=True)]
 
 
 class _ResolvedPlanner(DefaultSavePlanner):
-    """Answers with what this rank writes, in a form that torch writes without copying it first."""
+    """Returns the data that this rank writes in a form that torch does not copy first."""
 
     def __init__(self, resolve: Callable[[WriteItem], Any]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _ResolvedPlanner(DefaultSavePlanner):
 
 @dataclass
 class WrittenFiles:
-    """What one rank has written: where torch finds each piece, and a record of each file."""
+    """What one rank has written: the location of each piece for torch, and a record of each file."""
 
     results: list[WriteResult]
     records: manifest.FileRecords
@@ -103,7 +103,7 @@ class PreparedSave:
     metadata: Metadata | None
 
     def write_files(self) -> WrittenFiles:
-        """Write and upload this rank's files, without communication."""
+        """Write this rank's files, without communication."""
         with without_zip_checksums():
             results = self.writer.write_data(self.plan, self.planner).wait()
         if url_of(self.directory) is not None:
@@ -112,7 +112,7 @@ class PreparedSave:
         return WrittenFiles(results, self.writer.records)
 
     def finish(self, written: list[WrittenFiles]) -> manifest.FileRecords:
-        """Write torch's ``.metadata``, on the first rank; the records of the files that all ranks have written."""
+        """Write torch's ``.metadata``, on the first rank; returns the records of the files of all ranks."""
         assert self.metadata is not None, "the first rank finishes a save"
         self.writer.finish(self.metadata, [entry.results for entry in written])
         records = dict(self.writer.records)
@@ -121,19 +121,19 @@ class PreparedSave:
         return records
 
     def copy_to(self, memory: HostBuffer) -> None:
-        """Copy what is to be written, so that the training can change it."""
+        """Copy the data to write, so that training can change the original."""
         found = {id(item): self.planner.resolve_data(item) for item in self.plan.items}
         tensors = {name: data for name, data in found.items() if isinstance(data, torch.Tensor)}
         found |= zip(tensors, memory.copy_tensors(list(tensors.values())), strict=True)
         self.planner = _ResolvedPlanner(lambda item: found[id(item)])
 
     def cancel(self) -> None:
-        """Have ``write_files``, in another thread, fail soon."""
+        """Make ``write_files``, which runs in another thread, fail soon."""
         self.writer.cancelled.set()
 
 
 def prepare_save(state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str) -> PreparedSave:
-    """Let all ranks agree on who writes which part of ``state``, as torch's own save does."""
+    """Agree with all ranks on who writes which part of ``state``, as in torch's own save."""
     writer, metadata = HashingWriter(directory, save_id), None
     first = distributed.rank() == 0
 
@@ -156,7 +156,7 @@ def prepare_save(state: dict[str, Any], directory: Path, planner: SavePlanner, s
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Do not collect garbage: plans of many ranks are millions of objects that stay, and this halves the time."""
+    """Pause garbage collection: plans of many ranks are millions of live objects, and this halves the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -178,13 +178,13 @@ def check_objects(metadata: Metadata) -> None:
 
 
 def collective_steps() -> _DistWrapper:
-    """Torch's steps over all ranks: one result on the first rank, and one rank's failure is every rank's."""
+    """Torch's steps over all ranks: one result on the first rank; if one rank fails, all do."""
     return _DistWrapper(None, distributed.is_initialized(), 0)
 
 
 @contextmanager
 def without_zip_checksums() -> Iterator[None]:
-    """Torch's reader ignores the CRC-32 in its files; the manifest's hash replaces it at a tenth of the cost."""
+    """Do not write CRC-32 checksums: torch's reader ignores them, and the manifest's hash costs a tenth as much."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that tensors are copied to before they are written in the background; kept from one save to the next.
+"""Memory that tensors are copied to before they are written in the background; it is reused by the next save.
 
-Copying into memory that was used before takes 0.05 s/GB on one CPU core. Into fresh memory it takes 0.5 s/GB on a
-virtual machine, because each page is handed out at its first touch; so the pages are touched ahead, in a thread.
-A forked process needs no copy, but makes the training pay for one: the first update after the fork took 0.5 to
-1.4 s/GB longer.
+Copying into used memory takes 0.05 s/GB on one CPU core. Into fresh memory it takes 0.5 s/GB on a virtual machine,
+because each page is allocated at its first touch, so a thread touches the pages ahead of time. A forked process needs
+no copy, but makes training pay for one: the first update after the fork took 0.5 to 1.4 s/GB longer.
 """
 
 import logging
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostBuffer:
-    """Grows to what the largest save needs; pinned where there is a GPU, so that copies run at the bus's speed."""
+    """A buffer that grows to the size of the largest save; pinned if there is a GPU, which makes copies fast."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, dtype=np.uint8)
@@ -32,7 +31,7 @@ class HostBuffer:
         self._making: threading.Thread | None = None
 
     def reserve(self, size: int) -> None:
-        """Have ``size`` bytes made ready, while the caller goes on."""
+        """Allocate ``size`` bytes in the background."""
         device = torch.cuda.current_device()
 
         def make() -> None:
@@ -44,7 +43,7 @@ class HostBuffer:
         self._making.start()
 
     def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``tensors``, each filling a storage of its own; they live until the next call."""
+        """Copies of ``tensors``, each with its own storage; they are valid until the next call."""
         if self._making is not None:
             self._making.join()
             self._making = None
@@ -73,9 +72,9 @@ def copy_size(tensor: torch.Tensor) -> int:
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor with no other storage around it; torch copies any other before it writes it.
+    """The same data as a tensor whose storage holds nothing else; torch copies any other tensor before writing it.
 
-    The parameters of a model are views of one buffer for gradients and gathering, so that is all of them.
+    The parameters of a model are views of one buffer for gradients and gathering, so that would be all of them.
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -83,17 +82,17 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor, place: np.ndarray) -> torch.Tensor:
-    """A tensor of the same shape and type in the bytes of ``place``."""
+    """A tensor of the same shape and dtype in the bytes of ``place``."""
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def _pin(memory: np.ndarray) -> bool:
-    """Let a GPU copy into ``memory`` while the process goes on; whether CUDA agrees.
+    """Pin ``memory`` for asynchronous copies from a GPU; returns whether CUDA accepts it.
 
-    PyTorch's own pinned memory is rounded up to a power of two, and is kept when it is freed: 33 GB would take
-    64 GB of each rank, and again as much when the next save is larger.
+    PyTorch rounds its own pinned memory up to a power of two and keeps it when it is freed: 33 GB would take 64 GB of
+    each rank, and another 64 GB if the next save is larger.
     """
     error = int(cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if error:
@@ -102,7 +101,7 @@ def _pin(memory: np.ndarray) -> bool:
 
 
 def _touched(size: int) -> np.ndarray:
-    """Memory of the system's own, which gets it back at the end: a training keeps what it frees of the heap."""
+    """Memory mapped from the system, which is returned to it at the end; the allocator would keep freed heap memory."""
     memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     memory[::_PAGE] = 0
     return memory

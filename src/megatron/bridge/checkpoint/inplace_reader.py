@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's reader of checkpoint files, which also reads large tensors in place and refuses to run code.
 
-Torch reads what a file holds of a tensor into fresh memory, all of it, and copies from there what is wanted. Fresh
-memory costs more than the reading on a virtual machine, and a rank that wants a part of what another layout wrote
-reads the rest for nothing.
+Torch reads all that a file holds of a tensor into fresh memory and copies what is needed from there. On a virtual
+machine, fresh memory costs more than the reading itself, and a rank that needs a part of what another layout wrote
+would read the rest for nothing.
 """
 
 import io
@@ -30,10 +30,10 @@ STAGING = 64 << 20
 
 
 class InplaceReader(FileSystemReader):
-    """Reads whole tensors, and whole rows of them, without a copy; anything else as torch does."""
+    """Reads whole tensors and ranges of rows without a copy, and everything else like torch."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all that ``plan`` names into what ``planner`` answers with."""
+        """Read everything in ``plan`` into the tensors of ``planner``."""
         needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
         storage.pull(Path(self.path), needed)
         others: list[ReadItem] = []
@@ -47,7 +47,7 @@ class InplaceReader(FileSystemReader):
         return super().read_data(replace(plan, items=others), planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As torch's own reader, but the file cannot run code."""
+        """The same as torch's own reader, but the file cannot run code."""
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as stream:
             metadata = unpickling.read_metadata(cast(Any, stream), str(path))
@@ -56,7 +56,7 @@ class InplaceReader(FileSystemReader):
         return metadata
 
     def _read_object(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """Give the planner the bytes of an object, which it unpickles without checks: check them first."""
+        """Check the bytes of an object before the planner unpickles them."""
         place = self.storage_data[item.storage_index]
         path = self.fs.concat_path(self.path, place.relative_path)
         with self.fs.create_stream(path, "rb") as stream:
@@ -84,7 +84,7 @@ class InplaceReader(FileSystemReader):
 
 
 def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
-    """Where in ``part`` the bytes of ``target`` lie as they are in memory; None if they do not."""
+    """The offset of ``target`` in ``part`` if its bytes are contiguous there; else None."""
     stored = cast(Tensor, torch.load(part, map_location="meta", weights_only=True))
     begin: int | None = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
     whole_rows = tuple(item.lengths[1:]) == stored.shape[1:]
@@ -97,7 +97,7 @@ def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
 
 
 def _fill(target: Tensor, part: IO[bytes]) -> None:
-    """Read the bytes of ``target`` from where ``part`` stands."""
+    """Read the bytes of ``target`` from the current position of ``part``."""
     flat = target.view(-1).view(torch.uint8)
     (_read_into if target.is_cpu else _read_in_blocks)(flat, part)
 
@@ -120,7 +120,7 @@ def _read_into(flat: Tensor, part: IO[bytes]) -> None:
 
 
 def _copy(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
-    """As torch's own reader: through memory for all that is stored."""
+    """Copy through memory, like torch's own reader."""
     stored = cast(Tensor, torch.load(part, map_location="cpu", weights_only=True))
     wanted = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
     assert wanted.shape == target.shape, f"{item.storage_index} is {wanted.shape}, {target.shape} is wanted"

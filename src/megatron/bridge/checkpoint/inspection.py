@@ -42,12 +42,12 @@ def list_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def is_weight(name: str) -> bool:
-    """Whether a name is of the model, not of the optimizer or the run."""
+    """Whether a name belongs to the model, not to the optimizer or the run."""
     return not name.startswith(model_io.BESIDE_WEIGHTS)
 
 
 def read_tensors(directory: Path, wanted: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """The values of tensors, whole, one after the other."""
+    """Read whole tensors, one after another."""
     for tensor in wanted:
         state: dict[str, Any] = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
         try:
@@ -59,7 +59,7 @@ def read_tensors(directory: Path, wanted: Iterable[StoredTensor]) -> Iterator[tu
 
 
 def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor of all layers as one for each layer, which is how this package stores them.
+    """Split a tensor of all layers into one per layer, which is how this package stores them.
 
     Megatron-LM stores ``decoder.layers.mlp.linear_fc1.weight`` of shape [layers, ...].
 
@@ -75,19 +75,19 @@ def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterat
 
 
 def stacked_layers(found: dict[str, StoredTensor]) -> int | None:
-    """How many layers the tensors of a checkpoint are stacks of, or None if layers are stored one by one."""
+    """The number of layers if the checkpoint stacks the tensors of all layers, else None."""
     sizes = {tensor.shape[0] for name, tensor in found.items() if _stack_of(name)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _stack_of(name: str) -> str | None:
-    """The prefix of a tensor that holds all layers; None for the tensor of one layer, or of none."""
+    """The prefix of a tensor that stacks all layers; None for any other tensor."""
     prefix = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
     return prefix if prefix and not name.removeprefix(prefix).partition(".")[0].isdecimal() else None
 
 
 def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | None, iteration: int = 0) -> Path:
-    """Write the weights of a checkpoint, Megatron-LM's for one, as one of this package: layers one by one, hashed.
+    """Convert the weights of a checkpoint, for example of Megatron-LM, to the format of this package.
 
     Args:
         source: One iteration's directory.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model without memory, whose parameters are made when the writer of a checkpoint comes to them.
+"""Save a model without memory: its parameters are computed when the writer of the checkpoint needs them.
 
-The state to save is that of a model on the meta device: names, shapes and places are all there, so the plan and
-the files are those of a model in memory, byte for byte. Only the numbers come later, a few parameters at a time.
+The state to save belongs to a model on the meta device: it has all names, shapes and offsets, so the plan and the files
+are byte for byte those of a model in memory. Only the values are computed later, a few parameters at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,19 +23,19 @@ THREADS = 2  # one copies while the other waits for the disk
 
 @dataclass(frozen=True, eq=False)
 class LazyParameter:
-    """Where the numbers of a parameter come from."""
+    """The source of the values of a parameter."""
 
     size: int  # bytes of the parameter
     make: Callable[[], torch.Tensor]  # makes it, in the memory of the CPU, contiguous; called from any thread
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """What a parameter and all views of it have in common, also on the meta device."""
+    """An id that a parameter and all views of it share, also on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 class LazySavePlanner(MCoreSavePlanner):
-    """Plans a save of tensors on the meta device, and gives the writer their numbers.
+    """Plans a save of tensors on the meta device, and gives the writer their values.
 
     Args:
         sources: By ``storage_of`` each parameter that the state may hold, or a view of it.
@@ -53,7 +53,7 @@ class LazySavePlanner(MCoreSavePlanner):
         self._parameter = self._given = torch.empty(0)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Note in which order the writer will ask: that of the plan."""
+        """Record the order of the plan, in which the writer asks for values."""
         plan = super().finish_plan(new_plan)
         found = ((item, super(LazySavePlanner, self).resolve_data(item)) for item in plan.items)
         sources = [self._source(item, data) for item, data in found if isinstance(data, torch.Tensor)]
@@ -71,7 +71,7 @@ class LazySavePlanner(MCoreSavePlanner):
         return self._sources[storage_id(data)]
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The numbers of one item; those given before have been written, and are freed."""
+        """The values of one item; values returned earlier have been written, and are freed."""
         data = super().resolve_data(write_item)
         if not isinstance(data, torch.Tensor):
             return data

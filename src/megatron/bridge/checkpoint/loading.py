@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a sharded state dict in Megatron-Core's ``torch_dist`` format; what is damaged or foreign is refused."""
+"""Load a sharded state dict in Megatron-Core's ``torch_dist`` format; damaged and foreign checkpoints are refused."""
 
 import pickle
 import warnings
@@ -38,7 +38,7 @@ StoredShapes = dict[str, tuple[int, ...] | None]  # name -> global shape of a te
 
 @dataclass(frozen=True)
 class StateMismatch:
-    """How what a model wants differs from what a checkpoint holds."""
+    """Differences between the state that a model needs and the state that a checkpoint holds."""
 
     missing: tuple[str, ...]
     left_over: tuple[str, ...]
@@ -69,7 +69,7 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
 
 
 def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
-    """See that ``load`` will find what ``state`` wants; its tensors need no memory."""
+    """Check that ``load`` will find everything in ``state``; its tensors need no memory."""
     stored = stored_keys(on_first_rank(lambda: check_files(directory)))
     _drop_extra_state(state, stored)
     difference = compare(wanted_keys(state), stored, tuple(known) if strict else ("",))
@@ -80,7 +80,7 @@ def check(state: dict[str, Any], directory: Path, strict: bool = True, known: It
 
 
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Fill a part of a state that was checked, without communication; a ``DamagedError`` if it cannot be read."""
+    """Load a part of a checked state, without communication; raises a ``DamagedError`` if it cannot be read."""
     try:
         return _read(state, directory)
     except BaseException as error:
@@ -97,7 +97,7 @@ def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def without_torch_warnings() -> Iterator[None]:
-    """Without what torch says at every save and load: ranks read on their own, which it takes for a mistake."""
+    """Silence torch's warnings at every save and load, which expect ranks to read together."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", message="The argument order of load")
@@ -106,7 +106,7 @@ def without_torch_warnings() -> Iterator[None]:
 
 
 def load_common(directory: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is not sharded, read on rank 0 and sent to all."""
+    """Load the part of a checkpoint that is not sharded; rank 0 reads it and broadcasts it."""
 
     def read() -> dict[str, Any]:
         check_files(directory)
@@ -120,12 +120,13 @@ def load_common(directory: Path) -> dict[str, Any]:
 
 
 def check_files(directory: Path) -> Metadata:
-    """Read the metadata and see that every file it names is there in full; costs no reading of tensors."""
+    """Read the metadata and check that every file it names has its full size; reads no tensors."""
     storage.pull(directory, bucket.is_small)
     size_of = storage.sizes(directory)
     _check_format(directory)
     metadata = _read_metadata(directory)
-    if _has_manifest(metadata) and not (directory / manifest.NAME).is_file():
+    save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+    if save_id.startswith(manifest.SAVE_ID_PREFIX) and not (directory / manifest.NAME).is_file():
         raise DamagedError.of(directory, f"{manifest.NAME} is missing")
     needed: dict[str, int] = {}
     for place in metadata.storage_data.values():
@@ -137,11 +138,6 @@ def check_files(directory: Path) -> Metadata:
         if found < size:
             raise DamagedError.of(directory, f"{name} has {found} of {size} bytes")
     return metadata
-
-
-def _has_manifest(metadata: Metadata) -> bool:
-    save_id = getattr(metadata.storage_meta, "save_id", None) or ""
-    return save_id.startswith(manifest.SAVE_ID_PREFIX)
 
 
 def _check_format(directory: Path) -> None:
@@ -177,7 +173,7 @@ def _read_metadata(directory: Path) -> Metadata:
 
 
 def stored_keys(metadata: Metadata) -> StoredShapes:
-    """What a checkpoint holds, without Megatron's own record of common state."""
+    """The keys that a checkpoint holds, without Megatron's own record of common state."""
     keys: StoredShapes = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -188,7 +184,7 @@ def stored_keys(metadata: Metadata) -> StoredShapes:
 
 
 def wanted_keys(state: dict[str, Any]) -> dict[str, ShardedTensor | ShardedObject]:
-    """What all ranks together want to load: name -> its description without data."""
+    """The keys that all ranks together load, with their descriptions without data."""
     expanded, _, _ = load_preprocess(state)
     sharded, _ = extract_sharded_base(expanded)
     mine = {entry.key: entry.without_data() for entry in nested_values(sharded)}
@@ -196,7 +192,7 @@ def wanted_keys(state: dict[str, Any]) -> dict[str, ShardedTensor | ShardedObjec
 
 
 def united[T](mine: dict[str, T]) -> dict[str, T]:
-    """The entries of all ranks. The first rank that has a key sends its entry, all others a hash of the key."""
+    """The entries of all ranks: the first rank that has a key sends its entry, all others only a hash of the key."""
     keys = {digest(key): key for key in mine}
     everyone = distributed.all_gather_object(np.array(list(keys), dtype=np.int64))
     found, places = np.unique(np.concatenate(everyone), return_index=True)
@@ -211,7 +207,7 @@ def united[T](mine: dict[str, T]) -> dict[str, T]:
 def compare(
     wanted: dict[str, ShardedTensor | ShardedObject], stored: StoredShapes, known: tuple[str, ...]
 ) -> StateMismatch:
-    """Names and shapes that do not agree; ``known`` are prefixes that may be left over."""
+    """The names and shapes that do not match; ``known`` are prefixes of names that may be unused."""
     missing = sorted(key for key in wanted if key not in stored)
     left_over = sorted(
         key for key in stored if key not in wanted and not _is_extra_state(key) and not key.startswith(known)
@@ -240,7 +236,7 @@ def _is_extra_state(key: str) -> bool:
 
 
 def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
-    """Remove the wish for Transformer Engine's extra state where a checkpoint was saved without it."""
+    """Do not load Transformer Engine's extra state from a checkpoint that was saved without it."""
     for name, value in list(state.items()):
         if isinstance(value, dict):
             _drop_extra_state(value, stored)
@@ -249,14 +245,14 @@ def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error's text, in fewer words for what torch says at length."""
+    """The first line of an error message, shortened for verbose errors of torch."""
     if isinstance(error, pickle.UnpicklingError):
         return "it is not a tensor"
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def unreadable(error: BaseException, directory: Path) -> BaseException:
-    """A failed load as damage, unless it is a mistake of ours."""
+    """A failed load as a ``DamagedError``, unless it is a programming error."""
     cause = root_cause(error)
     if isinstance(cause, (UserError, AssertionError)) or not isinstance(error, (Exception, CheckpointException)):
         return cause

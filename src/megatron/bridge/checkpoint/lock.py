@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run at a time writes to a directory: a second run is refused, and the message names the first.
+"""A lock, so that one run at a time writes to a directory; a second run is refused by naming the first.
 
 ``<root>/run.lock/`` is a directory with one file, named by a token that is never used again. The file says which
 process holds the lock (the first rank of a run), and the holder touches it while it lives.
 
-* A holder on the same machine is looked up. If it is alive, the second run is refused; if it is gone, its lock is
-  taken over.
+* If the holder is on the same machine, its process is looked up. If it is alive, the second run is refused; if it
+  is gone, its lock is taken over.
 * A holder on another machine, or in another container, cannot be looked up. Its file is watched for ``PATIENCE``
-  seconds, three of its beats. If it is touched in that time, the second run is refused; if not, the holder is
-  taken for dead.
+  seconds, three of its heartbeats. If it is touched in that time, the second run is refused; if not, the holder is
+  assumed dead.
 
-A holder that was stopped for so long that another run took over is refused at its next save (``check``).
+A holder that was suspended for so long that another run took over is refused at its next save (``check``).
 
-Two steps decide. Both are atomic on network file systems too, with or without ``flock``:
+It takes two steps, which are atomic on network file systems too, with or without ``flock``:
 
 * To claim the lock, a process renames a directory that has its own file inside to ``run.lock``. Of several
   processes one succeeds, because a directory cannot replace another one that has a file in it.
-* To take a dead holder's lock away, a process deletes the holder's file by its token. This can never delete the
+* To take over a dead holder's lock, a process deletes the holder's file by its token. This can never delete the
   lock of another process, no matter how long ago the file was read. Whoever claims next gets the lock.
 
-On object storage, ``bucket`` has steps of its own for the same.
+On object storage, ``bucket`` implements the same.
 
-A process killed between the two leaves an empty ``run.lock``, which is free. What a client of a network file
-system has cached can delay a claim, but it cannot make two.
+A process killed between the two leaves an empty ``run.lock``, which is free. A client's cache of a network file system
+can delay a claim, but cannot give two processes the lock.
 """
 
 import atexit
@@ -55,7 +55,7 @@ _held: dict[Path, "_Lock"] = {}
 
 
 def acquire(root: str | Path) -> bool:
-    """Take the lock of ``root`` until ``release`` or the end of the process; False if it is held already."""
+    """Acquire the lock of ``root`` until ``release`` or the end of the process; False if another process holds it."""
     try:
         key = storage.local(root).resolve()
         if key in _held and _held[key].owner == Process.current():
@@ -72,14 +72,14 @@ def acquire(root: str | Path) -> bool:
 
 
 def check(root: str | Path) -> None:
-    """Refuse to go on where another process took the lock over from this one."""
+    """Refuse to continue if another process has taken over the lock."""
     key = storage.local(root).resolve()
     if key in _held and not _exists(_held[key].record):
         raise _refusal(key, holder(root))
 
 
 def release(root: str | Path) -> None:
-    """Give the lock of ``root`` back, if this process holds it; a directory made for it alone goes, too."""
+    """Release the lock of ``root`` if this process holds it; removes a directory that was made only for the lock."""
     lock = _held.pop(storage.local(root).resolve(), None)
     if lock is not None:
         lock.release()
@@ -87,7 +87,7 @@ def release(root: str | Path) -> None:
 
 @contextmanager
 def held(root: str | Path) -> Iterator[None]:
-    """Hold the lock inside; a process that had it before keeps it."""
+    """Hold the lock inside the context; a process that already holds it keeps it."""
     taken = acquire(root)
     try:
         yield
@@ -97,13 +97,13 @@ def held(root: str | Path) -> Iterator[None]:
 
 
 def holder(root: str | Path) -> Process | None:
-    """The process that holds the lock of ``root`` by what its file says, dead or alive."""
+    """The process that holds the lock of ``root`` according to its file, dead or alive."""
     record = _record(storage.local(root).resolve())
     return None if record is None else _read(record)
 
 
 def _take(root: Path) -> Path:
-    """Claim the lock of ``root``; returns the file that says whose it is."""
+    """Claim the lock of ``root``; returns the file that names its holder."""
     until = time.monotonic() + PATIENCE
     while (mine := _claim(root)) is None:
         record = _record(root)
@@ -117,7 +117,7 @@ def _take(root: Path) -> Path:
 
 
 def _claim(root: Path) -> Path | None:
-    """Publish a file that names this process as the lock, in one step; None if another process has done so."""
+    """Publish a file that names this process as the holder, atomically; None if another process has the lock."""
     token = uuid4().hex
     if url_of(root) is not None:
         return bucket.claim(root / NAME / f"{token}{_RECORD}", json.dumps(asdict(Process.current())))
@@ -202,7 +202,7 @@ def _refusal(root: Path, other: Process | None) -> UserError:
 
 
 def _beats(record: Path) -> bool:
-    """Whether a holder on another machine shows that it lives; compares no clocks of two machines."""
+    """Whether a holder on another machine still touches its file; does not compare clocks of two machines."""
     console().print(
         f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life", markup=False
     )
@@ -225,7 +225,7 @@ def _touched(record: Path) -> int | str | None:
 
 
 class _Lock:
-    """A lock that is held; a thread touches its file."""
+    """A lock that this process holds; a thread touches its file."""
 
     def __init__(self, record: Path, root_existed: bool) -> None:
         self.owner = Process.current()

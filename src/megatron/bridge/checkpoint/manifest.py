@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a published checkpoint consists of: the size and the hash of every file, taken while it was written.
+"""The manifest of a published checkpoint: the size and hash of every file, computed while it was written.
 
-XXH3-128 hashes at the speed of memory (13 GB/s on one core where SHA-256 reaches 0.9). It finds every accident:
-a flipped bit, a truncation, two files that changed places. It is no defence against somebody who forges files.
+XXH3-128 hashes at the speed of memory (13 GB/s on one core, where SHA-256 reaches 0.9). It detects every accident: a
+flipped bit, a truncation, two swapped files. It does not protect against forged files.
 
-The hashes are of the bytes handed to the file, not of the file read back, so they also catch a disk or a network
-that stored something else. The manifest carries a hash of itself; that there is one is noted in torch's own
-``.metadata``, so that its loss is noticed, too.
+The bytes handed to the file are hashed, not the file read back, so a disk or network that stored something else is
+detected, too. The manifest has a hash of itself, and torch's own ``.metadata`` records that there is a manifest, so its
+loss is detected.
 """
 
 import errno
@@ -46,7 +46,7 @@ SAVE_ID_PREFIX = "manifest-"
 
 
 class DamagedError(UserError):
-    """A checkpoint that was whole once and is not any more; another one may still be."""
+    """A checkpoint that was damaged after it was saved; another one may still be usable."""
 
     @classmethod
     def of(cls, directory: Path, what: str) -> "DamagedError":
@@ -55,7 +55,7 @@ class DamagedError(UserError):
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What one file was when it was written."""
+    """The size and hash of a file when it was written."""
 
     size: int  # bytes
     hash: str  # XXH3-128 of them, as 32 hexadecimal digits
@@ -66,7 +66,7 @@ FileRecords = dict[str, FileRecord]  # path below the checkpoint's directory -> 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of a whole checkpoint."""
+    """The manifest of a checkpoint."""
 
     iteration: int | None  # the number in the directory's name; None for a directory without a number
     save_id: str  # names the save; torch's ``.metadata`` holds the same
@@ -78,9 +78,9 @@ class Manifest:
 
 
 class HashingStream:
-    """A file that is only written to, from front to back, and is hashed on the way.
+    """A file that is written sequentially and hashed meanwhile.
 
-    A tensor is hashed by a thread of its own while it is written: both go on without Python's lock.
+    A thread hashes each tensor while it is written; both release the GIL.
 
     Args:
         cancelled: Once it is set, ``write`` fails.
@@ -95,7 +95,7 @@ class HashingStream:
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of ``data``, any object with a buffer."""
+        """Write all of ``data``, any object that supports the buffer protocol."""
         # Views are released here, also after an error: see collective.forget_frames.
         with memoryview(data) as view, view.cast("B") as flat, self._hashing(flat):
             for start in range(0, len(flat), CHUNK):
@@ -129,11 +129,11 @@ class HashingStream:
         return self._size
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Pass buffered data to the system."""
         self._stream.flush()
 
     def fileno(self) -> int:
-        """The descriptor, for ``fsync``; what is buffered goes to the system first."""
+        """The file descriptor, for ``fsync``; flushes first."""
         self._stream.flush()
         return self._stream.fileno()
 
@@ -146,7 +146,7 @@ class HashingStream:
 
 
 def new_save_id() -> str:
-    """A name for a save that gets a manifest."""
+    """A name for a save with a manifest."""
     return SAVE_ID_PREFIX + uuid.uuid4().hex
 
 
@@ -158,7 +158,7 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def files_of(directory: Path) -> Iterator[str]:
-    """Names of all files below ``directory`` but the manifest, sorted."""
+    """The names of all files below ``directory`` except the manifest, sorted."""
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_file() and name != NAME:
@@ -166,9 +166,9 @@ def files_of(directory: Path) -> Iterator[str]:
 
 
 def write(directory: Path, iteration: int | None, save_id: str, known: Mapping[str, FileRecord]) -> Manifest:
-    """Write the manifest of ``directory``; the small files that nobody hashed while writing are hashed now.
+    """Write the manifest of ``directory``; small files that were not hashed while writing are hashed now.
 
-    Shards that go to a bucket may lie on other machines.
+    Shards on object storage may be on other machines.
     """
     names = sorted({*files_of(directory), *known})
     files = {name: known.get(name) or hash_file(directory / name) for name in names}
@@ -223,7 +223,7 @@ def _own_hash(content: dict[str, Any]) -> str:
 
 
 def problem(directory: Path, name: str, record: FileRecord, content: bool, size_of: storage.SizeOf) -> str | None:
-    """What is wrong with one file: that it is missing, its size, or with ``content`` its hash."""
+    """What is wrong with one file: it is missing, or its size or, with ``content``, its hash differs."""
     path = directory / name
     try:
         if (size := size_of(name)) is None:
@@ -246,7 +246,7 @@ def _hashes(path: Path) -> Iterator[str]:
 
 
 def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: VerifyMode) -> list[str]:
-    """What is wrong with the files ``names``; in fast mode only small files are read."""
+    """What is wrong with the files ``names``; fast mode reads only small files."""
     records = {name: manifest.files[name] for name in names}
     read = {name for name, record in records.items() if mode == "full" or record.size <= SMALL}
     storage.pull(directory, read, deep=True)
@@ -256,13 +256,13 @@ def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: Ve
 
 
 def check_identity(directory: Path, manifest: Manifest, iteration: int | None) -> None:
-    """Refuse a directory that was renamed, as damaged: its name must have the iteration that was saved."""
+    """Refuse a directory that was renamed: its name must be that of the iteration that was saved."""
     if manifest.iteration is not None and iteration is not None and manifest.iteration != iteration:
         raise DamagedError.of(directory, f"{NAME} is of iteration {manifest.iteration}")
 
 
 def shares(manifest: Manifest, parts: int) -> list[list[str]]:
-    """The files in ``parts`` groups of about the same number of bytes, the same on every rank.
+    """The files in ``parts`` groups of about equally many bytes, the same on every rank.
 
     Example:
         >>> files = {"a": Record(5, ""), "b": Record(3, ""), "c": Record(2, "")}
@@ -282,7 +282,7 @@ def shares(manifest: Manifest, parts: int) -> list[list[str]]:
 def hashing(
     path: Path, records: FileRecords, name: str, cancelled: threading.Event | None = None
 ) -> Iterator[HashingStream]:
-    """Open ``path`` for writing; its record is put into ``records`` once it is closed."""
+    """Open ``path`` for writing; its record is added to ``records`` when it is closed."""
     with path.open("wb") as stream:
         hashed = HashingStream(stream, cancelled)
         try:

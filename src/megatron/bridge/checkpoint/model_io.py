@@ -73,7 +73,7 @@ def save_model(
 
 @contextmanager
 def _writing_to(root: str | Path) -> Iterator[None]:
-    """Keep other runs away from ``root``, unless this run does so already."""
+    """Hold the lock of ``root``, unless this run already holds it."""
 
     def take() -> bool:
         taken = lock.acquire(root)
@@ -90,7 +90,7 @@ def _writing_to(root: str | Path) -> Iterator[None]:
 
 
 def load_model(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True) -> None:
-    """Load weights into ``chunks``, under any parallel layout; each parameter is filled or it is an error.
+    """Load weights into ``chunks``, under any parallel layout; a parameter without weights is an error.
 
     Args:
         chunks: This rank's model chunks, wrapped for data parallelism or not.
@@ -106,7 +106,7 @@ def load_model(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool
 
 
 def examine(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True) -> tuple[Path, dict[str, Any]]:
-    """The directory of a whole checkpoint for ``chunks``, and how it names its tensors.
+    """The directory of a complete checkpoint for ``chunks``, and its metadata.
 
     Raises:
         UserError: no checkpoint, a damaged one, or one of another vocabulary.
@@ -125,7 +125,7 @@ def _name_prefix(directory: Path) -> str:
 
 
 def has_run_config(path: str | Path) -> bool:
-    """Whether a checkpoint says which model it holds; one of Megatron-LM does not.
+    """Whether a checkpoint has a run config; those of Megatron-LM do not.
 
     Raises:
         UserError: no checkpoint there.
@@ -155,7 +155,7 @@ def read_run_config(path: str | Path) -> dict[str, Any]:
 
 
 def _whole_text(file: Path) -> str:
-    """The text that ``extra_files`` wrote: without its end mark, a truncated config would read as valid."""
+    """The text that ``extra_files`` wrote: without its end mark, a truncated config would be valid YAML."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -174,7 +174,7 @@ def tokenizer_dir(path: str | Path) -> Path | None:
 def extra_files(
     run_config: dict[str, Any], tokenizer_files: Iterable[str | Path] | None = None
 ) -> Callable[[Path], None]:
-    """What writes the config and the tokenizer beside the shards."""
+    """A function that writes the config and the tokenizer beside the shards."""
     text = yaml_text.write(run_config) + END
 
     def write(staging: Path) -> None:
@@ -194,14 +194,14 @@ def unwrap(module: torch.nn.Module) -> MegatronModule:
 
 
 def as_chunks(model: Any) -> list[Any]:
-    """This rank's chunks, of a list, an ``nn.ModuleList`` or a single chunk."""
+    """This rank's chunks, from a list, an ``nn.ModuleList`` or a single chunk."""
     if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
         return [model]
     return list(model)
 
 
 def chunk_keys(chunks: Sequence[torch.nn.Module]) -> list[str]:
-    """The entries of a state dict under which the chunks' states lie."""
+    """The keys of the chunks' states in a state dict."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
@@ -220,7 +220,7 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
 
 
 def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
-    """Put what ``distributed.load`` returned into the chunks; most of it is in place already."""
+    """Copy what ``loading.load`` returned into the chunks; most of it is in place already."""
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
         in_place = sharded_rows.sharded_names(bare)
@@ -233,13 +233,13 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
 
 
 def stored_metadata(common: dict[str, Any]) -> dict[str, Any]:
-    """How a checkpoint names its tensors, from its common state; one that does not say has stacked layers."""
+    """The metadata for the names of a checkpoint's tensors, from its common state; the default is stacked layers."""
     found = common.get(CONTENT_METADATA) or {}
     return {key: found[key] for key in MODEL_METADATA if key in found}
 
 
 def check_vocabulary(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
-    """Refuse another vocabulary size: embeddings may differ in padding, so their shapes alone do not tell.
+    """Refuse a different vocabulary size, which the padded shapes of embeddings do not show.
 
     Raises:
         UserError: the model's and the checkpoint's vocabulary differ.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 # pyright: reportUnknownArgumentType=false
-"""Writing a checkpoint in a process of nvidia-resiliency-ext, from a copy in shared memory.
+"""Write a checkpoint in a process of nvidia-resiliency-ext, from a copy in shared memory.
 
-Its writer makes the same files as torch's, and hashes nothing. But it takes the function that opens them, and the
-one given here hashes all that is written, in that process, so the manifest is as true as that of any other save.
+Its writer makes the same files as torch's and hashes nothing. But it takes the function that opens files, and the one
+given here hashes what is written, so the manifest is as reliable as that of any other save.
 """
 
 import multiprocessing
@@ -29,14 +29,14 @@ _failures: list[OSError] = []
 
 
 class NvrxAsyncSaver(AsyncSaver):
-    """A save that a process of its own writes: it shares no lock with the training, and has a lower priority."""
+    """A save that is written by a separate process, without the GIL of the training process and with lower priority."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: Any = None
 
     def reserve(self, size: int) -> None:
-        """Start the process; memory comes with the first save, and is kept from then on."""
+        """Start the process; the first save allocates memory, which is then kept."""
         from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async
 
         if filesystem_async._results_queue is None:
@@ -53,7 +53,7 @@ class NvrxAsyncSaver(AsyncSaver):
         return _NvrxWrite(self._calls, prepared)
 
     def abort(self) -> None:
-        """End the process, and with it the save of this rank, if there is one."""
+        """End the process, and with it this rank's save, if there is one."""
         from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
 
         if self._calls is None:
@@ -67,7 +67,7 @@ class NvrxAsyncSaver(AsyncSaver):
 
 
 class _NvrxWrite:
-    """A save in the hands of the process."""
+    """A save that the process writes."""
 
     def __init__(self, calls: Any, prepared: PreparedSave) -> None:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
@@ -127,7 +127,7 @@ def _is_running(calls: Any) -> bool:
 
 
 def _empty(queue: Any) -> None:
-    """Drop the results of a save that was given up."""
+    """Drop the results of an aborted save."""
     while not queue.empty():
         queue.get()
 
@@ -136,7 +136,7 @@ def _empty(queue: Any) -> None:
 
 
 def _settle() -> None:
-    """End with the training process, however that ends; not with a signal that was meant for it.
+    """End when the training process ends, but ignore signals that are meant for it.
 
     A launcher sends SIGTERM to whole process groups: the run then finishes its saves.
     """
@@ -145,7 +145,7 @@ def _settle() -> None:
 
 
 def _write(write: Callable[..., None], stage: Callable[[], Any], rank: int, results: Any) -> None:
-    """Write as the package does; what was written comes behind its results."""
+    """Write as the package does; the records of the files follow its results."""
     _records.clear()
     _failures.clear()
     with without_zip_checksums():

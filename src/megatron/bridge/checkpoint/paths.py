@@ -59,7 +59,7 @@ def iteration_of(directory: Path) -> int | None:
 
 
 def published_iterations(root: str | Path) -> list[int]:
-    """Iterations that have a published directory, ascending, whether or not the tracker names them."""
+    """The iterations that have a published directory, ascending, whether or not the tracker names them."""
     root = storage.local(root)
     bucket.refresh(root)
     if not root.is_dir():
@@ -91,7 +91,7 @@ def latest_iteration(root: str | Path) -> int | None:
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory of one iteration, from that directory itself, a root with a tracker, or one of NeMo 2.
+    """The directory of one iteration, from that directory, a root with a tracker, or a checkpoint of NeMo 2.
 
     Raises:
         UserError: nothing there can be loaded; the message names what is missing.
@@ -120,7 +120,7 @@ def _resolve(path: Path) -> Path:
 
 
 def remove(root: str | Path, iteration: int) -> None:
-    """Delete a published checkpoint; a kill halfway leaves no directory that looks like one."""
+    """Delete a published checkpoint; if killed halfway, no directory is left that looks like a checkpoint."""
     directory = iteration_dir(root, iteration)
     if url_of(directory) is not None:
         bucket.remove(directory)
@@ -132,10 +132,10 @@ def remove(root: str | Path, iteration: int) -> None:
 
 
 def recover(root: str | Path) -> None:
-    """Undo what a killed writer left: one process calls this before anything is read or written.
+    """Clean up after a killed writer; one process calls this before anything is read or written.
 
-    Replacing a directory takes two renames; a kill between them leaves the old one as ``.replaced``, which is put
-    back. Staging directories and half-deleted checkpoints are removed.
+    Replacing a directory takes two renames; a kill between them leaves the old one as ``.replaced``, which is put back.
+    Staging directories and half-deleted checkpoints are removed.
     """
     root = storage.local(root)
     if url_of(root) is not None:

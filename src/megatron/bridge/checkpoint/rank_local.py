@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of a state, on its own disk or in its own memory, for the same rank under the same layout.
+"""One rank's part of a state, on its local disk or in its memory, for the same rank under the same layout.
 
-Nobody plans and nobody communicates: what a rank has is kept as it is. That is quick, needs no shared file system,
-and helps as long as every rank finds its part again.
+Ranks do not plan or communicate; each keeps its part as it is. This is fast, needs no shared file system, and works as
+long as every rank finds its part again.
 """
 
 import copy
@@ -29,7 +29,7 @@ ORIGIN = "origin.json"
 
 
 def state_values(state: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's sharded state dict describes, without the descriptions; tensors share their memory."""
+    """The values in Megatron's sharded state dict, without their descriptions; tensors share memory."""
     return _each(lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state)
 
 
@@ -60,24 +60,24 @@ def _foreign(place: Path, name: str) -> UserError:
 
 
 class DiskStore:
-    """A directory for each iteration in ``root``, of this rank alone, published whole and hashed like others."""
+    """A directory in ``root`` for each iteration of this rank, published atomically and hashed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def iterations(self) -> list[int]:
-        """What is there, whole or not."""
+        """The iterations on disk, complete or not."""
         return paths.published_iterations(self._root)
 
     def place(self, iteration: int) -> Path:
         return paths.iteration_dir(self._root, iteration)
 
     def origin(self, iteration: int) -> dict[str, Any]:
-        """What was noted beside it; a ``DamagedError`` if it cannot be read."""
+        """The metadata of an iteration; raises a ``DamagedError`` if it cannot be read."""
         return read_origin(self.place(iteration))
 
     def save(self, iteration: int, content: dict[str, Any], origin: dict[str, Any]) -> None:
-        """Keep ``content``, with plain data about where it comes from; what was kept before stays."""
+        """Save ``content`` with metadata about its origin; earlier iterations are kept."""
         paths.recover(self._root)
         records: manifest.FileRecords = {}
         with atomic.published_directory(self.place(iteration), overwrite=True) as staging:
@@ -116,9 +116,9 @@ class _MemoryCopy:
 
 
 class MemoryStore:
-    """Copies in the host's memory, which outlive the run but not the process.
+    """Copies in host memory, which outlive the run but not the process.
 
-    There are at most two. The older one goes when every rank has the newer one, and its memory is used again.
+    There are at most two. The older one is dropped when every rank has the newer one, and its memory is reused.
     """
 
     _of_run: ClassVar[dict[str, "MemoryStore"]] = {}
@@ -129,7 +129,7 @@ class MemoryStore:
 
     @classmethod
     def of(cls, name: str) -> "MemoryStore":
-        """The store of a run: the same one as long as the process lives."""
+        """The store of a run, the same one for the lifetime of the process."""
         return cls._of_run.setdefault(name, cls())
 
     def iterations(self) -> list[int]:
@@ -170,7 +170,7 @@ def write_origin(directory: Path, origin: dict[str, Any]) -> None:
 
 
 def read_origin(directory: Path) -> dict[str, Any]:
-    """What ``write_origin`` noted; a ``DamagedError`` if it is not there, or not whole."""
+    """The metadata that ``write_origin`` wrote; raises a ``DamagedError`` if it is missing or incomplete."""
     try:
         return strict_json.loads((directory / ORIGIN).read_bytes())
     except (OSError, ValueError) as error:

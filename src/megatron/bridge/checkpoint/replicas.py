@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank writes a tensor that several ranks hold: each of them writes an equal share of the bytes.
+"""Which rank writes a tensor that several ranks hold: each writes an equal share of the bytes.
 
-Megatron-Core agrees on this by sending the description of every shard to every rank, and its time grows with the
-square of the number of ranks. Here only data-parallel ranks exchange messages, and only about the shards that
-several of them hold.
+Megatron-Core sends the description of every shard to every rank, in a time that grows with the square of the number of
+ranks. Here only data-parallel ranks exchange messages, and only about shards that several of them hold.
 """
 
 import heapq
@@ -24,14 +23,14 @@ from megatron.bridge.utils import distributed
 
 @dataclass(frozen=True)
 class MainShards:
-    """The main replicas of one rank: bytes that no other rank holds, and digest -> bytes of shared shards."""
+    """The main replicas of one rank: the bytes that no other rank holds, and digest -> bytes of shared shards."""
 
     unshared: int
     shared: dict[int, int]
 
 
 def distribute_replicas(state: dict[str, Any]) -> None:
-    """Make one rank the writer of each shard: its ``replica_id`` becomes 0, that of the other replicas 1.
+    """Choose one rank as the writer of each shard: its ``replica_id`` becomes 0, all others become 1.
 
     Every rank calls this. Tensors that only tensor-parallel ranks share are written by the first of them.
 
@@ -54,7 +53,7 @@ def distribute_replicas(state: dict[str, Any]) -> None:
 
 
 def shard_holders(others: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
-    """Shard -> the ranks that hold a replica beside the main one; ``others`` are the digests of those, by rank."""
+    """Shard -> the ranks that hold a replica besides the main one; ``others`` are their digests, by rank."""
     digests = np.concatenate(others)
     ranks = np.repeat(np.arange(len(others)), [len(part) for part in others])
     order = np.argsort(digests, kind="stable")
@@ -64,7 +63,7 @@ def shard_holders(others: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
 
 
 def assign_writers(main: Sequence[MainShards], holders: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
-    """Shared shard -> the rank that writes it; the rank with the fewest bytes gets the next largest shard."""
+    """Shared shard -> the rank that writes it; the next largest shard goes to the rank with the fewest bytes."""
     written = [rank.unshared for rank in main]
     together: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, part in enumerate(main):
@@ -89,7 +88,7 @@ def _data_parallel_group() -> Any:
 
 
 def digest(name: str) -> int:
-    """A number of 64 bits for a name, the same in all processes, unlike Python's own hashes."""
+    """A 64-bit hash of a name, the same in all processes, unlike Python's own hashes."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), signed=True)
 
 

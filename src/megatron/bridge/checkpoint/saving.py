@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save a sharded state dict in Megatron-Core's ``torch_dist`` format, at one path, whole or not at all.
+"""Save a sharded state dict in Megatron-Core's ``torch_dist`` format, atomically.
 
-Megatron-Core's planner says what is written, torch's writer writes it. Megatron-Core's own writer spawns a manager
-process that imports the main module again (1.4 to 9.6 s), and hides a full disk behind an assertion.
+Megatron-Core's planner decides what is written, and torch's writer writes it. Megatron-Core's own writer spawns a
+manager process that imports the main module again (1.4 to 9.6 s), and hides a full disk behind an assertion.
 """
 
 import shutil
@@ -51,7 +51,7 @@ def save(
     background: AsyncSaver | None = None,
     planner: MCoreSavePlanner | None = None,
 ) -> None:
-    """Write ``state`` aside on all ranks, then publish it as ``directory`` with a manifest.
+    """Write ``state`` to a staging directory on all ranks, then publish it as ``directory`` with a manifest.
 
     Args:
         state: Megatron's sharded state dict; entries that are not sharded are stored once, from rank 0.
@@ -74,7 +74,7 @@ def save(
 
 
 def host_buffer_size(state: dict[str, Any]) -> int:
-    """Bytes that a copy of what this rank writes of ``state`` takes up; asked on all ranks."""
+    """The size of a copy of what this rank writes of ``state``; all ranks must call this."""
     sharded, _ = _distribute_replicas(state)
     return sum(
         copy_size(entry.data)
@@ -101,7 +101,7 @@ class _SaveAttempt:
         self._staging = atomic.staging_path(directory.with_name(f"{directory.name}.{token}"))
 
     def run(self, step: Callable[[], None]) -> None:
-        """A step of it; an error of one rank ends it on all ranks and removes what was written."""
+        """Run a step of the save; an error on one rank ends it on all ranks and removes what was written."""
         try:
             step()
         except BaseException as error:
@@ -112,7 +112,7 @@ class _SaveAttempt:
             raise save_error(error, self._directory) from error
 
     def prepare(self, state: dict[str, Any], planner: MCoreSavePlanner | None) -> None:
-        """Make the staging directory and agree on who writes what."""
+        """Create the staging directory and agree on who writes what."""
         on_first_rank(self._create)
         if self._in_bucket:
             on_every_rank(lambda: self._staging.mkdir(parents=True, exist_ok=True))  # on each machine
@@ -121,7 +121,7 @@ class _SaveAttempt:
             self.prepared = prepare_save(torch_state(state), self._staging, planner or save_planner(), save_id)
 
     def finish(self, outcome: Callable[[], WrittenFiles]) -> None:
-        """Publish what all ranks have written; ``outcome`` tells what this one has."""
+        """Publish what all ranks have written; ``outcome`` returns what this rank has written."""
         with without_torch_warnings():
             collective_steps().all_reduce("write", lambda: naming_node(outcome), self._publish)
         if self._in_bucket and distributed.local_rank() == 0 and self._staging.is_dir():
@@ -158,10 +158,7 @@ def save_planner() -> MCoreSavePlanner:
 
 
 def torch_state(state: dict[str, Any]) -> dict[str, Any]:
-    """What this rank writes of Megatron's state dict, as torch's writer takes it.
-
-    The common state is one object.
-    """
+    """What this rank writes of Megatron's state dict, in the form of torch's writer; the common state is one object."""
     sharded, common = _distribute_replicas(state)
     sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=distributed.rank())
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -169,10 +166,10 @@ def torch_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is sharded of a state, and the rest.
+    """The sharded part of a state, and the rest.
 
-    Megatron-Core's check that the shards cover each tensor once sends every description to every rank. The first
-    rank makes the same check on the plan, so it is off here.
+    Megatron-Core's check that the shards cover each tensor once sends every description to every rank. The first rank
+    makes the same check on the plan, so it is off here.
     """
     whole = cast(Any, save_preprocess(state, validate_access_integrity=False))
     sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], whole)
@@ -182,7 +179,7 @@ def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def save_error(error: BaseException, directory: Path) -> BaseException:
-    """A failed save as a sentence where the user can do something about it, else the error itself."""
+    """A failed save as a ``UserError`` if the user can fix it, else the error itself."""
     cause = root_cause(error)
     if isinstance(cause, OSError):
         way_out = "free some space or choose another disk" if out_of_space(cause) else "choose a folder that can be"

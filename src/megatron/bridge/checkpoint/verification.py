@@ -11,7 +11,7 @@ from megatron.bridge.utils.errors import first_few
 
 
 def verify(directory: Path, mode: VerifyMode = "full") -> None:
-    """Compare a checkpoint with its manifest, on all ranks; one without a manifest is only looked over.
+    """Compare a checkpoint with its manifest, on all ranks; without a manifest, only check its files' sizes.
 
     Args:
         directory: One iteration's directory.

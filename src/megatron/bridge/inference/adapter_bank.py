@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several adapters over one base: each text of a step is computed with its own."""
+"""Several adapters on one base model: each text of a step is computed with its own adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +19,12 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
 class AdapterNames:
-    """The adapters of a model, and which rows of the current step take which."""
+    """The adapters of a model, and the rows of the current step that use each."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
         self.parts: list[tuple[str, Tensor | None, int]] = []
-        """Name, rows (None is all of them) and how many of the rows count: the others are padding."""
+        """Name, rows (None for all of them), and the number of rows that are not padding."""
 
     def check(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -45,12 +45,12 @@ class AdapterNames:
 
 
 def _padded(rows: list[int], device: torch.device) -> Tensor:
-    """As many rows as matrix products need to give each row the same bits in any batch."""
+    """The rows, padded to the number with which matrix products give each row the same bits in any batch."""
     return torch.tensor(rows + [0] * (padded_rows(len(rows)) - len(rows)), device=device)
 
 
 class AdapterBank(nn.Module):
-    """The adapters of one layer, in the place of a single one; some of the names may leave the layer alone."""
+    """The adapters of one layer, used like a single one; an adapter may have no weights in this layer."""
 
     scales_outputs = False
 
@@ -61,8 +61,8 @@ class AdapterBank(nn.Module):
         self._adapters = nn.ModuleList(adapters.values())
 
     def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
-        """The layer's outputs [rows, 1, outputs] from those without adapters."""
-        # PyTorch multiplies a transposed view by another kernel than the rows that are taken out of it
+        """Add each row's adapter to ``base``, the layer's outputs [rows, 1, outputs] without adapters."""
+        # PyTorch multiplies a transposed view with a different kernel than the rows selected from it
         x = x.reshape(len(x), -1)[:, None]
         for name, rows, count in self._names.parts:
             if name not in self._index:
@@ -76,7 +76,7 @@ class AdapterBank(nn.Module):
 
 
 def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]) -> AdapterNames:
-    """Put several adapters, directories by name, beside this rank's weights; ``add`` puts one there and fills it."""
+    """Attach several adapters, directories by name, to this rank's chunks; ``add`` attaches and loads one."""
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
     for name, path in adapters.items():
@@ -102,6 +102,6 @@ def _refuse_alone(name: str, module: Any) -> None:
     if site.experts is not None or ".layers." not in site.name or site.name.startswith(TOWER) or biased:
         what = "experts" if site.experts is not None else "this layer"
         raise UserError(
-            f"adapter {name} changes {site.name}, and {what} cannot have one for each text: load it alone with "
-            "--adapter, or merge it"
+            f"adapter {name} changes {site.name}, and {what} cannot have a different adapter for each text: load it "
+            "alone with --adapter, or merge it"
         )

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that layers remember while a model decodes, attached to the layers that trained.
+"""The caches and recurrent states of a model that decodes, attached to the layers that it trains with.
 
-Nothing is replaced by another implementation: a layer asks its ``cache`` for what came before, so that generated
-log-probabilities are those of training. States are attached explicitly and removed again.
+No layer is replaced by another implementation: it reads earlier tokens from its ``cache``, so generated
+log-probabilities equal those of training. Caches are attached explicitly and removed again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,9 @@ _RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, Mamba1Mixer, KimiDeltaAttent
 class DecodingState:
     """Caches of all layers of this rank's chunks.
 
-    ``tokens`` are those of all requests that the caches hold, ``requests`` those with recurrent states. With ``pack``,
-    on CPUs, weights are as oneDNN wants them while attached; the parameters are empty meanwhile.
+    The caches have room for ``tokens`` tokens of all requests together, and for the recurrent states of ``requests``
+    requests. With ``pack``, on CPUs, weights are stored in oneDNN's packed format while the caches are attached, and
+    the parameters are empty.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class DecodingState:
         device = torch.device(torch.cuda.current_device())
         kept = Kept.of(self.bare, rings)
         self._cores = [it.replaces for it in kept if it.replaces is not None]
-        self.spare = tokens  # a place in the caches that belongs to no text, for ranks that have nothing to do
+        self.spare = tokens  # a slot of the caches that belongs to no text, for idle ranks
         made = [(it.modules, it.make(tokens + 1, requests, device)) for it in kept]
         self._caches = [(module, cache) for modules, cache in made for module in modules]
-        self._rotary = {id(it): _Angles(it) for it in _modules(self.bare, RotaryEmbedding)}
+        self._rotary = [(it, _Angles(it, self)) for it in _modules(self.bare, RotaryEmbedding)]
         self.device = device
         config: Any = self.bare[0].config
         self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
@@ -81,40 +82,35 @@ class DecodingState:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The layers have their caches inside the context."""
-        changes = _Changes()
-        try:
+        with _Changes() as changes, self._packing:
             for layer, core in self._cores:
                 changes.set(layer, "core_attention", core)
             for module, cache in self._caches:
                 changes.set(module, "cache", cache)
-            for module in _modules(self.bare, RotaryEmbedding):
-                changes.set(module, "forward", self._angles_of(self._rotary[id(module)]))
+            for module, angles in self._rotary:
+                changes.set(module, "forward", angles)
             for module in _modules(self.bare, GroupedLinear):
                 changes.set(module, "row_multiple", ROW_MULTIPLE)
-            self._is_attached = True
+            changes.set(self, "_is_attached", True)
             if self._pack:
                 self._pack_weights(self._packing)
             for module in _modules(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(module.gate_weight, DTensor)
                 if plain and not module.config.moe_shared_expert_overlap:
                     changes.set(module, "use_shared_expert_gate", False)
-                    changes.undo_with(module.register_forward_hook(_apply_shared_gate))
+                    changes.callback(module.register_forward_hook(_apply_shared_gate).remove)
             for chunk in self.bare:
                 changes.set(chunk, "mtp_process", False)
                 changes.set(chunk.config, "mtp_num_layers", None)
                 if getattr(chunk, "output_layer", None) is not None:
-                    changes.undo_with(chunk.output_layer.register_forward_pre_hook(self._select_rows))
+                    changes.callback(chunk.output_layer.register_forward_pre_hook(self._select_rows).remove)
                     changes.set(chunk.output_layer, "sequence_parallel", False)  # the hook has gathered
             yield
-        finally:
-            self._is_attached = False
-            self._packing.undo()
-            changes.undo()
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
-        """The parameters hold their numbers inside the context, and may be changed."""
-        self._packing.undo()
+        """The parameters hold their values inside the context, and may be changed."""
+        self._packing.close()
         try:
             yield
         finally:
@@ -143,15 +139,15 @@ class DecodingState:
                     changes.empty(weight, stored)
 
     def begin(self, step: Step, rows: Sequence[int] | None) -> None:
-        """Prepare for a pass over ``step``, after which the logits of ``rows`` are needed; None: of all rows."""
+        """Prepare for a pass over ``step`` that computes the logits of ``rows``, or of all rows if None."""
         self._step = step
         for _, cache in self._caches:
             cache.step = step
         if rows is None:
             self._rows = None
             return
-        # PyTorch computes the last elements of a tensor, up to 63, by scalar code with other rounding: they must
-        # not belong to a row that counts, which takes one more row if the vocabulary is odd
+        # PyTorch computes the last elements of a tensor, up to 63, with scalar code that rounds differently: they must
+        # not belong to a row that is used, so an odd vocabulary needs one more row
         spare = 1 if self._vocabulary % ROW_MULTIPLE else 0
         padding = padded_rows(len(rows) + spare) - len(rows)
         self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
@@ -172,50 +168,31 @@ class DecodingState:
         same_angles = switch_length(self.bare) is None
         return plain and same_angles and not config.num_moe_experts and getattr(config, "vision", None) is None
 
-    def _angles_of(self, angles: "_Angles") -> Any:
-        return lambda *_, **__: angles(self.step)
-
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The hidden states of the rows that are needed: most rows of a prompt need no logits."""
+        """The hidden states of the rows whose logits are used, which most rows of a prompt are not."""
         hidden, *others = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=module.tp_group)
         return hidden if self._rows is None else hidden[self._rows], *others
 
 
-class _Changes:
-    """Attributes that are set for a while."""
-
-    def __init__(self) -> None:
-        self._undo: list[Any] = []
+class _Changes(ExitStack):
+    """Changes to modules that are undone when it is closed."""
 
     def set(self, thing: Any, name: str, value: Any) -> None:
-        """Set an attribute of the instance; ``undo`` sets the old one, or lets the class's show again."""
-        had = name in vars(thing)
-        old = vars(thing).get(name)
+        """Set an attribute of the instance; closing restores the old one, or removes it to uncover the class's."""
+        had, old = name in vars(thing), vars(thing).get(name)
         object.__setattr__(thing, name, value)
-        self._undo.append(lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name))
+        self.callback(lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name))
 
     def empty(self, weight: nn.Parameter, packed: PackedWeight) -> None:
         """Free the memory of a weight that is stored packed."""
         weight.data = weight.data.new_empty(0)
-
-        def fill() -> None:
-            weight.data = packed.unpacked()
-
-        self._undo.append(fill)
-
-    def undo_with(self, handle: Any) -> None:
-        """Remove a hook later."""
-        self._undo.append(handle.remove)
-
-    def undo(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self.callback(lambda: setattr(weight, "data", packed.unpacked()))
 
 
 def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
-    """Have a parallel linear layer multiply with packed weights."""
+    """Make a parallel linear layer multiply with packed weights."""
     packed = PackedWeight(weight)
     if _is_plain(layer) and layer.tp_group.size() == 1:
         changes.set(layer, "forward", PackedLayer(layer, packed))
@@ -225,56 +202,49 @@ def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether nothing is beside a linear layer: an adapted one is of a subclass."""
+    """Whether a linear layer has no adapter: an adapted layer is of a subclass."""
     return type(layer) in (*_PARALLEL_LINEAR, ColumnParallelGroupedLinear, RowParallelGroupedLinear)
 
 
 def _apply_shared_gate(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Megatron-Core's gate, one number a row, whose last rows would have the rounding of scalar code."""
+    """Megatron-Core's gate, one number per row, padded so that no row is rounded by scalar code."""
     logits = nn.functional.linear(args[0], module.gate_weight)
     gates = nn.functional.pad(logits.flatten(), (0, -logits.numel() % 64)).sigmoid()
     return output * gates[: logits.numel()].view_as(logits)
 
 
 class _Angles:
-    """Rotary angles of the positions of a step: each is the position times the angles of position 1."""
+    """Replaces the forward pass of a rotary embedding: each position of the step times the angles of position 1."""
 
-    def __init__(self, module: RotaryEmbedding) -> None:
-        self._module = module
+    def __init__(self, module: Any, state: DecodingState) -> None:
+        self._module, self._state = module, state
         self._step: Step | None = None
         self._found: Any = None
         self._unit: tuple[Tensor, float | None] | None = None
 
-    def __call__(self, step: Step) -> Any:
-        if self._step is not step:
-            self._step, self._found = step, self._compute(step)
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if self._step is not self._state.step:
+            self._step = self._state.step
+            self._found = self._compute(self._step)
         return self._found
 
     def _compute(self, step: Step) -> Any:
         if self._unit is None:
-            self._unit = _unit_angles(self._module)
+            found = self._module.get_emb(1, 1)  # [1, 1, 1, d], with YaRN's factor if it has one
+            self._unit = found if isinstance(found, tuple) else (found, None)
         unit, factor = self._unit
         positions = step.positions.float().view(-1, 1, 1, 1)
         angles = positions * unit
         limit = original_length(self._module)
         if limit is not None and any(span.long for span in step.spans):
-            angles = torch.where(step.long_rows, positions * _long_unit(self._module, limit), angles)
+            frequencies = frequencies_and_factor(self._module._reference, limit + 1)[0].to(self._state.device)
+            long_unit = torch.cat((frequencies, frequencies)).view(1, 1, 1, -1)
+            angles = torch.where(step.long_rows, positions * long_unit, angles)
         return angles if factor is None else (angles, factor)
 
 
-def _unit_angles(module: Any) -> tuple[Tensor, float | None]:
-    """Angles [1, 1, 1, d] of position 1, and the factor of YaRN's."""
-    found = module.get_emb(1, 1)
-    return found if isinstance(found, tuple) else (found, None)
-
-
-def _long_unit(module: Any, limit: int) -> Tensor:
-    frequencies = frequencies_and_factor(module._reference, limit + 1)[0].to(torch.cuda.current_device())
-    return torch.cat((frequencies, frequencies)).view(1, 1, 1, -1)
-
-
 def original_length(module: nn.Module) -> int | None:
-    """Texts longer than this have other rotary frequencies; None if there is only one kind."""
+    """Texts longer than this have different rotary frequencies; None if all texts have the same."""
     reference: Any = getattr(module, "_reference", None)
     if reference is None or reference.rope_parameters["rope_type"] != "longrope":
         return None
@@ -286,17 +256,17 @@ def original_length(module: nn.Module) -> int | None:
 
 @dataclass(frozen=True)
 class Kept:
-    """What layers remember of texts."""
+    """One cache, and the layers that share it."""
 
-    modules: tuple[Any, ...]  # it becomes their ``cache``
-    make: Callable[[int, int, torch.device], Any]  # from tokens of all texts, texts, and the device
+    modules: tuple[Any, ...]  # layers whose ``cache`` it becomes
+    make: Callable[[int, int, torch.device], Any]  # makes it from (tokens of all texts, texts, device)
     per_token: int = 0  # bytes
     per_request: int = 0
-    replaces: tuple[Any, TorchAttention] | None = None  # a layer, and the core attention that it decodes with
+    replaces: tuple[Any, TorchAttention] | None = None  # a layer, and the core attention that replaces its own
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
-        """What each layer of this rank remembers; with ``rings``, a layer with a window keeps only its tokens."""
+        """The caches of this rank's layers; with ``rings``, a layer with a window caches only the window's tokens."""
         bare = [unwrap(chunk) for chunk in chunks]
         latent = [_latent(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for kept in latent for module in kept.modules}
@@ -353,7 +323,7 @@ def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
 
 
 def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Layers whose latents can be cached; keys are where their projection is sharded or has an adapter."""
+    """Layers that cache latents; where the up projection is sharded or has an adapter, layers cache keys instead."""
     for layer in _modules(chunks, TorchLatentAttention):
         up = layer.linear_kv_up_proj
         if _is_plain(up) and not isinstance(up.weight, DTensor):
@@ -372,12 +342,12 @@ def check_layers(chunks: Sequence[Any]) -> None:
     recurrent = any(True for _ in _modules(chunks, _RECURRENT))
     if config.context_parallel_size > 1 and recurrent:
         raise UserError(
-            f"context_parallel_size={config.context_parallel_size} splits recurrent layers by heads, which "
-            "decoding does not: set it to 1 to generate"
+            f"context_parallel_size={config.context_parallel_size} splits recurrent layers by heads, which decoding "
+            "does not support: set it to 1 to generate"
         )
     if config.moe_expert_capacity_factor is not None:
         raise UserError(
-            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens by what else is in the "
+            f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens depending on the rest of the "
             "batch: set it to None to generate"
         )
     for module in _modules(chunks, (MambaMixer, MultiLatentAttention)):
@@ -389,14 +359,14 @@ def check_layers(chunks: Sequence[Any]) -> None:
 
 
 def _foreign_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Layers whose attention is Megatron-Core's or Transformer Engine's."""
+    """Layers with Megatron-Core's or Transformer Engine's attention."""
     for layer in _modules(chunks, SelfAttention):
         if not isinstance(layer.core_attention, TorchAttention):
             yield layer
 
 
 def _torch_core(layer: Any) -> TorchAttention:
-    """An attention that decodes in place of the layer's own, with its sinks and hooks."""
+    """A core attention to decode with in place of the layer's own, with the same sinks and hooks."""
     own = layer.core_attention
     scale = getattr(own, "softmax_scale", None)
     made = TorchAttention(layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale)
@@ -408,7 +378,7 @@ def _torch_core(layer: Any) -> TorchAttention:
 
 
 def switch_length(chunks: Sequence[nn.Module]) -> int | None:
-    """Length above which the rotary embeddings of a text are others; see ``original_length``."""
+    """Length above which a text has different rotary frequencies; see ``original_length``."""
     for module in _modules([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
         limit = original_length(module)
         if limit is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: requests in, tokens out, step by step, the same on every rank.
 
-All ranks call the same methods with the same arguments. Each data-parallel rank computes a lane of requests of its
-own, and every rank keeps the books of all lanes.
+All ranks call the same methods with the same arguments. Each data-parallel rank computes its own lane of requests, and
+every rank tracks the state of all lanes.
 """
 
 import secrets
@@ -33,10 +33,9 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Turns tokens into pieces of text that join to the text of all of them.
+    """Turns tokens into pieces of text that concatenate to the whole text.
 
-    A piece is held back while its last character may be incomplete, or while it may be the beginning of a stop
-    text.
+    A piece is held back while its last character may be incomplete, or while it may be the start of a stop text.
     """
 
     def __init__(self, hf: Any, stop: Sequence[str] = ()) -> None:
@@ -47,12 +46,12 @@ class Detokenizer:
         self._read = 0  # tokens whose text is known
         self._held = ""
         self.text = ""
-        """What was given out so far."""
+        """The text returned so far."""
         self.stopped = False
         """Whether a stop text has ended the text."""
 
     def add(self, token: int) -> str:
-        """The text that is certain now that ``token`` came."""
+        """Add a token; returns the text that is now certain."""
         self._ids.append(token)
         return self._give_out(self._decode_new(final=False), final=False)
 
@@ -86,7 +85,7 @@ class Detokenizer:
         return piece
 
     def _possible_stop(self) -> int:
-        """How many of the last characters may begin a stop text."""
+        """The number of last characters that may be the start of a stop text."""
         longest = 0
         for text in self._stop:
             for length in range(min(len(text) - 1, len(self._held)), longest, -1):
@@ -97,29 +96,29 @@ class Detokenizer:
 
 
 Running = Literal["abort", "finish", "keep"]
-"""What becomes of texts that run when the weights change: they end as they are, go on to their end first, or go on
-with the new weights, and with caches that the old ones have filled."""
+"""What to do with running texts when the weights change: end them at once, finish them first, or continue them with
+the new weights and the caches that the old weights filled."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the engine may use, and what it knows about the model."""
+    """Limits of the engine, and facts about the model."""
 
     max_context: int  # tokens of a prompt and its completion
-    vocabulary: int  # tokens that may be in a prompt and may be chosen
+    vocabulary: int  # number of token ids that may be in a prompt or be generated
     ends: frozenset[int] = frozenset()  # tokens that end a text
     kv_memory: int = 4 << 30  # bytes for keys, values and states on each rank
     max_requests: int = 32  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that are computed together
     rows: int = 1024  # new tokens of a step
-    window_rings: bool = False  # layers with a window keep what it can hold; then nothing is reused
+    window_rings: bool = False  # layers with a window cache only its tokens; caches are then not reused
     cuda_graphs: bool = False  # on one GPU, replay steps of single tokens where a model's kernels allow it
-    pack: bool = False  # on CPUs, store weights as oneDNN multiplies with them: about twice as fast
+    pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
 
 @dataclass(eq=False)
 class Job:
-    """One completion in the making."""
+    """A completion that is being computed."""
 
     completion: Completion
     sampling: Sampling
@@ -134,10 +133,10 @@ class Job:
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """Cached decoding with a model that stays as it is; the caches are there inside the context.
+    """Cached decoding; the caches exist inside the context.
 
     ``chunks`` are this rank's, in evaluation mode. Without ``hf``, a tokenizer of transformers, completions have no
-    text and stop texts are refused; without ``pixels``, images are.
+    text and stop texts are refused. Without ``pixels``, images are refused.
     """
 
     def __init__(
@@ -177,8 +176,12 @@ class Engine(AbstractContextManager["Engine"]):
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
-        """Let a prompt wait for its turn: ``sampling.n`` jobs."""
+        """Check a prompt and queue it: ``sampling.n`` jobs."""
         self.check(prompt, sampling)
+        return self.enqueue(prompt, sampling)
+
+    def enqueue(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
+        """Queue a prompt that ``check`` has accepted."""
         seed = sampling.seed
         if seed is None:
             seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
@@ -187,7 +190,7 @@ class Engine(AbstractContextManager["Engine"]):
         return [self._submit(prompt, sampling, seed, choice, lane, seen) for choice in range(sampling.n)]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse what cannot be computed; see ``submit``."""
+        """Refuse a prompt that cannot be computed."""
         if not prompt:
             raise UserError("the prompt has no tokens: give at least one, such as the tokenizer's bos_token")
         self._sight.check(prompt, sampling)
@@ -211,7 +214,7 @@ class Engine(AbstractContextManager["Engine"]):
         if longest > self.lanes[0].arena.size:
             raise UserError(
                 f"a text of {longest} tokens does not fit into the {self.lanes[0].arena.size} tokens that "
-                f"kv_memory={self.config.kv_memory} holds: shorten it, lower max_new_tokens, or give more memory"
+                f"kv_memory={self.config.kv_memory} holds: shorten it, lower max_new_tokens, or increase kv_memory"
             )
 
     def _submit(
@@ -231,21 +234,20 @@ class Engine(AbstractContextManager["Engine"]):
         return job
 
     def cancel(self, job: Job) -> None:
-        """End a job with what it has."""
+        """End a job; its completion keeps the tokens so far."""
         if not job.is_over:
             self._finish(job, "cancelled")
 
     def plain_weights(self) -> AbstractContextManager[None]:
-        """The parameters hold their numbers inside the context, to be read; see ``EngineConfig.pack``."""
+        """The parameters hold their values inside the context; see ``EngineConfig.pack``."""
         return self._state.plain_weights()
 
     @contextmanager
     def new_weights(self, running: Running = "abort") -> Iterator[None]:
-        """Change the parameters inside the context, on all ranks; nothing else may happen meanwhile.
+        """Change the parameters inside the context, on all ranks; do nothing else meanwhile.
 
-        Texts that wait and have not begun stay. Caches are not reused across the change.
-
-        ``running`` says what becomes of texts that run.
+        Texts that have not started keep waiting. Caches are not reused across the change. ``running`` says what
+        to do with running texts.
         """
         if running not in get_args(Running):
             raise UserError(f"running={running!r} must be one of {', '.join(get_args(Running))}")
@@ -268,7 +270,7 @@ class Engine(AbstractContextManager["Engine"]):
         return all(lane.is_idle for lane in self.lanes)
 
     def step(self) -> list[Job]:
-        """Compute one step of every lane; the jobs that got a token or ended."""
+        """Compute one step of every lane; returns the jobs that got a token or ended."""
         plans = [lane.plan() for lane in self.lanes]
         wanted = [self._outputs(plan) for plan in plans]
         width = width_of([output for outputs, _ in wanted for output in outputs])
@@ -288,7 +290,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(dict.fromkeys(jobs))
 
     def run(self) -> Iterator[Job]:
-        """Step until nothing is left, and yield each job when it is over."""
+        """Step until nothing is left, and yield each job when it ends."""
         while not self.is_idle:
             yield from (job for job in self.step() if job.is_over)
 
@@ -330,7 +332,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._finish(job, "length")
 
     def _finish_prompts(self, plans: Sequence[Plan]) -> None:
-        """End the jobs of which only the prompt was wanted."""
+        """End the jobs that only score their prompt."""
         for plan in plans:
             for text in {id(work.text): work.text for work in plan.work}.values():
                 if text.limit == text.prompt_length and text.computed == text.chunked:
@@ -353,20 +355,20 @@ def _output(job: Job, row: int, target: int | None) -> Output:
 
 
 def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
-    """What fits into the memory of every rank."""
+    """The limits that fit into the memory of every rank."""
     kept = decoding_state.Kept.of(chunks, config.window_rings)
     each, states = sum(it.per_token for it in kept), sum(it.per_request for it in kept)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states
-    tokens = min(most, room // each - 1) if each else most * (room >= 0)  # one more is for idle ranks
-    if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks make the same plans
+    tokens = min(most, room // each - 1) if each else most * (room >= 0)  # one token is for idle ranks
+    if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks must make the same plans
         least = torch.tensor([tokens, -states], device=torch.cuda.current_device())
         dist.all_reduce(least, dist.ReduceOp.MIN)
         tokens, states = int(least[0]), -int(least[1])
     if tokens < 32:
         raise UserError(
-            f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens beside the states of "
-            f"max_requests={config.max_requests} requests: give more kv_memory, or allow fewer requests"
+            f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens in addition to the states of "
+            f"max_requests={config.max_requests} requests: increase kv_memory, or lower max_requests"
         )
     chunk = min(config.chunk, config.rows)
     return Limits(tokens, config.max_requests, chunk, config.rows, reuses=reuses and not states)

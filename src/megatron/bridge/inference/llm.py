@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LLM``: a model to generate with, chat with, and score texts with.
+"""``LLM``: generation, chat, and log-probabilities of texts.
 
-In one process, the model is in it. Under torchrun, every rank makes the same ``LLM`` and calls the same methods. A
-plain script that asks for more than one rank gets them started.
+A plain script that needs one rank loads the model in its own process; if it needs more ranks, ``LLM`` starts them.
+Under torchrun, every rank makes the same ``LLM`` and calls the same methods.
 """
 
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _ENGINE = ("max_requests", "kv_memory", "window_rings", "cuda_graphs", "chunk", "rows")
-"""Options of ``LLM`` that the engine has under the same names."""
+"""Options of ``LLM`` that are also fields of ``EngineConfig``."""
 
 
 class LLM:
@@ -31,20 +31,20 @@ class LLM:
         path: Hugging Face directory or hub id, or a Megatron checkpoint.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
-        ep: ranks that share out experts; they compute different requests.
+        ep: expert-parallel ranks; they compute different requests.
         etp: tensor-parallel ranks of the experts.
         dtype: ``float32``, ``bfloat16`` or ``float16``; that of the checkpoint when None.
-        adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
-        adapters: several of them by name; ``Sampling.adapter_name`` chooses one for each prompt.
+        adapter: a run with adapters, one of its checkpoints, or a directory in the format of the peft library.
+        adapters: several adapters by name; ``Sampling.adapter_name`` chooses one for each prompt.
         tokenizer: directory or hub id of another tokenizer.
-        template: chat template instead of the tokenizer's.
-        media_root: folder that images of prompts lie in; None lets them lie anywhere.
-        max_context: tokens of a prompt and its completion; those that the model was made for when None.
+        template: chat template to use instead of the tokenizer's.
+        media_root: folder that must contain the images of prompts; None allows any path.
+        max_context: tokens of a prompt and its completion; the model's maximum when None.
         max_requests: texts that are computed at the same time.
         kv_memory: bytes for keys, values and states on each rank.
-        window_rings: layers with a sliding window keep what it can hold, and not all of a text: more texts fit, and
-            none reuses the beginning of another.
-        cuda_graphs: on one GPU, replay the kernels of a step where a model always launches the same.
+        window_rings: layers with a sliding window cache only the window, so more texts fit, but prefixes are not
+            shared.
+        cuda_graphs: on one GPU, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that are computed together.
         rows: new tokens of a step; 1,024 on a CPU and 8,192 on a GPU when None.
         trust_remote_code: run Python code of the model's repository.
@@ -105,7 +105,7 @@ class LLM:
             model = load(path, _sizes(options), **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
-            raise UserError(f"max_context={context} must be from 2 to {model.max_context}, which the model has")
+            raise UserError(f"max_context={context} must be from 2 to {model.max_context}, the model's maximum")
         share = rank_share(unwrap(model.chunks[0]).config)
         reader = PromptReader(model.hf, options["template"], model.media, share, context)
         ends = end_tokens(model.hf, model.folder)
@@ -126,7 +126,7 @@ class LLM:
         return self.reader.hf
 
     def facts(self) -> Iterator[tuple["PromptReader", int, set[int]]]:
-        """Reader of prompts, longest text and end tokens, for a process that has not loaded the model."""
+        """Prompt reader, maximum context and end tokens, for a process that has not loaded the model."""
         yield self.reader, self.max_context, self.declared_ends
 
     def __enter__(self) -> Self:
@@ -136,7 +136,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Detach the caches, and end the processes that were started."""
+        """Detach the caches and end the processes that ``LLM`` started."""
         self._cleanup.close()
 
     # ---- methods ------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class LLM:
     def generate(
         self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[list[Completion]]:
-        """The ``n`` completions of each text or list of token ids; the sampling is one for all or one for each."""
+        """The ``n`` completions of each text or list of token ids; ``sampling`` is one for all or one for each."""
         from megatron.bridge.inference.prompts import as_list
 
         return list(self.generate_each(as_list(prompts), sampling))
@@ -155,10 +155,10 @@ class LLM:
         sampling: Sampling | Sequence[Sampling] | None = None,
         places: Sequence[str] | None = None,
     ) -> Iterator[list[Completion]]:
-        """Continue prompts, and answer conversations among them.
+        """Continue prompts and answer conversations.
 
-        The completions of each prompt come in order, as soon as they are there; a ``UserError``, before anything is
-        computed. ``places`` are what to call each prompt in its message.
+        Yields the completions of each prompt, in order, as soon as they are complete. A ``UserError`` is raised before
+        anything is computed; ``places`` are the names of the prompts in its message.
         """
         if self._workers is not None:
             yield from self._workers.iterate("generate_each", (prompts, sampling, places))
@@ -173,18 +173,18 @@ class LLM:
         yield from self._complete(tokens, how)
 
     def chat(self, messages: "Messages", sampling: Sampling | None = None) -> Completion:
-        """The next message of a conversation, whose messages have ``role`` and ``content``, as OpenAI writes them."""
+        """The answer to a conversation, whose messages have ``role`` and ``content`` as in OpenAI's API."""
         return next(iter(self.generate_each([messages], sampling)))[0]
 
     def stream(
         self, prompt: "Prompt | Messages", sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Completion]:
-        """The pieces of a completion as they come, then all of it; ``stopped`` is asked on rank 0 at each step."""
+        """Yield pieces of a completion, then the whole; rank 0 calls ``stopped`` at each step to end it early."""
         if self._workers is not None:
             yield from self._workers.iterate("stream", (prompt, sampling), stopped)
             return
         how = sampling or Sampling()
-        job = self.engine.submit(self._tokens(prompt, "the prompt", how), how)[0]
+        job = self.engine.enqueue(self._tokens(prompt, "the prompt", how), how)[0]
         try:
             while not job.is_over:
                 self.engine.step()
@@ -197,19 +197,16 @@ class LLM:
         yield job.completion
 
     def logprobs(self, texts: "Prompt | Sequence[Prompt]", top: int = 0) -> list[list[TokenLogprob]]:
-        """The log-probability of each token of texts but the first, and of ``top`` most likely tokens beside each."""
+        """The log-probability of each token but the first, and of the ``top`` most likely tokens at its position."""
         scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
         return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def replace_weights(self, step: "WeightStep") -> None:
-        """One step of new weights; ``refit.sender.Refit`` takes all of them."""
-        if self._workers is None:
-            for _ in self.weight_step(step):
-                pass
-            return
-        for _ in self._workers.iterate("weight_step", (step,)):
+        """Apply one step of new weights on all ranks; ``refit.sender.Refit`` sends all steps."""
+        steps = self.weight_step(step) if self._workers is None else self._workers.iterate("weight_step", (step,))
+        for _ in steps:
             pass
 
     def weight_step(self, step: "WeightStep") -> Iterator[None]:
@@ -224,7 +221,7 @@ class LLM:
         yield from ()
 
     def _tokens(self, prompt: "Prompt | Messages", where: str, sampling: Sampling) -> list[int]:
-        """The tokens of a prompt or a conversation, checked."""
+        """The tokens of a prompt or a conversation, which the engine accepts."""
         tokens = self.reader.tokens(prompt, where)
         try:
             self.engine.check(tokens, sampling)
@@ -233,7 +230,7 @@ class LLM:
         return tokens
 
     def _complete(self, prompts: list[list[int]], how: list[Sampling]) -> Iterator[list[Completion]]:
-        jobs = [self.engine.submit(prompt, sampling) for prompt, sampling in zip(prompts, how, strict=True)]
+        jobs = [self.engine.enqueue(prompt, sampling) for prompt, sampling in zip(prompts, how, strict=True)]
         try:
             for choices in jobs:
                 while not all(job.is_over for job in choices):
@@ -245,13 +242,13 @@ class LLM:
 
 
 def ranks_of(options: dict[str, Any]) -> int:
-    """How many processes an ``LLM`` with these options takes."""
+    """The number of processes that an ``LLM`` with these options uses."""
     defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1}
     return _check(*(options.get(name, value) for name, value in defaults.items()))
 
 
 def _check(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
-    """How many processes the layout has."""
+    """Check the sizes; returns the number of processes of the layout."""
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("etp", etp or 1)):
         if size < 1:
             raise UserError(f"{name}={size}: a parallel size must be at least 1")

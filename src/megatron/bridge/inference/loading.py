@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a path to a model that can decode: a Hugging Face model, a Megatron checkpoint, an adapter on its base."""
+"""Load a model for decoding from a Hugging Face model, a Megatron checkpoint, or an adapter and its base model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.checkpoint import loading, model_io, paths
-from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.data.media.media_rules import MediaRules, has_processor
 from megatron.bridge.data.tokenizer import load_hf_tokenizer
 from megatron.bridge.inference.adapter_bank import AdapterNames, add_adapters
@@ -18,7 +17,7 @@ from megatron.bridge.models.conversion.pretrained import tokenizer_of
 from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_groups
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
-from megatron.bridge.peft.checkpoint import fingerprint, load_adapters
+from megatron.bridge.peft.checkpoint import load_adapters, saved_base
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
@@ -27,15 +26,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, and what belongs to it."""
+    """A model in evaluation mode, with its tokenizer and limits."""
 
     chunks: list[Any]  # of this rank
     hf: Any  # tokenizer of transformers; None without tokenizer files
     folder: Path | None  # where the tokenizer and ``generation_config.json`` are
     vocabulary: int  # tokens without padding
-    max_context: int  # tokens that the model was made for
+    max_context: int  # maximum number of tokens of a text
     bridge: AutoBridge | None = None  # of the architecture; None for a Megatron checkpoint
-    adapters: AdapterNames | None = None  # those that requests choose by name
+    adapters: AdapterNames | None = None  # adapters that requests choose by name
     media: MediaRules | None = None  # how images are processed; None for a model without a vision tower
 
 
@@ -52,24 +51,26 @@ def load(
     """Load a model under the parallel sizes of the running processes.
 
     Args:
-        path: directory or hub id of a Hugging Face model, or a Megatron checkpoint. One that holds adapters is
-            loaded on the base that it names.
+        path: directory or hub id of a Hugging Face model, or a Megatron checkpoint. For a checkpoint of adapters, the
+            base model is loaded, too.
         sizes: parallel sizes by the names of the provider's fields.
         dtype: of weights and caches; that of the checkpoint when None.
-        adapter: a run with adapters, one of its checkpoints, or a directory of the peft library.
-        adapters: several of them by name, for requests to choose from.
+        adapter: a run with adapters, one of its checkpoints, or a directory in the format of the peft library.
+        adapters: several adapters by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
-        media_root: folder that images lie in; None lets them lie anywhere.
+        media_root: folder that must contain the images; None allows any path.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     path, adapter, run = _on_base(path, adapter)
     if adapter is not None and adapters:
-        raise UserError(f"--adapter {adapter} is for all requests: leave it out, or leave out --adapters")
+        raise UserError(f"--adapter {adapter} applies to all requests: remove it, or remove --adapters")
     source = _Source.of(path, sizes, trust_remote_code)
     provider, bridge = source.provider, source.bridge
     if getattr(provider, "head", None) is not None:
-        raise UserError(f"{path} has head={provider.head} and generates no tokens: call the model of AutoBridge itself")
+        raise UserError(
+            f"{path} has head={provider.head} and does not generate tokens: call the model of AutoBridge directly"
+        )
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision)
@@ -88,12 +89,12 @@ def load(
 
 @dataclass(frozen=True)
 class _Source:
-    """What is read at a path before a model is made."""
+    """A model on disk, before it is built."""
 
     bridge: AutoBridge | None
     provider: Any
     folder: Path | None
-    hook: Any  # fills the chunks of a Megatron checkpoint; a bridge fills its own
+    hook: Any  # loads the weights of a Megatron checkpoint; a bridge loads its own
 
     @classmethod
     def of(cls, path: str | Path, sizes: Mapping[str, Any], trust_remote_code: bool) -> "_Source":
@@ -109,19 +110,19 @@ def _is_megatron(path: str | Path) -> bool:
 
 
 def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, str | Path | None, str | Path | None]:
-    """Paths of the model and of its adapter, and the run that ``path`` is; a run with adapters names its base."""
+    """Paths of the model, its adapter and its run, for a path that may be a checkpoint of adapters."""
     if not _is_megatron(path):
         return path, adapter, None
-    base = _base_of(path)
+    _, base = saved_base(path)
     if base is None:
         return path, adapter, path
     if adapter is not None:
-        raise UserError(f"{path} holds adapters itself: leave out --adapter {adapter}, or give their base")
+        raise UserError(f"{path} holds adapters itself: remove --adapter {adapter}, or give their base model")
     return base["name"], path, path
 
 
 def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], root: str) -> MediaRules | None:
-    """The image processor: the one that lies beside a tokenizer, or that a run names, with the run's limits."""
+    """The image processor beside a tokenizer, or else the run's, with the limits of the run."""
     data: dict[str, Any] = {}
     if run is not None and model_io.has_run_config(paths.resolve(run)):
         data = model_io.read_run_config(run).get("dataset") or {}
@@ -133,7 +134,7 @@ def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], ro
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
-    """Set the layout, without what only training has."""
+    """Set the layout, and turn off what only training needs."""
     for name, value in sizes.items():
         setattr(provider, name, value)
     provider.backend = "torch"
@@ -144,7 +145,7 @@ def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
 
 
 def _context(provider: Any) -> int:
-    """The length that the model was made for."""
+    """The maximum number of tokens of a text."""
     limit = provider.max_position_embeddings or provider.seq_length
     if provider.position_embedding_type == "learned_absolute":
         return min(limit, provider.seq_length)
@@ -159,14 +160,7 @@ def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) 
     return load_hf_tokenizer(str(folder), trust_remote_code)
 
 
-def _base_of(checkpoint: str | Path) -> dict[str, str] | None:
-    """Name and fingerprint of the base of a checkpoint of adapters; None for another checkpoint."""
-    directory = on_first_rank(lambda: paths.resolve(checkpoint))
-    return loading.load_common(directory).get("run", {}).get("base")
-
-
 def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
-    """Put adapters beside the weights and fill them."""
     path = storage.local(path)
     storage.pull(path, {"adapter_config.json", "adapter_model.safetensors"})
     if (path / "adapter_config.json").is_file():
@@ -175,13 +169,4 @@ def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> No
         hf_adapter.peft_for(bridge, path)(chunks, training=False)
         bridge.load_hf_adapter(chunks, path)
         return
-    directory = on_first_rank(lambda: paths.resolve(path))
-    base = _base_of(directory)
-    if base is None:
-        raise UserError(f"checkpoint {directory} holds no adapters: give it as the model's path instead")
-    if fingerprint(chunks) != base["fingerprint"]:
-        raise UserError(
-            f"checkpoint {directory} holds adapters of {base['name']}, whose weights are not those of the model: "
-            "use the base on which the adapters were trained"
-        )
-    load_adapters(chunks, directory)
+    load_adapters(chunks, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of prompts and files of completions: one line each, in the same order, and resumable."""
+"""Files of prompts and of completions: one line per prompt, in the same order, resumable."""
 
 import json
 import os
@@ -16,25 +16,24 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PROMPTS = ("prompt", "text", "input", "messages")
 _OVERRIDES = tuple(field.name for field in fields(Sampling))
-_SEEDS = 1_000_003  # between the seeds of two lines
+_SEEDS = 1_000_003  # distance between the seeds of the command, each of which gives every line its own seed
 
 
 @dataclass(frozen=True)
 class PromptLine:
     """One line of a file of prompts."""
 
-    id: str | int  # of the line; its number, from 1 on, unless it names one
+    id: str | int  # the line's ``id``, or else its number, starting at 1
     prompt: Prompt | Messages  # a text, token ids, or messages
-    sampling: Sampling  # that of the command with the line's own values
+    sampling: Sampling  # that of the command, with the line's own values
     where: str  # file and line number
 
 
 def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) -> list[PromptLine]:
-    """The prompts of a file: JSON objects in ``.jsonl``, else a text in each line.
+    """The prompts of a file: JSON objects in ``.jsonl``, else one text per line.
 
-    A line's random numbers come from the seed of the command and its number, unless it has a seed of its own.
-
-    ``defaults`` are sampling parameters of the command; ``chat`` makes a text the message of a user.
+    ``defaults`` are the sampling parameters of the command; ``chat`` turns a text into a user's message. The seed of a
+    line is derived from the command's seed and the line number, unless the line has its own.
     """
     lines = list(_lines(path, defaults, chat))
     if not lines:
@@ -42,7 +41,7 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     seen: dict[str | int, str] = {}
     for line in lines:
         if line.id in seen:
-            raise UserError(f"{line.where}: id={line.id!r} is that of {seen[line.id]}: ids must differ")
+            raise UserError(f"{line.where}: {seen[line.id]} has the same id={line.id!r}: ids must differ")
         seen[line.id] = line.where
     return lines
 
@@ -96,7 +95,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 class CompletionFile:
-    """A file on ``lines`` to which completions are appended, whole lines only, behind those of a killed command."""
+    """The completions of ``lines``, appended in whole lines to those that a killed command left."""
 
     def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:
         self.path = path
@@ -111,7 +110,7 @@ class CompletionFile:
             raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
-        """Write one line; it is on the disk when this returns."""
+        """Write one line; it is on disk when this returns."""
         self._file.write((json.dumps(as_record(line, completions), ensure_ascii=False) + "\n").encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -121,19 +120,19 @@ class CompletionFile:
 
 
 def _check_done(path: Path, old: Sequence[bytes], lines: Sequence[PromptLine]) -> int:
-    """How many lines are there, each of which must be the one that belongs there."""
+    """The number of lines that are done; refuses lines that do not belong to the prompts."""
     for number, raw in enumerate(old, start=1):
         record = parse_record(raw, f"{path}:{number}")
         if number > len(lines) or record.get("id") != lines[number - 1].id:
             raise UserError(
-                f"{path}:{number} has id={record.get('id')!r}, which is not that of the prompt there: remove the "
+                f"{path}:{number} has id={record.get('id')!r}, but the prompt of that line has another id: remove the "
                 "file, or choose another --out"
             )
     return len(old)
 
 
 def as_record(line: PromptLine, completions: Sequence[Completion]) -> dict[str, Any]:
-    """The line of ``completions``: of one as it is, of several as a list."""
+    """The output line: the fields of a single completion, or a list of several ``completions``."""
     found = [_record(completion, line.sampling) for completion in completions]
     return {"id": line.id, **(found[0] if line.sampling.n == 1 else {"completions": found})}
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From texts and conversations to tokens, and which tokens end an answer.
 
-End tokens are those of the generation config, the tokenizer and the chat template together. Each of the three alone
-is often incomplete: a chat model's ``eos_token`` may end documents only, while its template ends turns with another
-token.
+End tokens come from the generation config, the tokenizer and the chat template. Each of the three alone is often
+incomplete: a chat model's ``eos_token`` may only end documents, while its template ends turns with another token.
 
-Of prompts with images, the engine has to know where their tokens are, and which tokens see later ones.
+For prompts with images, the engine needs to know where their tokens are, and which tokens attend to later ones.
 """
 
 import json
@@ -39,10 +38,10 @@ class PromptImages:
 
     references: tuple[MediaReference, ...]
     rows: NDArray[np.int64]  # [prompt], the row of the features that replaces each embedding; -1 for text
-    positions: Positions | None = None  # [3, prompt], of models whose positions have three axes
+    positions: Positions | None = None  # [3, prompt], for models whose positions have three axes
 
     def positions_of(self, start: int, count: int) -> Positions:
-        """Positions [3, count] of the prompt's tokens, and of generated ones behind it, which count on as text."""
+        """Positions [3, count] from token ``start`` on; generated tokens continue the positions of the prompt."""
         assert self.positions is not None
         known = self.positions[:, start : start + count]
         length = self.positions.shape[1]
@@ -59,7 +58,7 @@ class TokensWithImages(list[int]):
 
 
 class PromptSight:
-    """What the tokens of a prompt see beside earlier tokens: images, and tokens behind them."""
+    """What the tokens of a prompt attend to besides earlier tokens: images and later tokens."""
 
     def __init__(self, config: Any, has_processor: bool) -> None:
         self._config = config
@@ -69,19 +68,19 @@ class PromptSight:
         self.placeholders = frozenset(token for token in tokens if token is not None)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse images without a tower, placeholders without images, and what sees further than a window."""
+        """Refuse images without a tower, placeholders without images, and attention beyond a window."""
         images = getattr(prompt, "images", None)
         if images is not None and not (self.placeholders and self._has_processor):
-            raise UserError("the prompt has images, and the model has no vision tower: remove them")
+            raise UserError("the prompt has images, but the model has no vision tower: remove them")
         if images is None and (found := self.placeholders.intersection(prompt)):
             raise UserError(
-                f"the prompt has token {min(found)}, which stands for an image, and no images: give a conversation "
-                "with image parts, or remove the token"
+                f"the prompt has the image token {min(found)}, but no images: give a conversation with image parts, or "
+                "remove the token"
             )
         if sampling.prompt_logprobs is not None and getattr(self._config, "bidirectional_prompt", False):
             raise UserError(
-                "prompt_logprobs: the tokens of the prompt see each other both ways, so none is predicted from those "
-                "before it: leave it out"
+                "prompt_logprobs: the prompt has bidirectional attention, so its tokens are not predicted from earlier "
+                "ones: remove it"
             )
         ahead = self._ahead(prompt)
         if ahead is not None and self._config.window_size is not None:
@@ -102,8 +101,8 @@ class PromptSight:
 
 Prompt = str | list[int]  # a text, or token ids
 Messages = list[dict[str, Any]] | Mapping[str, Any]
-"""A conversation with ``role`` and ``content``, or a record of ``messages`` and of ``images`` beside them."""
-_MARKER = "\ue000"  # of a private area: no template writes it itself
+"""Messages with ``role`` and ``content``, or a record with ``messages`` and ``images``."""
+_MARKER = "\ue000"  # in Unicode's private use area, so that no template writes it
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -113,17 +112,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
-    """The message of a user about images at paths."""
+    """A user's question about the images at the given paths."""
     parts = [{"type": "image", "image": str(Path(image).absolute())} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}] if parts else question}]
 
 
 class PromptReader:
-    """From prompts to token ids.
+    """Converts prompts to token ids.
 
-    ``hf`` is a tokenizer of transformers, if there is one; ``template`` goes before those of the image processor and of
-    the tokenizer; ``media`` is None for a model that sees no images; ``share`` is this rank, and how many there are, of
-    those that share out images.
+    ``hf`` is the tokenizer of transformers, if there is one. ``template`` overrides those of the image processor and
+    the tokenizer. ``media`` is None for a model without images. ``share`` is (rank, size) of the ranks among which
+    images are divided.
     """
 
     def __init__(
@@ -153,9 +152,9 @@ class PromptReader:
         if not isinstance(prompt, str):
             raise UserError(f"{where} is a {type(prompt).__name__}: give a text or a list of token ids")
         if self.hf is None:
-            raise UserError(f"{where} is a text and the model has no tokenizer: give token ids, or --tokenizer")
+            raise UserError(f"{where} is a text, but the model has no tokenizer: give token ids, or --tokenizer")
         bos = self.hf.bos_token
-        # a rendered template begins with the token that the tokenizer would add
+        # a rendered template may already begin with the token that the tokenizer would add
         return self.hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
 
     def _of_chat(self, messages: Messages, where: str) -> list[int]:
@@ -170,7 +169,7 @@ class PromptReader:
     def _with_images(self, chat: Chat, where: str) -> TokensWithImages:
         if self.media is None:
             raise UserError(
-                f"{where}: the prompt has images, and the model has no image processor: remove them, or give the "
+                f"{where}: the prompt has images, but the model has no image processor: remove them, or give the "
                 "folder of a vision-language model with its preprocessor_config.json"
             )
         found = self.processor.references(((item.kind, item.raw) for item in chat.images), where)
@@ -183,18 +182,18 @@ class PromptReader:
         return TokensWithImages(tokens.tolist(), PromptImages(tuple(found), rows, positions))
 
     def _check_images(self, media: Sequence[MediaReference], length: int, placeholders: int, where: str) -> None:
-        """Refuse now, on all ranks, what would fail while others wait for their answers; what is too much, first."""
+        """Refuse bad images now, on all ranks, and not while a step computes; check the cheap limits first."""
         if self.max_context is not None and length > self.max_context:
             raise UserError(
-                f"{where}: the prompt with its images has {length} tokens, and the context {self.max_context}: give "
-                "fewer or smaller images"
+                f"{where}: the prompt with its images has {length} tokens, more than the context of "
+                f"{self.max_context}: use fewer or smaller images"
             )
         if (size := sum(item.height * item.width for item in media)) > MAX_PIXELS:
             raise UserError(f"{where}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller")
         if placeholders != (wanted := self.processor.total_tokens(media)):
             raise UserError(
-                f"{where}: the prompt has {placeholders} tokens that stand for parts of images, and its images have "
-                f"{wanted}: remove the token from the text"
+                f"{where}: the prompt has {placeholders} image tokens, but its images need {wanted}: remove image "
+                "tokens from the text"
             )
         for item in media:
             self.processor.pixels([item])
@@ -204,7 +203,7 @@ class PromptReader:
         return end_of_turn(self.hf, self.template, before, parts=self.media is not None)
 
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
-        """The tensors of this rank's share of images and videos."""
+        """The tensors of the images and videos that this rank encodes."""
         self.processor.share = self._share
         try:
             return self.processor.pixels(media)
@@ -213,14 +212,14 @@ class PromptReader:
 
 
 def parse_chat(messages: Messages, where: str) -> Chat:
-    """The conversation of messages; ``where`` begins the message of an error."""
+    """Parse a conversation; error messages begin with ``where``."""
     parsed = parse(messages if isinstance(messages, Mapping) else {"messages": messages}, where)
     assert isinstance(parsed, Chat), "messages are a chat"
     return parsed
 
 
 def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
-    """All end tokens, also of ``generation_config.json`` and ``config.json`` in the folder."""
+    """The end tokens of the tokenizer, its chat template, and the config files in the folder."""
     found = declared_ends(folder)
     if hf is not None:
         found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
@@ -229,7 +228,7 @@ def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
 
 
 def declared_ends(folder: Path | None) -> set[int]:
-    """The end tokens of ``generation_config.json``, or else of ``config.json``: those of transformers."""
+    """The end tokens of ``generation_config.json``, or else of ``config.json``, as in transformers."""
     names = ("generation_config.json", "config.json")
     files = [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
     try:
@@ -243,7 +242,7 @@ def declared_ends(folder: Path | None) -> set[int]:
 def end_of_turn(
     hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None, parts: bool = False
 ) -> set[int]:
-    """The special token that the chat template puts after an answer to ``before``, found by rendering one."""
+    """The special token that the chat template writes after an answer to ``before``; renders one to find it."""
     if template is None and not hf.chat_template:
         return set()
     messages = [*(before or [{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": _MARKER}]

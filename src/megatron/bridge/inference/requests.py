@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the engine, and what it answers."""
+"""Requests to the engine, and its answers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,23 +17,24 @@ class Sampling:
     """How to continue a prompt. The defaults are greedy."""
 
     max_new_tokens: int = 256  # tokens to generate at most; 0 only computes log-probabilities of the prompt
-    temperature: float = 0.0  # divides the logits; 0, and what is below 1e-6, takes the most likely token
+    temperature: float = 0.0  # divides the logits; below 1e-6, the most likely token is chosen
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the most likely tokens whose probabilities sum up to this
     min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
-    repetition_penalty: float = 1.0  # divides positive, multiplies negative logits of tokens of prompt and text
+    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens that occurred
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
-    frequency_penalty: float = 0.0  # subtracted from the logits of generated tokens as often as they were generated
+    frequency_penalty: float = 0.0  # subtracted from the logits of generated tokens, once per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     adapter_name: str | None = None  # a named adapter; None computes with the base model, or its only adapter
-    seed: int | None = None  # gives the same text in any batch and layout; None draws one
-    n: int = 1  # how many completions of the prompt
+    seed: int | None = None  # gives the same text in any batch and layout; None draws a random seed
+    n: int = 1  # number of completions of the prompt
     stop: Sequence[str] = ()  # end at one of these texts, which is not part of the completion
     stop_ids: Sequence[int] = ()  # end at one of these tokens, in addition to the model's own end tokens
-    ignore_eos: bool = False  # go on after the model's own end tokens
-    logprobs: int | None = None  # of generated tokens, and of so many most likely ones beside each; None for none
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt, but the first
-    score_from: int = 1  # index of the first token of the prompt whose log-probability is wanted
+    ignore_eos: bool = False  # continue after the model's own end tokens
+    # return log-probabilities of generated tokens, and of this many most likely tokens at each position
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt after the first
+    score_from: int = 1  # index of the first token of the prompt whose log-probability is returned
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -65,13 +66,13 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but the temperature comes between the model's logits and the choice."""
+        """Whether penalties or biases change the logits before sampling."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalties or bool(self.logit_bias)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "") -> "Sampling":
-        """The sampling of a mapping of field names; the message of a ``UserError`` begins with ``where``."""
+        """The sampling with these fields; the message of a ``UserError`` begins with ``where``."""
         names = [it.name for it in fields(cls)]
         for name in values:
             if name not in names:
@@ -108,7 +109,7 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token under the model itself, before temperature and the like."""
+    """The log-probability of a token under the model, before temperature and other changes."""
 
     token: int
     logprob: float
@@ -123,9 +124,9 @@ class Completion:
     prompt_tokens: list[int]
     tokens: list[int] = field(default_factory=list)  # generated tokens, with the one that ended the text
     text: str = ""  # text of the tokens without special tokens, up to a stop text
-    finish_reason: FinishReason | None = None  # ``stop`` also at an end token, ``length`` after ``max_new_tokens``
+    finish_reason: FinishReason | None = None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``
     seed: int = 0
     choice: int = 0  # index among the ``n`` completions of the prompt
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of ``tokens``, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on, if asked for
-    weight_versions: list[int] = field(default_factory=list)  # replacements before each of ``tokens``
+    weight_versions: list[int] = field(default_factory=list)  # weight replacements before each of ``tokens``

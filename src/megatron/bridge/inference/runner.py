@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step on this rank: a pass through the chunks, pipeline stage after stage, and the tokens that follow.
+"""One step on this rank: a forward pass through the pipeline stages, and the sampled tokens.
 
-The last stage gathers the vocabulary of the rows that are needed and chooses tokens once; one sum over all ranks
-then tells everybody, so ranks cannot disagree.
+The last stage gathers the logits of the rows that are needed and samples once. An all-reduce then gives all ranks the
+result, so ranks cannot disagree.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
 
 Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
-"""From references to images and videos to the tensors that a vision tower takes."""
+"""Converts references to images and videos to the inputs of a vision tower."""
 
 
 class Runner:
@@ -51,11 +51,10 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan, outputs: Sequence[Output], width: int) -> Tensor | None:
-        """Compute a plan.
+        """Compute the plan of this rank's lane.
 
-        The plan is that of this rank's lane; an empty one runs one row for the sake of the other ranks' experts.
-        ``outputs`` say what is wanted of which row, in the order of rows: [outputs, width] in float64 on the rank that
-        chooses.
+        An empty plan runs one row, because other ranks' experts need this rank's collectives. ``outputs`` are in the
+        order of their rows. Returns a table [outputs, width] in float64 on the rank that samples, else None.
         """
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)
@@ -88,7 +87,7 @@ class Runner:
         return tokens, spans
 
     def _inputs(self, plan: Plan, step: Step) -> dict[str, Any]:
-        """What the model takes beside token ids."""
+        """The arguments of the model other than token ids."""
         if getattr(self._config, "vision", None) is None:
             return {"position_ids": step.positions[None], "attention_mask": None}
         rows = np.full((1, step.rows), -1)
@@ -104,7 +103,7 @@ class Runner:
         }
 
     def _media(self, images: Any) -> dict[str, Tensor] | None:
-        """The tensors of the images of a prompt, where the tower is; sizes stay on the host."""
+        """The tensors of a prompt's images, on the stage with the vision tower; sizes stay on the host."""
         if images is None or self._stages.rank() > 0:
             return None
         assert self._pixels is not None, "Engine.check has refused images"
@@ -138,7 +137,7 @@ class Runner:
 
 
 def _three_axes(plan: Plan, step: Step) -> Tensor:
-    """Positions [3, 1, rows]: three equal ones for text, those of the images' prompts by one transfer."""
+    """Positions [3, 1, rows]: equal on all three axes for text, those of prompts with images by one transfer."""
     positions = step.positions.expand(3, 1, -1)
     work = [it for it in plan.work if it.text.images is not None and it.text.images.positions is not None]
     if not work:
@@ -151,12 +150,12 @@ def _three_axes(plan: Plan, step: Step) -> Tensor:
 
 
 def _answers() -> bool:
-    """Whether this rank of the last stage tells the others; context-parallel ranks all know the same."""
+    """Whether this rank of the last stage samples for all; context-parallel ranks have the same logits."""
     return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
 
 def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:
-    """The results of all lanes [rows, width] on every rank; a rank adds its own from row ``offset`` on."""
+    """The results of all lanes [rows, width] on every rank; this rank's own start at row ``offset``."""
     whole = torch.zeros(rows, width, dtype=torch.float64, device=device)
     if table is not None:
         whole[offset : offset + len(table)] = table

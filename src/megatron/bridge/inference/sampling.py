@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to tokens and log-probabilities, as a table that is sent to all ranks.
 
-A token is a function of the logits, the text, and (seed, position, choice).
-Processors and their order are those of transformers. The token is where one uniform number, a hash of seed,
-position and choice, falls in the cumulative distribution: no generator has a state, so a text does not depend on
-its company, the layout or a restart.
+Logits processors and their order are those of transformers. A token is then sampled by inverting the cumulative
+distribution at a uniform number that is a hash of (seed, position, choice). No random number generator has state, so a
+text does not depend on the rest of the batch, the layout or a restart.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ FIXED = 3  # columns before the most likely tokens: the token, its log-probabili
 
 
 def uniform(seed: int, position: int, choice: int) -> float:
-    """A number in [0, 1) that looks random.
+    """A pseudorandom number in [0, 1).
 
     Example:
         >>> uniform(1, 2, 0) == uniform(1, 2, 0) != uniform(1, 3, 0)
@@ -34,10 +33,7 @@ def uniform(seed: int, position: int, choice: int) -> float:
 def choose(
     logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int, seed: int, choice: int
 ) -> Tensor:
-    """The next token [], by the ``logits`` of the last one; the first ``prompt_length`` of ``tokens`` are the prompt.
-
-    A GPU is not waited for.
-    """
+    """The next token [] after ``tokens``, the first ``prompt_length`` of which are the prompt; does not sync a GPU."""
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
     if sampling.is_greedy:
@@ -86,7 +82,7 @@ def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True)
 class Output:
-    """What is wanted of one row of logits."""
+    """What to compute from one row of logits."""
 
     row: int  # of the step
     sampling: Sampling  # of the request
@@ -95,11 +91,11 @@ class Output:
     seed: int  # of the text
     choice: int  # index of the completion
     target: int | None  # score this token instead of choosing one
-    top: int | None  # how many most likely tokens are wanted; None if no log-probability is
+    top: int | None  # number of most likely tokens to return; None for no log-probabilities
 
 
 def width_of(outputs: Sequence[Output]) -> int:
-    """Columns of the table of ``outputs``."""
+    """Number of columns of the table of ``outputs``."""
     return FIXED + 2 * max((output.top or 0 for output in outputs), default=0)
 
 
@@ -135,8 +131,8 @@ def _score(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
 
 
 def _ordered(logprobs: Tensor) -> Tensor:
-    """Numbers with the order of ``logprobs``, of equal ones the first highest: in bf16, there are many."""
-    magnitude = logprobs.view(torch.int32).long() & 0x7FFFFFFF  # as a log-probability is not positive
+    """Numbers with the order of ``logprobs``, where the first of equal ones, which bf16 has many of, ranks highest."""
+    magnitude = logprobs.view(torch.int32).long() & 0x7FFFFFFF  # log-probabilities are not positive
     return (-magnitude << 20) - torch.arange(logprobs.size(-1), device=logprobs.device)
 
 

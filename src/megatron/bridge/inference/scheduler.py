@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of which texts the next step computes. Without torch, so that thousands of schedules can be tested.
 
-Every rank runs the same scheduler on the same events, so nothing but sampled tokens has to be exchanged. Chunks of
-a prompt are cut at multiples of ``chunk`` positions, never by load, and a text that lost its memory is computed
-again exactly as before: its prompt in the same chunks, its generated tokens one by one. A prompt with images, or
-whose tokens see ahead, is one chunk, and shares its caches with no other. So a text does not depend on its company.
+Every rank runs the same scheduler on the same events, so ranks exchange only sampled tokens. Prompts are cut into
+chunks at multiples of ``chunk`` positions, whatever the load, and a preempted text is computed again exactly as
+before: its prompt in the same chunks, its generated tokens one by one. A prompt with images, or whose tokens attend to
+later ones, is one chunk, and does not share its caches. So a text does not depend on the rest of the batch.
 """
 
 from bisect import bisect_left, insort
@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bridge.utils.errors import UserError
-
 ALIGNMENT = 16
-"""Extents begin at multiples of this many tokens, so that their addresses are as aligned as any vector needs."""
+"""Extents begin at multiples of this many tokens, so that vector loads are aligned."""
 
 
 class Arena:
-    """``size`` tokens, of which ranges are taken first-fit.
+    """A first-fit allocator of extents: ranges of ``size`` tokens.
 
     Example:
         >>> arena = Arena(64)
@@ -37,7 +35,7 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Tokens that nobody has, in one piece or several."""
+        """Number of tokens that are not taken, contiguous or not."""
         return sum(length for _, length in self._holes)
 
     def take(self, count: int) -> int | None:
@@ -79,7 +77,7 @@ class Arena:
 
 
 def rounded(count: int) -> int:
-    """``count`` tokens as an extent takes them."""
+    """``count``, rounded up to a multiple of ``ALIGNMENT``."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
@@ -89,19 +87,19 @@ class Text:
 
     tokens: list[int]  # all known tokens
     prompt_length: int  # how many of them are the prompt's
-    limit: int  # length at which the text is full
+    limit: int  # maximum length of the text
     wants_prompt: bool = False  # whether the logits of the prompt's tokens are needed
-    switch: int | None = None  # length above which rotary embeddings have other frequencies; None if they never change
-    long: bool = False  # whether the text has those other frequencies
+    switch: int | None = None  # length above which rotary frequencies differ; None if they never change
+    long: bool = False  # whether the text has the frequencies of long texts
     scored: int = 0  # tokens of the prompt whose successor has been scored
-    chunked: int = 0  # how many of its first tokens are computed in chunks, and not one by one
+    chunked: int = 0  # number of first tokens that are computed in chunks instead of one by one
     computed: int = 0  # tokens that the caches hold
     extent: int | None = None  # first token in the caches; None without memory
     slot: int | None = None  # index of recurrent states; None without memory
-    shares: bool = True  # whether its caches may serve other texts
+    shares: bool = True  # whether other texts may reuse its caches
     adapter: str | None = None  # name of the adapter that it is computed with
     images: Any = None  # of the prompt
-    ahead: list[int] | None = None  # how many tokens behind it each token of the prompt sees; None: none sees any
+    ahead: list[int] | None = None  # how many later tokens each token of the prompt attends to; None if it is causal
 
     def __post_init__(self) -> None:
         # the last token of a text that is only scored has no successor
@@ -111,7 +109,7 @@ class Text:
         self.long = self.switch is not None and self.chunked > self.switch
 
     def begin_again(self) -> bool:
-        """Whether the next token makes the text a long one, so that all of it must be computed again."""
+        """Whether the next token exceeds ``switch``, so that the whole text must be computed again."""
         if self.switch is None or self.long or self.computed < self.switch:
             return False
         self.long, self.chunked, self.computed = True, self.computed, 0
@@ -129,7 +127,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Work:
-    """New tokens of one text: ``count`` from position ``start`` on, in rows ``row ..`` of the step."""
+    """``count`` tokens of one text, starting at position ``start`` of the text and row ``row`` of the step."""
 
     text: Text
     row: int
@@ -138,12 +136,12 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """Whether the step finds the next token of the text."""
+        """Whether the step samples the next token of the text."""
         return self.start + self.count == len(self.text.tokens) and self.text.needs_sample
 
     @property
     def scored(self) -> range:
-        """Positions whose next token is in the prompt and wants its log-probability."""
+        """Positions whose next token belongs to the prompt and is scored."""
         start = max(self.start, self.text.scored)
         stop = min(self.start + self.count, self.text.prompt_length - 1) if self.text.wants_prompt else 0
         return range(start, max(start, stop))
@@ -173,24 +171,24 @@ class Plan:
 
     @property
     def images(self) -> Any:
-        """The images of the text whose prompt has some."""
+        """The images of the one text that has images, if there is one."""
         return next((work.text.images for work in self.work if work.start == 0 and work.text.images is not None), None)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a step and the memory hold."""
+    """Capacity of a step and of the caches."""
 
     tokens: int  # tokens of the caches
     requests: int  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that are computed together
     rows: int = 1024  # new tokens in a step, unless one chunk alone is longer
-    reserve: int = 256  # generated tokens for which a text gets memory at first; it gets more when it needs it
-    reuses: bool = True  # whether the beginning of a text's caches can serve another text
+    reserve: int = 256  # generated tokens that a text gets memory for at first; it grows when needed
+    reuses: bool = True  # whether a text can reuse the caches of another text with the same prefix
 
 
 class Scheduler:
-    """Texts that wait, run, or are over with their caches still in memory."""
+    """Texts that wait, run, or have ended with their caches still in memory."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -202,15 +200,11 @@ class Scheduler:
         self._chunks: dict[int, Text] = {}  # hash of a prompt's beginning -> a text whose caches begin with it
 
     def add(self, text: Text) -> None:
-        if text.limit > self.arena.size:
-            raise UserError(
-                f"a text of {text.limit} tokens does not fit into the {self.arena.size} tokens of kv_memory: "
-                "shorten it, lower max_new_tokens, or give more kv_memory"
-            )
+        assert text.limit <= self.arena.size, "Engine.check refuses texts that do not fit into the caches"
         self.waiting.append(text)
 
     def remove(self, text: Text) -> None:
-        """Forget a text that is over or not wanted any more; its prompt's caches stay while there is room."""
+        """Remove a text that has ended or was cancelled; the caches of its prompt stay while there is room."""
         if text in self.waiting:
             self.waiting.remove(text)
         if text not in self.running:
@@ -231,15 +225,16 @@ class Scheduler:
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the caches that running texts hold."""
+        """Number of tokens in the extents of running texts."""
         return sum(self.arena.length(text.extent) for text in self.running if text.extent is not None)
 
     def plan(self) -> Plan:
         """The next step; empty only when nothing waits or runs."""
         plan = Plan()
         for text in list(self.running):
-            if text.slot is not None and text.computed >= text.chunked and not text.begin_again():
-                self._plan_token(text, plan)
+            decodes = text.slot is not None and text.computed >= text.chunked and not text.begin_again()
+            if decodes and self._fits(text, text.computed + 1, plan):
+                self._append(plan, text, text.computed, 1)
         for text in self.running:
             self._plan_prompt(text, plan)
         while self.waiting and self._has_room(plan, self.waiting[0]):
@@ -249,7 +244,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """Take note that ``plan`` was computed; new tokens are appended after that."""
+        """Record that ``plan`` was computed; sampled tokens are appended afterwards."""
         for work in plan.work:
             text = work.text
             text.scored = work.scored.stop if work.scored else text.scored
@@ -264,14 +259,10 @@ class Scheduler:
     def _has_room(self, plan: Plan, text: Text) -> bool:
         if text.images is not None and plan.images is not None:  # a step encodes the images of one text
             return False
-        if text.is_whole and plan.rows <= len(self.running):  # a long one would wait until nothing else runs
+        if text.is_whole and plan.rows <= len(self.running):  # else a long one would wait until nothing else runs
             return True
         chunk = text.chunked if text.is_whole else self.limits.chunk
         return not plan.rows or plan.rows + chunk <= self.limits.rows
-
-    def _plan_token(self, text: Text, plan: Plan) -> None:
-        if self._fits(text, text.computed + 1, plan):
-            self._append(plan, text, text.computed, 1)
 
     def _plan_prompt(self, text: Text, plan: Plan) -> None:
         start, chunk = text.computed, text.chunked if text.is_whole else self.limits.chunk
@@ -306,7 +297,7 @@ class Scheduler:
         return True
 
     def _take(self, size: int, keep: Text | None) -> int | None:
-        """An extent, for which texts that are over give up theirs, the oldest first."""
+        """An extent; texts that have ended are evicted for it if necessary, the oldest first."""
         extent = self.arena.take(size)
         while extent is None:
             oldest = next((text for text in self._over.values() if text is not keep), None)
@@ -317,7 +308,7 @@ class Scheduler:
         return extent
 
     def _fits(self, text: Text, size: int, plan: Plan) -> bool:
-        """Whether ``text`` has memory for ``size`` tokens, after others have made room if necessary."""
+        """Whether ``text`` has memory for ``size`` tokens, after preempting other texts if necessary."""
         assert text.extent is not None
         if size <= self.arena.length(text.extent):
             return True
@@ -341,7 +332,7 @@ class Scheduler:
         return True
 
     def _preempt(self, text: Text, plan: Plan) -> None:
-        """Take the memory of a running text, which will be computed again."""
+        """Free the memory of a running text, which is computed again later."""
         assert text.slot is not None
         self.running.remove(text)
         self._slots.append(text.slot)
@@ -361,17 +352,17 @@ class Scheduler:
         text.extent = None
 
     def forget_caches(self) -> None:
-        """Reuse nothing that was computed so far: the weights change."""
+        """Do not reuse anything computed so far, because the weights change."""
         for text in list(self._over.values()):
             self._release(text)
         self._chunks.clear()
         for text in self.running:
             text.shares = False
 
-    # ---- texts that begin alike ---------------------------------------------------------------------------------
+    # ---- shared prefixes ----------------------------------------------------------------------------------------
 
     def _donor(self, text: Text) -> tuple[Text | None, int]:
-        """A text whose caches begin like ``text``, and how many tokens of it are of use."""
+        """The text that shares the longest cached prefix with ``text``, and the length of that prefix."""
         found: tuple[Text | None, int] = None, 0
         if not (self.limits.reuses and text.shares):
             return found
@@ -394,7 +385,7 @@ class Scheduler:
 
 
 def _prefixes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """End and hash of each beginning of whole chunks, up to ``stop`` tokens."""
+    """Length and hash of each prefix that consists of whole chunks, up to ``stop`` tokens."""
     key = hash(text.adapter)
     for end in range(chunk, stop + 1, chunk):
         key = hash((key, *text.tokens[end - chunk : end]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of an ``LLM`` that a plain script made: processes that all do what the script asks."""
+"""The processes that ``LLM`` starts for a plain script, one per rank."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from typing import Any
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.processes import die_with_parent, free_port
 
-BEAT_SECONDS = 2.0  # how often a rank in a conversation says that it is alive, whatever it computes
-SILENT_SECONDS = 25.0  # after this time without a sign of life, a rank is given up
+BEAT_SECONDS = 2.0  # interval of the heartbeats of a rank in a conversation
+SILENT_SECONDS = 25.0  # a rank without a heartbeat for this long is considered hung
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """Processes that each call ``make``, ``LLM``, with ``path`` and ``options`` for one rank of a model."""
+    """Processes that each call ``make(path, **options)``, which is ``LLM``, for one rank of a model."""
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
         context = get_context("spawn")
@@ -49,7 +49,7 @@ class Workers(AbstractContextManager["Workers"]):
             process.join()
 
     def iterate(self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None) -> Iterator[Any]:
-        """What a method of ``LLM`` yields on rank 0; ``stopped`` asks it to end early."""
+        """Yield what a method of ``LLM`` yields on rank 0; ``stopped`` tells whether to end early."""
         for rank in range(len(self._pipes)):
             self._send(rank, (method, args, stopped is not None))
         kind, value = self._receive(0)
@@ -65,23 +65,23 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def start(self, function: Callable[..., Iterator[Any]], *args: Any) -> None:
-        """Have all ranks begin a conversation: ``function(llm, receive, *args)`` of a module.
+        """Start a conversation on all ranks: each calls ``function(llm, receive, *args)``, a module's function.
 
-        ``receive(seconds)`` gives rank 0 the messages of ``send``, for the first of which it waits; other ranks
-        get none. What rank 0 yields comes out of ``messages``.
+        On rank 0, ``receive(seconds)`` returns the messages of ``send``, and waits up to that long for the first; on
+        other ranks it returns nothing. ``messages`` yields what rank 0 yields.
         """
         for rank in range(len(self._pipes)):
             self._send(rank, (function, args, False))
 
     def send(self, message: Any) -> None:
-        """Give rank 0 a message; blocks while its pipe is full."""
+        """Send rank 0 a message; blocks while its pipe is full."""
         self._send(0, message)
 
     def messages(self, silence: float = SILENT_SECONDS) -> Iterator[Any]:
-        """What rank 0 yields in a conversation, until all ranks are done.
+        """Yield what rank 0 yields in a conversation, until all ranks are done.
 
         Raises:
-            UserError: a rank has ended, or gave no sign of life for ``silence`` seconds.
+            UserError: a rank has ended, or sent nothing for ``silence`` seconds.
             RuntimeError: a rank failed; the message is its traceback.
         """
         heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
@@ -111,11 +111,11 @@ class Workers(AbstractContextManager["Workers"]):
             if time.monotonic() - last > silence:
                 self.__exit__()
                 raise UserError(
-                    f"rank {rank} of {len(self._processes)} gave no sign of life for {silence:.0f} s: start again"
+                    f"rank {rank} of {len(self._processes)} has not responded for {silence:.0f} s: start again"
                 )
 
     def _drain(self) -> None:
-        """End what the caller does not want to hear any more."""
+        """Stop an iteration that the caller has abandoned."""
         self._send(0, "stop")
         kind, value = self._receive(0)
         while kind == "piece":
@@ -123,7 +123,7 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def _answers(self, first: tuple[str, Any] | None = None) -> Any:
-        """Wait for all ranks; the answer of rank 0."""
+        """Wait for all ranks; returns the answer of rank 0."""
         found = [first or self._receive(0), *(self._receive(rank) for rank in range(1, len(self._pipes)))]
         for kind, value in found:
             if kind == "refused":
@@ -133,18 +133,18 @@ class Workers(AbstractContextManager["Workers"]):
         return found[0][1]
 
     def _send(self, rank: int, message: Any) -> None:
-        with suppress(OSError):  # of a rank that has ended, which ``_receive`` tells
+        with suppress(OSError):  # the rank has ended, which ``_receive`` reports
             self._pipes[rank].send(message)
 
     def _receive(self, rank: int) -> tuple[str, Any]:
-        """The next answer of a rank; an end of any process is an error at once."""
+        """The next answer of a rank; raises as soon as any process ends."""
         pipe = self._pipes[rank]
         while True:
             ready = connection.wait([pipe, *(process.sentinel for process in self._processes)])
             if pipe in ready:
                 try:
                     return pipe.recv()
-                except (EOFError, OSError):  # reset, if the rank left messages unread
+                except (EOFError, OSError):  # a connection reset if the rank left messages unread
                     pass
             self._refuse_ended()
 
@@ -173,9 +173,9 @@ def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) 
     while llm is not None:
         try:
             request = pipe.recv()
-        except (EOFError, OSError):  # reset, if the script left answers unread
+        except (EOFError, OSError):  # a connection reset if the script left answers unread
             return
-        if request != "stop":  # which came too late
+        if request != "stop":  # a stop that came too late
             _answer(pipe, partial(_iterate, llm, pipe, rank, *request))
 
 
@@ -184,12 +184,12 @@ def _answer(pipe: Any, function: Callable[[], Any]) -> None:
         pipe.send(("done", function()))
     except UserError as error:
         pipe.send(("refused", str(error)))
-    except Exception:  # carried to the script
+    except Exception:  # raised again in the script
         pipe.send(("failed", traceback.format_exc()))
 
 
 def _iterate(llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool) -> None:
-    """Send what the method or function yields; all ranks agree when to stop."""
+    """Send what the method or function yields on rank 0."""
     if callable(method):
         _converse(llm, pipe, rank, method, args)
         return

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a model chunk beside its parameters, in one place."""
+"""A model chunk: a record of facts other than its parameters, and its mode."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,3 +30,16 @@ def chunk_info(chunk: nn.Module) -> ChunkInfo:
     if not hasattr(bare, "chunk_info"):
         bare.chunk_info = ChunkInfo()
     return bare.chunk_info
+
+
+@contextmanager
+def evaluation_mode(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Set chunks to evaluation mode inside the context, and restore their modes."""
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)

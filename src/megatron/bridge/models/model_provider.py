@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a lazily configured provider to model chunks that are placed on this rank.
+"""The base class of providers, which build this rank's model chunks from a lazily resolved config.
 
-A provider is a dataclass of what the user declared; nothing is derived from its values before the model is built,
-so every field, parallel sizes too, can be set until then. ``resolved`` makes the copy in which Megatron-Core
-derives the rest; the declared values stay as they were, and that is what is written to a checkpoint.
+A provider is a dataclass of the values that the user declared. Nothing is derived from them before the model is built,
+so every field, including parallel sizes, can be set until then. ``resolved`` makes a copy in which Megatron-Core
+derives the rest; the declared values do not change, and are what a checkpoint stores.
 """
 
 import copy
@@ -68,7 +68,7 @@ EVEN_STAGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class PreWrapHook:
-    """A hook for the bare chunks of a new model, with what it promises; a plain function promises nothing."""
+    """A hook for the bare chunks of a new model that can guarantee to set every parameter."""
 
     function: ModelHook
     fills_every_parameter: bool = False
@@ -78,13 +78,13 @@ class PreWrapHook:
         return self.function(chunks)
 
     def then(self, function: ModelHook) -> "PreWrapHook":
-        """This hook followed by ``function``, with the same promise."""
+        """This hook followed by ``function``, with the same guarantee."""
         return replace(self, function=lambda chunks: run_hooks((self, function), chunks))
 
 
 @dataclass
 class ModelProvider(TransformerConfig):
-    """What every provider can do; a family of models adds its fields and ``provide``."""
+    """The base class of providers; a family of models adds its fields and ``provide``."""
 
     backend: str = "auto"
     """Layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available."""
@@ -98,7 +98,7 @@ class ModelProvider(TransformerConfig):
     _post_wrap_hooks: list[ModelHook] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Nothing yet: Megatron-Core's derivations run in ``resolved``, when the values are final."""
+        """Do nothing: Megatron-Core's derivations run in ``resolved``, when the values are final."""
 
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
@@ -108,10 +108,9 @@ class ModelProvider(TransformerConfig):
 
     @property
     def expert_tensor_ranks(self) -> int:
-        """Ranks that share each expert's matrices.
+        """Tensor-parallel ranks of each expert.
 
-        As many as share those of other layers, unless ``expert_tensor_parallel_size`` says otherwise. Experts that
-        have biases cannot be cut.
+        By default, the same number as for other layers, but experts with biases cannot be sharded.
         """
         default = 1 if self._has_expert_biases else self.tensor_model_parallel_size
         return self.expert_tensor_parallel_size or default
@@ -247,7 +246,7 @@ class ModelProvider(TransformerConfig):
             use_cpu_initialization: overrides the provider's flag.
             pre_wrap_hook: one more hook, or several, called after the registered ones.
             post_wrap_hook: one more hook, called after the registered ones.
-            data_parallel_random_init: let ranks initialise differently, then broadcast from the first.
+            data_parallel_random_init: let ranks initialize differently, then broadcast from the first.
             overlap_param_gather_with_optimizer_step: disables bucketing on later chunks, as Megatron-Core asks.
             use_torch_fsdp2: wrap with PyTorch's fully sharded data parallelism instead of Megatron-Core's own.
             use_megatron_fsdp: wrap with Megatron-FSDP; ``ddp_config.use_megatron_fsdp`` when None.
@@ -257,31 +256,37 @@ class ModelProvider(TransformerConfig):
             model_type: only ``encoder_or_decoder``.
 
         Raises:
-            UserError: values that contradict each other, or that cannot be.
+            UserError: values that are not supported or contradict each other.
         """
-        _refuse_what_cannot_be(init_model_with_meta_device, model_type)
+        _refuse_unsupported(init_model_with_meta_device, model_type)
         self._set_flags(fp16, bf16, use_cpu_initialization)
-        if not parallel_state.model_parallel_is_initialized():
-            self.initialize_model_parallel(seed=0)
+        self._ensure_groups()
         refuse_other_groups(pg_collection)
         config = self.resolved()
         if not wrap_with_ddp:
             config.cuda_graph_impl = "none"  # of training steps
-        given = [pre_wrap_hook] if pre_wrap_hook is None or callable(pre_wrap_hook) else pre_wrap_hook
-        hooks = [*self._pre_wrap_hooks, *given]
-        if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
-            config.perform_initialization = False  # not on ``self``: what is declared is reused without the hook
-        chunks = run_hooks(hooks, config.build_chunks())
-        # FSDP2 moves unit by unit, so a model that was built on the host never needs to fit on one GPU
+        chunks = self._filled_chunks(config, pre_wrap_hook)
+        # FSDP2 moves one unit at a time, so a model that was built on the host never needs to fit on one GPU
         if not (wrap_with_ddp and use_torch_fsdp2 and config.use_cpu_initialization):
             for chunk in chunks:
-                chunk.cuda(torch.cuda.current_device())  # the identity on a machine without a GPU
+                chunk.cuda(torch.cuda.current_device())  # does nothing on a machine without a GPU
         chunks = to_half_precision(chunks, config, mixed_precision_wrapper)
         if wrap_with_ddp:
             ddp = _with_megatron_fsdp(ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp)
             flags = (use_torch_fsdp2, overlap_param_gather_with_optimizer_step, data_parallel_random_init)
             chunks = _wrap_data_parallel(chunks, config, ddp, *flags)
         return run_hooks([*self._post_wrap_hooks, post_wrap_hook], chunks)
+
+    def _ensure_groups(self) -> None:
+        if not parallel_state.model_parallel_is_initialized():
+            self.initialize_model_parallel(seed=0)
+
+    def _filled_chunks(self, config: Self, given: ModelHook | Iterable[ModelHook] | None) -> list[MegatronModule]:
+        """The bare chunks after the registered and the ``given`` pre-wrap hooks."""
+        hooks = [*self._pre_wrap_hooks, *([given] if given is None or callable(given) else given)]
+        if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
+            config.perform_initialization = False  # not on ``self``, which is reused without the hook
+        return run_hooks(hooks, config.build_chunks())
 
     def _set_flags(self, fp16: bool | None, bf16: bool | None, use_cpu_initialization: bool | None) -> None:
         flags = {"fp16": fp16, "bf16": bf16, "use_cpu_initialization": use_cpu_initialization}
@@ -304,13 +309,12 @@ class ModelProvider(TransformerConfig):
 
     def meta_model(self) -> list[MegatronModule]:
         """The bare chunks of this rank on the meta device: names and shapes without memory."""
-        if not parallel_state.model_parallel_is_initialized():
-            self.initialize_model_parallel(seed=0)
+        self._ensure_groups()
         # parameters have the same names and shapes under any backend; this one leaves the device to the context
         plain = copy.copy(self.declared)
         plain.backend, plain.use_cpu_initialization, plain.cuda_graph_impl = "torch", True, "none"
         config = plain.resolved()
-        config.perform_initialization = False  # there is nothing to fill, and it took most of the time
+        config.perform_initialization = False  # there are no values, and it took most of the time
         config._declared = self.declared
         with torch.device("meta"):
             return config.build_chunks()
@@ -333,7 +337,7 @@ def get_model(
 
 
 def _check_layout(config: Any) -> None:
-    """Refuse parallel sizes that do not divide what they cut; Megatron-Core only asserts it, mostly without a name."""
+    """Refuse parallel sizes that do not divide what they shard; Megatron-Core's assertions mostly name no setting."""
     tensor, frequency = "tensor_model_parallel_size", config.moe_layer_freq
     cuts = {"num_moe_experts": "expert_model_parallel_size"}
     if config.num_moe_experts:
@@ -351,15 +355,15 @@ def _check_layout(config: Any) -> None:
 
 
 def refuse_other_groups(groups: Any) -> None:
-    """Refuse a ``ProcessGroupCollection``, but for None, of other groups than those of ``parallel_state``."""
+    """Refuse a ``ProcessGroupCollection`` whose groups differ from those of ``parallel_state``."""
     if groups is None or not parallel_state.model_parallel_is_initialized():
         return
     for name, own in _OWN_GROUPS.items():
         theirs = getattr(groups, name, None)
         if theirs is not None and theirs is not own():
             raise UserError(
-                f"pg_collection.{name} is another group than megatron.core.parallel_state's, on which models are "
-                "built: leave pg_collection out, or use ProcessGroupCollection.use_mpu_process_groups()"
+                f"pg_collection.{name} differs from the group of megatron.core.parallel_state, on which models are "
+                "built: remove pg_collection, or use ProcessGroupCollection.use_mpu_process_groups()"
             )
 
 
@@ -376,13 +380,13 @@ def run_hooks(hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]) -
     return chunks
 
 
-def _refuse_what_cannot_be(meta_device: bool | None, model_type: ModelType) -> None:
+def _refuse_unsupported(meta_device: bool | None, model_type: ModelType) -> None:
     if meta_device:
         raise UserError(
-            "init_model_with_meta_device=True leaves parameters without values: leave it out, or call meta_model()"
+            "init_model_with_meta_device=True leaves parameters without values: remove it, or call meta_model()"
         )
     if model_type != ModelType.encoder_or_decoder:
-        raise UserError(f"model_type={model_type} is not built here: use ModelType.encoder_or_decoder")
+        raise UserError(f"model_type={model_type} is not supported: use ModelType.encoder_or_decoder")
 
 
 def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) -> DistributedDataParallelConfig:
@@ -399,11 +403,11 @@ def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) 
 def to_half_precision(
     chunks: list[MegatronModule], config: TransformerConfig, wrapper: HalfPrecisionWrapper | None = Float16Module
 ) -> list[MegatronModule]:
-    """The chunks in half precision where ``config`` asks for it, but for what needs to be exact."""
+    """The chunks in half precision if ``config`` sets it, except buffers that must be exact."""
     if not (config.fp16 or config.bf16):
         return chunks
-    # half precision can neither count a router's tokens nor sum up the small steps of its correction bias; the
-    # frequencies of a vision tower's positions would be off by a tenth of a radian
+    # half precision cannot count a router's tokens or accumulate the small steps of its correction bias, and the
+    # rotary angles of a vision tower would be off by a tenth of a radian
     exact = [
         (module, dict(module.named_buffers(recurse=False)))
         for chunk in chunks
@@ -430,7 +434,7 @@ def _wrap_data_parallel(
         return [torch_fsdp2.TorchFSDP2Wrapper(config, ddp_config, chunk) for chunk in chunks]
     if ddp_config.use_megatron_fsdp:
         return [megatron_fsdp.MegatronFSDPWrapper(config, ddp_config, chunk) for chunk in chunks]
-    # it says that the layout of a sharded optimizer's buffers was not given, and computes the same one
+    # it warns that the layout of a sharded optimizer's buffers was not given, and computes the same one
     with silenced(distributed_data_parallel), _stream_of_capture(config):
         wrapped = [
             DistributedDataParallel(
@@ -451,10 +455,10 @@ def _wrap_data_parallel(
 
 @contextmanager
 def _stream_of_capture(config: ModelProvider) -> Iterator[None]:
-    """What autograd makes in the context may be part of a CUDA graph of an iteration.
+    """Make autograd first use parameters on the capture stream if iterations become CUDA graphs.
 
-    It remembers the stream on which it first met a parameter, and the backward pass of a capture cannot wait for the
-    default one.
+    Autograd remembers the stream on which it first used a parameter, and the backward pass of a capture cannot wait
+    for the default stream.
     """
     if config.cuda_graph_impl != "full_iteration":
         yield
@@ -468,7 +472,7 @@ def _stream_of_capture(config: ModelProvider) -> Iterator[None]:
 
 @contextmanager
 def silenced(module: ModuleType) -> Iterator[None]:
-    """Silence a module of Megatron-Core while it warns of what is as it should be."""
+    """Silence unfounded warnings of a module of Megatron-Core inside the context."""
     source = logging.getLogger(module.__name__)
     level = source.level
     source.setLevel(logging.ERROR)

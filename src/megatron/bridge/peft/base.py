@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every method of parameter-efficient fine-tuning does: freeze the model, add to it, say what is trained."""
+"""The base of all methods of parameter-efficient fine-tuning: freeze the model, add parameters, track them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class PEFT:
     """Seed of the adapters' first values; None is ``rng.seed`` of a run, and 0 outside of one."""
 
     def problems(self, training: bool = True) -> list[str]:
-        """A sentence for each value that cannot be.
+        """One sentence for each invalid value.
 
         Args:
             training: whether what is added will be trained.
@@ -53,10 +53,10 @@ class PEFT:
         return []
 
     def prepare(self, chunks: Sequence[nn.Module]) -> None:
-        """Look at the whole model before anything is changed; all ranks of a replica call this together."""
+        """Inspect the whole model before anything is changed; all ranks of a replica call this together."""
 
     def transform(self, module: nn.Module, name: str = "", prefix: str = "") -> nn.Module:
-        """What stands for ``module`` from now on: the module itself, changed or not, or another one.
+        """The module to use in place of ``module``: the module itself, changed or not, or another one.
 
         Args:
             module: Any module of the model; its parameters are frozen.
@@ -104,7 +104,7 @@ class PEFT:
         return model
 
     def set_params_to_save(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Note in ``params_to_save`` the names of what is trained, as the bare chunks call it.
+        """Record the names of the trained parameters, as in the bare chunks, in ``params_to_save``.
 
         Args:
             model: A chunk or all chunks of this rank, adapted.
@@ -113,7 +113,7 @@ class PEFT:
         vars(self)["params_to_save"] = names
 
     def adapter_key_filter(self, key: Any) -> bool:
-        """Whether an entry of a chunk's state dict belongs to what is trained.
+        """Whether an entry of a chunk's state dict is trained.
 
         Args:
             key: The entry's name; or (name, parameter).
@@ -142,7 +142,7 @@ class PEFT:
 
 
 def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], wanted: set[str]) -> None:
-    """With pipeline stages the output layer of a tied model is a copy: one of the two alone would drift away."""
+    """Refuse to train one half of a tie: with pipeline stages the output layer is a copy, which would diverge."""
     config: Any = chunks[0].config
     tied = config.share_embeddings_and_output_weights and config.pipeline_model_parallel_size > 1
     found = wanted & set(_TIED)
@@ -174,9 +174,9 @@ def bare_chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def let_gradients_start(chunk: nn.Module) -> None:
-    """Let the outputs of a frozen embedding ask for a gradient where something depends on it.
+    """Make the outputs of a frozen embedding require gradients if a later layer needs them.
 
-    It costs the gradient of the first layer's inputs, which is not used.
+    This costs the gradient of the first layer's inputs, which is not used.
     """
     config: Any = getattr(chunk, "config", None)
     embedding = getattr(chunk, "embedding", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA with factors of their own for the projections that Megatron fuses: queries, keys, values; gates, values."""
+"""LoRA with separate factors for the projections that Megatron fuses: queries, keys and values; gates and values."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ GATED = {"gate": "linear_fc1_gate", "up": "linear_fc1_up"}
 
 
 def parts_of(site: Site) -> dict[str, str]:
-    """Role -> the name by which targets call a part of a fused layer; nothing for other layers."""
+    """Role -> the name of a part of a fused layer in targets; empty for other layers."""
     before, _, leaf = site.name.rpartition(".")
     if leaf == "linear_qkv":
         return {role: f"{before}.{QKV[role]}" for role in _roles(site)}
@@ -40,7 +40,7 @@ def rows_of(site: Site) -> dict[str, int]:
 
 
 def _roles(site: Site) -> str:
-    """What of ``qkv`` a layer projects: some have no keys or values of their own."""
+    """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
     return "qkv"[: 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups]
 
@@ -59,7 +59,7 @@ def _check_queries(site: Site) -> None:
 
 
 class CanonicalAdapter(nn.ModuleDict):
-    """Low-rank paths of parts of one layer, by role; parts without one are left as they are."""
+    """Low-rank paths for parts of one layer, by role; other parts are unchanged."""
 
     scales_outputs = False
 

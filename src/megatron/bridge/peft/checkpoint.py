@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of adapters holds: what is trained, and by which base weights it makes sense."""
+"""Checkpoints of adapters: the trained parameters, and the base weights that they belong to."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,19 +11,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
-from megatron.bridge.checkpoint import loading, model_io, verification
+from megatron.bridge.checkpoint import loading, model_io, paths, verification
+from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.serialize import from_plain
+from megatron.bridge.utils.errors import UserError
 
 _MODULUS = 1 << 61
 _MULTIPLIER = 0x9E3779B1  # odd, so that no position loses a bit
 
 
 def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The sharded state of what is trained, sharing memory with the parameters."""
+    """The sharded state of the trained parameters, sharing memory with them."""
     whole = model_io.model_state(chunks, metadata)
     trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
     # with FSDP, this rank may have no rows of a parameter
@@ -31,7 +33,7 @@ def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict
 
 
 def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
-    """Put what was loaded into the parameters that are trained."""
+    """Copy the loaded values to the trained parameters."""
     for key, chunk in _keyed(chunks):
         in_place = sharded_rows.sharded_names(chunk)
         others = {name: value for name, value in loaded[key].items() if name not in in_place}
@@ -42,8 +44,25 @@ def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> No
         sharded_rows.update_compute_weights(chunk)
 
 
-def load_adapters(chunks: list[Any], directory: Path) -> None:
-    """Add the adapters of a run to its base model, and fill them."""
+def saved_base(checkpoint: str | Path) -> tuple[Path, dict[str, str] | None]:
+    """The directory of an iteration, and the name and fingerprint of the base model if it holds adapters."""
+    directory = on_first_rank(lambda: paths.resolve(checkpoint))
+    return directory, loading.load_common(directory).get("run", {}).get("base")
+
+
+def load_adapters(chunks: list[Any], checkpoint: Path, check_base: bool = True) -> None:
+    """Attach the adapters of a checkpoint to their base model and load them.
+
+    ``check_base`` refuses a base model on which the adapters were not trained.
+    """
+    directory, base = saved_base(checkpoint)
+    if base is None:
+        raise UserError(f"checkpoint {directory} holds no adapters: use it as a model, or export its weights")
+    if check_base and fingerprint(chunks) != base["fingerprint"]:
+        raise UserError(
+            f"checkpoint {directory} holds adapters of {base['name']}, whose weights differ from those of the given "
+            "model: use the base model on which the adapters were trained"
+        )
     method = from_plain(model_io.read_run_config(directory)["peft"], trust=unpickling.is_trusted())
     assert isinstance(method, PEFT), "a run with a base model has a PEFT method"
     method(chunks, training=False)
@@ -58,17 +77,17 @@ def _keyed(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def fingerprint(chunks: Sequence[nn.Module]) -> str:
-    """A number of 61 bits that tells base weights apart, in hexadecimal; the same under any layout.
+    """A 61-bit hash of the base weights in hexadecimal, the same under any layout.
 
-    It is the sum over all weights of bits times position, and so does not depend on who holds which part. Weights
-    count as rounded to bf16: the same base in another precision is the same base. All ranks call this.
+    It is the sum of bits times position over all weights, so it does not depend on which rank holds which part.
+    Weights are rounded to bf16 first, so precision does not matter. All ranks must call this.
     """
     total = sum(_share(shard) for shard in _shards(chunks)) % _MODULUS
     return f"{sum(distributed.all_gather_object(total)) % _MODULUS:016x}"
 
 
 def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
-    """What this rank counts of the weights: each part of the model on one rank only."""
+    """The shards that this rank hashes; each part of the model is hashed on one rank."""
     for key, state in model_io.model_state(chunks, model_io.MODEL_METADATA).items():
         del key
         for name, entry in state.items():
@@ -81,12 +100,12 @@ def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
 
 
 def _share(shard: ShardedTensor) -> int:
-    """The sum of one part. Rows that pad a vocabulary are zero and add nothing, whatever their number."""
+    """The sum of one shard. Rows that pad a vocabulary are zero and add nothing."""
     assert shard.data is not None, f"{shard.key} has no data"
     bits = shard.data.to(torch.bfloat16).reshape(shard.data.shape).view(torch.int16).long() & 0xFFFF
     place = _positions(shard, bits)
     name = sum(ord(letter) * 31**index for index, letter in enumerate(shard.key)) % _MODULUS
-    # products below 2^47: a sum of 2^16 of them cannot overflow, so it is taken in steps
+    # products are below 2^47, so sums of up to 2^16 of them cannot overflow
     products = (bits * place).flatten()
     partial = products.split(1 << 16)
     return (sum(int(part.sum()) for part in partial) * (name | 1)) % _MODULUS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DoRA (https://arxiv.org/abs/2402.09353): the length of a weight's rows is trained apart from their direction."""
+"""DoRA (https://arxiv.org/abs/2402.09353): trains the norms of a weight's rows separately from their direction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class DoRAAdapter(LoRAAdapter):
 
     @torch.no_grad()
     def _norms(self, weights: Sequence[Tensor]) -> Tensor:
-        """Lengths of the rows of ``W + scaling * B A``, [weights, outputs] in fp32."""
+        """Norms of the rows of ``W + scaling * B A``, [weights, outputs] in fp32."""
         delta: Any = self.stacked_delta()
         squares = torch.stack([(weight + delta[index]).square().sum(-1) for index, weight in enumerate(weights)])
         if self.kind == "row" and self.group.size() > 1:
@@ -71,9 +71,9 @@ class DoRAAdapter(LoRAAdapter):
 
 @dataclass
 class DoRA(LowRankPEFT):
-    """LoRA with a trained length for each row of the weight.
+    """LoRA with a trained magnitude for each row of the weight.
 
-    Dropout acts on the low-rank path alone.
+    Dropout applies only to the low-rank path.
     """
 
     def adapter_for(self, site: Site) -> nn.Module:

@@ -24,7 +24,7 @@ _PARTS = {**QKV, **GATED}
 
 @dataclass(frozen=True)
 class _Placed:
-    """One adapted Hugging Face module: its layer and, of a fused one, its role there."""
+    """One adapted Hugging Face module: its layer, and its role there if the layer is fused."""
 
     module: str
     layer: str
@@ -33,12 +33,12 @@ class _Placed:
 
 
 def base_name(directory: Path) -> str | None:
-    """Where the adapter says that its base is."""
+    """The base model that the adapter names."""
     return peft_format.read(directory)[0].get("base_model_name_or_path")
 
 
 def adapted_model(directory: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
-    """The base with the adapters of a directory, in one process.
+    """The base model with the adapters of a directory, in one process.
 
     Args:
         directory: In the format of ``peft``, which does not say what the base's weights are.
@@ -59,10 +59,10 @@ def adapted_model(directory: Path, base: str, trust_remote_code: bool, check: bo
 
 
 def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
-    """What to adapt a model with before ``AutoBridge.load_hf_adapter`` fills the adapters from ``directory``.
+    """The method to adapt a model with before ``AutoBridge.load_hf_adapter`` loads ``directory``.
 
-    Projections that Megatron fuses keep factors of their own (``CanonicalLoRA``), unless all of them share A
-    (``LoRA``, ``DoRA``), as in what ``AutoBridge.save_hf_adapter`` wrote.
+    Projections that Megatron fuses get separate factors (``CanonicalLoRA``), unless all of them share A (``LoRA``,
+    ``DoRA``), as in what ``AutoBridge.save_hf_adapter`` wrote.
 
     Args:
         bridge: ``AutoBridge`` of the base model.
@@ -106,7 +106,7 @@ def _place(registry: MegatronMappingRegistry, module: str) -> _Placed:
 
 
 def _can_be_fused(placed: list[_Placed], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether all roles of each layer are there, alike, and share A."""
+    """Whether all roles of each layer have adapters of the same shape that share A."""
     parts: dict[str, list[_Placed]] = {}
     for one in placed:
         # experts are apart in Megatron, too: each is a weight of its layer

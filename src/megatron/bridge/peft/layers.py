@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer and its adapter as one: the layer keeps its parameters, names and class, and gains a child ``adapter``.
+"""Adapted layers: a layer keeps its parameters, names and class, and gains a child ``adapter``.
 
-The layer becomes an instance of a subclass of its own class. Nothing is wrapped, so whoever looks for the base
-weight (Megatron-Core, a checkpoint, a conversion plan) finds it where it always was.
+The layer becomes an instance of a subclass of its own class. Nothing is wrapped, so Megatron-Core, checkpoints and
+conversion plans find the base weight in its usual place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from megatron.bridge.peft.targets import Site
 
 
 class _Adapted:
-    """What a layer's class gains; ``adapter`` is the child.
+    """The methods that a layer's class gains; ``adapter`` is the child.
 
-    A namespace, not a base: Python lets an instance change to a subclass of its class, but not to one that has a
-    second base.
+    A namespace, not a base class: Python can change an instance's class to a subclass, but not to one with a second
+    base.
     """
 
     adapter: Any  # ``LoRAAdapter`` or what has the same methods
@@ -31,21 +31,21 @@ class _Adapted:
     adapter_is_on: bool  # only on instances; False lets the layer compute without its adapter
 
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """What stands for ``weight`` in a model without adapters; collective over the ranks that it is cut over."""
+        """The weight of a model without adapters that computes the same; collective over its shards' ranks."""
         index = self._index(weight)
         return (
             weight if index is None else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)
         )
 
     def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:
-        """What the adapter adds to ``weight``; nothing to a bias or a norm."""
+        """The adapter's contribution to ``weight``; nothing for a bias or a norm."""
         index = self._index(weight)
         return [] if index is None else self.adapter.parts(index)
 
     def _outputs(
         self, base: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
     ) -> Tensor:
-        """The adapter's outputs from the layer's own, which include ``bias``."""
+        """Add the adapter to the layer's own outputs, which include ``bias``."""
         if not vars(self).get("adapter_is_on", True):
             return base
         if bias is None or not self.adapter.scales_outputs:
@@ -59,7 +59,7 @@ class _Adapted:
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The layer's own, which must not see the child, and the adapter's."""
+        """The states of the layer, without the child, and of the adapter."""
         with _set_aside(self):  # type: ignore[arg-type]
             state = _base(self).sharded_state_dict(self, prefix, sharded_offsets, metadata)  # type: ignore[misc]
         state |= self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
@@ -125,7 +125,7 @@ def attach(site: Site, adapter: nn.Module) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Make an adapted layer what it was."""
+    """Remove the adapter of a layer."""
     layer = cast(Any, module)
     if hasattr(layer, "return_layernorm_output"):
         layer.return_layernorm_output = False
@@ -160,7 +160,7 @@ def _set_aside(module: nn.Module) -> Iterator[None]:
 
 
 def _unpack(outcome: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Outputs, later bias and what the matrix was multiplied with, of a layer with or without a fused norm."""
+    """Outputs, bias to add later, and input of the matrix, for a layer with or without a fused norm."""
     if len(outcome) == 3:  # Transformer Engine returns the bias between its two outputs
         return outcome
     out, bias = outcome
@@ -173,7 +173,7 @@ def _included_bias(module: Any, later: Tensor | None) -> Tensor | None:
 
 
 def _included_biases(module: Any, later: Any, counts: Sequence[int]) -> Tensor | None:
-    """[tokens, out]: for each token that of its expert."""
+    """The bias of each token's expert, [tokens, out]."""
     biases: list[Any] = [getattr(module, f"bias{index}", None) for index in range(len(counts))]
     if later is not None or not all(isinstance(bias, Tensor) and bias.numel() for bias in biases):
         return None

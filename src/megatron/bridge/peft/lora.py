@@ -29,11 +29,11 @@ class LoRAAdapter(LowRank):
         return base + self.path(x, counts)
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """``W + scaling * B A``, in fp32: the weights of a layer without adapter that computes the same."""
+        """``W + scaling * B A`` in fp32: the weights of a layer without adapter that computes the same."""
         return list(torch.stack([weight.float() for weight in weights]) + self.stacked_delta())
 
     def parts(self, expert: int) -> list[LowRankPart]:
-        """What makes up the difference to one of the weights."""
+        """The factors of the difference to one of the weights."""
         return [self.part(expert)]
 
 
@@ -118,7 +118,7 @@ class LowRankPEFT(PEFT):
 
     @contextmanager
     def disable_adapter(self, model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
-        """Let the model compute what its base computes, without adapters.
+        """Compute the outputs of the base model, without adapters, inside the context.
 
         Args:
             model: A chunk or all chunks of this rank, adapted, wrapped or not.
@@ -144,7 +144,7 @@ class LowRankPEFT(PEFT):
             vars(layer)["adapter_is_on"] = on
 
     def names_of(self, site: Site) -> list[str]:
-        """What targets can call a layer, or its parts."""
+        """The names of the layer, or of its parts, in targets."""
         return [site.name]
 
     def adapter_for(self, site: Site) -> nn.Module:
@@ -175,7 +175,7 @@ def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) 
 
 @dataclass
 class LoRA(LowRankPEFT):
-    """One low-rank path beside each targeted layer, fused layers as a whole.
+    """One low-rank path for each targeted layer; fused layers are adapted as a whole.
 
     Example:
         >>> LoRA(target_modules=["linear_qkv"], dim=8, alpha=16).dim
@@ -188,7 +188,7 @@ class LoRA(LowRankPEFT):
 
 
 class LoRAMerge:
-    """Puts adapters into the weights that they are beside, and removes them."""
+    """Adds adapters to the weights, and removes them."""
 
     @torch.no_grad()
     def __call__(self, model: nn.Module | list[nn.Module], training: bool = False) -> nn.Module | list[nn.Module]:
@@ -215,10 +215,10 @@ class LoRAMerge:
 
 @torch.no_grad()
 def rounding_loss(model: Sequence[nn.Module], dtype: torch.dtype | None = None) -> float:
-    """The part of the adapters' effect on the weights that rounding removes.
+    """The fraction of the adapters' effect on the weights that is lost to rounding.
 
-    With W the weights and M the merged weights in fp32, it is ``|round(M) - M| / |M - W|``, with
-    Frobenius norms over all adapted weights of this rank; 0 without adapters.
+    With W the weights and M the merged weights in fp32, it is ``|round(M) - M| / |M - W|``, with Frobenius norms over
+    all adapted weights of this rank; 0 without adapters.
 
     Args:
         model: The chunks of the model.
@@ -236,10 +236,10 @@ def rounding_loss(model: Sequence[nn.Module], dtype: torch.dtype | None = None) 
 
 @torch.no_grad()
 def subtract(model: list[nn.Module]) -> None:
-    """Turn the sign of all adapters of a model whose weights hold them already.
+    """Negate all adapters of a model whose weights already include them.
 
-    What the model computes, and what an export with ``merge_adapter_weights`` writes, is then the base: exactly up
-    to the rounding of the merged weights.
+    The model, and an export with ``merge_adapter_weights``, then equal the base model up to the rounding of the merged
+    weights.
     """
     for chunk in bare_chunks(model):
         for module in layers.adapted(chunk):

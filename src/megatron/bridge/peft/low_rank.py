@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The path beside a linear layer: ``scaling * B A x`` with A [rank, inputs] and B [outputs, rank].
+"""The low-rank path of a linear layer: ``scaling * B A x`` with A [rank, inputs] and B [outputs, rank].
 
-Where the layer's weight is cut, the factor at the same side is cut alike and the other one is whole on every rank.
-All that ranks exchange is the narrow middle [tokens, rank]: gathered or summed between A and B, so that outputs
-and gradients are those of one process.
+If the layer's weight is sharded, the factor on the same side is sharded alike, and the other one is replicated. Ranks
+exchange only the narrow activations [tokens, rank], which are gathered or summed between A and B, so that outputs and
+gradients are those of one process.
 """
 
 import math
@@ -51,7 +51,7 @@ class Shape:
 
 
 class LowRank(nn.Module):
-    """A and B beside one layer, or beside some of a fused layer's outputs, for one weight or one per expert.
+    """A and B for one layer, or for some of a fused layer's outputs; for one weight or one per expert.
 
     Attributes:
         a: [experts?, rank, inputs of this rank].
@@ -62,7 +62,7 @@ class LowRank(nn.Module):
     """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
     def __init__(self, site: Site, shape: Shape, part: str = "", outputs: int | None = None) -> None:
-        """Beside ``site``; ``outputs`` of this rank instead of all, for the ``part`` of a fused layer."""
+        """Adapt ``site``; ``outputs`` is the number on this rank if only the ``part`` of a fused layer is adapted."""
         super().__init__()
         weight = site.weights[0]
         self.shape = shape
@@ -86,7 +86,7 @@ class LowRank(nn.Module):
         return parameter
 
     def _mark(self, parameter: nn.Parameter, cut: bool, dim: int) -> None:
-        """Tell Megatron-Core over which ranks there are copies, and whether their gradients are parts of a sum."""
+        """Tell Megatron-Core which ranks have replicas, and whether their gradients must be summed."""
         set_tensor_model_parallel_attributes(parameter, cut, dim if cut else -1, 1)
         parameter.sequence_parallel = self.sequence_parallel and not cut  # type: ignore[attr-defined]
 
@@ -94,7 +94,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, name: str) -> None:
-        """Draw the whole of A and B, by layer and expert the same under any layout, and keep this rank's part."""
+        """Initialize all of A and B, by layer and expert, the same under any layout; keep this rank's shard."""
         factors: tuple[tuple[str, Tensor, Init], ...] = (
             ("a", self.a, self.shape.init_a),
             ("b", self.b, self.shape.init_b),
@@ -107,7 +107,7 @@ class LowRank(nn.Module):
                 local.copy_(self._part(_drawn(self._whole_size(kind, local), init, generator), local))
 
     def _each_expert(self, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(number in the whole model, values) of each local expert; of one weight, (0, all)."""
+        """(index in the whole model, values) of each local expert; (0, all) for a single weight."""
         if self.experts is None:
             yield 0, parameter
             return
@@ -129,10 +129,10 @@ class LowRank(nn.Module):
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Any:
-        """The path alone; see ``path``. Subclasses make the layer's outputs of it.
+        """The low-rank path; see ``path``. Subclasses compute the layer's outputs from it.
 
-        Whoever needs the factors goes through a call of their module: with an overlapped parameter gather, that is
-        what waits for fresh values.
+        Use the factors only through a call of their module: with an overlapped parameter gather, the call waits for
+        fresh values.
         """
         return self.path(x, counts)
 
@@ -158,7 +158,7 @@ class LowRank(nn.Module):
         return self._dropped(delta, differ=self.kind == "column" or self.sequence_parallel)
 
     def _exchanged(self, middle: Tensor) -> Tensor:
-        """Between A and B: whole sequences for cut outputs, whole sums for cut inputs."""
+        """Communicate between A and B: gather sequences for sharded outputs, sum for sharded inputs."""
         if self.group.size() == 1:
             return middle
         if self.kind == "column" and self.sequence_parallel:
@@ -172,10 +172,10 @@ class LowRank(nn.Module):
         return middle
 
     def _summed_grads(self, parameter: Tensor, cut: str) -> Tensor:
-        """A factor of experts; where it is whole on each rank, its gradients are summed over them.
+        """A factor of experts; if it is replicated, its gradients are summed over the ranks.
 
-        The dispatcher sums outputs, and gradients of inputs, over these ranks: so all that one rank computes must
-        be its part of such a sum.
+        The dispatcher sums outputs and input gradients over these ranks, so everything that one rank computes must be
+        its part of such a sum.
         """
         if self.group.size() == 1 or self.kind == cut:
             return parameter
@@ -188,7 +188,7 @@ class LowRank(nn.Module):
             return F.dropout(x, self.shape.dropout)
 
     def _generator(self, differ: bool) -> AbstractContextManager[Any]:
-        """The generator that ranks share where they hold the same numbers, else one for each rank."""
+        """The generator shared by ranks that hold the same values, or else one for each rank."""
         if not differ or self.group.size() == 1:
             return nullcontext()
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
@@ -201,7 +201,7 @@ class LowRank(nn.Module):
         return (_rows(self.b, self.halves).float() @ self.a.float()) * self.shape.scaling
 
     def stacked_delta(self) -> Tensor:
-        """``delta_weight`` as [weights, outputs, inputs], of one weight, too."""
+        """``delta_weight`` as [weights, outputs, inputs], also for a single weight."""
         delta = self.delta_weight()
         return delta if self.experts is not None else delta[None]
 
@@ -215,7 +215,7 @@ class LowRank(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The factors as parts of whole ones, under any layout; experts of all ranks are one tensor."""
+        """The factors as shards of whole ones, under any layout; all experts are one tensor."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return {
             f"{prefix}{name}": self._sharded(f"{prefix}{name}", parameter, sharded_offsets, metadata)
@@ -238,7 +238,7 @@ class LowRank(nn.Module):
 
 
 def _rows(b: Tensor, halves: int) -> Tensor:
-    """B as the layer orders its outputs: [experts?, outputs, rank]."""
+    """B in the order of the layer's outputs: [experts?, outputs, rank]."""
     return b.flatten(-3, -2) if halves > 1 else b
 
 
@@ -248,7 +248,7 @@ def _per_expert(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _drawn(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
-    """A whole factor of one weight, in fp32 on the CPU; gates and values count together as outputs."""
+    """Initial values of the whole factor of one weight, in fp32 on the CPU; gates and values are both outputs."""
     whole = torch.empty(math.prod(size[:-1]), size[-1])
     if init == "zero":
         nn.init.zeros_(whole)

@@ -58,7 +58,7 @@ class Site:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations outside of the cut matrices are parts of the sequence."""
+        """Whether activations outside of the sharded matrices are sharded along the sequence."""
         whole = self.experts is not None or self.name.startswith(TOWER)
         return not whole and self.config.sequence_parallel and self.group.size() > 1
 
@@ -86,7 +86,7 @@ def _site(name: str, module: nn.Module) -> Site | None:
 
 
 def check(site: Site) -> None:
-    """Refuse what an adapter cannot be put on without changing something else in silence."""
+    """Refuse layers whose adapter would silently change something else."""
     config = site.config
     if site.name == _TIED_OUTPUT and getattr(config, "share_embeddings_and_output_weights", False):
         raise UserError(
@@ -127,12 +127,12 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def value_for[T](name: str, default: T, by_module: Mapping[str, T]) -> T:
-    """The value of the first pattern that means ``name``."""
+    """The value of the first pattern that matches ``name``."""
     return next((value for pattern, value in by_module.items() if matches(pattern, name)), default)
 
 
 def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]) -> set[str]:
-    """Those of this rank's ``names`` that are targets and not excluded; all ranks of a replica call this together."""
+    """This rank's ``names`` that are targeted and not excluded; all ranks of a replica call this together."""
     mine = list(names)
     everywhere = [name for stage in exchange.all_gather_stages(mine) for name in stage]
     refuse_unmatched("peft.target_modules", targets, everywhere)
@@ -145,7 +145,7 @@ def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]
 
 
 def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse patterns that mean none of ``names``."""
+    """Refuse patterns that match none of ``names``."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT for programs that have loops of their own: from a mapping of settings, by a hook, from a checkpoint."""
+"""PEFT for programs with their own training loops: from a mapping of settings, by a hook, from a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -51,7 +51,7 @@ def create_peft(config: Mapping[str, Any], dtype: torch.dtype | str | None = Non
 
 
 def create_peft_hook(peft: PEFT, training: bool = True) -> Callable[[Any], Any]:
-    """A pre-wrap hook that applies ``peft`` and notes what is trained."""
+    """A pre-wrap hook that applies ``peft`` and records the trained parameters."""
 
     def hook(model: Any) -> Any:
         adapted = peft(model, training=training)
@@ -64,10 +64,10 @@ def create_peft_hook(peft: PEFT, training: bool = True) -> Callable[[Any], Any]:
 def load_peft_adapter_checkpoint(
     model: Any, adapter_checkpoint_path: str | Path, peft: PEFT, strict: bool = False
 ) -> None:
-    """Fill the adapters of a model from a Megatron checkpoint.
+    """Load the adapters of a model from a Megatron checkpoint.
 
-    The path is that of a run, of one of its checkpoints, or of any ``torch_dist`` directory. ``strict`` has no effect:
-    an adapter that is missing from the checkpoint is always an error.
+    The path is a run, one of its checkpoints, or any ``torch_dist`` directory. ``strict`` has no effect: an adapter
+    that is missing from the checkpoint is always an error.
     """
     del peft, strict
     chunks = bare_chunks(model)

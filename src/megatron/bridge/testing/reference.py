@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": _TP2,
     "sp2": {**_TP2, **_SP},
     "pp2": _PP2,
-    # overlapped sends: batched ones mix up the two neighbours when they are the same process
+    # overlapped sends: batched ones mix up the two neighbors when they are the same process
     "vp2": {**_PP2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
     "dp2": {},
     "ep2": _EP2,
@@ -71,7 +71,7 @@ class ReferenceFiles:
 
     @property
     def values(self) -> dict[str, Tensor] | None:
-        """What a quantised checkpoint stands for; None where it stores that itself."""
+        """What a quantized checkpoint stands for; None where it stores that itself."""
         plain = self.directory / "plain"
         return read_weights(plain) if plain.exists() else None
 

@@ -26,7 +26,7 @@ class Row:
         brief: everything on one process is proven with one build of the model, in one test; for families that are
             made of what other rows prove in full.
         provider: attributes of the provider that the test sets.
-        rewrite: rewrites the saved checkpoint in place. If the numbers change by that (quantisation), it returns
+        rewrite: rewrites the saved checkpoint in place. If the numbers change by that (quantization), it returns
             all tensors that the checkpoint stands for now: they become the reference, and what is exported must
             equal them. None says that the numbers are the same: the export must equal the rewritten files.
         seed: of the random numbers; another one if two experts tie by chance.

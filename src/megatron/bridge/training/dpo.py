@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.bridge.backends.attention.block_mask import host_values
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.finetuning.packing import cut_for_rank
-from megatron.bridge.models.chunk_info import chunk_info
+from megatron.bridge.models.chunk_info import chunk_info, evaluation_mode
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.pretrained import provider_of
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -224,14 +224,11 @@ class AdaptersOff(ChunkPair):
         return ours, self._without_adapters(inputs)
 
     def _without_adapters(self, inputs: dict[str, Any]) -> Tensor:
-        bare, training = unwrap(self.student), self.student.training
+        bare = unwrap(self.student)
         assert self.peft is not None, "there are no adapters to switch off"
-        bare.eval()  # no dropout, and no statistics of a router
-        try:
-            with torch.no_grad(), self.peft.disable_adapter(bare):
-                return bare(**inputs)
-        finally:
-            bare.train(training)
+        # no dropout, and no statistics of a router
+        with torch.no_grad(), evaluation_mode([bare]), self.peft.disable_adapter(bare):
+            return bare(**inputs)
 
 
 def reference_of(config: ConfigContainer) -> str | None:

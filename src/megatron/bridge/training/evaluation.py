@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation on held-out data."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import tee
 from typing import Literal
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.data.loaders import DataIterator
+from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.training.loop import forward_backward
 from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.state import BatchIterator, Run
@@ -46,15 +44,3 @@ def _evaluate_batches(run: Run, batches: list[BatchIterator], event: str) -> Los
             totals[name] = totals[name] + total if name in totals else total
         run.emit(f"{event}_step_end")
     return mean_losses(totals)
-
-
-@contextmanager
-def evaluation_mode(chunks: list[MegatronModule]) -> Iterator[None]:
-    """Set all chunks to evaluation mode inside the context."""
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            chunk.train()

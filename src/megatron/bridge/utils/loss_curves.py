@@ -100,9 +100,9 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
     figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its hints are partial
     grid = figure.subplots(len(panels), squeeze=False).flat
     for axes, (ylabel, found) in zip(grid, panels.items(), strict=True):
-        colours = {label: f"C{place % 10}" for place, label in enumerate(dict.fromkeys(c.label for c in found))}
+        colors = {label: f"C{place % 10}" for place, label in enumerate(dict.fromkeys(c.label for c in found))}
         for curve in found:
-            _draw_curve(axes, curve, colours[curve.label], smooth)
+            _draw_curve(axes, curve, colors[curve.label], smooth)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.grid(alpha=0.3)
         if xlabel == AXES["step"]:
@@ -115,13 +115,13 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
         raise UserError(f"{path} cannot be written ({error}): choose another file, such as curves.png") from error
 
 
-def _draw_curve(axes: Any, curve: Curve, colour: str, smooth: int) -> None:
+def _draw_curve(axes: Any, curve: Curve, color: str, smooth: int) -> None:
     label = f"{curve.label} {curve.kind}".strip() if curve.kind != "train" or not curve.label else curve.label
     if curve.kind != "train":
         marker = "o--" if curve.kind == "validation" else "s"
-        axes.plot(curve.x, curve.y, marker, color=colour, label=label, markersize=4)
+        axes.plot(curve.x, curve.y, marker, color=color, label=label, markersize=4)
         return
     if smooth > 1:
-        axes.plot(curve.x, curve.y, color=colour, alpha=0.25, linewidth=1)
+        axes.plot(curve.x, curve.y, color=color, alpha=0.25, linewidth=1)
     style = "-" if len(curve.x) > 1 else "o"
-    axes.plot(curve.x, smoothed(curve.y, smooth), style, color=colour, label=label, linewidth=1.5)
+    axes.plot(curve.x, smoothed(curve.y, smooth), style, color=color, label=label, linewidth=1.5)

@@ -46,7 +46,9 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
             param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         device = "cuda" if has_cuda() else "cpu"
-        mesh, expert_mesh = _mesh(group, device), _mesh(_expert_group(), device)
+        # under expert parallelism, other ranks share the same experts than the same dense weights
+        expert_group = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
+        mesh, expert_mesh = _mesh(group, device), _mesh(expert_group, device)
         experts = _experts(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
         for part in (*experts, *_units(module), module):
             _make_master_weights(part)
@@ -75,11 +77,6 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         """Do nothing: gradients were reduced in the backward pass of each microbatch."""
 
 
-def _expert_group() -> ProcessGroup:
-    """The ranks with the same experts: others than those with the same dense weights, under expert parallelism."""
-    return cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
-
-
 def _mesh(group: ProcessGroup, device: str) -> DeviceMesh:
     # torch treats meshes with the same ranks and names as one, even after the groups of the first are destroyed
     return DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
@@ -90,7 +87,7 @@ def _experts(module: nn.Module) -> list[nn.Module]:
 
 
 def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of routed experts, which ranks share otherwise than the rest."""
+    """The weights of routed experts, which are sharded over other ranks than the rest."""
     return [parameter for experts in _experts(module) for parameter in experts.parameters()]
 
 

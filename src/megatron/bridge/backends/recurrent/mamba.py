@@ -182,7 +182,8 @@ class TorchMambaMixer(MambaMixer):
     def _mix(self, projected: Tensor) -> Tensor:
         """Gated outputs [s, b, inner] in float32 of the projections [s, b, z + x + B + C + dt] of one sequence."""
         gate, xbc, dt = self._split(projected.transpose(0, 1))
-        return self._scan(gate, self._convolve(xbc), dt)[0].transpose(0, 1)
+        convolved = self.cp.conv1d(xbc.transpose(1, 2))[..., : xbc.shape[1]].transpose(1, 2)
+        return self._scan(gate, convolved, dt)[0].transpose(0, 1)
 
     def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Gated outputs [b, s, inner] of texts that go on, and their new states."""
@@ -223,10 +224,6 @@ class TorchMambaMixer(MambaMixer):
         """B or C [b, s, groups, state size] of this rank's groups of heads."""
         return states.unflatten(-1, (-1, self.d_state))
 
-    def _convolve(self, x: Tensor) -> Tensor:
-        """The causal convolution of x [b, s, channels]."""
-        return self.cp.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-
 
 class GroupRMSNorm(SplitNorm):
     """RMSNorm over each group of a mixer's gated outputs on this rank, with the signature of mamba-ssm's norm."""
@@ -261,16 +258,11 @@ def _without_mamba_ssm() -> Iterator[None]:
     """Allow Megatron-Core's mixer to be built without mamba-ssm, with the norm of this module."""
     own = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupRMSNorm}
     theirs = {name: getattr(mamba_mixer, name) for name in own}
-    _set(own)
+    mamba_mixer.__dict__.update(own)
     try:
         yield
     finally:
-        _set(theirs)
-
-
-def _set(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(mamba_mixer, name, value)
+        mamba_mixer.__dict__.update(theirs)
 
 
 def lengths_of(packed: Any, total: int) -> list[int]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``megatron-bridge train --rehearse-rank``: one rank of a large job in this process, without memory.
 
-The real code of the set-up and of a step runs on a process group that sends nothing and on parameters of the meta
-device. It shows what each part costs this rank, what the first rank has to do for all others, and all messages.
+The real setup and one step run on a process group that sends nothing and on parameters of the meta device. The output
+is the cost of each part on this rank, what the first rank does for all others, and all messages.
 """
 
 import copy
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from megatron.bridge.backends.cpu.without_memory import Traffic
     from megatron.bridge.training.config import ConfigContainer
 
-VOCAB_SIZE = 128 * 1024  # of a recipe whose vocabulary the tokenizer decides
-PLANS = 256  # plans that are merged, to estimate the time for those of all ranks
+VOCAB_SIZE = 128 * 1024  # for a recipe whose vocabulary size comes from the tokenizer
+PLANS = 256  # plans that are merged, to estimate the time to merge those of all ranks
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of the set-up cost."""
+    """The cost of a part of the setup."""
 
     name: str
     wall: float  # seconds
-    cpu: float  # processor seconds of this process, which do not depend on what else the machine does
+    cpu: float  # CPU seconds of this process, which do not depend on other processes
     memory: float  # megabytes by which the peak memory of the process grew
     received: float  # megabytes of Python objects that other ranks would send to this one
     facts: str
@@ -44,13 +44,13 @@ class Part:
 
 @dataclass
 class Clock:
-    """Measures the parts of a set-up, one after the other."""
+    """Measures the parts of a setup, one after another."""
 
     report: Callable[[Part], None]  # called after each part
     traffic: "Traffic"
 
     def measure[T](self, name: str, action: Callable[[], T], facts: Callable[[T], str]) -> T:
-        """The result of ``action``, after it is reported as part ``name``."""
+        """Run ``action``, report it as part ``name``, and return its result."""
         before = self._now()
         found = action()
         wall, cpu, memory, received = (after - start for start, after in zip(before, self._now(), strict=True))
@@ -63,9 +63,9 @@ class Clock:
 
 
 def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> int:
-    """Rehearse one rank of the job, of ``asked`` processes if given; print what each part costs, and its messages.
+    """Rehearse one rank of the job, with ``asked`` processes if given; prints the cost of each part and the messages.
 
-    Each message is written to ``file``, in order, as a line of JSON.
+    Each message is also written to ``file``, in order, as a line of JSON.
     """
     world_size = asked or job.world_size or 1
     if not 0 <= rank < world_size:
@@ -78,12 +78,12 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
         say(line)
     if file is not None:
         write_file("--messages", file, "".join(json.dumps(asdict(each)) + "\n" for each in messages))
-    say("not rehearsed: the connections of NCCL, the network, the file system, and the time of the step")
+    say("not rehearsed: NCCL's connections, the network, the file system, and the time of a step")
     return 0
 
 
 def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
-    """The config that the rank runs: without data, weights and adapters of its own."""
+    """The config that the rank runs, without its data, weights and adapters."""
     from megatron.bridge.training.config.resolve.precision import without_quantization
 
     config = job.resolve(world_size).config
@@ -103,7 +103,7 @@ def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
 def rehearse_parts(
     config: "ConfigContainer", rank: int, world_size: int, report: Callable[[Part], None]
 ) -> "list[Message]":
-    """Set up the rank and run a step, with a result of ``resolved_config``; the cost of each part is reported.
+    """Set up the rank and run a step, with a result of ``resolved_config``; ``report`` gets the cost of each part.
 
     Returns:
         The messages of the step, in order.
@@ -149,7 +149,7 @@ def _parameters(model: list[Any]) -> str:
 
 
 def _conversion(config: "ConfigContainer", model: list[Any]) -> str:
-    """Other stages answer what this one says, so there are as many tasks as if all stages were like this one."""
+    """Other stages are assumed to be like this one, so the number of tasks is an estimate."""
     from megatron.bridge import AutoBridge
 
     tasks = AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
@@ -225,7 +225,7 @@ def _step(clock: Clock, config: "ConfigContainer", model: list[Any], optimizer: 
 
 
 def _slices_only(plan: bytes) -> Any:
-    """A plan without whole tensors and objects, of which only one rank can have each."""
+    """A plan without whole tensors and objects, which only one rank may have."""
     found = pickle.loads(plan)
     return replace(found, items=[item for item in found.items if item.type.name == "SHARD"])
 

@@ -106,3 +106,13 @@ def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
     same = {name: getattr(args, name) for name in names}
     return path, {"tokenizer": args.hf_model_path if args.megatron_model_path else None, **same}
+
+
+def script_engine(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of an ``LLM`` from the table ``script engine``."""
+    return {
+        "max_context": args.max_seq_length,
+        "max_requests": args.max_batch_size,
+        "rows": args.max_tokens,
+        "kv_memory": int(args.kv_cache_buffer_size_gb * (1 << 30)),
+    }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to samples for models with a head: texts with a class or a place holder, words with a class each.
+"""From records to samples for models with a head: texts with a class or a placeholder, words with classes.
 
-A row's position i predicts token i + 1 of its sample. So the class of a text is kept as one more token, its only
-target, and rows, packing and context parallelism need not know of it. Words become two samples: the tokens, and behind
-a place holder the class of each token. Only positions whose class counts are in the loss; transformers'
+Position i of a row predicts token i + 1 of its sample, so the class of a text is stored as one more token, its only
+target, and rows, packing and context parallelism need no special case. Words become two samples: the tokens, and a
+placeholder followed by the class of each token. Only positions whose class counts are in the loss; transformers'
 ``DataCollatorForTokenClassification`` gives the others -100.
 """
 

@@ -11,7 +11,7 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(frozen=True)
 class LabelRules(EncodingRules):
-    """How records become samples with a class. The field names are part of the key of prepared samples."""
+    """How records become samples with a class. Prepared samples are keyed by the field names, too."""
 
     num_labels: int | None = None
     label_names: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class LabelRules(EncodingRules):
 
 @dataclass(frozen=True)
 class WordLabelRules(LabelRules):
-    """How records become samples with a class for each token. The field names are part of the key, too."""
+    """How records become samples with a class for each token. Prepared samples are keyed by the field names, too."""
 
     label_all_tokens: bool = False
     text_column: str = "tokens"
@@ -41,6 +41,6 @@ class WordLabelRules(LabelRules):
 
 @dataclass(frozen=True)
 class TextPairRules(PairRules):
-    """How records become pairs of whole texts. The field name is part of the key of prepared samples."""
+    """How records become pairs of whole texts. Prepared samples are keyed by the field name, too."""
 
     whole_texts: bool = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each family writes in the place of an image: the text between which its tokens lie, and how many there are.
+"""The text that each family writes in place of an image, and its number of image tokens.
 
-A chat template writes one placeholder for an image. Transformers' processors replace it by text that depends on
-the size of the image; the rules here give the same text from the size alone.
+A chat template writes one placeholder for an image. Transformers' processors replace it with text that depends on the
+size of the image; the rules here compute the same text from the size alone.
 """
 
 import math
@@ -16,7 +16,7 @@ Grid = tuple[int, int, int]
 
 
 class Expansion:
-    """The images of one family, by ``config.json`` and, above it, ``processor_config.json``."""
+    """The image text of one family, from ``config.json`` and ``processor_config.json``, which takes precedence."""
 
     options: ClassVar[Mapping[str, Any]] = {}  # of the processor, as transformers' of the family passes them
     images_in_sample: int | None = None  # images that a sample may have; None for any number
@@ -39,11 +39,11 @@ class Expansion:
         return self.token * self.count(height, width)
 
     def count(self, height: int, width: int) -> int:
-        """Tokens that the tower's features replace."""
+        """Number of tokens that the tower's features replace."""
         raise NotImplementedError
 
     def tiles(self, height: int, width: int) -> int:
-        """Entries of an image in its tensors, where these are not patches."""
+        """Number of entries of an image in its tensors, if these are not patches."""
         return 1
 
     def grid(self, height: int, width: int) -> Grid | None:
@@ -51,7 +51,7 @@ class Expansion:
         return None
 
     def named(self, attribute: str, default: str) -> str:
-        """A special token, under the name that the tokenizer may have for it."""
+        """A special token, by the attribute that the tokenizer may have for it."""
         return getattr(self.hf, attribute, None) or default
 
 
@@ -110,7 +110,7 @@ class Gemma(Expansion):
 
 
 class PaliGemma(Expansion):
-    """PaliGemma: each image has the same number of tokens; ``<bos>`` is behind the last one."""
+    """PaliGemma: each image has the same number of tokens; ``<bos>`` follows the last one."""
 
     template = (
         "{% if messages | length > 2 or messages[0]['role'] != 'user' %}"
@@ -161,7 +161,7 @@ class NemotronTiles(Expansion):
 
 
 class Pixtral(Expansion):
-    """Mistral 3: rows of tokens, with a token behind each row."""
+    """Mistral 3: rows of tokens, each followed by a special token."""
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         super().__init__(processor, values, hf)
@@ -204,7 +204,7 @@ class Llava(Expansion):
 
     @property
     def _extra(self) -> int:
-        """Tokens of the tower beside its patches: CLIP has one for the class."""
+        """Tokens of the tower other than patches: CLIP has a class token."""
         if (given := self.values.get("num_additional_image_tokens")) is not None:
             return given
         return int(self.values["vision_config"].get("model_type") == "clip_vision_model")
@@ -215,7 +215,7 @@ class Llava(Expansion):
 
 
 class LlavaNext(Llava):
-    """Llava-NeXT: a copy of the whole image, and tiles without the part that is padding."""
+    """Llava-NeXT: the whole image resized, and tiles without padding."""
 
     def count(self, height: int, width: int) -> int:
         side = self._tile
@@ -244,7 +244,7 @@ class LlavaNext(Llava):
 
 
 class LlavaOneVision(LlavaNext):
-    """Llava-OneVision: as Llava-NeXT, shrunk above a number of tiles; several images would be encoded otherwise."""
+    """Llava-OneVision: like Llava-NeXT, shrunk above a number of tiles; several images are encoded differently."""
 
     images_in_sample = 1
 
@@ -289,7 +289,7 @@ class InternVL(Expansion):
 
 
 class Idefics(Expansion):
-    """Idefics3 and SmolVLM: tiles with their row and column as text, and the whole image behind them."""
+    """Idefics3 and SmolVLM: tiles with their row and column as text, followed by the whole image."""
 
     options: ClassVar[Mapping[str, Any]] = {"return_row_col_info": True}
 

@@ -40,9 +40,9 @@ _DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "down
 
 
 class TileProcessor:
-    """An image becomes a grid of tiles in the shape nearest to its own, and behind them the whole as one tile.
+    """Splits an image into a grid of tiles with the closest aspect ratio, followed by the whole image as one tile.
 
-    So makes them the remote code of Nemotron Nano VL v2, which need not run.
+    This is what the remote code of Nemotron Nano VL v2 computes, which need not run.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
@@ -61,7 +61,7 @@ class TileProcessor:
 
     @property
     def tokens(self) -> int:
-        """Of one tile."""
+        """Number of tokens of a tile."""
         return int((self.values["image_size"] // self.values["patch_size"] * self.values["downsample_ratio"]) ** 2)
 
     def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ _SCHEMES = ("http://", "https://")
 
 
 def fetched(raw: Any, root: Path, where: str) -> Any:
-    """What a record says about an image or a video, with a path below ``root`` in the place of an address."""
+    """A record's image or video reference, with URLs replaced by downloaded paths below ``root``."""
     if isinstance(raw, Mapping):
         return {key: fetched(value, root, where) for key, value in raw.items()}
     if isinstance(raw, list):
@@ -177,11 +177,11 @@ class MediaProcessor:
             raise UserError(f"{where}: {error}") from error
 
     def placeholder(self, media: MediaReference | None = None) -> str:
-        """What a chat template writes for a video, or for an image."""
+        """The text that a chat template writes for a video or an image."""
         return self.videos.placeholder if isinstance(media, VideoReference) else self.expansion.placeholder
 
     def description(self, has_videos: bool) -> str:
-        """The processors, and their limits where they say them: pixels of an image, frames of a video."""
+        """The processors and their limits: pixels of an image, frames of a video."""
         size = getattr(self.hf_processor, "size", None) or {}
         limits = [f"{size[edge]:,}" for edge in ("shortest_edge", "longest_edge") if size.get(edge)]
         pixels = f", {' to '.join(limits)} pixels" if len(limits) == 2 else ""
@@ -215,19 +215,19 @@ class MediaProcessor:
         return found
 
     def text(self, media: MediaReference) -> str:
-        """What replaces the placeholder of ``media``."""
+        """The text that replaces the placeholder of ``media``."""
         if isinstance(media, VideoReference):
             return self.videos.text(media)
         return self._measured(self.expansion.text, media)
 
     def tokens(self, media: MediaReference) -> int:
-        """Tokens of ``media`` that features replace."""
+        """Number of tokens of ``media`` that features replace."""
         if isinstance(media, VideoReference):
             return self.videos.tokens(media)
         return self._measured(self.expansion.count, media)
 
     def total_tokens(self, media: Iterable[MediaReference]) -> int:
-        """Tokens of all ``media`` that features replace."""
+        """Number of tokens of all ``media`` that features replace."""
         return sum(map(self.tokens, media))
 
     def grid(self, image: ImageReference) -> Grid | None:
@@ -269,7 +269,7 @@ class MediaProcessor:
         return join_media(parts)
 
     def _is_video(self, item: MediaReference) -> bool:
-        """Whether it is a video to the model, to which those of some families are rows of images."""
+        """Whether the model treats it as a video; some families treat a video as a sequence of images."""
         return isinstance(item, VideoReference) and self.videos.has_own_token
 
     def _grids(self, item: MediaReference) -> list[Any]:
@@ -287,7 +287,7 @@ class MediaProcessor:
         return [own[place] for place in range(len(media))]
 
     def _sizes(self, item: MediaReference) -> list[int]:
-        """The work for each grid, in proportion to its patches, or 1 for each tile: all tiles have one size."""
+        """The work for each grid, in proportion to its patches, or 1 for each tile, because tiles have equal sizes."""
         if self.has_grids:
             return [math.prod(grid) for grid in self._grids(item)]
         if isinstance(item, VideoReference):
@@ -295,7 +295,7 @@ class MediaProcessor:
         return [self.tokens(item)] if self.expansion.has_patches else [1] * self._measured(self.expansion.tiles, item)
 
     def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
-        """The tensors of one image or video; of patches, those of the grids that are this rank's ``own``."""
+        """The tensors of one image or video; of patches, only those of the grids that this rank encodes."""
         if all(own) or (any(own) and not self.has_grids):
             return self.videos.pixels(item) if isinstance(item, VideoReference) else self._processed(item, decode(item))
         if not self.has_grids:
@@ -386,7 +386,7 @@ def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | N
 
 
 def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
-    """Set how many pixels an image has at least or at most, which Qwen's and GLM's processors call an edge."""
+    """Set the minimum or maximum number of pixels of an image, which Qwen's and GLM's processors call an edge."""
     if value is None:
         return
     if not hasattr(processor, "merge_size"):
@@ -406,7 +406,7 @@ def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
 
 
 def chat_template(path: str) -> str | None:
-    """The template of the processor, which goes before the tokenizer's; None if it has none of its own."""
+    """The processor's template, which takes precedence over the tokenizer's; None if it has none."""
     text = _text(path, "chat_template.jinja")
     if text is not None:
         return text

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records of preferences to pairs of tokenized answers, and from records of one answer to rows for KTO.
+"""From preference records to pairs of tokenized answers, and from labeled records to rows for KTO.
 
-A record of a pair holds ``prompt``, ``chosen`` and ``rejected``, all texts or all lists of messages; or ``chosen`` and
-``rejected`` alone, two lists of messages that begin alike. Other keys, such as ``tools``, go with both answers. One of
-a single answer holds ``prompt`` and ``completion``, both texts or both lists of messages, and ``label``, which is true
+A record of a pair holds ``prompt``, ``chosen`` and ``rejected``, all texts or all lists of messages; or only ``chosen``
+and ``rejected``, two lists of messages with the same beginning. Other keys, such as ``tools``, apply to both answers. A
+labeled record holds ``prompt`` and ``completion``, both texts or both lists of messages, and ``label``, which is true
 (desirable) or false.
 """
 
@@ -160,12 +160,11 @@ class LabeledSamples(Samples):
 
 
 class LabeledRows(SampleRows):
-    """One answer in each row, and behind it the same prompt with the answer to another prompt.
+    """One answer in each row, followed by the same prompt with the answer to another prompt.
 
-    The second sequence is for the estimate of KL. It takes the answer of the next sample that has another prompt.
-
-    ``samples`` are those of ``LabeledEncoder``; second sequences are cut to ``longest`` tokens, and each sequence is
-    padded to a multiple of ``multiple``.
+    The second sequence is for the KL estimate. It takes the answer of the next sample that has another prompt.
+    ``samples`` are those of ``LabeledEncoder``; second sequences are truncated to ``longest`` tokens, and each sequence
+    is padded to a multiple of ``multiple``.
     """
 
     def __init__(self, samples: Samples, padding: int, longest: int, multiple: int = 1) -> None:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PairRules(EncodingRules):
-    """How records become pairs. The field is part of the key of prepared samples."""
+    """How records become pairs. Prepared samples are keyed by the field name, too."""
 
     pairs: bool = True
 
 
 @dataclass(frozen=True)
 class LabeledRules(PairRules):
-    """How records become answers with a label. The field is part of the key of prepared samples."""
+    """How records become answers with a label. Prepared samples are keyed by the field name, too."""
 
     labeled: bool = True
 
@@ -34,13 +34,12 @@ class LabeledRules(PairRules):
 class PreferenceDatasetConfig(FinetuningDatasetConfig):
     """Pairs of answers in the files ``training``, ``validation`` and ``test`` of a folder.
 
-    A record has ``prompt``, ``chosen`` and ``rejected``, all texts or all lists of messages; or ``chosen`` and
-    ``rejected`` alone, two lists of messages that begin alike. A row is a pair, without padding, and a sample of
-    the batch sizes is a pair. ``seq_length`` limits a pair: each answer with its prompt may have half as many
-    tokens.
+    A record has ``prompt``, ``chosen`` and ``rejected``, all texts or all lists of messages; or only ``chosen`` and
+    ``rejected``, two lists of messages with the same beginning. A row is a pair, without padding, and batch sizes count
+    pairs. ``seq_length`` limits a pair: each answer with its prompt may have half as many tokens.
 
-    With ``labeled``, a record has ``prompt``, ``completion`` and ``label``, which is true for a desirable
-    answer. A row is an answer, and behind it the same prompt with the answer to another prompt.
+    With ``labeled``, a record has ``prompt``, ``completion`` and ``label``, which is true for a desirable answer. A row
+    is an answer, followed by the same prompt with the answer to another prompt.
     """
 
     train_on: TrainOn = "completion"

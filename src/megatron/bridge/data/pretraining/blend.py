@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blends: which corpora a split draws from, with which weights."""
+"""Blends: the corpora that a split draws from, and their weights."""
 
 import math
 from collections.abc import Sequence
@@ -103,14 +103,14 @@ def _per_split_file(path: str) -> BlendPerSplit:
 
 
 def _arguments(value: Any) -> list[str] | None:
-    """Megatron's files hold a list, or a string of arguments."""
+    """The arguments of a blend: Megatron's files hold a list or a string."""
     if isinstance(value, str):
         return value.split()
     return None if value is None else [str(argument) for argument in value]
 
 
 def split_problems(split: str | None) -> list[str]:
-    """What is wrong with ``dataset.split``, as one sentence.
+    """What is wrong with ``dataset.split``, if anything.
 
     Example:
         >>> split_problems("969,30,1")
@@ -124,7 +124,7 @@ def split_problems(split: str | None) -> list[str]:
 
 
 def blend_problems(name: str, blend: Blend | None) -> list[str]:
-    """What is wrong with the blend that the config calls ``name``, as one sentence."""
+    """What is wrong with the blend ``name`` of the config, if anything."""
     if blend is None:
         return []
     if len(blend) != 2 or isinstance(blend[0], str):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,17 @@ def manifest_path(prefix: Path | str) -> Path:
 
 def finished_manifest(prefix: Path | str) -> dict[str, Any] | None:
     """The manifest of a corpus in shards; None if there is no such corpus, or if it is not finished."""
-    if not manifest_path(prefix).is_file() or Path(f"{prefix}.bin").exists():
+    path = manifest_path(prefix)
+    if not path.is_file() or Path(f"{prefix}.bin").exists():
         return None
-    found = strict_json.read(manifest_path(prefix))
+    found = _read_manifest(path, path.stat().st_mtime_ns)
     return found if isinstance(found, dict) and "documents" in found else None
+
+
+@lru_cache(maxsize=64)
+def _read_manifest(path: Path, changed: int) -> Any:
+    """The content of a manifest, which every split of a dataset asks for several times."""
+    return strict_json.read(path)
 
 
 def shard_prefix(prefix: Path | str, number: int) -> Path:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""An ``LLM`` as a model of lm-evaluation-harness, in this process."""
+"""``LLM`` as a model of lm-evaluation-harness."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,14 +22,14 @@ _LONGEST_ANSWER = 256  # the harness's own default
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a model; texts are encoded as its ``hf`` model encodes them."""
+    """The harness's interface; texts are encoded like those of the harness's ``hf`` model."""
 
     backend = "causal"
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         if llm.hf is None:
-            raise UserError("an evaluation needs a tokenizer, which the model does not have: give --tokenizer")
+            raise UserError("an evaluation needs a tokenizer, but the model has none: give --tokenizer")
         self.llm, self.tokenizer = llm, llm.hf
         self.max_length = llm.max_context
 
@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.eos_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds unless the text begins with them."""
+        """Token ids, with the tokenizer's special tokens unless the text already begins with them."""
         prefix = self.tokenizer.decode([self.prefix_token_id])
         if add_special_tokens is None and not (prefix and string.startswith(prefix)):
             return self.tokenizer.encode(string)
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
         return [sum(scores[start:stop]) for start, stop in pairwise(bounds)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to the task's stop texts."""
+        """Generate answers up to the task's stop texts."""
         end = self.tokenizer.decode([self.eot_token_id])
         prompts: list[list[int]] = []
         sampling: list[Sampling] = []
@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):
             if count >= self.max_length:
                 raise UserError(f"max_gen_toks={count} leaves no room in a context of {self.max_length}: lower it")
             prompts.append(self.tok_encode(request.args[0])[-(self.max_length - count) :])
-            # the end tokens of the harness's own model: an end of turn does not end a text
+            # the same end tokens as the harness's own model, where the end of a turn does not end a text
             ends = {"ignore_eos": True, "stop_ids": sorted(self.llm.declared_ends)}
             sampling.append(_sampling(values, count, stops[-1], ends))
         texts = [completions[0].text for completions in self.llm.generate_each(prompts, sampling)]
@@ -125,11 +125,12 @@ def evaluate(
     few_shot: int | None = None,
     chat: bool = False,
 ) -> dict[str, Any]:
-    """Run tasks of the harness; to be called on all ranks.
+    """Run tasks of the harness; all ranks must call this.
 
-    ``tasks`` are names of tasks or groups, or YAML files, also in ``include_path``; of each at most ``limit`` examples
-    are taken, with ``few_shot`` examples in the prompt (the task's own number when None), and with ``chat`` in the chat
-    template. The results have a record of each example under ``samples``; ranks but the first get nothing.
+    ``tasks`` are names of tasks or groups, also of those in ``include_path``, or YAML files. Each runs on at most
+    ``limit`` examples, with ``few_shot`` examples in the prompt (the task's default when None), and in the chat
+    template with ``chat``. Rank 0 gets the results, with a record of each example under ``samples``; other ranks get
+    an empty dict.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     known = manager.all_tasks

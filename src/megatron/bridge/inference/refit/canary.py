@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that an engine has the weights it was sent: log-probabilities of fixed texts must be the trainer's.
+"""Check that an engine has the weights it was sent: its log-probabilities of fixed texts must equal the trainer's.
 
-Engines were seen to report success and to go on with their old weights.
+Engines have been seen to report success and keep their old weights.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.inference.engine import Engine, EngineConfig
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.utils.errors import UserError
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -20,7 +21,7 @@ SCORING = Sampling(max_new_tokens=0, prompt_logprobs=0)
 
 
 class Canary:
-    """Texts, as token ids, whose log-probabilities trainer and engine must agree on, up to ``tolerance``."""
+    """Texts, as token ids, whose log-probabilities in trainer and engine must agree up to ``tolerance``."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], tolerance: float | None = None) -> None:
         if not prompts or any(len(prompt) < 2 for prompt in prompts):
@@ -30,25 +31,20 @@ class Canary:
         self._old: list[float] | None = None
 
     def trainer_logprobs(self, chunks: Sequence[Any]) -> list[float]:
-        """Those of the live model, on all of its ranks; whatever mode the model is in, it is in it again after."""
+        """Log-probabilities of the live model; all its ranks must call this. Training mode is restored."""
         config: Any = unwrap(chunks[0]).config
         longest = max(32, *map(len, self.prompts))
         limits = EngineConfig(longest, config.vocab_size, kv_memory=1 << 30, max_requests=len(self.prompts))
-        training = [chunk.training for chunk in chunks]
-        for chunk in chunks:
-            chunk.eval()
-        try:
-            with Engine(chunks, limits) as engine:
-                jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
-                list(engine.run())
-        finally:
-            for chunk, mode in zip(chunks, training, strict=True):
-                chunk.train(mode)
+        with evaluation_mode(chunks), Engine(chunks, limits) as engine:
+            jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
+            list(engine.run())
         self._dtype = config.params_dtype
         return [one.logprob for job in jobs for one in job.completion.prompt_logprobs]
 
     def check(self, expected: Sequence[float], found: Sequence[float]) -> float:
-        """Compare with the trainer's numbers, and remember them for the next time: the largest difference.
+        """Compare the engine's numbers ``found`` with the trainer's; returns the largest difference.
+
+        The trainer's numbers are kept for the next comparison.
 
         Raises:
             UserError: the engine has other weights, or still those of the last time.
@@ -70,7 +66,7 @@ class Canary:
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Largest difference; NaN if there is one."""
+    """Largest difference; NaN if a number is."""
     return float((torch.tensor(one).double() - torch.tensor(other).double()).abs().max())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights to engines of other projects: broadcast over a group that the engine's processes have joined.
+"""Send weights to engines of other projects: broadcast over a group that the engine's processes have joined.
 
-vLLM and SGLang are told the names, dtypes and shapes by a call of their own, and receive while it runs. Both take
-buckets in which tensors lie one behind the other, without gaps.
+vLLM and SGLang get names, dtypes and shapes in a separate call, and receive while it runs. Both use buckets in which
+tensors are contiguous.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ def join_group(
     name: str = GROUP_NAME,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Any:
-    """The group of a trainer's rank 0 and the processes of an engine, beside whatever groups either has.
+    """Join a group of a trainer's rank 0 and the processes of an engine, in addition to their other groups.
 
-    ``rank`` 0 is the trainer, ``world_size`` the processes of the engine, and one; all give the same ``backend``,
-    ``nccl`` or ``gloo``, and the ``name`` that ``init_weights_update_group`` takes.
+    ``rank`` 0 is the trainer, and ``world_size`` is the number of the engine's processes plus one. All give the same
+    ``backend``, ``nccl`` or ``gloo``, and the ``name`` of ``init_weights_update_group``.
     """
     dist: Any = torch_dist  # torch has no public function for a group that is no part of the default one
     meeting = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
@@ -78,7 +78,7 @@ def broadcast_weights(
 
 
 def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
-    """What goes into each bucket, and where, as the engines compute it.
+    """The contents and offsets of each bucket, as the engines compute them.
 
     Example:
         >>> infos = [WeightInfo(name, (10,), torch.float32) for name in "abc"]
@@ -101,7 +101,7 @@ def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Sl
 
 
 def described(infos: Sequence[WeightInfo], dtypes: str) -> dict[str, Any]:
-    """Names, dtypes (under this key) and shapes, as both engines take them."""
+    """Names, dtypes (under the key ``dtypes``) and shapes, as both engines take them."""
     return {
         "names": [info.name for info in infos],
         dtypes: [str(info.dtype).removeprefix("torch.") for info in infos],
@@ -132,7 +132,7 @@ def _to_sglang(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightI
 
 
 def _broadcast(group: Any, buckets: Sequence[Sequence[Slot]], writes: Iterator[Write]) -> Iterator[Sequence[Slot]]:
-    """Each bucket when it is filled; it is on its way when the next is asked for, and then that one is filled."""
+    """Yield each bucket when it is filled; it is broadcast while the next one is filled."""
     device = torch.cuda.current_device()
     buffers = [torch.empty(buffer_bytes(buckets), dtype=torch.uint8, device=device) for _ in range(2)]
     works: list[Any] = [None, None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors in one piece of memory: one handle for a bucket instead of one for each tensor.
+"""Many tensors in one block of memory: one handle for a bucket instead of one for each tensor.
 
-Several processes of one machine see the memory; nothing is left of it when they end.
+The memory is shared by processes of one machine and freed when they end.
 """
 
 import os
@@ -23,7 +23,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in its bucket."""
+    """The place of a tensor in its bucket."""
 
     info: WeightInfo  # the tensor
     start: int  # first byte
@@ -38,17 +38,15 @@ class Slot:
 
 
 def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
-    """Which tensors go together, in order, and where; the same on both sides.
+    """The tensors of each bucket, in order, with their offsets; the same on both sides.
 
-    Buckets lie in turn at the start and at the end of one buffer, so that one can be filled while the receiver
-    reads the one before.
+    Buckets alternate between the start and the end of one buffer, so that one can be filled while the receiver reads
+    the other. A tensor larger than half of ``bucket_bytes`` has its own bucket.
 
     Example:
         >>> infos = [WeightInfo(name, (10,), torch.float32) for name in "abc"]
         >>> [[(slot.info.name, slot.start) for slot in bucket] for bucket in layout(infos, 240)]
         [[('a', 0), ('b', 64)], [('c', 128)]]
-
-    A tensor larger than ``bucket_bytes``, one of two buckets, has a bucket of its own.
     """
     buckets: list[list[Slot]] = []
     end = 0
@@ -72,7 +70,7 @@ def _aligned(size: int) -> int:
 
 
 def buffer_bytes(buckets: Sequence[Sequence[Slot]]) -> int:
-    """Memory that holds any two successive buckets."""
+    """The size of memory that holds any two successive buckets."""
     return max((bucket[-1].stop for bucket in buckets), default=0)
 
 
@@ -86,9 +84,9 @@ _MEMORY = Path("/dev/shm")
 
 
 class SharedBuffer:
-    """Bytes in a file in memory, or on disk where memory has no room for files.
+    """Bytes in a file in memory, or on disk if there is no room in memory.
 
-    The file is removed as soon as all receivers have opened it: its memory lives as long as somebody maps it.
+    The file is removed when all receivers have opened it; the memory lives as long as a process maps it.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,13 +95,12 @@ class SharedBuffer:
         self.bytes = attached(self.path, self.size)
 
     def unlink(self) -> None:
-        """Remove the name."""
         with suppress(FileNotFoundError):
             self.path.unlink()
 
 
 def attached(path: Path, size: int) -> Tensor:
-    """The bytes [size] of a buffer that another process has made."""
+    """The bytes [size] of a buffer that another process has created."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 

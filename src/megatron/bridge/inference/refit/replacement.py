@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving side: steps in, weights replaced, always between the beginning and the end.
+"""The receiving side, which replaces weights step by step, between two steps of the engine.
 
-A sender says ``Begin``, a ``Bucket`` for each, ``Finish``; to a process of its own over a
+A sender sends ``Begin``, a ``Bucket`` for each bucket, and ``Finish``; to another process, over a
 ``multiprocessing.connection.Connection``.
 """
 
@@ -26,18 +26,18 @@ from megatron.bridge.utils.errors import UserError, first_few
 
 
 class _Arrived(dict[str, Tensor]):
-    """Tensors that have arrived, as ``load.fill`` reads a checkpoint."""
+    """Received tensors, with the interface of a checkpoint for ``load.fill``."""
 
     def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
         tensor = self[name]
         target.copy_(tensor[index] if tensor.ndim else tensor)
 
     def release(self, name: str, row: int | None = None) -> None:
-        """Tensors go when no task needs them any more."""
+        """Do nothing: tensors are dropped when no task needs them."""
 
 
 class NativeReceiver:
-    """Fills the parameters of a model."""
+    """Loads tensors into the parameters of a model."""
 
     def __init__(self, bridge: AutoBridge, model: Any) -> None:
         plan = bridge.plan(model)
@@ -51,7 +51,7 @@ class NativeReceiver:
                 self._users.setdefault(name, []).append(task)
 
     def begin(self, infos: Sequence[WeightInfo], partial: bool = False) -> None:
-        """Prepare for tensors; with ``partial`` only what changed comes, and the rest stays as it is."""
+        """Prepare for tensors; with ``partial``, only changed ones are sent, and the rest keep their values."""
         names = {info.name for info in infos}
         missing = [] if partial else sorted(self._names - names)
         surplus = sorted(names - self._names - self._left_out - set(self._ties))
@@ -63,7 +63,7 @@ class NativeReceiver:
         self._waiting = {name: len(self._users.get(name, ())) for name in names}
 
     def receive(self, name: str, weight: Tensor) -> None:
-        """Take a tensor, which may be overwritten after the call."""
+        """Take a tensor, which the caller may overwrite afterwards."""
         users = self._users.get(name, [])
         if not users:
             return
@@ -102,21 +102,21 @@ class Begin:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The buffer holds the tensors of bucket ``index``; their place may be filled again after the answer."""
+    """The buffer holds the tensors of bucket ``index``; it may be overwritten after the answer."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Finish:
-    """Everything has come."""
+    """All tensors were sent."""
 
 
 WeightStep = Begin | Bucket | Finish
 
 
 class Receiver(Protocol):
-    """What takes tensors: ``NativeReceiver``, ``TransformersReceiver``, or your own."""
+    """Takes tensors: ``NativeReceiver``, ``TransformersReceiver``, or your own class."""
 
     def begin(self, infos: Any, partial: bool = False) -> None: ...
     def receive(self, name: str, weight: Any) -> None: ...
@@ -124,7 +124,7 @@ class Receiver(Protocol):
 
 
 class BucketReader:
-    """Hands the tensors of each bucket to a receiver."""
+    """Passes the tensors of each bucket to a receiver."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -150,7 +150,7 @@ class BucketReader:
 
 
 class Replacement:
-    """Steps for an engine of this project."""
+    """Applies the steps to an engine of this project."""
 
     def __init__(self, engine: Engine, bridge: AutoBridge, chunks: list[Any]) -> None:
         self._engine = engine
@@ -159,7 +159,7 @@ class Replacement:
             self._reader = BucketReader(NativeReceiver(bridge, chunks))
 
     def take(self, step: WeightStep) -> None:
-        """Do one step; the engine has its new weights after ``Finish``."""
+        """Apply one step; the engine has its new weights after ``Finish``."""
         if isinstance(step, Begin):
             self._open.close()  # of a sender that has given up
             self._reader.take(step)
@@ -171,13 +171,13 @@ class Replacement:
 
 
 class RemoteReceiver:
-    """``take`` of ``send_weights`` for the process at the other end, which calls ``receive_weights``."""
+    """Passes the steps of ``send_weights`` to another process, which calls ``receive_weights``."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
     def __call__(self, step: WeightStep) -> None:
-        """Hand a step over and wait until it is done."""
+        """Send a step and wait until it is done."""
         try:
             self._connection.send(step)
             problem = self._connection.recv()
@@ -188,7 +188,7 @@ class RemoteReceiver:
 
 
 def receive_weights(connection: Any, reader: BucketReader) -> None:
-    """Take all steps of one refit from the process at the other end, which is told of an error, too."""
+    """Take all steps of one refit from another process, which is told about errors."""
     step = None
     while not isinstance(step, Finish):
         step = connection.recv()

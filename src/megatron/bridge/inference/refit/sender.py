@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sending side: a live Megatron model's weights to engines on this machine, through shared memory."""
+"""The sending side: send a live Megatron model's weights to engines on this machine, through shared memory."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What was sent."""
+    """Statistics of what was sent."""
 
     tensors: int  # how many
     bytes: int  # of them
@@ -39,9 +39,9 @@ def send_weights(
 ) -> RefitReport:
     """Send weights once; every rank of the trainer calls this.
 
-    ``take`` hands a step to the receiver and returns when it is done; None on all ranks but 0. ``bucket_bytes`` of
-    shared memory hold two buckets, and a larger tensor takes what it needs. ``changed_only`` leaves out what is as it
-    was at the last call; ``running`` says what becomes of texts that run.
+    ``take`` passes a step to the receiver and returns when it is done; it is None on all ranks but 0. ``bucket_bytes``
+    of shared memory hold two buckets; a larger tensor takes what it needs. ``changed_only`` skips tensors that have not
+    changed since the last call; ``running`` says what to do with running texts.
     """
     push = None if take is None else partial(_send, take, bucket_bytes, changed_only, running)
     return sent(stream, push, changed_only)
@@ -50,7 +50,7 @@ def send_weights(
 def sent(
     stream: WeightStream, push: Callable[[list[WeightInfo], Iterator[Any]], None] | None, changed_only: bool
 ) -> RefitReport:
-    """Let rank 0 ``push`` weights, by the functions of ``WeightStream.writes``, and the others hand them to it."""
+    """Call ``push`` on rank 0 with the functions of ``WeightStream.writes``; other ranks send their parts."""
     if push is not None and rank() != 0:
         raise UserError(f"rank {rank()} of the trainer has a receiver: weights come to rank 0, so give it there")
     start = time.perf_counter()
@@ -104,7 +104,7 @@ class Refit:
         self._bucket_bytes = bucket_bytes
 
     def __call__(self, changed_only: bool = False, running: Running = "abort") -> RefitReport:
-        """Send the weights, or what changed since the last such call; every rank of the trainer calls this."""
+        """Send the weights, or those that changed since the last such call; every rank of the trainer calls this."""
         expected = self._canary.trainer_logprobs(self._chunks)
         take = None if self._llm is None else self._llm.replace_weights
         report = send_weights(self._stream, take, self._bucket_bytes, changed_only, running)

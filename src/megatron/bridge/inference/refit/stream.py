@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer sends: names, shapes and dtypes known without moving a byte, then the tensors in that order."""
+"""The weights that a trainer sends: their names, shapes and dtypes first, then the tensors in the same order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ BUCKET_BYTES = 64 << 20  # what ranks exchange at a time
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A tensor that is going to come."""
+    """A tensor that will be sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,15 +38,11 @@ class WeightInfo:
 
 
 class WeightStream:
-    """The Hugging Face tensors of a live Megatron model, as often as they are wanted.
+    """The Hugging Face tensors of a live Megatron model, which can be sent repeatedly.
 
-    A tensor that is tied to another one comes once, under the first name.
-
-    The ranks of the model make one each. Nothing but the first call of the constructor and the iteration
-    communicates.
-
-    ``dtype`` is that of floating-point tensors; None leaves them as they are. Ranks exchange ``bucket_bytes`` at a
-    time.
+    A tensor that is tied to another one is sent once, under the first name. Every rank of the model makes one; only the
+    constructor's first call and iteration communicate. ``dtype`` converts floating-point tensors; None leaves them as
+    they are. Ranks exchange ``bucket_bytes`` at a time.
     """
 
     def __init__(
@@ -58,7 +54,7 @@ class WeightStream:
         self._new: dict[str, str] = {}
 
     def metadata(self, tasks: Sequence[WeightConversionTask] | None = None) -> list[WeightInfo]:
-        """What iterating over ``tasks``, by default all, yields, in its order; nothing is read and nothing is sent."""
+        """Names, shapes and dtypes of ``tasks`` (default: all) in the order of iteration; does not communicate."""
         if tasks is None:
             return list(self._all)
         return [info for task, names in _completed(tasks) for info in self._infos(task, names)]
@@ -77,7 +73,7 @@ class WeightStream:
         return self.send()
 
     def send(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as ``metadata`` announces, on every rank; all ranks must iterate.
+        """(name, tensor) as in ``metadata``, on every rank; all ranks must iterate.
 
         ``tasks`` are those of ``changed``; all when None.
 
@@ -96,12 +92,10 @@ class WeightStream:
             yield name, weight
 
     def writes(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[Callable[[Tensor], None]]:
-        """Functions that put the tensors, as ``metadata`` announces them, where they are wanted, on rank 0.
+        """Functions that copy the tensors, in the order of ``metadata``, to a destination on rank 0.
 
-        They copy, and convert, straight from the shards, and are valid until the next one is asked for. Other
-        ranks must iterate, too; what they get is of no use.
-
-        The arguments and errors are those of ``send``.
+        They copy and convert directly from the shards, and are valid until the next one is requested. Other ranks must
+        iterate, too, and ignore the values. The arguments and errors are those of ``send``.
         """
         hook = bridge_for(self._bridge.hf_config)
         if hook.computes_on_export:
@@ -120,10 +114,10 @@ class WeightStream:
     # ---- what changed -------------------------------------------------------------------------------------------
 
     def changed(self) -> list[WeightConversionTask]:
-        """The tasks whose parameter, on any rank, is not the one of the last ``mark_sent``.
+        """The tasks whose parameter, on any rank, differs from that of the last ``mark_sent``.
 
-        Parameters are hashed where they are, before anything is exchanged. One that an adapter is put into always
-        counts as changed. All ranks must call it.
+        Parameters are hashed locally, before anything is exchanged. A parameter with an adapter always counts as
+        changed. All ranks must call this.
         """
         tasks = self._plan.tasks
         self._new = {task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None}
@@ -139,7 +133,7 @@ class WeightStream:
         return name in self._new and self._new[name] != self._hashes.get(name)
 
     def mark_sent(self) -> None:
-        """What the last ``changed`` saw has arrived."""
+        """Record that the values seen by the last ``changed`` have arrived."""
         self._hashes |= self._new
 
 
@@ -157,7 +151,7 @@ def _put(weight: Tensor | Unjoined, target: Tensor) -> None:
 
 
 def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightConversionTask, list[str]]]:
-    """Each task that is exported, with the tensors that are whole after it."""
+    """Each exported task, with the tensors that are complete after it."""
     missing: dict[str, int] = {}
     for task in tasks:
         if task.is_copy:
@@ -175,7 +169,7 @@ def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightCo
 
 @torch.no_grad()
 def _hash(task: WeightConversionTask) -> str:
-    """Of this rank's part of a parameter."""
+    """The hash of this rank's part of a parameter."""
     assert task.param_weight is not None
     local = sharded_rows.local_rows(task.param_weight).detach().contiguous().cpu()
     return xxhash.xxh3_128_hexdigest(local.flatten().view(torch.uint8).numpy())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that arrive, into a model of transformers, in place."""
+"""Load received weights into a transformers model, in place."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class TransformersReceiver:
-    """Fills the parameters of ``model``, which stays where it is, so that whoever generates with it sees them."""
+    """Loads tensors into the parameters of ``model`` in place, so that existing references see them."""
 
     def __init__(self, model: Any) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -49,7 +49,7 @@ class TransformersReceiver:
 
     @torch.no_grad()
     def receive(self, name: str, weight: Tensor) -> None:
-        """Take a tensor, which may be overwritten after the call."""
+        """Take a tensor, which the caller may overwrite afterwards."""
         target = self._target(name)
         assert target is not None
         target.copy_(weight)

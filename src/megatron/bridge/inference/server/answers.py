@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects that OpenAI's endpoints answer with, whole or in pieces; the pieces join to the whole."""
+"""The response objects of OpenAI's endpoints, whole or as a stream of pieces that concatenate to the whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class TokenTexts:
-    """Texts of single tokens."""
+    """The text of single tokens, cached."""
 
     def __init__(self, hf: Any) -> None:
         self.of = lru_cache(maxsize=65536)(lambda token: str(hf.decode([token], skip_special_tokens=False)))
@@ -21,7 +21,7 @@ class TokenTexts:
 
 @dataclass
 class Choice:
-    """One choice, as far as it is known."""
+    """One choice, as far as it is computed."""
 
     index: int  # in the answer
     prompt: list[int]  # token ids of its prompt
@@ -65,11 +65,11 @@ class CompletionFormat:
         return self._choice(choice, text, choice.logprobs, choice.echoed is not None)
 
     def first_pieces(self, choice: Choice) -> list[Json]:
-        """What a stream of the choice begins with."""
+        """The pieces that start a stream of the choice."""
         return [] if choice.echoed is None else [self._choice(choice, choice.echoed, [], True, over=False)]
 
     def piece(self, choice: Choice, progress: Progress) -> Json:
-        """What a step added."""
+        """The piece that a step added."""
         return self._choice(choice, progress.piece, progress.logprobs, False)
 
     def _choice(
@@ -99,7 +99,7 @@ class CompletionFormat:
         found["top_logprobs"].append(None if one is None or not self.top else self._top(one))
 
     def _top(self, one: TokenLogprob) -> Json:
-        """By text; of tokens with one text the likelier counts."""
+        """Log-probabilities by text; of tokens with the same text, the likelier one."""
         ranked = {**one.top, **({one.token: one.logprob} if one.token not in one.top else {})}
         named: Json = {}
         for token, logprob in ranked.items():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""The endpoints."""
+"""The endpoints of the server."""
 
 import asyncio
 import sys
@@ -34,7 +34,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 @dataclass
 class Server:
-    """What the endpoints need."""
+    """The state that the endpoints share."""
 
     name: str  # of the model
     reader: PromptReader  # of its prompts
@@ -52,7 +52,7 @@ class Server:
         self.texts = TokenTexts(self.reader.hf)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a model is made with; refuses the name of another model."""
+        """The adapter that a model name stands for; refuses unknown names."""
         models = (self.name, *self.adapters)
         if name is not None and name not in models:
             message = f"model {name!r:.100} is not served here{did_you_mean(name, models)}: use {' or '.join(models)}"
@@ -60,11 +60,11 @@ class Server:
         return None if name == self.name else name
 
     async def tokenize(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the tokenizer beside the event loop, one call at a time."""
+        """Call the tokenizer in a thread, one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
     def check_length(self, tokens: int) -> int:
-        """How many tokens may follow a prompt."""
+        """The number of tokens that may follow a prompt."""
         room = self.max_context - tokens
         if room < 1:
             message = f"the prompt has {tokens} tokens, and the context {self.max_context}: shorten it"
@@ -90,7 +90,7 @@ class AsciiJSONResponse(Response):
 
 
 def make_app(server: Server) -> FastAPI:
-    """The application; ``server`` gets its client when the event loop runs."""
+    """The application; ``server.client`` is set when the event loop runs."""
     app = FastAPI(title="Megatron Bridge", docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)
     _add_errors(app)
     _add_facts(app, server)
@@ -107,7 +107,7 @@ def _error(error: ApiError) -> Response:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception."""
+    """The error to return to a client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -253,7 +253,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
 
 
 def _check_ids(prompts: Sequence[str | list[int]]) -> None:
-    """Refuse numbers that no tokenizer can read; the engine knows the vocabulary."""
+    """Refuse numbers that no tokenizer can decode; the engine checks the vocabulary."""
     for token in (token for prompt in prompts if isinstance(prompt, list) for token in prompt):
         if not 0 <= token < 1 << 31:
             raise ApiError(400, f"prompt: token {token} is not in the vocabulary: use the model's tokenizer", "prompt")
@@ -270,7 +270,7 @@ _NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def _events(generation: Generation) -> AsyncIterator[bytes]:
-    """Server-sent events; an error is the last one, and there is no [DONE] after it."""
+    """Server-sent events; after an error, which is the last event, there is no [DONE]."""
     try:
         async for piece in generation.pieces():
             yield b"data: " + to_json(piece) + b"\n\n"
@@ -282,7 +282,7 @@ async def _events(generation: Generation) -> AsyncIterator[bytes]:
 
 
 async def _unless_gone(generation: Generation, request: Request) -> dict[str, Any]:
-    """The whole answer; it is cancelled when the client leaves."""
+    """The whole answer; it is cancelled when the client disconnects."""
 
     async def compute() -> dict[str, Any]:
         await generation.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side of the engine: requests go to the ranks through a thread, events come back through another."""
+"""The server's side of the engine: one thread sends requests to the ranks, another one receives events."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ class EngineGoneError(Exception):
 
 
 class EngineClient:
-    """Talks with the ranks of ``workers`` in an event loop; ``failed`` is called with the reason when they end."""
+    """Communicates with the ranks of ``workers`` in an event loop; calls ``failed`` with the reason when they end."""
 
     def __init__(self, workers: Workers, capacity: int, failed: Callable[[str], object]) -> None:
         self._workers = workers
@@ -42,11 +42,11 @@ class EngineClient:
 
     @property
     def outstanding(self) -> int:
-        """Choices that run or wait."""
+        """Number of choices that run or wait."""
         return sum(stream.open_choices for stream in self._streams.values())
 
     def submit(self, prompt: list[int], sampling: Sampling) -> "RequestStream":
-        """Ask for the continuation of a prompt.
+        """Request the continuation of a prompt.
 
         Raises:
             QueueFullError: too much is waiting.
@@ -62,7 +62,7 @@ class EngineClient:
         return stream
 
     def forget(self, stream: "RequestStream") -> None:
-        """Let go of a request; the engine stops to compute it."""
+        """Drop a request; the engine stops computing it."""
         if self._streams.pop(stream.id, None) is not None and stream.open_choices:
             self._outbox.put(Cancel(stream.id))
 
@@ -132,7 +132,7 @@ class RequestStream:
             raise UserError(event.message)
 
     async def progress(self) -> AsyncIterator[Progress]:
-        """What comes after that, until all choices are over, or an ``EngineGoneError``."""
+        """Yield the steps of an accepted request until all choices are over; may raise ``EngineGoneError``."""
         while self.open_choices or not self._events.empty():
             event = await self._next()
             assert isinstance(event, Progress)

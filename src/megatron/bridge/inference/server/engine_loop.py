@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a server: takes requests between two steps, and reports what each step gave."""
+"""The engine's side of a server: takes requests between steps, and reports the results of each step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,14 +24,14 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A request that nobody wants any more."""
+    """A request that was cancelled."""
 
     id: int
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The engine has taken a request."""
+    """The engine has accepted a request."""
 
     id: int
 
@@ -62,7 +62,7 @@ Event = Accepted | Refused | Progress
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the engine is: texts that run and wait, and the used part of the caches, from 0 to 1."""
+    """Load of the engine: running and waiting texts, and the used fraction of the caches."""
 
     running: int
     waiting: int
@@ -71,7 +71,7 @@ class Load:
 
 @dataclass
 class _Sent:
-    """How much of a job was reported."""
+    """How much of a job has been reported."""
 
     job: Job
     text: int = 0
@@ -81,7 +81,7 @@ class _Sent:
 
 
 def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator[tuple[list[Event], Load]]:
-    """Serve until the process ends; runs on every rank, and ``receive`` gives rank 0 what has arrived."""
+    """Serve until the process ends; runs on every rank, and ``receive`` returns the commands for rank 0."""
     loop = EngineLoop(llm.engine)
     while True:
         commands = broadcast_object(receive(0.0 if loop.is_busy else IDLE_SECONDS))
@@ -89,7 +89,7 @@ def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator
 
 
 class EngineLoop:
-    """The jobs of an entered ``engine``, to which nobody else submits, by request."""
+    """The jobs of an engine, by request; the engine's context is entered, and only this class submits to it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -100,7 +100,7 @@ class EngineLoop:
         return not self._engine.is_idle
 
     def apply(self, commands: list[Submit | Cancel]) -> Iterator[Event]:
-        """Take requests up, and let go of those that are not wanted."""
+        """Submit and cancel requests."""
         for command in commands:
             if isinstance(command, Cancel):
                 for sent in self._sent.pop(command.id, ()):
@@ -117,7 +117,7 @@ class EngineLoop:
         return Accepted(command.id)
 
     def step(self) -> Iterator[Progress]:
-        """Compute a step if there is something to compute."""
+        """Compute a step, if any request is running."""
         if not self.is_busy:
             return
         self._engine.step()
@@ -140,7 +140,7 @@ class EngineLoop:
 
 
 def _news(request: int, sent: _Sent) -> Progress | None:
-    """What a job has that was not reported."""
+    """What has not been reported of a job."""
     job, completion = sent.job, sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""

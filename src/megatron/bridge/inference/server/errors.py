@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors as OpenAI's clients know them."""
+"""Errors in the format of OpenAI's API."""
 
 import json
 from typing import Any
 
 
 class ApiError(Exception):
-    """A request that is not answered: a sentence for a person, the field that is wrong, and a code for programs."""
+    """An error response: a message for people, the wrong field, and a code for programs."""
 
     def __init__(
         self,
@@ -30,5 +30,5 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in ASCII, which can hold whatever a request contained."""
+    """JSON in ASCII, which can represent any text of a request."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()

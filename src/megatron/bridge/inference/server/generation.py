@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request for completions, from its prompts to the objects of its answer."""
+"""One completion request, from its prompts to its response objects."""
 
 import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ RETRY_SECONDS = 1
 
 @dataclass
 class Generation:
-    """Completions of one or several prompts, as one answer."""
+    """Completions of one or several prompts, in one response."""
 
     client: EngineClient  # computes them
     metrics: Metrics  # counts them
@@ -43,18 +44,18 @@ class Generation:
         ]
 
     async def start(self) -> None:
-        """Hand the prompts to the engine, and wait until it has taken all.
+        """Submit the prompts to the engine, and wait until it has accepted all.
 
         Raises:
             ApiError: the queue is full.
             UserError: the engine refuses a prompt.
             EngineGoneError: the engine has ended.
         """
-        self._deadline = asyncio.get_running_loop().time() + self.seconds
+        self._end = asyncio.get_running_loop().time() + self.seconds
         try:
             for number, prompt in enumerate(self.prompts):
                 self._streams.append(self.client.submit(prompt, self._sampling_of(number)))
-            async with self._in_time():
+            async with self._deadline():
                 for stream in self._streams:
                     await stream.accepted()
         except QueueFullError as error:
@@ -67,22 +68,29 @@ class Generation:
         self._times = self.metrics.watch(sum(map(len, self.prompts)))
 
     def _sampling_of(self, number: int) -> Sampling:
-        """With a seed, the prompts of one request have random numbers of their own."""
+        """If the request has a seed, its prompts get different seeds."""
         if self.sampling.seed is None or number == 0:
             return self.sampling
         return replace(self.sampling, seed=self.sampling.seed + number)
 
-    def _in_time(self) -> "_Deadline":
-        return _Deadline(self._deadline, self.seconds)
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """``asyncio.timeout_at`` the end of the request, whose error is a response."""
+        try:
+            async with asyncio.timeout_at(self._end):
+                yield
+        except TimeoutError as error:
+            message = f"the request took more than {self.seconds:.0f} s: ask for fewer tokens, or try again"
+            raise ApiError(504, message, code="timeout") from error
 
     async def _progress(self) -> AsyncIterator[tuple[Choice, Progress]]:
-        """The steps of all choices as they come."""
+        """Yield the steps of all choices as they are computed."""
         merged: asyncio.Queue[Any] = asyncio.Queue()
         tasks = [asyncio.create_task(_pour(index, it, merged)) for index, it in enumerate(self._streams)]
         try:
             left = len(tasks)
             while left:
-                async with self._in_time():
+                async with self._deadline():
                     number, found = await merged.get()
                 if isinstance(found, Exception):
                     raise found
@@ -107,7 +115,7 @@ class Generation:
     # ---- answers ------------------------------------------------------------------------------------------------
 
     async def whole(self) -> Json:
-        """The answer in one piece."""
+        """The response in one piece."""
         async for _ in self._progress():
             pass
         for choice in self._choices:  # the first choice has scored the prompt for all
@@ -116,7 +124,7 @@ class Generation:
         return self._answer(self.format.kind, choices) | {"usage": usage(self.prompts, self._choices)}
 
     async def pieces(self) -> AsyncIterator[Json]:
-        """The answer in pieces, as they come."""
+        """The response as a stream."""
         begun: set[int] = set()
         async for choice, progress in self._progress():
             if choice.index not in begun:
@@ -137,28 +145,10 @@ class Generation:
 
 
 async def _pour(number: int, stream: RequestStream, merged: "asyncio.Queue[Any]") -> None:
-    """Events of one prompt into the queue of all; None at the end, or the error."""
+    """Put the events of one prompt into the common queue; None at the end, or the error."""
     try:
         async for progress in stream.progress():
             merged.put_nowait((number, progress))
         merged.put_nowait((number, None))
     except Exception as error:  # raised where the queue is read
         merged.put_nowait((number, error))
-
-
-class _Deadline:
-    """``asyncio.timeout_at`` whose error is an answer."""
-
-    def __init__(self, when: float, seconds: float) -> None:
-        self._timeout = asyncio.timeout_at(when)
-        self._seconds = seconds
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        try:
-            await self._timeout.__aexit__(*error)
-        except TimeoutError as late:
-            message = f"the request took more than {self._seconds:.0f} s: ask for fewer tokens, or try again"
-            raise ApiError(504, message, code="timeout") from late

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""What ``/metrics`` tells Prometheus, under vLLM's names where they mean the same."""
+"""The metrics of ``/metrics`` for Prometheus, under vLLM's names where they have the same meaning."""
 
 import time
 from collections.abc import Callable

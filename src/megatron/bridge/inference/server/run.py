@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""A server from its start to its end: the port, the ranks, the signals, and what stands before all endpoints.
+"""Run the server: the port, the ranks, signals, and the checks before all endpoints.
 
-That is the key, the name of the host, the size of a body, and readers that stall.
+The checks are the API key, the host name, the size of a body, and clients that stall.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What is let through."""
+    """Which requests are accepted."""
 
     key: str | None = None  # that every request must have; None lets all through
     # names under which the server may be called, against pages that point a name of their own at this machine; None
@@ -51,7 +51,7 @@ class GuardConfig:
 
 
 class Guard:
-    """ASGI middleware."""
+    """ASGI middleware that checks requests."""
 
     def __init__(self, app: Any, config: GuardConfig) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class Guard:
         return None
 
     def _in_time(self, send: Send) -> Send:
-        """``send`` that gives up on clients that do not read: the server then closes the connection."""
+        """``send`` with a timeout for clients that do not read; the server then closes the connection."""
 
         async def timed(message: Message) -> None:
             await asyncio.wait_for(send(message), self._config.seconds)
@@ -108,7 +108,7 @@ def _host_name(value: str) -> str:
 
 
 async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
-    """The body of a request, or nothing of it unless ``keep``; None if the client has left."""
+    """The body of a request, or empty unless ``keep``; None if the client has disconnected."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -134,7 +134,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, error: ApiError) -> None:
-    """Answer with an error and close the connection: the rest of the body may still be on its way."""
+    """Send an error and close the connection, because the rest of the body may still be on its way."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": to_json(error.body)})
@@ -177,7 +177,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
 
 @contextmanager
 def _bound(config: ServeConfig) -> Iterator[socket.socket]:
-    """The port, taken before the model is loaded."""
+    """A socket bound to the port, before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,7 +191,7 @@ def _bound(config: ServeConfig) -> Iterator[socket.socket]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals to ``_Run``: by itself it would end with SIGTERM's exit code after a drain."""
+    """uvicorn that leaves signals to ``_Run``: otherwise it would exit with SIGTERM's exit code after draining."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -239,7 +239,7 @@ class _Run:
         warming.cancel()
 
     async def _warm_up(self, client: EngineClient) -> None:
-        """Generate a token; only then is the server ready."""
+        """Generate a token before the server reports that it is ready."""
         stream = client.submit([0], Sampling(max_new_tokens=1))
         try:
             await stream.accepted()
@@ -257,7 +257,7 @@ class _Run:
         sys.stdout.flush()
 
     def _stop(self) -> None:
-        """End what runs, take nothing new; the second signal ends at once."""
+        """Finish running requests and accept no new ones; a second signal ends the server at once."""
         self._server.is_ready = False
         self._uvicorn.force_exit = self._drains
         self._drains = self._uvicorn.should_exit = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may contain. A field that is not here is an error, as is a value that would have no effect."""
+"""The fields of requests. Unknown fields are errors, and so are values that would have no effect."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -37,20 +37,20 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream ends with."""
+    """What the last event of a stream contains."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
 class TextFormat(_Strict):
-    """The one format of answers."""
+    """The only format of answers."""
 
     type: Literal["text"]
 
 
 class GenerationRequest(_Strict):
-    """What both kinds of completions have."""
+    """The fields that both kinds of completion requests share."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=1 << 31)
@@ -87,7 +87,7 @@ class GenerationRequest(_Strict):
         return self
 
     def sampling(self, **more: Any) -> Sampling:
-        """The sampling of the request; OpenAI's defaults."""
+        """The sampling of the request, with OpenAI's defaults."""
         given = {
             **{name: getattr(self, name) for name in _SAMPLING},
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -99,7 +99,7 @@ class GenerationRequest(_Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -134,7 +134,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(_Strict):
-    """A piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: Text
@@ -147,7 +147,7 @@ def _in_request(url: str) -> str:
 
 
 class ImageUrl(_Strict):
-    """Where an image is: in the request."""
+    """An image inside the request, as a data URL."""
 
     url: Annotated[Text, AfterValidator(_in_request)]
     detail: Literal["auto"] | None = None
@@ -169,7 +169,7 @@ class ChatMessage(_Strict):
 
     @property
     def characters(self) -> int:
-        """Of its text."""
+        """Number of characters of its text."""
         if isinstance(self.content, str):
             return len(self.content)
         return sum(len(part.text) for part in self.content if isinstance(part, TextPart))
@@ -223,7 +223,7 @@ class DetokenizeRequest(_Strict):
 
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
-    """A sentence for one of pydantic's errors, and the field that it concerns, one of ``names`` if it is known."""
+    """A message for one of pydantic's errors, and its field if it is one of ``names``."""
     from megatron.bridge.utils.errors import did_you_mean
 
     where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
@@ -237,5 +237,5 @@ def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | Non
 
 
 def _is_variant(part: Any) -> bool:
-    """Whether pydantic names the type of a union there, and not a field."""
+    """Whether pydantic names a type of a union there instead of a field."""
     return isinstance(part, str) and (part in ("str", "int") or part.startswith(("list[", "function-after[")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apertus: no gate, but an activation whose parameters are trained (xIELU); queries and keys normalised."""
+"""Apertus: no gate, but an activation whose parameters are trained (xIELU); queries and keys normalized."""
 
 from megatron.bridge.models.families import *
 from megatron.bridge.models.features.activations import xielu

@@ -426,7 +426,7 @@ class AutoBridge(AdapterCalls):
     # ---- plans --------------------------------------------------------------------------------------------------
 
     def plan(self, model: Chunks, hf_path: str | Path | None = None) -> Plan:
-        """What becomes what; printable, and proven to cover both sides.
+        """How each tensor is converted; printable, and checked to cover both sides.
 
         Raises:
             UserError: the plan does not close.
@@ -446,7 +446,7 @@ class AutoBridge(AdapterCalls):
         return self._bridge.registry_for(self.transformer_config)
 
     def not_converted(self, config: Any) -> tuple[str, ...]:
-        """Patterns of all tensors that the Megatron model of the provider ``config`` does without."""
+        """Patterns of all tensors that the Megatron model of the provider ``config`` does not use."""
         left_out = self._left_out(config)
         source = self._source(None)
         carried = self._bridge.carried_by(config, source.entries if source else {})
@@ -479,7 +479,7 @@ class AutoBridge(AdapterCalls):
         return mtp_layers.declared_by(declared, self._bridge.registry_for)
 
     def _left_out(self, config: Any) -> mtp_layers.MTPLayers | None:
-        """What the Hugging Face config declares and the model of the provider ``config`` was built without."""
+        """The layers that the Hugging Face config declares and the model of ``config`` was built without."""
         return None if getattr(config, "mtp_num_layers", None) else self._mtp_layers
 
     def _note_left_out(self, plan: Plan, source: SafetensorsCheckpoint | None) -> None:
@@ -505,7 +505,7 @@ class AutoBridge(AdapterCalls):
         return self._weights(path).state
 
     def _export_source(self, model: Chunks, path: str | Path | None = None) -> SafetensorsCheckpoint | None:
-        """The weights that an export is to be like, if they are here or something is carried over from them."""
+        """The weights that an export imitates, if they are local or tensors are copied from them."""
         if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
             return None
         pretrained, provider = self._weights(path), stored_provider.provider_of(model)
@@ -562,7 +562,7 @@ class AutoBridge(AdapterCalls):
         export.save(self._bridge, plan, staging, source, options, tracked)
 
     def _as_in_source(self, provider: Any, source: SafetensorsCheckpoint | None, strict: bool) -> Any:
-        """``provider``, with the layers that an export has, or lacks, just as its source."""
+        """``provider`` with the same multi-token prediction layers as the source."""
         left_out = self._left_out(provider)
         if left_out is not None and source is not None and (strict or not left_out.are_in(source)):
             provider.mtp_num_layers = left_out.count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config and tokenizer of a model that was trained from scratch, as a Hugging Face model has them."""
+"""Config and tokenizer of a model that was trained from scratch, in Hugging Face's format."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_description(
     checkpoint: str | Path, directory: Path, architecture: str | None = None, tokenizer: Any = None
 ) -> None:
-    """Write ``config.json``, of the architecture that computes the same if none is given, and the tokenizer."""
+    """Write the tokenizer and ``config.json``, by default of an architecture that computes the same."""
     provider = stored_provider.read(checkpoint)
     config = _config(provider, _chosen(provider, architecture))
     if tokenizer is not None:
@@ -52,7 +52,7 @@ def _chosen(provider: Any, architecture: str | None) -> str:
 
 
 def _says(provider: Any, architecture: str) -> bool:
-    """Whether the provider that is read back from a config of the architecture computes the same."""
+    """Whether the provider read back from a config of the architecture computes the same."""
     bridge = bridge_for(SimpleNamespace(architectures=[architecture]))
     if architecture not in _model_types() or not isinstance(bridge, DecoderBridge) or not bridge.can_say(provider):
         return False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's side of heads: the classes, the names of their tensors, and the config of an export.
+"""Heads on Hugging Face's side: the classes, the names of their tensors, and the config of an export.
 
-A classification or embedding class of transformers is the decoder of its causal class with another last layer. So
+A classification or embedding class of transformers is the decoder of its causal class with a different last layer. So
 the bridge of the causal class converts it, and this module replaces the last mapping.
 """
 
@@ -33,7 +33,7 @@ class HeadedClass(NamedTuple):
 
 
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
-    """What ``architecture`` is, if it is one of transformers' classes with a head."""
+    """The facts about ``architecture`` if it is one of transformers' classes with a head."""
     causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
     found = [head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture]
     return HeadedClass(found[0], causal) if found and isinstance(causal, str) else None
@@ -57,7 +57,7 @@ def _table(name: str) -> Mapping[str | None, Any]:
 
 
 def read(head: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The provider's attributes of a model of a class with ``head``."""
+    """The provider's attributes for a model of a class with ``head``."""
     if head is None:
         return {}
     return {"head": head, "num_labels": None if head == "embedding" else len(config.get("id2label") or (0, 1))}
@@ -93,7 +93,7 @@ def without_prefix(registry: MegatronMappingRegistry, entries: Mapping[str, Tens
 
 
 def changed_keys(provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a Hugging Face ``config`` that do not describe the head of ``provider``, as they should be."""
+    """The keys of a Hugging Face ``config`` that do not describe the head of ``provider``, with correct values."""
     if getattr(provider, "head", None) is None:
         return {}
     changed: dict[str, Any] = {"architectures": [architecture_of(provider.head, config.get("model_type"))]}

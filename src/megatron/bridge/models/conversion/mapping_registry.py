@@ -12,7 +12,7 @@ _NEAR_WILDCARD = re.compile(r"\d*(\*+)\d*")
 
 
 def _kind(pattern: str) -> str:
-    """A pattern that matches the kind, numbers set to 0, of every name that ``pattern`` matches."""
+    """A pattern that matches, with numbers replaced by 0, every name that ``pattern`` matches."""
     return _NUMBER.sub("0", _NEAR_WILDCARD.sub(r"\1", pattern))
 
 
@@ -49,7 +49,7 @@ class MegatronMappingRegistry:
         return None
 
     def _like(self, megatron_param: str) -> list[MegatronParamMapping]:
-        """The mappings that may match: the same for the many names that differ in layer and expert only."""
+        """The mappings that may match, cached for names that differ only in layer and expert."""
         kind = _NUMBER.sub("0", megatron_param)
         if kind not in self._candidates:
             self._candidates[kind] = [m for m in self._wild if patterns.match(_kind(m.megatron_param), kind)]

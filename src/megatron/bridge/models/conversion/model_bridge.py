@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""Bridges: what is known about one architecture, and the table of those that are known.
+"""Bridges, which know how to convert one architecture, and the registry of all bridges.
 
-A user's bridge subclasses ``MegatronModelBridge`` and says everything itself. The families of this package
-subclass ``DecoderBridge`` and declare three things: fields, fixed values, weights.
+A user's bridge subclasses ``MegatronModelBridge`` and implements its methods. The families of this package subclass
+``DecoderBridge`` and declare three things: fields, fixed values, weights.
 """
 
 import dataclasses
@@ -77,10 +77,10 @@ B = TypeVar("B", bound="type[MegatronModelBridge]")
 
 
 class MegatronModelBridge:
-    """What converts one Hugging Face architecture.
+    """Converts one Hugging Face architecture.
 
-    Subclasses implement ``provider_bridge`` and ``mapping_registry``. The ``maybe_modify`` hooks are for
-    architectures whose tensors must be computed, not only rearranged.
+    Subclasses implement ``provider_bridge`` and ``mapping_registry``. The ``maybe_modify`` hooks are for architectures
+    whose tensors must be computed, not only rearranged.
     """
 
     buffers: ClassVar[tuple[str, ...]] = ("**.rotary_emb.inv_freq", "**.masked_bias", "**.attn.bias")
@@ -127,34 +127,34 @@ class MegatronModelBridge:
         raise NotImplementedError(f"{type(self).__name__} must define mapping_registry")
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        """The mappings of a model built from the provider ``config``, on whose sizes names may depend."""
+        """The mappings of a model built from the provider ``config``, whose sizes some names depend on."""
         del config
         return self.mapping_registry()
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        """``registry`` under the names of transformers' modules, where a checkpoint has others."""
+        """``registry`` under the names of transformers' modules, if those in a checkpoint differ."""
         return registry
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-        """Patterns of tensors that a model of the provider ``config`` does without; an export copies them."""
+        """Patterns of tensors that a model of the provider ``config`` does not have; an export copies them."""
         del config, entries
         return self.carried
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
     ) -> MegatronMappingRegistry:
-        """``registry`` for the tensors of a checkpoint, where an architecture is stored in several ways."""
+        """``registry`` for the tensors of a checkpoint, if an architecture is stored in several ways."""
         del entries
         return registry
 
     def replaced_by_head(self, config: Any) -> frozenset[str]:
-        """Tensors of the output layer in whose place a model of the provider ``config`` has a head."""
+        """Tensors of the output layer that a head of the provider ``config`` replaces."""
         if getattr(config, "head", None) is None:
             return frozenset()
         return heads.output_tensors(self.mapping_registry())
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
-        """The Hugging Face config of a provider; empty where the bridge does not say."""
+        """The Hugging Face config of a provider; empty if the bridge does not implement it."""
         del provider
         return {}
 
@@ -164,7 +164,7 @@ class MegatronModelBridge:
         return {key: value for key, value in now.items() if key in hf_config and hf_config[key] != value}
 
     def config_of(self, provider: Any, source: Mapping[str, Any]) -> dict[str, Any]:
-        """The Hugging Face config ``source`` as it describes ``provider``, which may have been changed."""
+        """The Hugging Face config ``source``, updated to describe ``provider``, which may have been changed."""
         known = self.megatron_to_hf_config(provider)
         lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
         now: dict[str, Any] = {**source, **self.changed_config(provider, source), **lists}
@@ -197,7 +197,7 @@ class MegatronModelBridge:
 
 
 class DecoderBridge(MegatronModelBridge):
-    """A bridge that is data: config fields, values that Hugging Face implies, and blocks of weights."""
+    """A declarative bridge: config fields, values that Hugging Face implies, and blocks of weights."""
 
     fields: ClassVar[tuple[Field, ...]] = ()
     fixed: ClassVar[dict[str, Any]] = {}
@@ -206,12 +206,12 @@ class DecoderBridge(MegatronModelBridge):
     """Keys of this architecture that change nothing, beside those of every architecture."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse a declaration that cannot be meant, all mistakes together."""
+        """Refuse an inconsistent declaration, reporting all mistakes together."""
         super().__init_subclass__()
         refuse(f"{cls.__name__}.{problem}" for problem in _mistakes(cls))
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """The provider whose attributes are the fields' and the fixed values.
+        """The provider with the attributes from the fields and the fixed values.
 
         Raises:
             UserError: a key of the config is unknown, missing, or cannot be represented.
@@ -225,7 +225,7 @@ class DecoderBridge(MegatronModelBridge):
         return self._provider(**{**self.fixed, **values, **heads.read(self.head, config)})
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """All blocks whose names do not depend on the size of the model."""
+        """The mappings of all blocks whose names do not depend on the size of the model."""
         return _registry(block for block in self.weights if not callable(block))
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
@@ -248,7 +248,7 @@ class DecoderBridge(MegatronModelBridge):
         return {**known, **config_fields.write_all(self.fields, provider), **heads.changed_keys(provider, known)}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Compared by meaning, so that a synonym in the source stays as it is.
+        """The changed keys, compared by meaning, so that a synonym in the source stays as it is.
 
         Raises:
             UserError: the model computes what no config of its architecture can say.
@@ -262,11 +262,11 @@ class DecoderBridge(MegatronModelBridge):
         return {**changed, **heads.changed_keys(provider, hf_config)}
 
     def can_say(self, provider: Any) -> bool:
-        """Whether nothing keeps a config of this architecture from describing the model."""
+        """Whether a config of this architecture can describe the model."""
         return type(provider) is self._provider and not self._unsaid(provider)
 
     def _unsaid(self, provider: Any) -> list[str]:
-        """What makes up other architectures and is not as this one implies it, as ``name=value``."""
+        """Settings that this architecture cannot express, as ``name=value``."""
         said = {name for field in self.fields for name in field.names}
         implied = {field.name: field.default for field in dataclasses.fields(self._provider)} | self.fixed
         names = (name for name in sorted(function_fields() - said) if name in implied and hasattr(provider, name))
@@ -298,7 +298,7 @@ def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
 
 
 def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[str]:
-    """One phrase for each name in ``fields`` and ``fixed`` that the provider has not."""
+    """One phrase for each name in ``fields`` and ``fixed`` that the provider does not have."""
     known = {field.name for field in dataclasses.fields(provider)}
     told = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
     for name, where in {**told, **{name: f"fixed[{name!r}]" for name in bridge.fixed}}.items():
@@ -318,7 +318,7 @@ _OF_TRAINING = {
 
 @cache
 def function_fields() -> frozenset[str]:
-    """Attributes of providers that change what a trained model computes: those that any architecture sets."""
+    """Attributes of providers that change what a trained model computes, as set by any architecture."""
     _load_families()
     bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
     told = {name for fields in declared_fields().values() for field in fields for name in field.names}
@@ -383,7 +383,7 @@ def _load_families() -> None:
 
 
 def _load_installed(point: metadata.EntryPoint) -> None:
-    """Import what another package declares, for that to register its bridges."""
+    """Import the bridges that other installed packages declare, so that they register themselves."""
     try:
         point.load()
     except Exception as error:
@@ -432,13 +432,13 @@ def is_known(config: Any) -> bool:
 
 
 def registered_name(architecture: str) -> str:
-    """The registered name that differs in capitals only: Microsoft writes PhiMoE, transformers Phimoe."""
+    """The registered name that differs only in case: Microsoft writes PhiMoE, transformers Phimoe."""
     spelled = {name.lower(): name for name in architectures()}
     return architecture if architecture in _REGISTRY else spelled.get(architecture.lower(), architecture)
 
 
 def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
-    """What a class with a head is, if the bridge of its decoder is a declaration."""
+    """The headed class's facts if the bridge of its decoder is declarative."""
     found = heads.headed_class(architecture, getattr(config, "model_type", None))
     if found is None or found.causal.endswith("ForConditionalGeneration"):  # images need more than a decoder
         return None
@@ -446,7 +446,7 @@ def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether transformers works it out: an entry for each layer, the rotated width of latent attention."""
+    """Whether transformers derives the key: an entry for each layer, the rotated width of latent attention."""
     per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get("num_hidden_layers")
     return per_layer or (key in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in config)
 

@@ -23,7 +23,7 @@ def is_megatron_checkpoint(name: str | Path) -> bool:
 
 
 def local_weights(name: str | Path) -> Path:
-    """The directory of the weights ``name``, a directory in either format or a hub id, whose files are downloaded."""
+    """The local directory of the weights ``name``: a directory in either format, or a downloaded hub id."""
     if hub.is_hub_id(name):
         return hub.resolve(name, weights=True)
     return storage.local(name).expanduser() if is_hf_model(name) else paths.resolve(name)
@@ -45,9 +45,9 @@ def tokenizer_of(name: str | Path) -> str | None:
 
 
 def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
-    """Fill this rank's chunks from a local directory in either format; all ranks call this.
+    """Load this rank's chunks from a local directory in either format; all ranks call this.
 
-    A Megatron checkpoint is not verified: whoever chose it has done that.
+    A Megatron checkpoint is not verified here; callers do that.
     """
     if on_first_rank(lambda: is_hf_model(path)):
         AutoBridge.from_hf_pretrained(path).load_hf_weights(chunks)

@@ -13,7 +13,7 @@ class DeepseekV2Bridge(DecoderBridge):
 
     fields = (*LATENT, *ROUTED_AND_SHARED, *BEST_GROUPS, *BALANCING, DENSE_BEFORE_SPARSE)
     fixed = {**LATENT_LIKE, **PLAIN_SOFTMAX_ROUTING}
-    # transformers never normalises the weights of the chosen experts
+    # transformers never normalizes the weights of the chosen experts
     irrelevant = {**UNSPOKEN, "norm_topk_prob": (False, None), "scoring_func": ("softmax",)}
     weights = (ends(), *_LAYER)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ERNIE 4.5, dense: Llama with rotated pairs of neighbours and one switch for all biases."""
+"""ERNIE 4.5, dense: Llama with rotated pairs of neighbors and one switch for all biases."""
 
 from dataclasses import replace
 from typing import Any

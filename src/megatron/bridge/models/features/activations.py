@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that a config needs by name: options of PyTorch's functions, and xIELU, which is trained."""
+"""Activations without a function of the right name: options of PyTorch's functions, and xIELU, which is trained."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _ALPHA, _BETA, _EPS = 0.8, 0.5, -1e-6  # of xIELU; the last two are not trained
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation, Hugging Face's ``gelu_pytorch_tanh``."""
+    """GELU with the tanh approximation, Hugging Face's ``gelu_pytorch_tanh``."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -30,7 +30,7 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
 
 
 def xielu(x: Tensor) -> Tensor:
-    """The activation xIELU as it is before training; ``apply_xielu`` gives each layer parameters of its own."""
+    """The activation xIELU with its initial parameters; ``apply_xielu`` makes them trainable in each layer."""
     return _xielu(x, _ALPHA, _ALPHA - _BETA, _BETA, x.clamp(max=_EPS))
 
 
@@ -61,7 +61,7 @@ class XIELU(nn.Module):
 
 
 def apply_xielu(model: nn.Module, config: Any) -> None:
-    """Replace the function ``xielu`` in each feed-forward layer by one that learns."""
+    """Replace the function ``xielu`` in each feed-forward layer by one with trained parameters."""
     if config.activation_func is not xielu:
         return
     if config.gated_linear_unit or config.num_moe_experts:

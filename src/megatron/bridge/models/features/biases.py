@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biases on one part of a layer only.
+"""Biases on only one part of a layer.
 
-Megatron-Core has one switch for the output projection and the feed-forward layer. Architectures differ between the
-two; a bias that must not be there is removed after the model was built, so it is neither trained nor saved.
+Megatron-Core has one switch for the output projection and the feed-forward layer, but some architectures have a bias on
+only one of them. The other bias is removed after the model was built, so it is neither trained nor saved.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def _add_to_output_projections(model: nn.Module, config: Any) -> None:
 
 
 def apply_output_bias(model: Any, config: Any) -> None:
-    """Give the output layer of ``model`` (a ``GPTModel``) a bias where ``config.output_bias`` asks for one."""
+    """Add a bias to the output layer of ``model`` (a ``GPTModel``) if ``config.output_bias`` is set."""
     output = getattr(model, "output_layer", None)
     if not config.output_bias or output is None:
         return

@@ -33,7 +33,7 @@ _OF_ATTENTION: dict[str, Any] = {
 
 
 def check(config: TransformerConfig) -> None:
-    """Refuse layers that Megatron-Core would build differently, or not at all."""
+    """Refuse layers that Megatron-Core would build differently or not at all."""
     for name in LAYERS:
         if any(getattr(config, name, None) or ()):
             _check_layers(config, name)
@@ -93,7 +93,7 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
 
 
 def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
-    """Refuse sizes called ``names`` that tensor-parallel ranks cannot split."""
+    """Refuse sizes ``names`` that tensor-parallel ranks cannot split."""
     ranks = config.tensor_model_parallel_size
     for name in names:
         size = getattr(config, name)
@@ -104,7 +104,7 @@ def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
 
 
 def exclude(config: Any, harmless: Mapping[str, Any], feature: str) -> None:
-    """Refuse settings that differ from the values with which they do nothing beside ``feature``."""
+    """Refuse settings that are not supported together with ``feature``, unless they have no effect."""
     for name, value in harmless.items():
         if getattr(config, name, value) != value:
             raise UserError(f"{name}={getattr(config, name)!r} is not supported with {feature}")

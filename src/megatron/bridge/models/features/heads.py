@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads in the place of the output layer: scores of classes, or the hidden states themselves."""
+"""Heads that replace the output layer: class scores, or the hidden states themselves."""
 
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ _FIRST_WEIGHTS_SEED = 1234
 
 
 class LinearForLastLayer(nn.Linear):
-    """A head in place of the output layer: hidden states [sequence, batch, hidden], gathered, to values in fp32."""
+    """A head that maps hidden states [sequence, batch, hidden], gathered, to values in fp32."""
 
     def __init__(
         self, input_size: int, output_size: int, *, sequence_parallel: bool = False, bias: bool = False
@@ -49,7 +49,7 @@ class LinearForLastLayer(nn.Linear):
 
 
 class HiddenStates(nn.Module):
-    """The head of an embedding model: hidden states [sequence, batch, hidden] as they are, gathered, in fp32."""
+    """The head of an embedding model: returns hidden states [sequence, batch, hidden], gathered, in fp32."""
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def _whole_sequence(values: Tensor) -> Tensor:
 
 
 def derive(config: Any) -> None:
-    """Refuse what a head cannot be combined with, and untie the output layer, which is not there."""
+    """Refuse features that a head does not support, and untie the output layer, which does not exist."""
     if config.head is None:
         _refuse_settings_without_head(config)
         return
@@ -104,7 +104,7 @@ def _refuse_settings_without_head(config: Any) -> None:
 
 
 def apply_head(model: nn.Module, config: Any) -> None:
-    """Replace the output layer of a built chunk by the head that ``config`` declares.
+    """Replace the output layer of a built chunk with the head that ``config`` declares.
 
     New weights are normal with ``init_method_std``, and the same under every parallel layout.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multipliers of layers with a Mamba-2 mixer beside attention (Falcon-H1), and what such layers exclude."""
+"""Multipliers of layers with a Mamba-2 mixer in parallel with attention (Falcon-H1), and unsupported settings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ _EXCLUDED: dict[str, Any] = {
 
 
 def derive(config: Any) -> None:
-    """Refuse what does not work beside a mixer; queries and keys are multiplied through the scale of attention."""
+    """Refuse unsupported settings; the multiplier of queries and keys becomes part of the attention scale."""
     if config.mamba_beside_attention is None:
         return
     for name in config.mamba_beside_attention:
@@ -84,7 +84,7 @@ def apply(model: nn.Module, config: Any) -> None:
 
 
 def _multiply(factors: Sequence[float], sizes: Sequence[int]) -> Any:
-    """A hook that multiplies parts of a linear layer's outputs, which lie one after the other."""
+    """A hook that multiplies parts of a linear layer's concatenated outputs."""
 
     def multiply(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         out, bias = outputs

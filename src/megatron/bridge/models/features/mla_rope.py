@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings of multi-latent attention, with the numbers that transformers computes.
+"""Rotary embeddings of multi-latent attention, with the same numbers as transformers.
 
-Every attention layer owns its embedding here, and Megatron-Core derives YaRN's numbers by rules of its own: with
-``mscale`` or ``mscale_all_dim`` alone they differ from transformers'. Frequencies and attention factor come from
-transformers' own functions, as those of other models do (``models/features/rope.py``).
+In Megatron-Core, every attention layer owns its embedding, and YaRN's parameters follow different rules: with only
+``mscale`` or ``mscale_all_dim`` they differ from transformers'. Here, frequencies and attention factor come from
+transformers' own functions, as for other models (``models/features/rope.py``).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class LatentRotaryEmbedding(YarnRotaryEmbedding):
-    """Angles of the ``qk_pos_emb_head_dim`` dimensions of a head that carry positions, for all layers."""
+    """Angles of the ``qk_pos_emb_head_dim`` rotated dimensions of a head, shared by all layers."""
 
     def __init__(self, config: Any, cp_group: Any) -> None:
         parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}
@@ -45,7 +45,7 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
 
 
 def derive(config: Any) -> None:
-    """Set the values of Megatron-Core that ``config.rope_parameters`` stands for; without any they stay."""
+    """Set the Megatron-Core settings that ``config.rope_parameters`` implies, if it is set."""
     parameters = config.rope_parameters or {}
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -63,7 +63,7 @@ def derive(config: Any) -> None:
 
 
 def apply(model: Any, config: Any) -> None:
-    """Give all attention layers of ``model`` the one embedding that ``config.rope_parameters`` asks for."""
+    """Share one embedding, as ``config.rope_parameters`` describes, among all attention layers of ``model``."""
     layers = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
     if config.position_embedding_type == "none":  # the same features, not rotated
         for layer in layers:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scale and normalize embeddings; scale and soft-cap logits.
 
-They are applied where the embedding and the output layer return, so everything that calls one of the two sees
-them, once: losses, multi-token prediction, tied weights, a caller that asks for logits.
+They apply to the outputs of the embedding and the output layer, so all callers see them exactly once: losses,
+multi-token prediction, tied weights, and callers that ask for logits.
 """
 
 import math

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding that lets tensor parallelism cut any model, without changing the function that is trained.
+"""Padding so that tensor parallelism can shard any model without changing the function that is trained.
 
-Heads of padding are zero and get zero gradients, so they stay zero. Rows of vocabulary padding are kept out of the
+Padding heads are zero and get zero gradients, so they stay zero. Rows of vocabulary padding are excluded from the
 softmax: otherwise each would add exp(0) to the denominator, and the loss would depend on the parallel layout.
 """
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 
 def apply_padding(model: nn.Module, config: Any) -> None:
-    """Make the padding of a built ``GPTModel`` inert."""
+    """Make the padding of a built ``GPTModel`` have no effect."""
     _zero_padded_heads(model, config)
     _mask_padded_vocabulary(model, config)
 
 
 def _true_here(total: int, local: int) -> int:
-    """How many of this rank's ``local`` items are among the first ``total`` of all tensor-parallel ranks."""
+    """How many of this rank's ``local`` items are not padding: the first ``total`` over all tensor-parallel ranks."""
     return min(max(total - local * parallel_state.get_tensor_model_parallel_rank(), 0), local)
 
 

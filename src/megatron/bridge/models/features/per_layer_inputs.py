@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-layer embeddings (PLE): inputs of each layer beside the residual stream (Gemma 4).
+"""Per-layer embeddings (PLE): an additional input of each layer (Gemma 4).
 
-The embedding and a projection of the token's usual embedding, normed, are added up for all layers at once. A layer
-gates its part by the residual stream after the feed-forward layer, and adds a projection of that. All of it is
-computed on each tensor-parallel rank's own tokens; only the table of embeddings is cut.
+A per-layer embedding and a normed projection of the token's usual embedding are added for all layers at once. After the
+feed-forward layer, a layer gates its part by the residual stream, and adds a projection of the result. Each
+tensor-parallel rank computes this for its own tokens; only the embedding table is sharded.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class ReplicatedLinear(nn.Module):
 
 
 class PerLayerInputs(MegatronModule):
-    """What all layers get: [s, b, layers, width] of token ids [b, s] and their embeddings [s, b, hidden]."""
+    """The inputs of all layers, [s, b, layers, width], from token ids [b, s] and embeddings [s, b, hidden]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -56,7 +56,7 @@ class PerLayerInputs(MegatronModule):
 
 
 class PerLayerGate(nn.Module):
-    """What a layer adds to the residual stream, from the stream and the layer's part of the inputs."""
+    """A layer's addition to the residual stream, computed from the stream and the layer's part of the inputs."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ _REFUSED = {
 
 
 def check(config: Any) -> None:
-    """Refuse what runs a layer, or parts of one, without what other modules give it."""
+    """Refuse features that run layers, or parts of them, without the inputs from other modules."""
     for (setting, value), (features, why) in _REFUSED.items():
         used = next((name for name in features if getattr(config, name)), None)
         if used and getattr(config, setting) == value:
@@ -96,7 +96,7 @@ def check(config: Any) -> None:
 
 
 def apply_layer_ends(model: nn.Module, config: Any) -> None:
-    """Give the layers of ``model`` (a ``GPTModel``) their further inputs and their scales."""
+    """Add per-layer inputs and scales to the layers of ``model`` (a ``GPTModel``)."""
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if config.layer_scales:
         for layer in layers:

@@ -20,7 +20,7 @@ def check(config: Any) -> None:
 
 
 def apply_offset(model: nn.Module, config: Any) -> None:
-    """Let the positions of ``model`` (a ``GPTModel``) begin at row ``config.position_offset`` of their table."""
+    """Start the positions of ``model`` (a ``GPTModel``) at row ``config.position_offset`` of their table."""
     if not config.position_offset or not hasattr(model, "embedding"):
         return
 

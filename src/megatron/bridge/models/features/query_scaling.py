@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries that grow with their position, so that attention stays as sharp over contexts longer than trained.
+"""Queries that grow with their position, so that attention stays sharp over contexts longer than in training.
 
-A query at position p is multiplied by ``1 + beta * log(1 + floor(p / length))``: by 1 within the length of the
-first training, by a little more in each further one (Ministral 3). Llama 4 counts positions from 1, and scales
-in layers without a rotary embedding only.
+A query at position p is multiplied by ``1 + beta * log(1 + floor(p / length))``: by 1 within the original training
+length, and by more in each further one (Ministral 3). Llama 4 counts positions from 1, and scales only in layers
+without a rotary embedding.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def apply_query_scaling(model: nn.Module, config: Any) -> None:
-    """Scale the rotated queries of ``model`` (a ``GPTModel``) where ``config.query_scaling_beta`` is not None."""
+    """Scale the rotated queries of ``model`` (a ``GPTModel``) if ``config.query_scaling_beta`` is not None."""
     if config.query_scaling_beta is None:
         return
     own = config.query_scaling_length
@@ -55,7 +55,7 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
 
 
 def _positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
-    """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], counted from each sequence's start."""
+    """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], from the start of each sequence."""
     if packed is not None and packed.qkv_format == "thd":
         parts = packed_segments(packed)[0]
         group, first = packed.cp_group if packed.local_cp_size is not None else group, 0

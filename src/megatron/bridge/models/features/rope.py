@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled rotary embeddings: every kind that transformers computes, with the numbers that transformers computes.
+"""Scaled rotary embeddings of every kind in transformers, with the same numbers as transformers.
 
-Megatron-Core knows two kinds of scaling and fixes some of their parameters. Here the inverse frequencies and the
-attention factor come from transformers' own functions, so a scaled model cannot drift from its reference.
+Megatron-Core supports two kinds of scaling and fixes some of their parameters. Here the inverse frequencies and the
+attention factor come from transformers' own functions, so a scaled model equals its reference.
 """
 
 import copy
@@ -34,7 +34,7 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def check_parameters(parameters: dict[str, Any]) -> None:
-    """Refuse a ``rope_parameters`` dict that is not understood to the last key."""
+    """Refuse a ``rope_parameters`` dict with keys or values that are not supported."""
     kind = parameters.get("rope_type", "default")
     if kind not in KINDS:
         raise UserError(f"rope_parameters.rope_type={kind!r} is not one of {', '.join(KINDS)}")
@@ -51,7 +51,7 @@ def check_parameters(parameters: dict[str, Any]) -> None:
 
 
 def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
-    """Refuse numbers with which the rule would divide by zero, or stretch no position."""
+    """Refuse values with which the rule would divide by zero, or scale no position."""
     for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "rope_theta"):
         value = parameters.get(key)
         if value is not None and (isinstance(value, bool) or value <= 0):
@@ -70,7 +70,7 @@ def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
 
 
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding, in the layout of ``plain``, with frequencies by one of transformers' rules."""
+    """Megatron's rotary embedding, in the layout of ``plain``, with frequencies from one of transformers' rules."""
 
     def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
         super().__init__(**_layout(plain, config, parameters))
@@ -105,7 +105,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 class LayerwiseRotaryEmbedding(nn.Module):
-    """Two rotary embeddings in one tensor, of layers without and with a window; each layer takes its own."""
+    """Two rotary embeddings in one tensor, for layers with and without a window; each layer selects one."""
 
     def __init__(self, everywhere: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class LayerwiseRotaryEmbedding(nn.Module):
         return self.everywhere.get_rotary_seq_len(*args, **kwargs)
 
     def get_cos_sin(self, *_: Any) -> Any:
-        """Refuse flash decoding, which alone asks for it: its kernel takes one table for all layers."""
+        """Refuse flash decoding, the only caller: its kernel takes one table for all layers."""
         raise UserError("local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False")
 
 
@@ -134,7 +134,7 @@ def _ntk_alpha(parameters: dict[str, Any], width: int) -> torch.Tensor:
 
 
 def frequencies_and_factor(reference: Any, length: int | None = None) -> tuple[torch.Tensor, float]:
-    """What transformers computes for texts of this length from ``reference_config``."""
+    """Transformers' frequencies and attention factor for texts of this length, from ``reference_config``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     with torch.device("cpu"):  # numbers, even while the model is built on the meta device
@@ -142,13 +142,13 @@ def frequencies_and_factor(reference: Any, length: int | None = None) -> tuple[t
 
 
 def changes_with_length(reference: Any, length: int) -> bool:
-    """Whether transformers computes frequencies anew from the length of the sequence at hand."""
+    """Whether transformers recomputes frequencies from the length of the current sequence."""
     kind = reference.rope_parameters["rope_type"]
     return kind == "longrope" or (kind == "dynamic" and length > reference.max_position_embeddings)
 
 
 def check_factors(parameters: dict[str, Any], pairs: int) -> None:
-    """Refuse lists that have not a number for each of the rotated pairs of a head."""
+    """Refuse lists without a number for each rotated pair of a head."""
     for name in ("short_factor", "long_factor"):
         factors = parameters.get(name)
         if factors is not None and len(factors) != pairs:
@@ -156,7 +156,7 @@ def check_factors(parameters: dict[str, Any], pairs: int) -> None:
 
 
 def apply_rope(model: Any, config: Any) -> None:
-    """Give ``model`` (a ``GPTModel``) the scaled, or layerwise, rotary embedding that ``config`` asks for."""
+    """Give ``model`` (a ``GPTModel``) the scaled or layerwise rotary embedding that ``config`` declares."""
     parameters, local = config.rope_parameters or {}, config.local_rope_parameters
     if config.rotary_reversed and _is_plain(parameters):
         model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
@@ -189,7 +189,7 @@ def apply_rope(model: Any, config: Any) -> None:
 
 
 def _take(index: int, width: int) -> Any:
-    """A hook that leaves a layer its own of the angles of ``LayerwiseRotaryEmbedding``."""
+    """A hook that selects a layer's own angles from those of ``LayerwiseRotaryEmbedding``."""
 
     def take(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index, ..., :width]}
@@ -209,7 +209,7 @@ def _embedding(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) 
 
 
 def _layout(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
-    """How to build a rotary embedding like ``plain`` on the base of ``parameters``."""
+    """The arguments to build a rotary embedding like ``plain`` with the base of ``parameters``."""
     return {
         "kv_channels": config.kv_channels,
         "rotary_percent": config.rotary_percent,
@@ -238,7 +238,7 @@ def _set_attention_factor(layers: list[Any], config: TransformerConfig, embeddin
 
 
 def reference_config(config: Any, parameters: dict[str, Any], width: int) -> SimpleNamespace:
-    """What transformers' functions read from a Hugging Face config whose heads have ``width`` dimensions."""
+    """The config that transformers' functions read, for heads of ``width`` dimensions."""
     return SimpleNamespace(
         rope_parameters=parameters,
         head_dim=width,

@@ -27,7 +27,7 @@ _BEST = {"max": 1, "two": 2}
 
 
 class BestExpertGroups:
-    """Replaces a router's replay, the hook with which Megatron-Core allows another choice of experts."""
+    """Replaces a router's replay, the hook with which Megatron-Core allows a different choice of experts."""
 
     layer_number: int | None = None
 
@@ -59,7 +59,7 @@ class CorrectedSoftmax:
 
 
 def check(config: Any) -> None:
-    """Refuse settings that take the routing away from these rules."""
+    """Refuse settings that bypass these routing rules."""
     if _ranks_groups(config):
         _refuse_other_choice(config, "moe_router_group_score")
     rules = {
@@ -80,7 +80,7 @@ def check(config: Any) -> None:
 
 
 def _refuse_other_choice(config: Any, rule: str) -> None:
-    """Refuse settings that take the choice of experts away from the router's own code."""
+    """Refuse settings that choose experts outside of the router's own code."""
     for name in ("moe_router_fusion", "moe_enable_routing_replay"):
         if getattr(config, name):
             value = getattr(config, rule)
@@ -92,7 +92,7 @@ def _ranks_groups(config: Any) -> bool:
 
 
 def apply_routing(model: nn.Module, config: Any) -> None:
-    """Give the routers of ``model`` the rules that ``config`` declares."""
+    """Apply the rules that ``config`` declares to the routers of ``model``."""
     eps = config.moe_router_sparsemixer_eps
     routers: list[Any] = [module for module in model.modules() if isinstance(module, TopKRouter)]
     for router in routers:
@@ -129,7 +129,7 @@ def _unnormalized(normalized: Callable[..., Routing], experts: int) -> Callable[
 
 
 def sparse_mixer(scores: Tensor, topk: int, eps: float) -> Tensor:
-    """Weights [tokens, experts] of the ``topk`` best scores, all others zero."""
+    """Weights [tokens, experts] of the ``topk`` best scores; all others are zero."""
     weights, left = torch.zeros_like(scores), scores
     for _ in range(topk):
         best, expert = left.max(-1, keepdim=True)

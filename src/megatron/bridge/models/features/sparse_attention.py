@@ -44,7 +44,7 @@ def check(config: Any) -> None:
 
 
 def _check_shared(config: Any) -> None:
-    """A choice is taken over from the same pass through the same stage."""
+    """Layers that share a choice must run in the same pass through the same stage."""
     where = f"dsa_indexer_topk_freq={config.dsa_indexer_topk_freq} lets layers share what an indexer chooses"
     if config.mtp_num_layers:
         raise UserError(f"{where}, which mtp_num_layers={config.mtp_num_layers} does not support: set it to None")
@@ -57,7 +57,7 @@ def _check_shared(config: Any) -> None:
 
 
 def check_stage(config: Any, first: int) -> None:
-    """Refuse a pipeline stage that begins with a layer without an indexer; ``first`` counts from 1."""
+    """Refuse a pipeline stage that starts with a layer without an indexer; ``first`` counts from 1."""
     if takes_over(first, config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq):
         raise UserError(
             f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} begins a stage with layer {first}, "
@@ -67,7 +67,7 @@ def check_stage(config: Any, first: int) -> None:
 
 
 def apply(model: nn.Module, config: Any) -> None:
-    """Connect layers that share a choice; without a loss of its own, an indexer stays as it is."""
+    """Connect layers that share a choice; an indexer without its own loss is frozen."""
     if not is_sparse(config):
         return
     layers = model.decoder.layers  # type: ignore[union-attr]

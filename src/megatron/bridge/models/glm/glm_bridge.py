@@ -10,7 +10,7 @@ _INDEXED_LAYER = (latent_attention(), indexer(), *DENSE_OR_SPARSE)
 
 @register_bridge("GlmForCausalLM", model_type="glm")
 class GlmBridge(DecoderBridge):
-    """GLM-4 9B of 2024: half of each head is rotated, in neighbouring pairs; gate and up projection are one tensor."""
+    """GLM-4 9B of 2024: half of each head is rotated, in neighboring pairs; gate and up projection are one tensor."""
 
     fields = (*override(DENSE, PARTIAL_ROPE), Field("attention_bias", "add_qkv_bias", default=True))
     fixed = {**LLAMA_LIKE, "rotary_interleaved": True, "add_bias_linear": False}
@@ -80,7 +80,7 @@ class GlmMoeDsaBridge(DecoderBridge):
 
 @register_bridge("Glm4vForConditionalGeneration", model_type="glm4v")
 class GLM4VBridge(VisionBridge):
-    """GLM-4.1V: GLM-4's decoder, its rotated pairs of neighbours with positions on three axes."""
+    """GLM-4.1V: GLM-4's decoder, its rotated pairs of neighbors with positions on three axes."""
 
     texts = {"glm4v_text": "Glm4ForCausalLM"}
     tower = ("visual",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helium: Llama with rotated pairs of neighbours."""
+"""Helium: Llama with rotated pairs of neighbors."""
 
 from megatron.bridge.models.families import *
 

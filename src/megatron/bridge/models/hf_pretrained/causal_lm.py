@@ -125,7 +125,7 @@ class PreTrainedCausalLM:
 
     @cached_property
     def state(self) -> SafetensorsCheckpoint:
-        """The weights in full, as lazy views; quantised ones are dequantised when they are read."""
+        """The weights in full, as lazy views; quantized ones are dequantized when they are read."""
         directory = hub.resolve(self.model_name_or_path, weights=True, **self._hub)
         return quantized_checkpoint.open_checkpoint(directory, self.raw_config, self.declared_dtype)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with quantised weights, presented as the ones they were made from.
+"""Checkpoints with quantized weights, read like the checkpoints that they were made from.
 
-A quantised tensor and its scales appear as one tensor under its plain name and in the dtype of the model. What is
-stored beside it and belongs to it is claimed; a scale that is missing, left over or of the wrong shape is refused.
+A quantized tensor and its scales appear as one tensor under its plain name, in the dtype of the model. All stored
+tensors must be accounted for; a scale that is missing, unused or of the wrong shape is refused.
 
-Numbers have 8 or 4 bits with a scale for each block. Only the bytes of the part that is asked for are read, and what is
-computed on the way is less than a megabyte, so a rank that needs a tenth of a tensor does a tenth of the work.
+Values have 8 or 4 bits, with a scale for each block. Only the bytes of the requested part are read, and temporary
+tensors take less than a megabyte, so a rank that needs a tenth of a tensor does a tenth of the work.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ from megatron.bridge.utils.errors import UserError, did_you_mean, first_problems
 Index = Sequence[int | slice]
 
 _BYTES = torch.arange(256, dtype=torch.uint8)
-# numbers by byte: torch converts float8 at half the speed of a look-up
+# the value of each byte: a table is twice as fast as torch's conversion of float8
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float()
 # the values of E2M1, sign in the highest bit (OCP Microscaling Formats 1.0, section 5.3.3)
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _E2M1_PAIRS = torch.stack((_E2M1[(_BYTES & 0xF).int()], _E2M1[(_BYTES >> 4).int()]), dim=-1)
-_MX_BLOCK = 32  # numbers that share a scale
+_MX_BLOCK = 32  # values that share a scale
 _MX_BYTES = _MX_BLOCK // 2
 _E8M0_BIAS = 127
-_AT_ONCE = 1 << 17  # numbers unpacked at a time: half a megabyte, which stays in a cache
+_AT_ONCE = 1 << 17  # values unpacked at a time: half a megabyte, which fits into the CPU cache
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BlockScaledFP8:
     """A matrix of 8-bit floats; each block of ``block`` rows and columns is multiplied by its scale."""
 
     weight: TensorEntry  # [rows, columns] in float8
-    # [ceil(rows / block rows), ceil(columns / block columns)]; any shape of one number for the whole
+    # [ceil(rows / block rows), ceil(columns / block columns)], or a single number of any shape
     scale: TensorEntry
     block: tuple[int, int] | None  # rows and columns that share a scale; None for one scale
 
@@ -49,13 +49,13 @@ class BlockScaledFP8:
 
     @property
     def sources(self) -> tuple[TensorEntry, ...]:
-        """The stored tensors that it is made of."""
+        """The stored tensors that make it up."""
         return self.weight, self.scale
 
     def fill(self, stored: Mapping[str, Tensor], index: Index, target: Tensor) -> None:
         """Compute ``tensor[index]`` in float32 and copy it into ``target``.
 
-        Row of blocks by row of blocks: the scales of one are a vector over its columns.
+        Works on one row of blocks at a time, whose scales are a vector over its columns.
 
         Args:
             stored: the stored tensors by name.
@@ -77,7 +77,7 @@ class BlockScaledFP8:
 class MXFP4:
     """Matrices of 4-bit floats, stored transposed; 32 neighbors share a power of two (MXFP4)."""
 
-    blocks: TensorEntry  # [matrices, columns, groups, 16] bytes; the low half of one is the first of its two numbers
+    blocks: TensorEntry  # [matrices, columns, groups, 16] bytes; the low half of a byte is the first of two values
     scales: TensorEntry  # [matrices, columns, groups] exponents in E8M0
 
     @property
@@ -91,7 +91,7 @@ class MXFP4:
         return self.blocks, self.scales
 
     def fill(self, stored: Mapping[str, Tensor], index: Index, target: Tensor) -> None:
-        """The same, matrix by matrix, some columns at a time."""
+        """The same, one matrix and some columns at a time."""
         which, *inner = _full(index, 3)
         if isinstance(which, slice):
             for number, part in zip(range(self.shape[0])[which], target, strict=True):
@@ -118,17 +118,17 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _look_up(table: Tensor, stored: Tensor) -> Tensor:
-    """What ``table`` has for each byte of ``stored``, in its shape."""
+    """The entries of ``table`` for the bytes in ``stored``, in its shape."""
     return table.index_select(0, stored.reshape(-1).int()).view(*stored.shape, *table.shape[1:])
 
 
 def block_grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix; blocks at its edges may be smaller."""
+    """The shape of a matrix's scales; blocks at its edges may be smaller."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
 def is_mxfp4(blocks: TensorEntry, scales: TensorEntry) -> bool:
-    """Whether two stored tensors are the two parts of MXFP4 matrices."""
+    """Whether two stored tensors are the blocks and scales of MXFP4 matrices."""
     right_bytes = blocks.dtype is scales.dtype is torch.uint8
     return right_bytes and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, _MX_BYTES)
 
@@ -138,7 +138,7 @@ def _full(index: Index, dimensions: int) -> list[int | slice]:
 
 
 def _range(size: int, part: int | slice) -> range:
-    """Which of ``size`` rows or columns a slice means."""
+    """The indices of a slice of ``size`` rows or columns."""
     assert isinstance(part, slice), "rows and columns are indexed by slices"
     return range(size)[part]
 
@@ -148,7 +148,7 @@ def _slice(indices: range) -> slice:
 
 
 def _spans(indices: range, length: int, most: int) -> Iterator[tuple[int, slice, slice]]:
-    """(block, indices in it, their places among all ``indices``) for up to ``most`` of ``indices`` at a time."""
+    """(block, indices in it, their positions in ``indices``), for up to ``most`` of ``indices`` at a time."""
     at = 0
     while at < len(indices):
         number = indices[at] // length
@@ -158,11 +158,11 @@ def _spans(indices: range, length: int, most: int) -> Iterator[tuple[int, slice,
         at += len(here)
 
 
-_WAY_OUT = "convert the model in bfloat16 or float32, which its authors or transformers' save_pretrained can give"
+_WAY_OUT = "convert a bfloat16 or float32 version, from its authors or from save_pretrained of transformers"
 
 Entries = Mapping[str, TensorEntry]
 Found = tuple[dict[str, QuantizedTensor], list[str], list[str]]
-"""Packed tensors by their plain name, stored tensors that belong to them, problems."""
+"""Packed tensors by plain name, names of their other stored tensors, problems."""
 
 
 def _anything(_: Any) -> bool:
@@ -189,11 +189,11 @@ _METHODS: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 
 def check(config: Mapping[str, Any]) -> str:
-    """The quantisation method of a ``quantization_config``."""
+    """Check a ``quantization_config``; returns its method."""
     method = config.get("quant_method")
     if method not in _METHODS:
         raise UserError(
-            f"quantization_config.quant_method={method!r} cannot be read: {', '.join(_METHODS)} can; {_WAY_OUT}"
+            f"quantization_config.quant_method={method!r} is not supported: use {' or '.join(_METHODS)}, or {_WAY_OUT}"
         )
     known = _METHODS[method]
     for key, value in config.items():
@@ -207,13 +207,13 @@ def check(config: Mapping[str, Any]) -> str:
             )
         if not known[key](value):
             raise UserError(
-                f"quantization_config.{key}={value!r} cannot be read with quant_method={method!r}: {_WAY_OUT}"
+                f"quantization_config.{key}={value!r} is not supported with quant_method={method!r}: {_WAY_OUT}"
             )
     return method
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A Hugging Face config as that of the model in full."""
+    """The Hugging Face config of the dequantized model."""
     plain = dict(config)
     if plain.get("quantization_config") is not None:
         check(_plain(plain.pop("quantization_config")))
@@ -221,7 +221,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> SafetensorsCheckpoint:
-    """The weights in ``directory``, in full; quantised tensors appear in ``dtype``, bfloat16 when None."""
+    """The weights in ``directory``; quantized tensors appear in ``dtype``, bfloat16 when None."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return SafetensorsCheckpoint(directory)
@@ -230,10 +230,10 @@ def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dty
 
 
 class QuantizedCheckpoint(SafetensorsCheckpoint):
-    """A checkpoint whose quantised tensors appear in full.
+    """A checkpoint whose quantized tensors appear dequantized.
 
     Args:
-        dtype: dtype in which quantised tensors appear; a part that is copied is computed in float32 and rounded
+        dtype: dtype in which quantized tensors appear; a part that is copied is computed in float32 and rounded
             to the target's dtype only.
     """
 
@@ -256,7 +256,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """Every tensor in full, where the largest part of it lies."""
+        """All tensors as they appear, each in the file that holds its largest part."""
         belongings = set(self._found[1])
         whole: dict[str, TensorEntry] = {}
         plain_name = {packed.sources[0].name: name for name, packed in self._packed.items()}
@@ -279,8 +279,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         packed, _, problems = found
         if not packed and not problems:
             problems.append(
-                f"config.json says that weights are quantised ({self.method}) and none in {self.directory} is: "
-                "remove quantization_config from config.json"
+                f"config.json has a quantization_config ({self.method}), but no weight in {self.directory} is "
+                "quantized: remove quantization_config from config.json"
             )
         if problems:
             raise UserError(first_problems(problems))
@@ -295,7 +295,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         return whole
 
     def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
-        """Copy a part of a tensor into ``target``; only that part is dequantised."""
+        """Copy a part of a tensor into ``target``; only that part is dequantized."""
         if name not in self._packed:
             super().copy(name, index, target)
             return
@@ -311,7 +311,7 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
 
 
 def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
-    """``name`` in float8 beside ``name_scale_inv``, and the activation scales that only inference needs."""
+    """Tensors ``name`` in float8 with scales ``name_scale_inv``; activation scales are only for inference."""
     packed: dict[str, QuantizedTensor] = {}
     block = cast(tuple[int, int] | None, config.get("weight_block_size"))
     suffix = "_scale_inv"
@@ -351,11 +351,11 @@ def _instead(stored: Entries, name: str) -> str:
 def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[int, int] | None) -> str | None:
     if scale is None:
         return (
-            f"tensor {weight.name} is {dtype_name(weight.dtype)} and its {weight.name}_scale_inv is missing: "
+            f"tensor {weight.name} is {dtype_name(weight.dtype)}, but its scale {weight.name}_scale_inv is missing: "
             "download the checkpoint again"
         )
     if len(weight.shape) != 2:
-        return f"tensor {weight.name} is {dtype_name(weight.dtype)} and of shape {list(weight.shape)}, not a matrix"
+        return f"tensor {weight.name} is {dtype_name(weight.dtype)} of shape {list(weight.shape)}, not a matrix"
     if not scale.dtype.is_floating_point:
         return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
     right = torch.Size(scale.shape).numel() == 1 if block is None else scale.shape == block_grid(weight.shape, block)
@@ -363,13 +363,13 @@ def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[in
         return None
     wanted = "one number" if block is None else f"shape {list(block_grid(weight.shape, block))}"
     return (
-        f"tensor {scale.name} has shape {list(scale.shape)}, weight_block_size={block} and the shape "
-        f"{list(weight.shape)} of {weight.name} mean {wanted}"
+        f"tensor {scale.name} has shape {list(scale.shape)}, but weight_block_size={block} and the shape "
+        f"{list(weight.shape)} of {weight.name} require {wanted}"
     )
 
 
 def _microscaled(stored: Entries) -> Found:
-    """``name_blocks`` beside ``name_scales``."""
+    """Tensors ``name_blocks`` with scales ``name_scales``."""
     packed: dict[str, QuantizedTensor] = {}
     problems: list[str] = []
     plain = dict.fromkeys(
@@ -384,8 +384,8 @@ def _microscaled(stored: Entries) -> Found:
             problems.append(f"tensor {name} is in the checkpoint both in full and as {blocks.name}: remove one")
         elif not is_mxfp4(blocks, scales):
             problems.append(
-                f"tensors {blocks.name} {_what(blocks)} and {scales.name} {_what(scales)} are not MXFP4: "
-                "uint8 [experts, rows, groups, 16] and [experts, rows, groups] are"
+                f"tensors {blocks.name} {_what(blocks)} and {scales.name} {_what(scales)} are not MXFP4, which needs "
+                "uint8 [experts, rows, groups, 16] and [experts, rows, groups]"
             )
         else:
             packed[name] = MXFP4(blocks, scales)
@@ -397,7 +397,7 @@ def _what(entry: TensorEntry) -> str:
 
 
 def _plain(quantization: Any) -> Mapping[str, Any]:
-    """A ``quantization_config`` as a dict: transformers may have made an object of it."""
+    """A ``quantization_config`` as a dict; transformers may have made it an object."""
     if isinstance(quantization, Mapping):
         return cast(Mapping[str, Any], quantization)
     plain: Iterable[tuple[str, Any]] = quantization.to_dict().items()

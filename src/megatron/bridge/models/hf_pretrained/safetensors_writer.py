@@ -50,7 +50,7 @@ class OutputFile:
 def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> list[OutputFile]:
     """The files of ``source`` for ``tensors``; a file with the same tensors gets the same header, byte for byte.
 
-    Tensors that the source lacks go into files of their own. Of a quantised source nothing can be kept.
+    Tensors that the source lacks go into files of their own. Of a quantized source nothing can be kept.
     """
     if not source.as_stored:
         return new_output_files(tensors)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LFM2: gated short convolutions among attention with normalised queries and keys."""
+"""LFM2: gated short convolutions among attention with normalized queries and keys."""
 
 import torch.nn.functional as F
 
@@ -20,7 +20,7 @@ _ROUTING = {key: value for key, value in SIGMOID_ROUTING.items() if key != "moe_
 
 @register_bridge("Lfm2ForCausalLM", model_type="lfm2")
 class Lfm2Bridge(DecoderBridge):
-    """LFM2, dense: gated short convolutions among attention with normalised queries and keys."""
+    """LFM2, dense: gated short convolutions among attention with normalized queries and keys."""
 
     fields = (*(field for field in _FIELDS if field.hf != "intermediate_size"), *ADJUSTED_WIDTH)
     fixed = {**LLAMA_LIKE, "activation_func": F.silu, "add_bias_linear": False, "attention_dropout": 0.0}

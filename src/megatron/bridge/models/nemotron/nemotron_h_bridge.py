@@ -45,7 +45,7 @@ class NemotronHBridge(DecoderBridge):
         "attention_bias": False,
     }
     irrelevant = {
-        # without effect in transformers or on the logits: initialisation, caches, choice of kernels, rotary sizes
+        # without effect in transformers or on the logits: initialization, caches, choice of kernels, rotary sizes
         **dict.fromkeys(("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")),
         **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap")),
         **dict.fromkeys(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "time_step_rank")),

@@ -27,7 +27,7 @@ class Olmo3Bridge(Olmo2Bridge):
 
 @register_bridge("OlmoeForCausalLM", model_type="olmoe")
 class OlmoeBridge(DecoderBridge):
-    """OLMoE: experts in every layer, queries and keys normalised over all heads together."""
+    """OLMoE: experts in every layer, queries and keys normalized over all heads together."""
 
     fields = (*(*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS), ATTENTION_BIAS_OF_EXPERTS)
     fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}

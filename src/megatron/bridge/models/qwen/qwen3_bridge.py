@@ -19,7 +19,7 @@ class Qwen2Bridge(DecoderBridge):
 
 @register_bridge("Qwen3ForCausalLM", model_type="qwen3")
 class Qwen3Bridge(DecoderBridge):
-    """Qwen3 dense decoders: normalised queries and keys, heads of their own width."""
+    """Qwen3 dense decoders: normalized queries and keys, heads of their own width."""
 
     fields = (*DENSE, ATTENTION_BIAS, *SWITCHED_WINDOWS)
     fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True}
@@ -55,7 +55,7 @@ class Qwen2MoeBridge(DecoderBridge):
 
 @register_bridge("Qwen3MoeForCausalLM", model_type="qwen3_moe")
 class Qwen3MoeBridge(DecoderBridge):
-    """Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: normalised queries and keys, dense layers among the sparse."""
+    """Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Coder: normalized queries and keys, dense layers among the sparse."""
 
     fields = (
         *DENSE,

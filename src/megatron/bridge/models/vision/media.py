@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a microbatch's images: which belong to which image, and what an image costs.
+"""The tensors of a microbatch's images: which image each entry belongs to, and the cost of an image.
 
-Two layouts cover all families. *Patches*: ``pixel_values`` has the patches of all images one after another, and a
-grid (frames, height, width, or without frames) for each says how many (Qwen, GLM, Nemotron). *Stacked*: every tensor
-has one entry per image; of a single video, one per frame (Nemotron).
+Two layouts cover all families. *Patches*: ``pixel_values`` concatenates the patches of all images, and a grid for each
+image (frames, height, width, or without frames) gives their number (Qwen, GLM, Nemotron). *Stacked*: every tensor has
+one entry per image, or, for a single video, one per frame (Nemotron).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Media = Mapping[str, Tensor]
 
 
 def split_kinds(media: Media | None) -> list[Media]:
-    """Images and videos apart, images first; nothing of a kind that is not there."""
+    """Images and videos separately, images first; kinds that do not occur are left out."""
     media = media or {}
     if sound := next((name for name in media if name.startswith("input_features")), None):
         raise UserError(f"media has {sound}: audio is not supported, remove it")
@@ -36,7 +36,7 @@ def costs(media: Media) -> list[int]:
 
 
 def select(media: Media, chosen: Sequence[int]) -> dict[str, Tensor]:
-    """The same tensors of the chosen images only, of which patches may be there alone."""
+    """The tensors of the chosen images only; the patches may be only theirs already."""
     grids = _grids(media)
     if grids is None:
         index = torch.tensor(chosen, dtype=torch.long)

@@ -13,10 +13,10 @@ from megatron.bridge.utils.errors import UserError
 
 
 def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | None) -> Tensor:
-    """For each token [b, s] the row of the features that replaces it, -1 for text; samples are in the order of images.
+    """For each token [b, s], the row of the features that replaces it, -1 for text; samples are in image order.
 
-    Rows of images come first, then those of videos, each in the order of the tokens. To be called on whole
-    sequences: context parallelism cuts its result like the tokens.
+    Rows of images come first, then those of videos, each in token order. Call this on whole sequences: context
+    parallelism splits its result like the tokens.
     """
     rows, first = torch.full_like(input_ids, -1), 0
     for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
@@ -28,7 +28,7 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
 
 
 def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
-    """For each token [b, s] of whole sequences, how many tokens of its own image are behind it."""
+    """For each token [b, s] of whole sequences, the number of later tokens of the same image."""
     places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     inside = input_ids == image_token
     end = torch.where(inside, input_ids.shape[1], places).flip(-1).cummin(-1).values.flip(-1)
@@ -36,13 +36,11 @@ def look_ahead(input_ids: Tensor, image_token: int | None) -> Tensor:
 
 
 def prompt_look_ahead(loss_mask: Tensor, bounds: Sequence[int]) -> Tensor:
-    """For each token [b, s], how many tokens of its own prompt are behind it.
+    """For each token [b, s], the number of later tokens of the same prompt.
 
-    A prompt ends before the first token that is trained; without one, no token sees ahead. To be called on whole
-    sequences, like ``look_ahead``.
-
-    ``loss_mask`` [b, s] is above zero where the next token is trained; ``bounds`` are those of the sequences of a
-    packed row, ``[0, s]`` of any other.
+    A prompt ends before the first trained token; without one, no token attends to later ones. Call this on whole
+    sequences, like ``look_ahead``. ``loss_mask`` [b, s] is above zero where the next token is trained; ``bounds`` are
+    those of the sequences of a packed row, ``[0, s]`` for any other row.
     """
     ahead = torch.zeros_like(loss_mask, dtype=torch.long)
     for start, stop in pairwise(bounds):
@@ -62,7 +60,7 @@ def check_rows(rows: Tensor, features: Tensor | None) -> None:
 
 
 class Places:
-    """Where the features of ``rows`` [b, s], -1 for none, belong in this rank's part of the residual stream."""
+    """The positions of the features of ``rows`` [b, s] (-1 for none) in this rank's part of the residual stream."""
 
     def __init__(self, rows: Tensor, sequence_parallel: bool, device: torch.device) -> None:
         rows = rows.transpose(0, 1)
@@ -75,13 +73,13 @@ class Places:
         self.where, self.rows = (places.to(device, non_blocking=True) for places in (where, flat[where]))
 
     def whole_gradient(self, features: Tensor) -> Tensor:
-        """The features; backward, the gradients of all parts of the sequence are summed up."""
+        """The features; in the backward pass, gradients are summed over all parts of the sequence."""
         if not self.sequence_parallel:
             return features
         return tensor_parallel.copy_to_tensor_model_parallel_region(features)
 
     def put(self, stream: Tensor, features: Tensor) -> Tensor:
-        """``stream`` [s, b, h] with the features in the place of its own numbers."""
+        """``stream`` [s, b, h] with features in place of the embeddings of placeholders."""
         values = features[self.rows].to(stream.dtype)
         return stream.flatten(0, 1).index_copy(0, self.where, values).view_as(stream)
 
@@ -92,7 +90,7 @@ class Places:
 
 
 class Deepstack:
-    """Features that are added behind the first layers of the decoder."""
+    """Features that are added after the first layers of the decoder."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self._current: tuple[Places, tuple[Tensor, ...]] | None = None

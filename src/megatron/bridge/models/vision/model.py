@@ -16,7 +16,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 class WithVision(LanguageModule):
-    """A decoder under its usual names; the tower is ``vision`` on the first pipeline stage, None on the others."""
+    """A decoder under its usual names; ``vision`` is the tower on the first pipeline stage, None on the others."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,14 +27,14 @@ class WithVision(LanguageModule):
         self._dummy: Media = {}
 
     def add_tower(self, tower: nn.Module, dummy: Media, deep_layers: int) -> None:
-        """Put ``tower`` in front; ``deep_layers`` are the layers that its features are added behind."""
+        """Add ``tower``; ``deep_layers`` are the layers after which its features are added."""
         self.vision, self._dummy = tower, dummy
         if deep_layers:
             self._deepstack = merge.Deepstack(list(self.decoder.layers[:deep_layers]))
 
     @property
     def language_model(self) -> "WithVision":
-        """The model itself, under the name that scripts written for a wrapper use."""
+        """The model itself, under the name that scripts for a wrapper use."""
         return self
 
     def forward(  # type: ignore[override]

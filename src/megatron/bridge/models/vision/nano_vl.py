@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision part of Nemotron Nano VL v2: transformers' Nemotron Omni, given tiles of one size."""
+"""The vision part of Nemotron Nano VL v2: transformers' Nemotron Omni with tiles of one size."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.bridge.models.hf_pretrained.remote_configs import NanoVLConfig
 
 
 class NanoVLModel(NemotronH_Omni_Reasoning_V3):
-    """Transformers' model, which is built without its language model."""
+    """Transformers' model, built without its language model."""
 
     config: NanoVLConfig
     config_class = NanoVLConfig

@@ -21,12 +21,12 @@ from megatron.bridge.utils.errors import UserError
 class MultimodalRotary(nn.Module):
     """Angles of three-dimensional positions, with the frequencies of a one-dimensional embedding.
 
-    Megatron-Core's own class has no interleaved sections, and slices packed rows wrongly under context
-    parallelism. Here, positions of a packed row are those of the whole row, from which Megatron-Core takes each
-    rank's part; those of other rows are already this rank's.
+    Megatron-Core's own class has no interleaved sections, and slices packed rows wrongly under context parallelism.
+    Here, positions of a packed row are those of the whole row, from which Megatron-Core takes each rank's part; those
+    of other rows are already this rank's.
 
-    ``sections`` are how many frequencies belong to time, height and width. ``interleaved`` axes take turns, as in
-    Qwen3-VL; else each has a block of frequencies.
+    ``sections`` are the numbers of frequencies for time, height and width. With ``interleaved``, the axes alternate, as
+    in Qwen3-VL; else each has a block of frequencies.
     """
 
     def __init__(self, plain: Any, sections: list[int], interleaved: bool) -> None:
@@ -73,7 +73,7 @@ PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "conne
 
 @dataclass
 class VisionGPTModelProvider(GPTModelProvider):
-    """A ``GPTModelProvider`` whose first pipeline stage has transformers' vision tower in front."""
+    """A ``GPTModelProvider`` with transformers' vision tower on the first pipeline stage."""
 
     vision: dict[str, Any] | None = None  # Hugging Face's config without its text model; None builds that alone
     deallocate_pipeline_outputs: bool = False  # a stage of deepstack sends a view, whose memory cannot be freed
@@ -98,7 +98,7 @@ class VisionGPTModelProvider(GPTModelProvider):
 
     @property
     def video_token_id(self) -> int | None:
-        """The placeholder of a video; None where the family has none."""
+        """The placeholder of a video; None if the family has none."""
         return self._token("video_token_id", "video_token_index")
 
     def _token(self, *keys: str) -> int | None:
@@ -106,7 +106,7 @@ class VisionGPTModelProvider(GPTModelProvider):
 
     @property
     def deep_layers(self) -> int:
-        """Layers of the decoder that features are added behind."""
+        """Layers of the decoder after which features are added."""
         return len(((self.vision or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
 
     def derive(self) -> None:
@@ -159,7 +159,7 @@ class VisionGPTModelProvider(GPTModelProvider):
         return VisionGPTModel
 
     def finish(self, model: Any) -> None:
-        """Add positions on three axes and the tower, and freeze what is not trained."""
+        """Add three-axis positions and the tower, and freeze what is not trained."""
         super().finish(model)
         if self.mrope_section is not None:
             model.rotary_pos_emb = MultimodalRotary(model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved)
@@ -198,7 +198,7 @@ class VisionGPTModelProvider(GPTModelProvider):
 
 @dataclass
 class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
-    """A ``MambaModelProvider`` whose first pipeline stage has RADIO in front, as transformers computes it."""
+    """A ``MambaModelProvider`` with RADIO, as in transformers, on the first pipeline stage."""
 
     radio_layer_scales: bool = False  # RADIO's layers scale what they add; not in published checkpoints
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RADIO, the tower of NVIDIA's models: transformers' modules with the parameters that its checkpoints store."""
+"""RADIO, the vision tower of NVIDIA's models: transformers' modules with the parameters of its checkpoints."""
 
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def as_stored(tower: Any, has_scales: bool) -> nn.Module:
-    """``tower`` with one matrix for queries, keys and values of a layer, and LayerScales only if it ``has_scales``."""
+    """``tower`` with one fused QKV matrix per layer, and with LayerScales only if it ``has_scales``."""
     config = tower.config.vision_config
     # transformers casts pixels to what its config says, which is how the tower was made and not how it is used
     config.dtype = next(tower.parameters()).dtype
@@ -36,20 +36,20 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
 
 
 def _with_grid(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The sizes of images where transformers computes with them: on the device of the pixels."""
+    """Move the sizes of images to the device of the pixels, where transformers uses them."""
     grid = kwargs.get("image_grid_hw")
     return args, kwargs if grid is None else {**kwargs, "image_grid_hw": grid.to(args[0].device)}
 
 
 def _with_both(embeddings: Any, _: Any, output: Tensor) -> Any:
-    """``output`` of images or of a video, with a gradient, if only of zeros, for the matrices of both."""
+    """``output`` for images or a video, connected to the matrices of both, so that all get a gradient."""
     for projection in (embeddings.patch_projection, embeddings.video_patch_projection):
         output = Anchor.apply(output, projection.weight)  # type: ignore[assignment]
     return output
 
 
 def _fuse(attention: Any) -> None:
-    """One ``qkv`` in the place of three layers; transformers calls them in this order, with the same input."""
+    """Replace three layers by one ``qkv``; transformers calls them in this order, with the same input."""
     parts = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
     width, first = sum(part.out_features for part in parts), parts[0]
     fused = nn.Linear(first.in_features, width, first.bias is not None, device=first.weight.device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images shared out over the ranks that hold the same tower: tensor- and context-parallel ones.
+"""Divide images among the tensor- and context-parallel ranks, which hold the same tower.
 
-Every rank holds all weights of the tower. Each encodes a part of the images, and the features are gathered. In
-the backward pass, a tensor-parallel rank has the whole gradient of all features, a context-parallel one that of
-its own tokens: summed over the latter, each rank passes on the gradient of the images that it encoded.
+Every rank holds all weights of the tower. Each encodes a part of the images, and the features are gathered. In the
+backward pass, a tensor-parallel rank has the whole gradient of all features, a context-parallel one that of its own
+tokens. It is summed over context-parallel ranks, and each rank passes on the gradient of the images that it encoded.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.bridge.models.vision.tower import encode
 
 
 def rank_share(config: Any) -> tuple[int, int]:
-    """Of the ranks among which a model's images are shared out, this one and how many there are."""
+    """(rank, size) of the ranks among which a model's images are divided."""
     if not getattr(config, "share_images", False):
         return 0, 1
     group: Any = parallel_state.get_tensor_and_context_parallel_group()
@@ -60,7 +60,7 @@ def _beside(tower: nn.Module, media: Media) -> Media:
 
 
 def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[Tensor, list[int]]]:
-    """Rows, and how many each image has, of this rank's images of each kind."""
+    """Feature rows, and the number per image, of this rank's images of each kind."""
     found, first = [], 0
     for kind in kinds:
         total = len(layouts.costs(kind))
@@ -74,7 +74,7 @@ def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[
 
 
 def _known_sizes(tower: Any, costs: list[int]) -> tuple[list[int], int] | None:
-    """Tokens of each image and the width of features, where patches tell them and no rank has to be asked."""
+    """Tokens of each image and the width of features, if they follow from the patches without communication."""
     if not hasattr(tower, "visual"):
         return None
     deep = getattr(tower.config.vision_config, "deepstack_visual_indexes", None) or ()
@@ -85,7 +85,7 @@ def _known_sizes(tower: Any, costs: list[int]) -> tuple[list[int], int] | None:
 def _exchanged_sizes(
     tower: nn.Module, encoded: list[tuple[Tensor, list[int]]], owners: list[int], group: Any
 ) -> tuple[list[int], int]:
-    """Tokens of each image and the width of features, as the ranks that encoded them found."""
+    """Tokens of each image and the width of features, exchanged between the ranks that encoded them."""
     device = next(tower.parameters()).device
     here = [index for index, owner in enumerate(owners) if owner == group.rank()]
     own = [count for _, counts in encoded for count in counts]
@@ -98,7 +98,7 @@ def _exchanged_sizes(
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all ranks forward; backward, each rank's own part of the summed gradient."""
+    """Gathers the rows of all ranks; backward, returns each rank's own part of the summed gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, counts: list[int], owners: list[int], group: Any) -> Tensor:  # type: ignore[override]
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Anchor(torch.autograd.Function):
-    """The first tensor as it is; backward, the second one gets zeros, so its parameters have a gradient."""
+    """Returns the first tensor; backward, the second one gets zeros, so that its parameters have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, spare: Tensor) -> Tensor:  # type: ignore[override]

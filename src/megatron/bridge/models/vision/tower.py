@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformers' own vision tower, under its own names and with its own code.
 
-A tower is transformers' multimodal model without its language model, so patches, windows, pixel shuffles and
-projectors are computed by the code that defines them. ``encode`` gives its features in one form for all families.
+A tower is transformers' multimodal model without its language model, so patches, windows, pixel shuffles and projectors
+are computed by their original code. ``encode`` returns its features in one form for all families.
 
-Some take the patches of all images as one row (Qwen, GLM), without a loop over images or layers' waits. Transformers
-computes positions and bounds of the images where their grids are. Here that is the host, so that a GPU never stops for
-their sizes, and attention takes one variable-length kernel for the whole row.
+Some families take the patches of all images as one row (Qwen, GLM), without a loop over images. Transformers computes
+positions and bounds of the images on the device of their grids. Here that is the host, so that the GPU never waits for
+sizes, and attention is one variable-length kernel for the whole row.
 """
 
 import copy
@@ -32,7 +32,7 @@ _NAME = "megatron_bridge_flash_varlen"  # transformers passes bounds to what has
 
 
 def use_varlen(visual: nn.Module) -> None:
-    """Let transformers' ``visual`` read sizes on the host and attend to all images in one call."""
+    """Make transformers' ``visual`` read sizes on the host and attend to all images in one call."""
     import transformers
 
     transformers.AttentionInterface.register(_NAME, attend)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def use_varlen(visual: nn.Module) -> None:
 
 
 def _with_sizes(visual: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What ``visual`` would compute from the grid, computed on the host and sent to the device of the patches."""
+    """What ``visual`` would compute from the grid, computed on the host and sent to the patches' device."""
     grid, device = kwargs["grid_thw"].cpu(), args[0].device
     return args, kwargs | {name: _sent(value, device) for name, value in _sizes(visual, grid).items()}
 
@@ -114,7 +114,7 @@ _IMAGE, _VIDEO = "get_image_features", "get_video_features"
 
 @dataclass(frozen=True)
 class Features:
-    """What a tower makes of some images."""
+    """A tower's output for some images."""
 
     rows: Tensor
     """[tokens, hidden x (1 + deep)]: what replaces the embeddings of placeholders, and what deeper layers add."""
@@ -122,10 +122,9 @@ class Features:
 
 
 def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True) -> nn.Module:
-    """The vision part of transformers' model, its parameters in ``dtype``; buffers keep their precision.
+    """The vision part of transformers' model, with parameters in ``dtype``; buffers keep their precision.
 
-    Of ``text_config`` in the config, the width is enough. Without ``initialize`` the first weights are undefined, for
-    weights that are loaded.
+    Of ``text_config``, only the width is needed. Without ``initialize``, weights are undefined until they are loaded.
     """
     from transformers.initialization import no_init_weights
 
@@ -167,7 +166,7 @@ def _builder(config: Any) -> Any:
 
 
 def hf_config(vision: Mapping[str, Any]) -> Any:
-    """Transformers' config object of the plain values ``vision``."""
+    """Transformers' config object for the plain values ``vision``."""
     import transformers
 
     values = copy.deepcopy(dict(vision))
@@ -217,7 +216,7 @@ def _flat(features: Any) -> tuple[Tensor, list[int]]:
 
 @cache
 def unused_parameters(tower: Any) -> frozenset[str]:
-    """Names of the parameters behind the last layer that features are taken from, and of pooling heads."""
+    """Names of pooling heads and of the parameters after the last layer whose features are used."""
     names = [name for name, _ in tower.named_parameters()]
     return frozenset(name for name in names if name.startswith("vision_tower.") and _is_unused(name, tower.config))
 
@@ -233,7 +232,7 @@ def _is_unused(name: str, config: Any) -> bool:
 
 
 def _layers_taken(config: Any) -> int | None:
-    """How many layers of the tower features need; None for all of them, and what comes after."""
+    """Number of layers of the tower that features need; None for all layers and what follows."""
     chosen = getattr(config, "vision_feature_layer", None)
     if chosen is None:
         return None
@@ -278,7 +277,7 @@ def _size(config: Any) -> int:
 
 
 def _tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
-    """A square image, which needs one tile and a copy of the whole at the least."""
+    """A square image, which needs the fewest tiles: one, and a copy of the whole."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     size = pixels.shape[-1]

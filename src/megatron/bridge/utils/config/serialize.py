@@ -3,7 +3,7 @@
 
 A dataclass becomes a mapping whose ``_target_`` is its public name (``names.PUBLIC_NAMES``) or its dotted one. What is
 referred to by name (functions, classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a
-``functools.partial`` over an initialiser becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become
+``functools.partial`` over an initializer becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become
 ``{_tuple_: [...]}`` and ``{_path_: ...}``. Reading builds dataclasses with public names and calls nothing else, so
 a config file that came with a checkpoint cannot run code.
 
@@ -23,7 +23,7 @@ from megatron.bridge.utils.config.names import MARKERS, TARGET, importing, is_dt
 from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
 from megatron.bridge.utils.storage_paths import shown
 
-# A partial is called with arguments that the file chooses; only initialisers are let through.
+# A partial is called with arguments that the file chooses; only initializers are let through.
 PARTIAL_HOMES = ("torch.nn.init.",)
 
 

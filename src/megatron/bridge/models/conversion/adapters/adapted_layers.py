@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers with adapters are recognised by what is below the package that makes them."""
+"""How layers with adapters are recognized by what is below the package that makes them."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -27,11 +27,11 @@ class AdaptedModule(Protocol):
     """A layer with an adapter."""
 
     def merged_weight(self, weight: Tensor) -> Tensor:
-        """What stands for ``weight`` in a model without adapters; collective over the ranks that it is cut over."""
+        """The weight of a model without adapters that computes the same; collective over its shards' ranks."""
         ...
 
     def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:
-        """What the adapter adds to ``weight``; views that can be written to."""
+        """The adapter's contribution to ``weight``, as views that can be written to."""
         ...
 
 
@@ -41,7 +41,7 @@ def in_adapter(name: str) -> bool:
 
 
 def mark_whole(parameter: Tensor) -> None:
-    """Note that a parameter of the base model is trained, and belongs with the adapters."""
+    """Record that a parameter of the base model is trained and belongs with the adapters."""
     cast(Any, parameter).trained_beside_adapters = True
 
 

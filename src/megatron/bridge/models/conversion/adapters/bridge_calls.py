@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of ``AutoBridge`` that concern adapters."""
+"""The methods of ``AutoBridge`` for adapters."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ Chunks = nn.Module | Sequence[nn.Module]
 
 
 class AdapterCalls:
-    """What ``AutoBridge`` inherits."""
+    """The base class of ``AutoBridge`` with its methods for adapters."""
 
     hf_pretrained: Any
     mapping_registry: Any
@@ -28,7 +28,7 @@ class AdapterCalls:
 
     @property
     def adapter_registry(self) -> MegatronMappingRegistry:
-        """The mappings under the names of transformers' modules, which adapters are stored under."""
+        """The mappings under the names of transformers' modules, which name the adapters' tensors."""
         return self._bridge.as_modules(self.mapping_registry)
 
     def _adapter_plan(self, model: Chunks) -> Plan:
@@ -93,9 +93,9 @@ class AdapterCalls:
             console.console().print(f"Adapter: {path}")
 
     def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
-        """Fill the model's adapters from a directory in the format of the ``peft`` library.
+        """Load the model's adapters from a directory in the format of the ``peft`` library.
 
-        Its chunks are adapted with what ``peft.hf_adapter.peft_for`` gives for ``path``. If the adapters differ in
-        anything, nothing is changed.
+        The chunks were adapted with ``peft.hf_adapter.peft_for`` of ``path``. If an adapter differs in any way, nothing
+        is changed.
         """
         peft_format.load(self._adapter_plan(model), Path(path))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in and out of Hugging Face's ``peft`` format.
+"""Read and write adapters in Hugging Face's ``peft`` format.
 
-The factors of an adapter take the way of the weight that they are beside. Megatron's fused layers pose no
-problem: ``[q; k; v] = W x + B A x`` is three layers that share A, each with its rows of B, so the mapping that
-cuts the rows of W cuts those of B, exactly.
+An adapter's factors are converted like the weight that they are added to. This also works for Megatron's fused layers:
+``[q; k; v] = W x + B A x`` is three layers that share A, each with its rows of B, so the mapping that splits the rows
+of W splits those of B, exactly.
 """
 
 import json
@@ -68,7 +68,7 @@ TASK_TYPES = {
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The adapter of one Hugging Face module, or a tensor of a module that is saved whole."""
+    """The adapter of one Hugging Face module, or a tensor of a module that is saved as a whole."""
 
     module: str  # name of the module, as the base checkpoint calls it
     described: Described | None  # of an adapter; None is a whole module
@@ -81,7 +81,7 @@ class ModuleTensors:
 
 
 def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
-    """Refuse a description of the adapters that is not what they were made with."""
+    """Refuse a config that the adapters were not made with."""
     for chunk in chunks:
         made_with = chunk_info(chunk).peft
         if made_with != peft_config:
@@ -89,7 +89,7 @@ def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
 
 
 def merging(plan: Plan) -> Plan:
-    """The plan of the same export with the adapters put into the weights."""
+    """The plan of the same export with the adapters merged into the weights."""
     return replace(plan, tasks=tuple(replace(task, merges=True) for task in plan.tasks))
 
 
@@ -97,7 +97,7 @@ def merging(plan: Plan) -> Plan:
 
 
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
-    """The adapters of a model, whole and on every rank, in the order of the model."""
+    """Yield the adapters of a model, whole, on every rank, in the order of the model."""
     for task in plan.tasks:
         mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(exchange.broadcast_object(task.owner, _outlines(mine))):
@@ -118,7 +118,7 @@ def _outlines(found: list[ModuleTensors]) -> list[Any]:
 
 @torch.no_grad()
 def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
-    """What belongs to one parameter that this rank holds; collective over the ranks that it is cut over."""
+    """The adapter tensors of one parameter that this rank holds; collective over its shards' ranks."""
     module, weight = task.megatron_module, cast(Tensor, task.param_weight)
     if is_whole(weight):
         whole = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
@@ -145,7 +145,7 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
 
 
 def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: ParallelKind) -> dict[str, Tensor]:
-    """A factor of each Hugging Face tensor, put together from all ranks: ``column`` runs along the outputs."""
+    """A factor of each Hugging Face tensor, joined from all ranks; ``column`` runs along the outputs."""
     names = _names(task.mapping, part)
     shard = task.shard
     if not _is_split(shard, side):  # whole on every rank, and the same for all tensors
@@ -159,12 +159,12 @@ def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: 
 
 
 def _is_split(shard: ShardSpec, side: ParallelKind) -> bool:
-    """Whether a factor is cut over ranks, or into the outputs of several tensors."""
+    """Whether a factor is sharded, or split among the outputs of several tensors."""
     return side == shard.kind or (side, shard.kind) == ("column", "replicated")
 
 
 def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
-    """The Hugging Face tensors that a part is beside."""
+    """The Hugging Face tensors that a part is added to."""
     if mapping.is_stacked or not mapping.copies:
         reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
         raise UserError(
@@ -230,7 +230,7 @@ def _leaf(module: str) -> str:
 
 
 def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
-    """Names for ``modules``: the last segment where it means these alone, else whole names."""
+    """Names for ``modules``: the last segment if it matches only these, else whole names."""
     wanted = set(modules)
     names: dict[str, None] = {}
     everywhere = {_module_of(name) for name in plan.hf_names}
@@ -256,7 +256,7 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
 
 
 def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
-    """Refuse what ``peft`` would drop in silence."""
+    """Refuse adapters that ``peft`` would silently drop."""
     experts = {
         task.global_param_name: {_module_of(name) for name in task.mapping.hf_names}
         for task in plan.tasks
@@ -267,7 +267,7 @@ def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
 
 
 def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
-    """It takes layers of shared experts, and dense ones, for those of experts that are called the same."""
+    """Refuse shared experts or dense layers that ``peft`` would confuse with experts of the same name."""
     leaves = {_leaf(module) for module in experts}
     other = next((module for module in sorted(modules - experts) if _leaf(module) in leaves), None)
     if other is not None:
@@ -278,7 +278,7 @@ def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
 
 
 def _refuse_half_of_experts(adapted: set[str]) -> None:
-    """It takes an expert's first layer for the inner one of two."""
+    """Refuse adapters on one of the experts' layers: ``peft`` takes the first for the inner one of two."""
     first = (name for name in adapted if ".linear_fc1." in name)
     alone = next((name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted), None)
     if alone is not None:
@@ -377,7 +377,7 @@ def _check(
 def _check_shapes(
     task: WeightConversionTask, part: LowRankPart, name: str, tensors: Mapping[str, Tensor], directory: Path
 ) -> None:
-    """Refuse factors of another matrix than the base has: of a wider one, a part would fit."""
+    """Refuse factors of a matrix of another shape: a part of a wider one would fit."""
     outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
     rank = part.a.shape[0]
     wanted: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
@@ -422,7 +422,7 @@ def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, T
 
 
 def _copy_rows(factor: Tensor, whole: Tensor, shard: ShardSpec) -> None:
-    """This rank's rows; those that pad the heads become zero."""
+    """Copy this rank's rows; rows that pad the heads become zero."""
     rows = factor.shape[0]
     mine = whole[shard.part * rows : (shard.part + 1) * rows]
     factor.zero_()

@@ -42,7 +42,7 @@ class Certificate:
 
     @property
     def not_finite(self) -> list[str]:
-        """Tensors with values that are NaN or infinite: what such a model computes cannot be compared."""
+        """Tensors with NaN or infinite values: the outputs of such a model cannot be compared."""
         return [name for name, proof in self.tensors.items() if proof.not_finite]
 
     @property
@@ -58,7 +58,7 @@ class Certificate:
 def prove(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
-    """Compare a stream of exported tensors with the checkpoint: proofs by name, and what the stream did not have."""
+    """Compare exported tensors with the checkpoint: proofs by name, and the tensors that were not exported."""
     proofs = {name: _compare(weight, source[name]) for name, weight in _known(weights, source)}
     return proofs, tuple(name for name in source if name not in proofs)
 

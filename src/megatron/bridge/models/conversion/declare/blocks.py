@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of an architecture: each names Megatron's parameters once, in every spelling that a layer spec may use.
 
-A normalisation weight is a module of its own, or fused into the linear that follows it; a block lists both, and a
+A normalization weight is a module of its own, or fused into the linear that follows it; a block lists both, and a
 model has one of them.
 """
 
@@ -21,7 +21,7 @@ def ends(
     head: str = "lm_head.weight",
     stack: str = "final_layernorm",
 ) -> Block:
-    """Embedding, final normalisation and output layer; ``stack`` is Megatron's name of the normalisation."""
+    """Embedding, final normalization and output layer; ``stack`` is Megatron's name of the normalization."""
     return (
         AutoMapping("embedding.word_embeddings.weight", embedding),
         ReplicatedMapping(f"decoder.{stack}.weight", f"{norm}.weight"),
@@ -41,13 +41,13 @@ def attention(
     grouped: bool = False,
     turned: bool = False,
 ) -> Block:
-    """Attention, and the normalisation before it.
+    """Attention, and the normalization before it.
 
     Args:
         layers: Hugging Face's name of a layer.
-        norm: the normalisation before the attention; None where there is none.
+        norm: the normalization before the attention; None where there is none.
         output: the output projection.
-        qk_norm: queries and keys are normalised, by ``q_norm`` and ``k_norm``, by ``q_`` and ``k_`` what is given,
+        qk_norm: queries and keys are normalized, by ``q_norm`` and ``k_norm``, by ``q_`` and ``k_`` what is given,
             or after the rotary embedding by the two that are given.
         fused: queries, keys and values are one tensor, ``qkv_proj`` or what is given.
         gated: the query projection makes gates on the output as well; or the name of a projection that does.
@@ -101,11 +101,11 @@ def mlp(
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     turned: bool = False,
 ) -> Block:
-    """Feed-forward layer, and the normalisation before it.
+    """Feed-forward layer, and the normalization before it.
 
     Args:
         layers: Hugging Face's name of a layer.
-        norm: the normalisation before the feed-forward layer; None where there is none.
+        norm: the normalization before the feed-forward layer; None where there is none.
         names: Hugging Face's name of the feed-forward layer in a layer; empty where its parts lie in the layer.
         gated: there is a gate beside the up projection.
         fused: gate and up projection are one tensor, of this name; ``gate_up_proj`` if True.
@@ -133,7 +133,7 @@ def _gated(ours: str, gate: str, up: str) -> Block:
 
 
 def post_norms(attention: str, mlp: str, layers: str = "model.layers.*") -> Block:
-    """The normalisations after attention and feed-forward layer, before they are added to the residual stream."""
+    """The normalizations after attention and feed-forward layer, before they are added to the residual stream."""
     names = {"self_attn_bda": attention, "mlp_bda": mlp}
     return tuple(
         ReplicatedMapping(f"decoder.layers.*.{ours}.norm.weight", f"{layers}.{theirs}.weight")
@@ -154,7 +154,7 @@ def linear(megatron: str, hf: str, turned: bool = False) -> Block:
 
 
 def fused_norm(separate: str, linear: str, hf: str) -> Block:
-    """A normalisation, as a module of its own or fused into the linear layer that follows."""
+    """A normalization, as a module of its own or fused into the linear layer that follows."""
     return tuple(
         ReplicatedMapping(megatron, f"{hf}.{name}")
         for name in ("weight", "bias")

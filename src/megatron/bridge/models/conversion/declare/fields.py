@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a Hugging Face config and the provider's attributes they stand for, readable in both directions.
+"""Keys of a Hugging Face config and the provider's attributes they stand for, converted in both directions.
 
-Every key of a config is claimed by a field, listed as irrelevant, or refused by name: a key that nobody reads is a
-model that computes something else.
+Every key of a config is claimed by a field, listed as irrelevant, or refused by name: ignoring a key could change what
+the model computes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ class Field:
 
 
 def constant(key: str, *values: Any) -> Field:
-    """A key that has one of ``values`` in every model of an architecture; a config is written with the first."""
+    """A key that has one of ``values`` in every model of an architecture; the first is written to configs."""
 
     def check(value: Any, _: Mapping[str, Any]) -> tuple[()]:
         _refuse_others(key, value, values)
@@ -74,7 +74,7 @@ def constant(key: str, *values: Any) -> Field:
 
 
 def named(key: str, megatron: str, names: Mapping[Any, Any], default: Any = REQUIRED) -> Field:
-    """A key whose values the provider calls by other names: Hugging Face's name -> the provider's."""
+    """A key whose values have other names in the provider: Hugging Face's name -> the provider's."""
 
     def to(value: Any, _: Any) -> Any:
         _refuse_others(key, value, names)
@@ -92,12 +92,12 @@ def _refuse_others(key: str, value: Any, known: Iterable[Any]) -> None:
 
 
 def optional(key: str, megatron: str, default: int = 0) -> Field:
-    """A number of which 0 stands for none."""
+    """A number where 0 means none."""
     return Field(key, megatron, default=default, to=lambda count, _: count or None, back=lambda count, _: count or 0)
 
 
 def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
-    """A key that sets nothing by itself, because the ``to`` of other fields reads it; ``back`` gets the provider."""
+    """A key that other fields read in their ``to``; ``back`` gets the provider."""
 
     def nothing(_: Any, __: Any) -> tuple[()]:
         return ()
@@ -106,7 +106,7 @@ def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
 
 
 def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
-    """``fields`` with an architecture's ``own`` in place of those that set the same attributes."""
+    """``fields``, with an architecture's ``own`` in place of those that set the same attributes."""
     taken = {name for field in own for name in field.names}
     return (*(field for field in fields if not taken & set(field.names)), *own)
 
@@ -124,7 +124,7 @@ def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: M
 
 
 def layers_of_kind(key: str, megatron: str, kinds: tuple[str, str]) -> Field:
-    """A field for the kind of each layer, which is 1 in the provider for the second of ``kinds``."""
+    """A field for the kind of each layer: 1 in the provider for the second of ``kinds``."""
     return Field(
         key,
         megatron,

@@ -63,7 +63,7 @@ KIMI_DELTA: tuple[Field, ...] = (
 
 
 def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False) -> Block:
-    """A gated delta net; the normalisation before it is named by ``attention`` where it is a module of its own.
+    """A gated delta net; the normalization before it is named by ``attention`` where it is a module of its own.
 
     ``split``: the input projection is four tensors, not two that are grouped by key head.
     """
@@ -81,7 +81,7 @@ def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", spl
 
 
 def kimi_delta(layers: str = "model.layers.*", names: str = "self_attn") -> Block:
-    """Kimi delta attention; the normalisation before it is named by ``latent_attention``."""
+    """Kimi delta attention; the normalization before it is named by ``latent_attention``."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     cut = (*(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")), *(f"{name}_conv1d" for name in "qkv"))
     return (

@@ -25,7 +25,7 @@ def linear_replacements(
 ) -> Block:
     """One linear layer in place of attention, or of the feed-forward layer.
 
-    The normalisations before them are named by ``attention`` and ``mlp`` where they are modules of their own.
+    The normalizations before them are named by ``attention`` and ``mlp`` where they are modules of their own.
     """
     ours = "decoder.layers.*"
     parts = (("self_attention", "self_attn.linear_attn", norms[0]), ("mlp", "mlp.linear_mlp", norms[1]))

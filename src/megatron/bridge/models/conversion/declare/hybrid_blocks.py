@@ -8,10 +8,10 @@ from megatron.bridge.models.conversion.param_mapping import *
 def mamba(
     layers: str, names: str = "mixer", norm: str | None = "norm", replaces_attention: bool = False, ours: str = "mixer"
 ) -> Block:
-    """A Mamba-2 mixer, and the normalisation before it.
+    """A Mamba-2 mixer, and the normalization before it.
 
     ``norm`` is None where ``attention``, for the same layer, names it. With ``replaces_attention`` the layer is one of
-    attention otherwise, whose normalisation ``attention`` names where that is a module. ``ours`` is Megatron's name of
+    attention otherwise, whose normalization ``attention`` names where that is a module. ``ours`` is Megatron's name of
     a mixer beside attention.
     """
     ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else ours}", f"{layers}.{names}"
@@ -32,7 +32,7 @@ def mamba(
 
 
 def selective_mamba(layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm") -> Block:
-    """A Mamba-1 mixer; the normalisation before it is named by ``attention`` where it is a module of its own."""
+    """A Mamba-1 mixer; the normalization before it is named by ``attention`` where it is a module of its own."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
     pairs = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias", "x_proj": "x_proj.weight"}

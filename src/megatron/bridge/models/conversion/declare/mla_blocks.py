@@ -24,7 +24,7 @@ _PROJECTIONS = {
 
 
 def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
-    """Multi-latent attention, with or without a latent of the queries, and the normalisation before it."""
+    """Multi-latent attention, with or without a latent of the queries, and the normalization before it."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     return (
         *(AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight") for mine, hf in _PROJECTIONS.items()),

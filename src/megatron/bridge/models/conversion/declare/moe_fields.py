@@ -20,13 +20,13 @@ def _of_all_layers(number: int | list[int]) -> Any:
     return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
 
 
-def _top(key: str, normalised: str) -> Callable[[Any, Mapping[str, Any]], int]:
+def _top(key: str, normalized: str) -> Callable[[Any, Mapping[str, Any]], int]:
     def check(count: Any, config: Mapping[str, Any]) -> int:
         count = _of_all_layers(count)
-        if count == 1 and config.get(normalised, True):
-            switch = f" with {normalised}=True" if normalised in config else ""
+        if count == 1 and config.get(normalized, True):
+            switch = f" with {normalized}=True" if normalized in config else ""
             raise UserError(
-                f"{key}=1{switch} is not supported: one expert's normalised weight is always 1, and the router would "
+                f"{key}=1{switch} is not supported: one expert's normalized weight is always 1, and the router would "
                 "learn nothing"
             )
         return count
@@ -169,12 +169,12 @@ def expert_sizes(
     count: str = "num_experts",
     width: str = "moe_intermediate_size",
     chosen: str = "num_experts_per_tok",
-    normalised: str = "norm_topk_prob",
+    normalized: str = "norm_topk_prob",
 ) -> tuple[Field, ...]:
-    """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalised``."""
+    """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalized``."""
     return (
         Field(count, "num_moe_experts", to=_enough(count, chosen)),
-        Field(chosen, "moe_router_topk", to=_top(chosen, normalised)),
+        Field(chosen, "moe_router_topk", to=_top(chosen, normalized)),
         Field(width, "moe_ffn_hidden_size"),
     )
 
@@ -182,7 +182,7 @@ def expert_sizes(
 AUX_LOSS = Field("router_aux_loss_coef", "moe_aux_loss_coeff", default=0.0)
 
 NORM_TOPK = Field("norm_topk_prob", "moe_router_pre_softmax", default=False, to=_not, back=_not)
-"""Softmax over the chosen experts only is the same as normalising what a softmax over all gives them."""
+"""Softmax over the chosen experts only is the same as normalizing what a softmax over all gives them."""
 
 DENSE_AMONG_SPARSE: tuple[Field, ...] = (
     Field("decoder_sparse_step", "moe_layer_freq", default=1, to=_sparse, back=_step),
@@ -245,4 +245,4 @@ SIGMOID_ROUTING: dict[str, Any] = {
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
-"""Weights are normalised sigmoids; a correction, trained without gradients, helps to choose the experts."""
+"""Weights are normalized sigmoids; a correction, trained without gradients, helps to choose the experts."""

@@ -46,7 +46,7 @@ ADJUSTED_WIDTH: tuple[Field, ...] = (
 
 
 def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
-    """A gated short convolution; the normalisation before it is named by ``attention`` where it is a module."""
+    """A gated short convolution; the normalization before it is named by ``attention`` where it is a module."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.conv"
     return (
         ShortConvMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language checkpoints: the decoder as its text family declares it, the tower as transformers has it.
+"""Vision-language checkpoints: a decoder declared by its text family, and transformers' vision tower.
 
-A family says which text architecture its decoder is, what its parts are called in a checkpoint, and which parts
-the tower has. Tower weights keep transformers' names, under ``vision.``.
+A family declares the text architecture of its decoder, the names of its parts in a checkpoint, and the parts of the
+tower. Tower weights keep transformers' names, under ``vision.``.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ Prefixes = Mapping[str, str]
 
 
 class VisionBridge(DecoderBridge):
-    """A bridge of two parts: ``text_config`` is read by the text model's own bridge, the rest by transformers."""
+    """A bridge of two parts: the text model's own bridge reads ``text_config``, transformers reads the rest."""
 
     texts: ClassVar[dict[str, str]] = {}  # ``model_type`` of the text config -> the architecture whose bridge reads it
     tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")  # modules beside the language model
@@ -115,7 +115,7 @@ class VisionBridge(DecoderBridge):
     # ---- provider -> config -------------------------------------------------------------------------------------
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
-        """The whole config of a provider with a tower; nothing without one."""
+        """The whole config of a provider with a tower; empty without one."""
         if provider.vision is None:
             return {}
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
@@ -127,7 +127,7 @@ class VisionBridge(DecoderBridge):
         return {**known, **provider.vision, _TEXT: text}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What has changed in either part; the dtype, and that embeddings are tied, are for the whole config to say."""
+        """The changes in either part; dtype and tied embeddings belong to the whole config."""
         text = self._text_config(hf_config)
         changed = self._text_bridge(hf_config).changed_config(provider, text)
         whole = {key: changed.pop(key) for key in (_TIED, "dtype") if key in changed}
@@ -171,7 +171,7 @@ class VisionBridge(DecoderBridge):
         return renamed(mappings, self.names)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-        """The tower's tensors, of a text model that is built without it."""
+        """The tower's tensors, if the text model is built without the tower."""
         if config.vision is not None:
             return ()
         names = {**self.names, **self._names_of(entries)}
@@ -181,7 +181,7 @@ class VisionBridge(DecoderBridge):
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
     ) -> MegatronMappingRegistry:
-        """``registry`` under the other names that a checkpoint may have."""
+        """``registry`` under the alternative names that a checkpoint may have."""
         other = self._names_of(entries)
         back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
         back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
@@ -194,7 +194,7 @@ class VisionBridge(DecoderBridge):
         return renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
-        """The other names that a checkpoint has; none if it has transformers'."""
+        """The alternative names in a checkpoint; empty if it has transformers' names."""
         for beginning, other in self.other_names.items():
             if any(name.startswith(beginning) for name in entries):
                 return other
@@ -216,7 +216,7 @@ LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
 
 
 def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
-    """A part that is a parameter, and one that is a module; a model has one of the two."""
+    """Mappings of a part that is a parameter, and of one that is a module; a model has one of the two."""
     whole = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
     return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
 
@@ -229,7 +229,7 @@ def renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> Meg
 
 
 def _begun(name: str, prefixes: Prefixes) -> str:
-    """``name`` with its beginning as it is in a checkpoint."""
+    """``name`` with the prefix that it has in a checkpoint."""
     longest = max((ours for ours in prefixes if name.startswith(ours)), key=len, default="")
     return prefixes.get(longest, "") + name[len(longest) :]
 

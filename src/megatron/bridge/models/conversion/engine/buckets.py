@@ -72,12 +72,11 @@ def stream(
 
 
 def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor | Unjoined]]:
-    """What ``stream`` yields, on rank 0 of the model alone; nothing is sent to ranks that do not need it.
+    """What ``stream`` yields, but only on rank 0 of the model; nothing is sent to other ranks.
 
-    A tensor that is not whole yet is put together by whoever takes it, which saves a copy.
-
-    The bridge's hook computes nothing, and the plan's ties are left out. ``bucket_bytes`` is that of
-    ``stream``; half of it is handed out while the other half arrives.
+    A tensor that is still in shards is joined by the caller, which saves a copy. The bridge's hooks are not called, and
+    the plan's ties are left out. ``bucket_bytes`` is as in ``stream``; half of it is yielded while the other half
+    arrives.
     """
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
@@ -147,14 +146,14 @@ def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
 
 
 class _Memory:
-    """Takes the shards that arrive in a bucket, and those of the next one: new pages cost as much as the copy."""
+    """Receives the shards of a bucket, and then of the next one: fresh pages would cost as much as the copy."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def start(self, device: Any) -> None:
-        """Overwrite what came before, in room for as much."""
+        """Start a new bucket in the memory of an earlier one."""
         if self._used > len(self._bytes):
             self._bytes = torch.empty(self._used, dtype=torch.uint8, device=device)
         self._used = 0
@@ -168,7 +167,7 @@ class _Memory:
 
 
 def _one_ahead(buckets: Iterable[list[WeightConversionTask]]) -> Iterator[tuple[list[WeightConversionTask], Any]]:
-    """Each bucket with its tensors at the first rank, while those of the next one are on their way."""
+    """Yield each bucket with its tensors on the first rank while those of the next one are being sent."""
     memories = itertools.cycle((_Memory(), _Memory()))
     before: Any = None
     for bucket in buckets:
@@ -183,9 +182,9 @@ def _one_ahead(buckets: Iterable[list[WeightConversionTask]]) -> Iterator[tuple[
 
 @torch.no_grad()
 def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> Iterator[Any]:
-    """The tensors of each task on rank 0, elsewhere those that pass through this rank, as the last of the steps.
+    """The tensors of each task on rank 0; on other ranks, those that pass through this rank.
 
-    All ranks take the same steps, and each begins something that the next one waits for.
+    All ranks take the same steps, and each step starts a communication that the next one waits for.
     """
     if not tasks[0].mapping.copies:
         yield None
@@ -246,7 +245,7 @@ def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
 
 
 def _by_itself(task: WeightConversionTask) -> Weights:
-    """The tensors of a mapping that computes, and communicates, itself."""
+    """The tensors of a mapping that computes and communicates itself."""
     mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
     described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
     outline = exchange.broadcast_object(task.owner, described)
@@ -274,14 +273,14 @@ def put(weight: Tensor | Unjoined, target: Tensor) -> None:
 
 @dataclass
 class _Stack:
-    """A tensor of all experts, and how many of them are still to come."""
+    """A tensor of all experts, and the number of experts that are missing."""
 
     whole: Tensor
     missing: int
 
 
 def _stacked(task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]) -> Iterator[tuple[str, Tensor]]:
-    """Put an expert's part into its tensors; those that are whole now."""
+    """Copy an expert's part into its tensors; returns the tensors that are complete now."""
     shapes = task.mapping.hf_shapes(task.shard)
     for name, weight in weights.items():
         if name not in stacks:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""Everything that conversion says to other ranks; the rest of the package never touches ``torch.distributed``."""
+"""All communication of conversion; no other module of it uses ``torch.distributed``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ def is_expert(megatron_param: str) -> bool:
 
 
 def shard_group(megatron_param: str) -> Group:
-    """The group over which a parameter is cut; None in a process without model parallelism."""
+    """The group that shards a parameter; None in a process without model parallelism."""
     return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
@@ -51,12 +51,12 @@ def stage() -> int:
 
 
 def expert_rank() -> int:
-    """This rank's place among those that share out the experts."""
+    """This rank's expert-parallel rank."""
     return rank_and_size(expert_group())[0]
 
 
 def expert_group() -> Group:
-    """The ranks that hold the other experts of this rank's stage; they are of different data-parallel ranks."""
+    """The ranks that hold the other experts of this rank's stage; their data-parallel ranks differ."""
     return _group(parallel_state.get_expert_model_parallel_group)
 
 
@@ -68,7 +68,7 @@ def pipeline_group() -> Group:
 def is_first_replica(megatron_param: str) -> bool:
     """Whether this rank holds the first data- and context-parallel copy of a parameter.
 
-    Experts have copies of their own: on fewer ranks than the rest of the model, and on other ones.
+    Experts are replicated over fewer ranks than the rest of the model, and over different ones.
     """
     if not parallel_state.model_parallel_is_initialized():
         return True
@@ -93,7 +93,7 @@ def any_rank(flag: bool) -> bool:
 
 @dataclass
 class Pending[T]:
-    """What other ranks are sending."""
+    """Tensors that other ranks are sending."""
 
     value: T
     works: tuple[torch_dist.Work, ...] = ()
@@ -105,12 +105,12 @@ class Pending[T]:
 
 
 def all_gather(tensor: Tensor, group: Group, parts: int) -> list[Tensor]:
-    """The shards of all ``parts`` ranks; just ``tensor`` when it is whole."""
+    """The shards of all ``parts`` ranks; only ``tensor`` if it is not sharded."""
     return start_all_gather(tensor, group, parts).wait()
 
 
 def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Pending[list[Tensor]]:
-    """Begin to get the shards of all ``parts`` ranks."""
+    """Start to gather the shards of all ``parts`` ranks."""
     if parts == 1:
         return Pending([tensor])
     local = tensor.detach().contiguous()
@@ -138,7 +138,7 @@ def start_gather(
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a parameter, among the ranks of a model replica."""
+    """The ranks of a model replica that hold a parameter."""
 
     stage: int
     expert_rank: int | None = None  # which of the ranks that share out the experts; None where all of them hold it
@@ -159,21 +159,21 @@ TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtype
 
 
 def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:
-    """A tensor that ``owner`` holds, on every rank of the replica: first within its stage, then on all stages."""
+    """Broadcast a tensor of ``owner`` to the replica: first within its stage, then to all stages."""
     mine = None if tensor is None else {"": tensor}
     within = start_among_experts(mine, {"": (shape, dtype)}, owner).wait()
     return start_among_stages(within, {"": (shape, dtype)}, owner).wait()[""]
 
 
 def start_among_experts(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors | None]:
-    """Begin to send the tensors of ``owner`` to the ranks of its stage that hold other experts."""
+    """Start to send the tensors of ``owner`` to the ranks of its stage that hold other experts."""
     if owner.expert_rank is None or owner.stage != stage():
         return Pending(mine)
     return _start_broadcast(mine, outline, expert_group(), owner.expert_rank)
 
 
 def start_among_stages(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors]:
-    """Begin to send tensors that all of ``owner``'s stage has to the other stages."""
+    """Start to send tensors that all ranks of ``owner``'s stage hold to the other stages."""
     return _start_broadcast(mine, outline, pipeline_group(), owner.stage)
 
 
@@ -194,7 +194,7 @@ def _start_broadcast(mine: Tensors | None, outline: TensorSpecs, group: Group, o
 def start_to_first_expert(
     mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
 ) -> Pending[Tensors | None]:
-    """Begin to send the tensors of ``owner`` to the rank of its stage that holds the first experts."""
+    """Start to send the tensors of ``owner`` to the rank of its stage that holds the first experts."""
     if owner.expert_rank is None or owner.stage != stage():
         return Pending(mine)
     return _start_to_first(mine, outline, expert_group(), owner.expert_rank, empty)
@@ -203,7 +203,7 @@ def start_to_first_expert(
 def start_to_first_stage(
     mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
 ) -> Pending[Tensors | None]:
-    """Begin to send tensors of ``owner``'s stage to the first one."""
+    """Start to send tensors of ``owner``'s stage to the first one."""
     return _start_to_first(mine, outline, pipeline_group(), owner.stage, empty)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the parameters straight into Hugging Face files; each tensor is written by one rank, or row by row."""
+"""Write parameters directly to Hugging Face files; each tensor is written by one rank, or row by row."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,12 +107,12 @@ def _layouts(
 
 
 def _computes(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
-    """Whether a task's tensors come from the code of its mapping or of a hook."""
+    """Whether a task's tensors are computed by its mapping or by a hook."""
     return bridge.computes_on_export or not task.mapping.copies
 
 
 def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
-    """What a task writes: in the source's dtypes; where tensors are computed, in its shapes too."""
+    """The tensors that a task writes, with the source's dtypes and, if they are computed, shapes."""
     names = task.mapping.hf_names
     if computed and all(name in stored for name in names):
         return {name: stored[name] for name in names}
@@ -127,7 +127,7 @@ def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
 
 
 def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
-    """The tensors, those of the model's own dtype as the config says; a more precise one stays as it is."""
+    """The tensors with the dtype in the config; more precise ones keep their dtype."""
     if options.declared is None or options.dtype is not None or not tensors:
         return tensors
     dtypes = [dtype for dtype, _ in tensors.values()]
@@ -136,7 +136,7 @@ def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
 
 
 def _renamed(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:
-    """The files under names that are free where they will lie."""
+    """Rename the files to names that are free in the target directory."""
     if folder is None:
         return layouts
     names = on_first_rank(lambda: model_folder.unused_names(folder, [layout.name for layout in layouts]))
@@ -151,7 +151,7 @@ def _write_in_turn(
     source: SafetensorsCheckpoint | None,
     writers: tuple[int, ...],
 ) -> BaseException | None:
-    """Write whole tensors, one rank after the other; an error is returned, since the others wait for this rank."""
+    """Write whole tensors, one rank after another; returns an error, because the others wait for this rank."""
     failure: BaseException | None = None
     for index, (_, (name, weight)) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
         if writers[index % len(writers)] == distributed.rank() and failure is None:
@@ -173,7 +173,7 @@ def _write_all(
     writer: Writer,
     source: SafetensorsCheckpoint | None,
 ) -> BaseException | None:
-    """Write this rank's share; an error is returned, since the other ranks still wait for this one's shards."""
+    """Write this rank's share; returns an error, because the other ranks still wait for this one's shards."""
     room = threading.Semaphore(_IN_FLIGHT)
     errors: list[BaseException] = []
 
@@ -204,7 +204,7 @@ def _write_all(
 
 
 def _whole(task: WeightConversionTask) -> WeightConversionTask:
-    """With a fully sharded parameter gathered, for which every rank is needed."""
+    """The task with a fully sharded parameter gathered; all ranks must call this."""
     sharded = isinstance(task.param_weight, DTensor) and not task.is_copy
     return replace(task, param_weight=task.exported) if sharded else task
 
@@ -243,7 +243,7 @@ def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mappi
 
 
 def _check_place(writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None) -> None:
-    """Refuse a tensor, or an expert's part of one, that the files have no place for."""
+    """Refuse a tensor, or an expert's part of one, that the files do not have."""
     place = writer.shapes.get(name)
     if place is None:
         raise UserError(

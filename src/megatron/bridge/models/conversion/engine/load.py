@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Hugging Face checkpoint into the parameters: each rank copies its slices straight into place."""
+"""Load a Hugging Face checkpoint: each rank copies its slices directly into its parameters."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,10 +30,10 @@ def load(
     declared_dtype: torch.dtype | None = None,
     allowed_mismatched_params: Sequence[str] | None = None,
 ) -> None:
-    """Fill this rank's parameters.
+    """Load this rank's parameters.
 
-    ``plan`` is closed against ``checkpoint``; without a ``declared_dtype`` its most common one is expected. Patterns in
-    ``allowed_mismatched_params`` keep their values if shapes differ. Other tensors of a wrong shape or dtype are
+    ``plan`` covers ``checkpoint``; without a ``declared_dtype``, its most common dtype is expected. Parameters that
+    match ``allowed_mismatched_params`` keep their values if shapes differ. Other tensors of a wrong shape or dtype are
     refused in one message, before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
@@ -59,7 +59,7 @@ def checked(
 
 
 def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
-    """Fill one parameter and give back the pages that it was read from."""
+    """Load one parameter and release the pages that it was read from."""
     if isinstance(task.param_weight, DTensor):
         parameter, dtype = task.param_weight, sharded_rows.stored_dtype(task.param_weight)
         values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
@@ -78,7 +78,7 @@ def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: Sa
 
 
 def _copy(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
-    """Copy the ranges that both sides share; what only Megatron has (padding) becomes zero."""
+    """Copy the ranges that both sides share; Megatron's padding becomes zero."""
     parameter = cast(Tensor, task.param_weight)
     copy_ranges = task.mapping.copy_ranges(task.shard)
     for piece in copy_ranges:
@@ -88,7 +88,7 @@ def _copy(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None
 
 
 def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]:
-    """Ranges (start, length) that no piece fills."""
+    """Ranges (start, length) that no piece covers."""
     gaps: list[tuple[int, int]] = []
     position = 0
     for piece in sorted(copy_ranges, key=lambda piece: piece.target):
@@ -102,7 +102,7 @@ def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]
 
 
 def _compute(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
-    """Let the bridge's hook and the mapping's own code make the shard from whole tensors."""
+    """Compute the shard from whole tensors with the bridge's hook and the mapping's own code."""
     weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
     made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
     parameter = cast(Tensor, task.param_weight)
@@ -121,7 +121,7 @@ def _check(
     declared_dtype: torch.dtype | None,
     allowed: Sequence[str],
 ) -> list[WeightConversionTask]:
-    """The tasks that can be done; those with an allowed mismatch are left out, others are refused."""
+    """The tasks that can be done, without those with an allowed mismatch; refuses all others."""
     problems = _wrong_dtypes(plan, checkpoint, declared_dtype)
     skipped: set[str] = set()
     for task in plan.tasks:  # all of them, so that every rank finds the same problems
@@ -141,7 +141,7 @@ def _check(
 def _without_new_head(
     bridge: MegatronModelBridge, plan: Plan, checkpoint: SafetensorsCheckpoint
 ) -> tuple[Plan, set[str]]:
-    """The plan without the head that the model declares and a language model's checkpoint lacks, and its names."""
+    """The plan without a head that a language model's checkpoint lacks, and the names of the head."""
     new = {
         task.global_param_name
         for task in plan.tasks
@@ -175,9 +175,9 @@ def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint)
 
 
 def _wrong_dtypes(plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None) -> list[str]:
-    """Tensors that are not stored as declared: numbers would be lost, or were lost when the file was written.
+    """Tensors that are not stored as declared: values would lose precision, or lost it when the file was written.
 
-    A parameter that is more precise than the model (a router's correction bias) may be stored as it is.
+    A parameter that is more precise than the model, such as a router's correction bias, may be stored as it is.
     """
     kept = {name: task.dtype for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names}
     kept = {name: dtype for name, dtype in kept.items() if name in checkpoint}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of multi-token prediction that a config declares and a model is built without.
+"""Multi-token prediction layers that a config declares but the model was built without.
 
-When transformers saves a model it drops these layers and keeps the config key that counts them, so most fine-tuned
-copies on the hub declare layers that they do not store. A user may leave the layers out, too. Either way an export
-has what its source has: none of their tensors, or all of them, unchanged.
+transformers drops these layers when it saves a model, but keeps the config key that counts them, so most fine-tuned
+copies on the hub declare layers that they do not store. A user may leave the layers out, too. In both cases, an export
+has the same tensors as its source: none of these layers, or all of them, unchanged.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,7 @@ class MTPLayers:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Hugging Face's names of the tensors, those of dense and of expert layers alike."""
+        """Hugging Face names of the tensors of dense and expert layers."""
         own = (found for found in self.registry.get_all_mappings() if found.megatron_param.startswith("mtp."))
         return tuple(name for mapping in own for name in mapping.hf_names)
 
@@ -41,7 +41,7 @@ class MTPLayers:
         return any(name.startswith(prefixes) for name in names)
 
     def tensors(self, parameters: Iterable[str], num_layers: int) -> list[str]:
-        """Hugging Face's names of all tensors: the layers are like the last one among Megatron's ``parameters``."""
+        """Hugging Face names of all tensors: the layers are like the last one among Megatron's ``parameters``."""
         last = f"decoder.layers.{num_layers - 1}."
         of_layer = [name.removeprefix(last) for name in parameters if name.startswith(last)]
         found = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))
@@ -56,6 +56,6 @@ class MTPLayers:
 
 
 def declared_by(provider: Any, registry_for: Callable[[Any], MegatronMappingRegistry]) -> MTPLayers | None:
-    """The layers that ``provider`` declares, if any; ``registry_for`` gives the mappings of its model."""
+    """The layers that ``provider`` declares, if any; ``registry_for`` returns the mappings of its model."""
     count = getattr(provider, "mtp_num_layers", None)
     return MTPLayers(count, registry_for(provider)) if count else None

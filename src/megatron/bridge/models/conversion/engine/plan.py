@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a conversion: one task per Megatron parameter, proven to cover both sides before a byte moves."""
+"""The plan of a conversion: one task per Megatron parameter, checked to cover both sides before anything is copied."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _SOME_MTP = "layers of multi-token prediction are incomplete: download the model
 
 @dataclass(frozen=True)
 class LocatedParameter:
-    """A Megatron parameter and who holds it; the same on every rank of a model replica."""
+    """A Megatron parameter and the ranks that hold it; the same on every rank of a model replica."""
 
     name: str  # name in the whole model, layers and experts counted from its start
     local_name: str  # name in its chunk
@@ -64,7 +64,7 @@ class WeightConversionTask:
 
     @property
     def exported(self) -> Tensor | None:
-        """What an export takes for the parameter; collective if it is sharded, or with ``merges``."""
+        """The value that an export uses for the parameter; collective if it is sharded, or with ``merges``."""
         if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
             with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as whole:
                 return self.megatron_module.merged_weight(whole.get(id(self.param_weight), self.param_weight))
@@ -87,7 +87,7 @@ class WeightConversionTask:
 
     @cached_property
     def hf_slice_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The same; of one expert's part where a tensor holds all of them."""
+        """The same, for one expert's part if a tensor holds all experts."""
         return self.mapping.hf_slice_shapes(self.shard)
 
 
@@ -175,7 +175,7 @@ def build_plan(
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:
-    """The name in the whole model of a parameter of one pipeline chunk: layers know their own number."""
+    """The name of a chunk's parameter in the whole model, from the layers' own numbers."""
     found = _LAYER.match(local_name)
     if not found:
         return local_name
@@ -189,7 +189,7 @@ HeldParameters = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
-    """What this rank holds: parameters, and the buffers that are saved with them (a router's correction bias)."""
+    """This rank's parameters, and the buffers that are saved with them, such as a router's correction bias."""
     found: HeldParameters = {}
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
@@ -226,7 +226,7 @@ def _match(
     config: Any,
     tied: bool,
 ) -> tuple[list[WeightConversionTask], list[str]]:
-    """A task for each parameter, and the problems of those that have none or claim the tensor of another."""
+    """A task for each parameter, and the parameters that match nothing or claim another's tensor."""
     problems: list[str] = []
     unmapped: list[str] = []
     tasks: list[WeightConversionTask] = []
@@ -264,7 +264,7 @@ def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: 
 
 
 def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) -> Iterator[LocatedParameter]:
-    """Add the experts of the other ranks: like this one's, and ``each`` numbers further from rank to rank."""
+    """Add the experts of the other ranks, whose numbers differ from this rank's by multiples of ``each``."""
     for experts, run in groupby(items, lambda item: _experts_of(item.name)):
         if not experts:
             yield from run
@@ -278,7 +278,7 @@ def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) 
 
 
 def _experts_of(name: str) -> str:
-    """The module that holds this expert and others; nothing for other parameters."""
+    """The module that holds this expert and others; empty for other parameters."""
     found = _EXPERT.fullmatch(name)
     return found[1].rpartition(".")[0] if found else ""
 
@@ -335,7 +335,7 @@ def _layer_config(name: str, config: Any) -> Any:
 
 
 def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None) -> dict[str, str]:
-    """The output layer of a tied model, where the checkpoint stores it all the same."""
+    """The output layer of a tied model if the checkpoint stores it anyway."""
     embedding, output = registry.megatron_to_hf_lookup(EMBEDDING), registry.megatron_to_hf_lookup(OUTPUT)
     if not tied or embedding is None or output is None or entries is None:
         return {}
@@ -371,7 +371,7 @@ def _differences(
     ties: Mapping[str, str],
     buffers: Sequence[str],
 ) -> list[str]:
-    """What one side has and the other has not."""
+    """The names that only one of the two sides has."""
     left_over = [name for name in entries if name not in claimed and name not in ties and name not in buffers]
     needs = {name: task.global_param_name for task in tasks for name in task.mapping.hf_names}
     missing = [name for name in claimed if name not in entries]
@@ -392,7 +392,7 @@ def _differences(
 
 
 def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """(pattern, first name, how many there are) of the names that differ in layer and expert only."""
+    """(pattern, first name, count) of names that differ only in layer and expert."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_INDEX.sub("*", name), []).append(name)
@@ -401,7 +401,7 @@ def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
-    """What a checkpoint lacks that has some tensors of the layers that the model was built without."""
+    """The missing tensors of a checkpoint that has some of the layers that the model was built without."""
     missing = [name for name in unbuilt if name not in entries]
     if not missing or len(missing) == len(unbuilt):
         return []

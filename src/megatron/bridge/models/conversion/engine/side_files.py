@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exported model has beside its weights: config, tokenizer, model card and all that its source brings."""
+"""The files of an exported model other than weights: config, tokenizer, model card, and other files of its source."""
 
 import json
 import shutil
@@ -100,7 +100,7 @@ def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
 
 
 def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
-    """Which frames of videos are used, as the run had it, in the file that transformers' video processor reads."""
+    """Write the video frames that the run used, in the file that transformers' video processor reads."""
     values: dict[str, Any] = {"do_sample_frames": True, **limits}
     if json.loads((directory / "config.json").read_text()).get("model_type") == "smolvlm":  # the limit's name there
         values |= {"num_frames": values.pop("max_frames")} if "max_frames" in values else {}
@@ -125,7 +125,7 @@ def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: His
 
 
 def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
-    """What a model in memory tells of what was done to it: which adapters will be merged."""
+    """The history of a model in memory: the adapters that will be merged."""
     method = next((found for chunk in model_io.as_chunks(model) if (found := chunk_info(chunk).peft) is not None), None)
     if method is None or not merge:
         return History()
@@ -134,7 +134,7 @@ def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
 
 
 def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") -> History:
-    """What a checkpoint and the folder of its run tell: steps, what they began with, losses."""
+    """The history of a checkpoint, from its run's folder: steps, initial weights, losses."""
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0
     described = model_io.has_run_config(directory)
@@ -150,7 +150,7 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
 
 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
-    """The source's small files beside its weights; a tokenizer's are among them, whatever they are called."""
+    """The source's small files beside its weights, which include the tokenizer's under any name."""
     files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
     return [path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER]
 
@@ -164,7 +164,7 @@ def save_megatron(model: Any, path: str | Path, source: Any, planner: LazySavePl
 
 @contextmanager
 def published(path: Path, overwrite: bool = True) -> Generator[Path]:
-    """A staging directory on all ranks whose files are published into ``path``, or vanish on an error."""
+    """A staging directory on all ranks whose files are published into ``path``, or deleted on an error."""
     path = storage.local(path)
     staging = on_first_rank(lambda: model_folder.create_staging(path, overwrite))
     try:
@@ -178,7 +178,7 @@ def published(path: Path, overwrite: bool = True) -> Generator[Path]:
 
 
 def in_full(source: Any) -> str:
-    """What to add to the name of an exported model whose source is quantised."""
+    """The note on an exported model whose source is quantized."""
     quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
     if quantization is None:
         return ""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""The provider of a Megatron checkpoint, under the parallel sizes of the processes that load it."""
+"""The provider of a Megatron checkpoint, with the parallel sizes of the processes that load it."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -37,14 +37,14 @@ def read(path: str | Path) -> Any:
 
 
 def load_hook(path: str | Path) -> PreWrapHook:
-    """A hook that fills a new model from the checkpoint."""
+    """A hook that loads the checkpoint into a new model."""
     return PreWrapHook(lambda chunks: model_io.load_model(chunks, path), fills_every_parameter=True)
 
 
 def read_for_layout(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: MakeProvider | None = None
 ) -> Any:
-    """The provider under parallel sizes: ``mp_overrides``, else those of the running groups, else of one process.
+    """The provider with parallel sizes: ``mp_overrides``, or those of the running groups, or one process.
 
     ``default`` makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
     """
@@ -60,7 +60,7 @@ def read_for_layout(
 
 
 def _pad_vocabulary(provider: Any, path: str | Path) -> None:
-    """Give the embedding as many rows as it has in the checkpoint; Megatron-LM saves its padding."""
+    """Use the number of embedding rows in the checkpoint, because Megatron-LM saves its padding."""
     stored = inspection.list_tensors(paths.resolve(path)).get(EMBEDDING)
     ranks = provider.tensor_model_parallel_size
     if stored is not None and stored.shape[0] > provider.vocab_size and stored.shape[0] % ranks == 0:
@@ -69,7 +69,7 @@ def _pad_vocabulary(provider: Any, path: str | Path) -> None:
 
 
 def _running_layout() -> dict[str, Any]:
-    """Parallel sizes of the process groups that exist, else of one process."""
+    """The parallel sizes of the existing process groups, or of one process."""
     if not parallel_state.model_parallel_is_initialized():
         return ONE_PROCESS
     return ONE_PROCESS | {
@@ -83,6 +83,6 @@ def _running_layout() -> dict[str, Any]:
 
 
 def provider_of(model: nn.Module | Sequence[nn.Module]) -> Any:
-    """A copy of the provider that a chunk, or all chunks, were built from, as it was declared."""
+    """A copy of the declared provider that a chunk, or all chunks, were built from."""
     config: Any = model_io.unwrap(model_io.as_chunks(model)[0]).config
     return copy.copy(getattr(config, "declared", config))

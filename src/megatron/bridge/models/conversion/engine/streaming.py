@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole checkpoints from one format into the other, with a few parameters in memory at a time.
+"""Convert whole checkpoints with only a few parameters in memory at a time.
 
-Both ways start from the model on the meta device: it has all names, shapes and places and no numbers. A parameter
-gets memory when its turn comes, and loses it when it has been written.
+Both directions start from the model on the meta device, which has all names, shapes and offsets. A parameter is
+allocated when it is needed, and freed when it has been written.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ def planner(
     pretrained: PreTrainedCausalLM,
     show_progress: bool,
 ) -> LazySavePlanner:
-    """What gives a save of ``chunks`` the numbers of a Hugging Face model.
+    """A save planner that computes the values of ``chunks`` from a Hugging Face model.
 
-    ``plan`` is of these chunks as they were built, before they were made half-precise; ``chunks`` are on the meta
+    ``plan`` is of these chunks as they were built, before conversion to half precision; ``chunks`` are on the meta
     device, in the precision to save.
     """
     allocator.release_freed_memory()
@@ -85,7 +85,7 @@ class StoredModel:
         self._device = _device()  # here, because torch.cuda.current_device() is 0 in the threads that read
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
-        """The tasks in their order, with parameters that have numbers; release each before asking for the next.
+        """The tasks in order, with parameters that have values; release each before asking for the next.
 
         Raises:
             UserError: the checkpoint cannot be read. On several ranks it is raised after the last task, since the
@@ -104,7 +104,7 @@ class StoredModel:
             raise failure
 
     def _read(self, tasks: list[WeightConversionTask]) -> "_Batch":
-        """The tasks with numbers; those of other ranks, and those that are not exported, as they are."""
+        """The tasks with values; tasks of other ranks, and tasks that are not exported, are unchanged."""
         entries: dict[str, Any] = {}
         for index, task in enumerate(tasks):
             if _is_read(task):
@@ -129,7 +129,7 @@ class StoredModel:
 def stored_model(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: stored_provider.MakeProvider
 ) -> tuple[list[Any], StoredModel]:
-    """The chunks of a checkpoint without memory, as ``stored_provider.read_for_layout`` has them, and their numbers."""
+    """The chunks of a checkpoint on the meta device, as in ``stored_provider.read_for_layout``, and their values."""
     outline = stored_provider.read_for_layout(path, mp_overrides, default).meta_model()
     chunks = to_half_precision(outline, outline[0].config)
     return chunks, StoredModel(chunks, path)
@@ -137,7 +137,7 @@ def stored_model(
 
 @dataclass
 class _Batch:
-    """Tasks that were read together; ``failure`` says why their numbers are not to be used."""
+    """Tasks that were read together; ``failure`` says why their values must not be used."""
 
     tasks: list[WeightConversionTask]
     failure: UserError | None
@@ -148,12 +148,12 @@ def _is_read(task: WeightConversionTask) -> bool:
 
 
 def _device() -> Any:
-    """Where parameters are put together: what several ranks exchange must be where they communicate."""
+    """The device on which parameters are joined: on several ranks, the one that they communicate on."""
     return "cpu" if distributed.world_size() == 1 else torch.cuda.current_device()
 
 
 def _batches(tasks: Iterable[WeightConversionTask], limit: int) -> Iterator[tuple[list[WeightConversionTask], int]]:
-    """Runs of tasks that take up ``limit`` bytes here, or one that is larger; with their bytes."""
+    """Runs of tasks of up to ``limit`` bytes on this rank, or one larger task; with their bytes."""
     batch: list[WeightConversionTask] = []
     held = 0
     for task in tasks:

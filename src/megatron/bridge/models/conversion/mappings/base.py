@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a Megatron parameter and its Hugging Face tensors are made of the same numbers.
+"""Mappings between a Megatron parameter and its Hugging Face tensors.
 
-A mapping is algebra: it lists the *blocks* of Hugging Face tensors in the order in which Megatron lays them out
-over all tensor-parallel ranks. Cutting that list at the ranks' borders gives *pieces*: ranges that both sides
-share, copied one way to load and the other way to export. Nothing here communicates except
-``megatron_to_hf``, which asks ``exchange`` for the other ranks' shards.
+A mapping lists the *blocks* of Hugging Face tensors in the order in which Megatron lays them out over all
+tensor-parallel ranks. Splitting that list at the ranks' boundaries gives *pieces*: ranges that both sides share, copied
+in one direction to load and in the other to export. Nothing here communicates except ``megatron_to_hf``, which gets the
+other ranks' shards from ``exchange``.
 """
 
 import copy
@@ -86,17 +86,17 @@ class CopyRange:
         return tensor[self.hf_index] if tensor.ndim else tensor
 
     def of_slice(self, tensor: Tensor) -> Tensor:
-        """The view of the Hugging Face tensor, or of the expert's part of one that holds all."""
+        """The view of the Hugging Face tensor, or of one expert's part if it holds all experts."""
         return tensor[self._slice_index] if tensor.ndim else tensor
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """The view of a Megatron shard, turned as the Hugging Face tensor is."""
+        """The view of a Megatron shard, transposed like the Hugging Face tensor."""
         view = shard.narrow(self.dim, self.target, self.length) if shard.ndim else shard
         return view.mT if self.transposed else view
 
     @property
     def is_plain(self) -> bool:
-        """Whether the Hugging Face side is a range of a tensor by itself, the same way round."""
+        """Whether the Hugging Face side is a contiguous range of a tensor that is not transposed."""
         return self.step == 1 and self.expert is None and not self.transposed
 
 
@@ -120,7 +120,7 @@ class Unjoined:
             piece.of_slice(target).copy_(numbers)
 
     def contiguous(self) -> Tensor:
-        """The tensor: the view of a shard that holds just this, else in memory of its own."""
+        """The tensor: a view of a shard that holds exactly this tensor, or else a copy."""
         piece, numbers = self.pieces[0]
         is_view = len(self.pieces) == 1 and piece.is_plain and numbers.shape == self.shape
         return numbers if is_view and numbers.is_contiguous() else self.whole()
@@ -168,7 +168,7 @@ class ShardSpec:
 
 
 class _GroupNow:
-    """A group that is looked up when it is asked for; an instance may have another one in its place."""
+    """A group that is looked up when it is used, and that an instance may replace."""
 
     def __init__(self, find: Callable[[], exchange.Group]) -> None:
         self._find = find
@@ -192,9 +192,12 @@ def _properties(group: str) -> tuple[Any, Any]:
 class MegatronParamMapping:
     """One Megatron parameter and the Hugging Face tensors it is made of.
 
-    Subclasses say how in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
-    ``megatron_to_hf``; the engine then hands it whole tensors. Where these have other shapes than ``blocks`` says,
-    it overrides ``hf_slice_shapes``, which an export without a source asks.
+    Subclasses define this in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
+    ``megatron_to_hf``, which get whole tensors. If the shapes of these differ from ``blocks``, it overrides
+    ``hf_slice_shapes``, which an export without a source calls.
+
+    A program may replace the groups and ``gather_from_tp_ranks`` on a copy of a mapping: ``megatron_to_hf`` of the copy
+    then uses the replacements and does no other communication.
 
     Args:
         megatron_param: Megatron's name; ``*`` stands for one path segment, ``**`` for any number.
@@ -228,7 +231,7 @@ class MegatronParamMapping:
         return [(name, self.expert) for name in self.hf_names]
 
     def stacked(self, transposed: bool = False) -> Self:
-        """This mapping for Hugging Face tensors that each hold all experts along their first dimension.
+        """This mapping for Hugging Face tensors that hold all experts along their first dimension.
 
         The last wildcard of ``megatron_param`` is the expert's number.
 
@@ -254,7 +257,7 @@ class MegatronParamMapping:
         return mapping
 
     def renamed(self, megatron: Callable[[str], str], hf: Callable[[str], str]) -> Self:
-        """This mapping between the names that the two functions make of its own."""
+        """This mapping with the names that the two functions return for its own."""
         name = megatron(self.megatron_param)
         if isinstance(self.hf_param, str):
             mapping = self._rebuild(name, hf(self.hf_param))
@@ -307,7 +310,7 @@ class MegatronParamMapping:
         return {hf: (shard.config.num_moe_experts, *shape) for hf, shape in shapes.items()}
 
     def hf_slice_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
-        """The same; of one expert's part where a tensor holds all of them."""
+        """The same, for one expert's part if a tensor holds all experts."""
         extent: dict[str, int] = {}
         for block in self.blocks(shard):
             extent[block.hf] = max(extent.get(block.hf, 0), block.stop)
@@ -319,7 +322,7 @@ class MegatronParamMapping:
 
     @property
     def copies(self) -> bool:
-        """Whether ``blocks`` is the whole truth, so that the engine may copy ranges without asking."""
+        """Whether ``blocks`` fully describes the mapping, so that ranges can be copied without calling it."""
         base, own = MegatronParamMapping, type(self)
         return own.hf_to_megatron is base.hf_to_megatron and own.megatron_to_hf is base.megatron_to_hf
 
@@ -345,7 +348,7 @@ class MegatronParamMapping:
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
         """Whole Hugging Face tensors on all ranks of the stage that owns the parameter; nothing elsewhere.
 
-        Of a tensor that holds all experts, this one's part.
+        If a tensor holds all experts, only this expert's part.
         """
         if megatron_weights is None or megatron_module is None:
             return {}
@@ -358,7 +361,7 @@ class MegatronParamMapping:
         return {hf: one.whole() for hf, one in self.unjoined(shard, weights).items()}
 
     def unjoined(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, "Unjoined"]:
-        """The same, to be put together where whoever takes them wants."""
+        """The same, to be joined at its destination."""
         found = {hf: Unjoined(shape, weights[0]) for hf, shape in self.hf_slice_shapes(shard).items()}
         for rank, weight in enumerate(weights):
             for piece in self.copy_ranges(ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)):
@@ -393,7 +396,7 @@ class MegatronParamMapping:
 
     @property
     def group_key(self) -> str:
-        """The same for all tasks that an export needs in one call; different for others."""
+        """Equal for the tasks that an export must convert in one call."""
         return ",".join(self.hf_names)
 
     @property
@@ -437,7 +440,7 @@ class OneRowMapping(ReplicatedMapping):
         self.is_stacked, self.expert = True, 0
 
     def resolve(self, captures: Iterable[str]) -> Self:
-        """The mapping of one concrete parameter; no wildcard is the row's number."""
+        """The mapping of one concrete parameter; its row has no wildcard."""
         values = tuple(captures)
         return self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
 
@@ -446,7 +449,7 @@ class OneRowMapping(ReplicatedMapping):
 
 
 class HeadRatesMapping(OneRowMapping):
-    """A number for each head, [1, heads / size, 1], that Hugging Face stores as [1, 1, heads, 1]."""
+    """One number per head, [1, heads / size, 1], that Hugging Face stores as [1, 1, heads, 1]."""
 
     kind = "row"
 
@@ -464,11 +467,11 @@ class RowParallelMapping(MegatronParamMapping):
 
 
 class AutoMapping(MegatronParamMapping):
-    """Cut as the module that owns the parameter cuts it."""
+    """Sharded like the module that owns the parameter."""
 
     @staticmethod
     def register_module_type(name: str, kind: ParallelKind) -> None:
-        """Say how a module class cuts its parameters.
+        """Declare how a module class shards its parameters.
 
         Args:
             name: class name; subclasses follow.
@@ -480,7 +483,7 @@ class AutoMapping(MegatronParamMapping):
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Attention heads without those that a provider appends to fit tensor parallelism."""
+    """Attention heads without those that a provider adds for tensor parallelism."""
 
     queries: int
     groups: int
@@ -493,7 +496,7 @@ class AttentionHeads:
         return cls(queries, groups, config.kv_channels or config.hidden_size // queries)
 
     def wide(self, kind: str, by_head: bool = False) -> int:
-        """Width of all heads that are ``queries``, or of all ``groups``; their number if ``by_head``."""
+        """Width of all query heads (``queries``) or all ``groups``; their number if ``by_head``."""
         return (1 if by_head else self.width) * (self.queries if kind == "queries" else self.groups)
 
 
@@ -510,13 +513,13 @@ _MODULE_KINDS: dict[str, ParallelKind] = {
 
 
 def parallel_kind(module: nn.Module, parameter: Tensor) -> ParallelKind:
-    """How ``parameter`` of ``module`` is cut: what Megatron marked on it, else what its module class says."""
+    """How ``parameter`` of ``module`` is sharded: as Megatron marked it, or else by its module class."""
     if getattr(parameter, "tensor_model_parallel", False):
         return "row" if cast(Any, parameter).partition_dim == 1 else "column"
     for cls in type(module).__mro__:
         kind = _MODULE_KINDS.get(cls.__name__)
         if kind is not None:
-            # a normalisation weight fused into a column-parallel linear is whole on every rank
+            # a normalization weight fused into a column-parallel linear is whole on every rank
             is_norm = parameter is getattr(module, "layer_norm_weight", None) or parameter is getattr(
                 module, "layer_norm_bias", None
             )

@@ -38,9 +38,9 @@ class QKVMapping(MegatronParamMapping):
 
 
 class GatedQKVMapping(QKVMapping):
-    """The same where the query projection also makes gates on the output of attention.
+    """The same if the query projection also computes gates on the output of attention.
 
-    Hugging Face holds each head's query above its gate; Megatron holds, for each group: the queries of its heads,
+    Hugging Face stores each head's query above its gate; Megatron stores, for each group: the queries of its heads,
     their gates, its key, its value.
     """
 
@@ -57,7 +57,7 @@ class GatedQKVMapping(QKVMapping):
 
 
 class SeparatelyGatedQKVMapping(MegatronParamMapping):
-    """The same where the gates on the output of attention have a projection of their own."""
+    """The same if the gates on the output of attention have a separate projection."""
 
     kind = "column"
 
@@ -157,7 +157,7 @@ class InterleavedGatedMLPMapping(MegatronParamMapping):
 
 
 class SwappedInputMapping(AutoMapping):
-    """A linear layer that takes the two halves of its input in the other order in Hugging Face."""
+    """A linear layer whose input has its two halves in the opposite order in Hugging Face."""
 
     keeps_shapes = True
 

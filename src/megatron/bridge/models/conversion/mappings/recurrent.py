@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mappings of recurrent layers: Mamba-2's mixers, gated delta nets, and zero-centred norms.
+"""Mappings of recurrent layers: Mamba-2 mixers, gated delta nets, and zero-centered norms.
 
-These layers project to several kinds of features at once. Megatron cuts each kind over the tensor-parallel ranks
-and lays a rank's parts one after the other; Hugging Face lays the whole kinds one after the other, or groups them
-by head.
+These layers project to several kinds of features at once. Megatron shards each kind over the tensor-parallel ranks and
+concatenates a rank's parts; Hugging Face concatenates the whole kinds, or groups them by head.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from megatron.bridge.models.conversion.mappings.base import (
 
 
 class SegmentedMapping(MegatronParamMapping):
-    """One tensor of several row segments, each cut over the ranks by itself; subclasses give their lengths."""
+    """One tensor of several row segments, each sharded separately; subclasses give their lengths."""
 
     kind = "column"
 
@@ -60,7 +59,7 @@ class MambaConv1dMapping(SegmentedMapping):
 
 
 def _mamba_sizes(config: Any) -> tuple[int, int, int]:
-    """Heads, their features together, and rows of B (or C); as many heads as twice the width unless given."""
+    """Number of heads, their total width, and rows of B (or C); by default, the heads fill twice the hidden size."""
     heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
     return heads, heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
 
@@ -112,7 +111,7 @@ class GDNLinearMapping(MegatronParamMapping):
 
 
 class SplitGDNLinearMapping(MegatronParamMapping):
-    """The same from four tensors, each with one head after the other; ``qkv`` has kind after kind."""
+    """The same from four tensors, each ordered by head; ``qkv`` is ordered by kind."""
 
     kind = "column"
 
@@ -133,10 +132,10 @@ class SplitGDNLinearMapping(MegatronParamMapping):
 
 
 class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
-    """A gain that Hugging Face stores as it is and Megatron as its distance from one (``zero_centered_gamma``).
+    """A gain that Megatron stores minus one (``zero_centered_gamma``).
 
-    Computed in float32. In half precision the difference is rounded, so a gain may come back with other last bits:
-    prefer a Megatron norm of the same kind as Hugging Face's.
+    Computed in float32. In half precision the difference is rounded, so the last bits of a gain may change: prefer a
+    Megatron norm of the same kind as Hugging Face's.
     """
 
     keeps_shapes = True

@@ -128,7 +128,11 @@ class Rerun(Callback):
         what = f"step {step}: {'; '.join(after)}; the repeated step is invalid, too: a persistent error"
         if self._config.when_persistent == "skip" and run.config.checkpoint.save is not None:
             root = Path(run.config.checkpoint.save)
-            on_first_rank(lambda: _add_step_to_skip(root, step, what))
+            on_first_rank(
+                lambda: write_text(
+                    root / SKIPPED_FILE, json.dumps({**steps_to_skip(root), step: what}, indent=1) + "\n"
+                )
+            )
             print_rank_0(f"{what}; exit code {REQUEUE_EXIT_CODE}: a restarted run skips this batch")
             raise SystemExit(REQUEUE_EXIT_CODE)
         raise FloatingPointError(
@@ -184,10 +188,6 @@ def steps_to_skip(root: Path) -> dict[int, str]:
         return {int(step): what for step, what in json.loads((root / SKIPPED_FILE).read_text()).items()}
     except FileNotFoundError:
         return {}
-
-
-def _add_step_to_skip(root: Path, step: int, what: str) -> None:
-    write_text(root / SKIPPED_FILE, json.dumps({**steps_to_skip(root), step: what}, indent=1) + "\n")
 
 
 def _save_states(run: Run) -> dict[str, Any]:

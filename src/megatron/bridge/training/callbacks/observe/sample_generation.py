@@ -14,10 +14,10 @@ from megatron.bridge.inference.engine import Engine, EngineConfig
 from megatron.bridge.inference.prompts import Messages, PromptReader, parse_chat
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.runner import Pixels
+from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.models.vision.sharing import rank_share
 from megatron.bridge.training.callbacks.base import Callback
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.evaluation import evaluation_mode
 from megatron.bridge.training.optim.optimizer import gathered_params
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import json_lines

@@ -65,7 +65,7 @@ class DPOConfig:
     loss_type: PreferenceLossType = "sigmoid"
     """The loss of a pair, or ``kto``."""
     beta: float = 0.1
-    """Strength of the pull towards the reference: the smaller, the further the model may move away."""
+    """Strength of the pull toward the reference: the smaller, the further the model may move away."""
     label_smoothing: float = 0.0
     """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid`` only)."""
     desirable_weight: float = 1.0
