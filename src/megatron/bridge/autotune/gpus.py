@@ -47,9 +47,6 @@ GPUS: dict[str, Gpu] = {
     "GB300 278GB": _gpu("GB300", 278, 2, 6, 8.0, 900, 100, 72),
 }
 
-# Part of the memory that is left to the CUDA context, NCCL's buffers and the allocator's fragments.
-RESERVED = 0.1
-
 
 def gpu(name: str) -> Gpu:
     return GPUS[gpu_name(name)]
@@ -93,8 +90,3 @@ def read_cluster(path: Path) -> tuple[str, int | None]:
     values: dict[str, Any] = {key: found[key] * unit for key, unit in _CLUSTER.items() if key in found}
     GPUS[path.stem] = replace(gpu(found["gpu"]), **values)
     return path.stem, found.get("gpus")
-
-
-def fits(used: int, name: str) -> bool:
-    """Whether ``used`` bytes leave a tenth of the memory of GPU ``name`` free."""
-    return used <= (1 - RESERVED) * gpu(name).memory
