@@ -51,24 +51,15 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     """
     model: Any = config.model
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
+    tied = model.share_embeddings_and_output_weights or model.mtp_num_layers
+    found = 3 + (tensor > 1) + (context > 1) + (model.pipeline_model_parallel_size > 1 and bool(tied))
+    found += 2 * bool(model.overlap_p2p_comm)  # messages outside a batch have a communicator for each neighbor
+    found += 2 * (config.ddp.num_distributed_optimizer_instances > 1)
+    if not model.num_moe_experts:
+        return found + (world_size > 1)
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
-    has_experts = bool(model.num_moe_experts)
-    apart = has_experts and (expert > 1 or expert_tensor != tensor)  # experts have copies of their own
-    tied = bool(model.share_embeddings_and_output_weights or model.mtp_num_layers)
-    return 3 + sum(
-        (
-            world_size > 1 or has_experts,
-            tensor > 1,
-            context > 1,
-            tied and model.pipeline_model_parallel_size > 1,
-            2 * bool(model.overlap_p2p_comm),  # messages outside a batch have a communicator for each neighbor
-            has_experts and tensor * context > 1,  # the loss of balance
-            has_experts and bool(model.moe_router_enable_expert_bias),
-            has_experts and expert > 1,
-            has_experts and expert_tensor > 1,
-            has_experts and expert * expert_tensor > 1,
-            apart,
-            apart and not config.ddp.use_distributed_optimizer,  # the norm of their gradients
-            2 * (config.ddp.num_distributed_optimizer_instances > 1),
-        )
-    )
+    found += 1 + (tensor * context > 1) + bool(model.moe_router_enable_expert_bias)  # both balance experts
+    found += (expert > 1) + (expert_tensor > 1) + (expert * expert_tensor > 1)
+    if expert == 1 and expert_tensor == tensor:
+        return found
+    return found + (1 if config.ddp.use_distributed_optimizer else 2)  # copies of experts, their gradient norm

@@ -136,8 +136,8 @@ def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory
     most, found = fullest_stage(memory), _fits(config, world_size, memory, kind)
     reserve = reserve_of(config, world_size, kind)
     needed = reserve.around(most.total)
-    verdict = "fits" if found else "does NOT fit"
-    yield f"the fullest GPU, of stage {most.stage}, needs {summary.gigabytes(needed)} GB of {kind}: {verdict}"
+    verdict = f"{kind}: {'fits' if found else 'does NOT fit'}"
+    yield f"the fullest GPU, of stage {most.stage}, needs {summary.gigabytes(needed)} GB of {verdict}"
     yield from reserve.lines(needed, kind)
     if not found and most.total == most.unsharded:
         host = "model.use_cpu_initialization=true, " if config.dist.use_torch_fsdp2 else ""
