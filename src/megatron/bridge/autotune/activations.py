@@ -2,14 +2,12 @@
 """Activations of a rank, estimated from the modules that it would build.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
-section 4: what autograd keeps for the backward pass, module by module, with these differences:
+section 4: what autograd keeps for the backward pass, module by module (docs/tuner.md), with these differences:
 
 * widths are those of the real modules (grouped queries, latents, experts, gates), not multiples of one size;
 * attention runs in kernels that keep no scores (scaled_dot_product_attention, Transformer Engine), so there is no
   term with the square of the sequence, and recomputing the core of attention alone saves nothing;
 * tokens are taken to be shared out evenly over the experts.
-
-``docs/tuner.md`` has the bytes of each module.
 
 A chunk of layers is held once for each microbatch in flight, as ``time.schedule`` lists them. Full recomputation
 keeps the input of each layer (with the uniform method, of each ``recompute_num_layers`` layers) and holds what one
@@ -446,10 +444,7 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
 
 
 def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
-    """Bytes of gradients that a linear layer holds; an expert's input has one of its own.
-
-    A weight's own gradient exists before it is added to the buffer, those of all experts at once.
-    """
+    """Bytes of gradients of a linear layer: of output and weight, before that is added up; an expert's input, too."""
     shape, tokens = weight_shape(module), _tokens(path, sizes)
     if shape is None:
         return 0

@@ -48,10 +48,7 @@ def _combine(layer: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def install_growing_tracker() -> None:
-    """Replace Megatron-Core's tracker by a growing one that keeps its values; safe to call again.
-
-    Dispatchers forget the weights of the router once they are used.
-    """
+    """Replace Megatron-Core's tracker by a growing one that keeps its values, and ``combine``; safe to call again."""
     MoELayer.combine = _combine  # pyright: ignore[reportAttributeAccessIssue]
     current = get_moe_metrics_tracker()
     if not isinstance(current, GrowingMoEMetricsTracker):
