@@ -57,7 +57,7 @@ def test_a_teacher_is_counted():
     (rank,), (alone,) = taught()
     assert replace(rank, teacher=0) == alone
     assert rank.total == alone.total + rank.teacher
-    assert 0 < rank.teacher - TEACHERS_WEIGHTS - TEACHERS_LOGITS < 0.3e9, "what one layer holds while it runs"
+    assert 0 < rank.teacher - TEACHERS_WEIGHTS - TEACHERS_LOGITS < 0.4e9, "what one layer holds while it runs"
 
 
 def test_a_teacher_has_its_logits_on_the_last_stage():
