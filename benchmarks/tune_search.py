@@ -133,6 +133,7 @@ def _repaired(name: str, kind: str, overrides: list[str]) -> bool:
         print(f"{name} {kind}: {'not repaired' if goal is None else 'no case, it fits or is not allowed'}", flush=True)
         return False
     exact = max(rank.total for rank in memory_per_rank(search.pricer.configured(goal.candidate), search.world_size))
+    exact = search.pricer.reserve(goal.candidate).around(exact)
     goal = search.price(replace(goal.candidate, layout=None)) or goal
     changes = len(goal.candidate.changes(start))
     near = [each for each in search.space.candidates() if len(each.changes(start)) <= changes]

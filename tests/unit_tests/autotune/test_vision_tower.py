@@ -23,6 +23,7 @@ from tests.families import harness
 from tests.families.own_models import model_class
 from tests.families.vision.rows import ROWS
 from tests.one_stage import run_stage
+from tests.unit_tests.autotune.search.test_price import tensors
 from tests.unit_tests.autotune.test_memory import configured
 
 TOKENS = 1024
@@ -166,4 +167,4 @@ def test_images_are_shared_and_limited():
 def test_the_tuner_prices_the_tower():
     config = run_config(pipeline_model_parallel_size=2)
     exact = [rank.total for rank in memory_per_rank(config, 2)]
-    assert Pricer(config, 2, "H100 80GB").memory(candidate_of(config)) == pytest.approx(exact, rel=0.02)
+    assert tensors(Pricer(config, 2, "H100 80GB"), candidate_of(config)) == pytest.approx(exact, rel=0.02)

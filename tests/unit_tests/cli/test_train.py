@@ -92,15 +92,18 @@ def time_lines(out):
 
 
 def memory_lines(out):
-    """Four lines, of which the numbers are tested where they are made."""
+    """Those of tensors, the verdict, and what a GPU holds; the numbers are tested where they are made."""
     lines = out.splitlines()
     start = lines.index("# memory per rank: states counted on the sharded model, activations estimated")
     head, row, verdict = lines[start + 1 : start + 4]
     assert " ".join(head.split()) == "# parameters weights gradients optimizer activations total GB layers"
     assert row.split()[1:4] == ["stage", "0", "617,940,992"]
     assert row.endswith("embedding, layers 0-15, loss")
-    assert verdict.endswith("GB of H100 80GB: fits with 10% left free")
-    return lines[start : start + 4]
+    assert verdict.endswith("GB of H100 80GB: fits")
+    parts = lines[start + 4 : start + 9]
+    names = ["tensors", "CUDA context", "libraries", "NCCL, 5 communicators", "fragmentation (5% of tensors, assumed)"]
+    assert [line.partition(" GB  ")[2] for line in parts] == names
+    return lines[start : start + 9]
 
 
 def test_dry_run_names_what_the_recipe_did_not_have(capsys):

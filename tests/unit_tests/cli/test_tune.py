@@ -33,10 +33,20 @@ def test_output_is_a_config_that_a_run_takes(capsys, ranked):
     assert len(seconds) == 3
     for layout in found["layouts"]:
         assert sum(layout["split"].values()) == pytest.approx(layout["step_seconds"])
-        assert max(layout["bytes"]) <= 72e9
+        assert max(layout["bytes"]) <= 80e9
         assert layout["interval"][0] < layout["step_seconds"] < layout["interval"][1]
     assert main(["train", "--config", str(tuned), "--dry-run", "--world-size", "8"]) == 0
     assert "<svg" in report.read_text()
+
+
+def test_the_memory_of_the_best_layout_is_named(capsys):
+    few = ["--fixed", "pipeline=1", "context=1", "tensor=1", "micro_batch=1", "--top", "1"]
+    lines = tune(capsys, *few)[1].splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("the fullest GPU of the best one, "))
+    whole = float(lines[start].split()[-2])
+    parts = {name: float(size) for size, _, name in (line.partition(" GB  ") for line in lines[start + 1 : start + 6])}
+    assert sum(parts.values()) == pytest.approx(whole, abs=0.3)
+    assert parts["NCCL, 4 communicators"] == 1.7
 
 
 def test_fixed_dimensions_stay(capsys):

@@ -2,33 +2,12 @@
 """Activations of a rank, estimated from the modules that it would build.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
-section 4: what autograd keeps for the backward pass, module by module, with these differences:
+section 4: what autograd keeps for the backward pass, module by module (docs/tuner.md), with these differences:
 
 * widths are those of the real modules (grouped queries, latents, experts, gates), not multiples of one size;
 * attention runs in kernels that keep no scores (scaled_dot_product_attention, Transformer Engine), so there is no
   term with the square of the sequence, and recomputing the core of attention alone saves nothing;
 * tokens are taken to be shared out evenly over the experts.
-
-With T tokens of a microbatch on this context rank, t tensor ranks, R = T/t with sequence parallelism (else T) and
-e bytes a number:
-
-=========================  ==========================================================================
-norm of a layer            R x hidden x e (its input; in fp32 if the gain is zero-centred)
-linear layer               R x in x e, or T x in/t x e if it is row-parallel (its input, once where several
-                           share it), and T x out/t x e (its output, unless it ends in the residual stream)
-attention                  T x (queries + keys)/t x e (rotated), as much for queries before a norm of their own,
-                           T x heads/t x 4 (sums of exponentials); latent values and outputs once more, where they
-                           are padded to the width of keys
-activation of an MLP       nothing more where it is fused; else two times T x width/t x e if it is gated, and as
-                           much again if it is clamped
-experts                    as the other layers, with R x top-k x expert tensor ranks tokens; once more T x width/t
-                           x e for weighting where that is not fused
-router                     R x experts x 12 (logits, scores and their gradients in fp32)
-dropout                    R x hidden (a mask of one byte), twice
-Mamba-2 mixer              T x 2 x inner/t x e, as the kernels of mamba-ssm do
-gated delta net            T x (convolved + 2 x value heads x key head + values + 64 x value heads)/t x e, as the
-                           kernels of flash-linear-attention do
-=========================  ==========================================================================
 
 A chunk of layers is held once for each microbatch in flight, as ``time.schedule`` lists them. Full recomputation
 keeps the input of each layer (with the uniform method, of each ``recompute_num_layers`` layers) and holds what one
@@ -37,7 +16,8 @@ such piece keeps while it runs backward.
 The most memory is needed at one of these moments; each counts what is held then, and what works beside it:
 
 * the backward pass of a chunk: its widest layer's gathered input, the gradients of the residual
-  stream, of its widest output and, without ``gradient_accumulation_fusion``, of its weight;
+  stream, of its widest output and, without ``gradient_accumulation_fusion``, of its weight; of experts, the gradients
+  of inputs and of all weights on the rank, or those of the product with their weights in fp32;
 * the loss: T x vocabulary/t x bytes of a logit. The torch backend writes the gradient over the logits (4 bytes on
   a CPU, measured 2026-11-20); Megatron-Core's own loss holds logits, and exponentials in fp32 (2 + 4).
 
@@ -51,7 +31,7 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
-from megatron.bridge.autotune.layers import INTO_RESIDUAL, is_dispatched, keeps_input, layers_of, weight_shape
+from megatron.bridge.autotune.layers import INTO_RESIDUAL, is_dispatched, keeps_input, layers_of, trained, weight_shape
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.models.model_provider import ModelProvider
@@ -73,8 +53,10 @@ class Sizes:
     hidden: int
     chosen: int  # tokens of all experts of a rank
     experts: int  # on a rank
+    together: int  # of them, with one kernel for all
     activation: int  # tensors that the activation of an MLP keeps beside its result
     weighting: int  # the same of the product with an expert's weight
+    wide: bool  # that weight is in fp32
     norm: int  # bytes of a number of a norm's input
     rotates: bool  # whether queries and keys have rotary embeddings
     separate_gradients: bool  # kernels do not add weight gradients to the buffer themselves
@@ -144,6 +126,7 @@ def stage_moments(
     losses = [logits_of(model, sizes) * sizes.logit if chunk.has_loss else 0 for chunk in chunks]
     # the input that arrived ahead of its pass and a gradient, and outputs where they are not deallocated
     received = 2 * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
+    received += sum(rotary_bytes(model, sizes, len(chunk.layers)) for chunk in chunks)
     fullest: dict[str, Moment] = {}
     for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
         if kind == "forward" and not losses[index]:
@@ -174,6 +157,13 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
     return total
 
 
+def rotary_bytes(model: Any, sizes: Sizes, layers: int = 1) -> int:
+    """Angles in fp32, their cosines and sines: once for a chunk; the angles for each layer with latent attention."""
+    if model.multi_latent_attention:
+        return sizes.tokens * model.qk_pos_emb_head_dim * _FP32 * layers
+    return sizes.tokens * (model.kv_channels or 0) * (_FP32 + 2 * sizes.number) * sizes.rotates
+
+
 def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
     """How many microbatches each chunk of a rank of ``stage`` holds at once, if chunks are equal."""
     return list(most_held(short_pipeline(pipeline_of(config, world_size)), stage))
@@ -195,9 +185,11 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         tensor=tensor,
         hidden=model.hidden_size,
         chosen=between * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
-        experts=(model.num_moe_experts or 1) // model.expert_model_parallel_size,
+        experts=(experts := (model.num_moe_experts or 1) // model.expert_model_parallel_size),
+        together=experts if model.moe_grouped_gemm else 1,
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
+        wide=model.moe_router_dtype is not None,
         norm=_FP32 if model.layernorm_zero_centered_gamma else number,
         rotates=_has_rotary(model),
         separate_gradients=not model.gradient_accumulation_fusion,
@@ -295,8 +287,8 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
 def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
     """Bytes that the layers of a chunk keep for one microbatch, and those that one holds while it runs backward."""
     full, kept = [layer.full for layer in chunk.layers], [layer.kept for layer in chunk.layers]
-    # inputs of the final norm and of the output layer
-    ends = 2 * sizes.stream * chunk.has_loss + _output(model, sizes) + chunk.tower.kept
+    last = 2 * sizes.stream * chunk.has_loss  # inputs of the final norm and of the output layer
+    ends = last + _output(model, sizes) + chunk.tower.kept
     gradients = max((layer.working for layer in chunk.layers), default=0)
     again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
     count = model.recompute_num_layers or 1
@@ -307,8 +299,8 @@ def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int,
     else:
         pieces = [full[start : start + count] for start in range(0, len(full), count)]
         held, again = len(pieces) * sizes.stream, max(map(sum, pieces), default=0)
-    # the tower runs backward when the layers have
-    return ends + held, max(gradients + again, chunk.tower.working - held)
+    # the layers run backward when what follows them has, and the tower after them
+    return ends + held, max(gradients + again, chunk.tower.working - held) - last
 
 
 def _output(model: ModelProvider, sizes: Sizes) -> int:
@@ -344,7 +336,7 @@ def _keeps_own_input(block: nn.Module, sizes: Sizes) -> bool:
     """Whether a layer that reads the input of ``block`` keeps it."""
     modules = [module for path, module in block.named_modules() if not is_dispatched(path)]
     readers = [module for module in modules if (weight_shape(module) or ())[1:] == (sizes.hidden,)]
-    return any(map(keeps_input, readers)) or not readers
+    return any(map(keeps_input, readers)) or not readers or hasattr(block, "router")
 
 
 def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
@@ -377,8 +369,8 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     if len(shape) == 1:  # a norm; those of heads and latents read what is kept anyway
         return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
-        return sizes.between * shape[0] * 12
-    beside = _tokens(path, sizes) * _of_adapter(module, shape[0])
+        return sizes.between * (shape[0] * 20 + module.topk * 16)
+    beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
     return (_linear(path, shape, sizes, keeps_input(module)) + beside) * sizes.number
 
 
@@ -399,7 +391,7 @@ def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> int
 
 
 def _of_adapter(module: Any, outputs: int) -> int:
-    """Numbers of a token that an adapter keeps: those between its factors, and DoRA's outputs that it scales."""
+    """Numbers of a token that an adapter keeps: those between its factors, and DoRA's outputs with experts' scales."""
     adapter = getattr(module, "adapter", None)
     return 0 if adapter is None else adapter.shape.rank + outputs * adapter.scales_outputs
 
@@ -447,9 +439,22 @@ _MIXERS = {"core_attention": _attention, "d_inner_local_tp": _mamba, "num_v_head
 
 def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
     """The gathered input, the gradient of the residual stream, and those of the widest linear layer."""
-    stream = (sizes.tokens + sizes.between) * sizes.hidden
-    shapes = [(path, weight_shape(module)) for path, module in layer.named_modules()]
-    # a weight's own gradient exists before it is added to the buffer
-    own = sizes.separate_gradients
-    widths = [_tokens(path, sizes) * shape[0] + math.prod(shape) * own for path, shape in shapes if shape]
-    return (stream + max(widths, default=0)) * sizes.number
+    stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
+    return stream + max((_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0)
+
+
+def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
+    """Bytes of gradients of a linear layer: of output and weight, before that is added up; an expert's input, too."""
+    shape, tokens = weight_shape(module), _tokens(path, sizes)
+    if shape is None:
+        return 0
+    own = math.prod(shape) * sizes.separate_gradients * trained(module)
+    if not is_dispatched(path):  # behind the first layer of an MLP, the activation's result and a factor of it
+        return (tokens * shape[0] + max(own, tokens * shape[0] // 2 * path.endswith("linear_fc1"))) * sizes.number
+    inner = 1 + sizes.activation + sizes.weighting  # what is kept behind the first layer, freed before its turn
+    freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
+    beside = tokens * shape[1] * hasattr(module, "adapter")  # the adapter's gradient of the input, before the sum
+    found = (tokens * sum(shape) + beside + own * sizes.together - freed) * sizes.number
+    # of the product with weights in fp32: its gradient, and those of both factors, when the layer's input is freed
+    weighting = tokens * shape[1] * 3 * _FP32 * sizes.weighting if path.endswith("linear_fc2") and sizes.wide else 0
+    return max(found, weighting)

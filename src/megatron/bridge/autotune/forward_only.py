@@ -9,15 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from megatron.bridge.autotune.activations import Sizes, counts_of_layer, logits_of
+from megatron.bridge.autotune.activations import Sizes, counts_of_layer, logits_of, rotary_bytes
 from megatron.bridge.autotune.layers import is_dispatched, matrices
 
 
 def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
     """Bytes that a forward pass through ``layers`` holds at most, weights left out; the loss follows them."""
-    rotary = sizes.tokens * (model.kv_channels or 0) * (4 + 2 * sizes.number) * sizes.rotates
     loss = 2 * sizes.stream + logits_of(model, sizes) * (sizes.number + 4)
-    return rotary + max(loss, *(_of_layer(layer, sizes) for layer in layers))
+    return rotary_bytes(model, sizes, len(layers)) + max(loss, *(_of_layer(layer, sizes) for layer in layers))
 
 
 def _gathered(sizes: Sizes) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.bridge.backends.hardware.device_flops import BF16_TFLOPS
 from megatron.bridge.utils import strict_json
+from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
@@ -33,22 +34,7 @@ def _gpu(
     return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain)
 
 
-# Memory, bandwidth and NVLink from the data sheets that ``backends.hardware.device_flops`` names. Network adapters
-# from the guides of DGX A100 (200 Gb/s a GPU), DGX H100, H200, B200 and GB200 NVL72 (400), DGX B300 and
-# GB300 NVL72 (800). Ratios of FP8 and FP4 to bf16 are those of dense products.
-GPUS: dict[str, Gpu] = {
-    "A100 40GB": _gpu("A100", 40, 0, 0, 1.555, 300, 25),
-    "A100 80GB": _gpu("A100", 80, 0, 0, 2.039, 300, 25),
-    "H100 80GB": _gpu("H100", 80, 2, 0, 3.35, 450, 50),
-    "H200 141GB": _gpu("H200", 141, 2, 0, 4.8, 450, 50),
-    "B200 180GB": _gpu("B200", 180, 2, 4, 8.0, 900, 50),
-    "GB200 186GB": _gpu("GB200", 186, 2, 4, 8.0, 900, 50, 72),
-    "B300 270GB": _gpu("B300", 270, 2, 6, 8.0, 900, 100),
-    "GB300 278GB": _gpu("GB300", 278, 2, 6, 8.0, 900, 100, 72),
-}
-
-# Part of the memory that is left to the CUDA context, NCCL's buffers and the allocator's fragments.
-RESERVED = 0.1
+GPUS: dict[str, Gpu] = {name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()}
 
 
 def gpu(name: str) -> Gpu:
@@ -93,8 +79,3 @@ def read_cluster(path: Path) -> tuple[str, int | None]:
     values: dict[str, Any] = {key: found[key] * unit for key, unit in _CLUSTER.items() if key in found}
     GPUS[path.stem] = replace(gpu(found["gpu"]), **values)
     return path.stem, found.get("gpus")
-
-
-def fits(used: int, name: str) -> bool:
-    """Whether ``used`` bytes leave a tenth of the memory of GPU ``name`` free."""
-    return used <= (1 - RESERVED) * gpu(name).memory

@@ -61,8 +61,12 @@ def weight_shape(module: Any) -> tuple[int, ...] | None:
 
 def keeps_input(module: Any) -> bool:
     """Whether the gradient of a linear layer's weight, or of its adapter, needs what the layer read."""
+    return hasattr(module, "adapter") or trained(module)
+
+
+def trained(module: Any) -> bool:
     weight = _weight(module)
-    return hasattr(module, "adapter") or weight is None or weight.requires_grad
+    return weight is None or weight.requires_grad
 
 
 def _weight(module: Any) -> Tensor | None:

@@ -2,8 +2,8 @@
 """Memory of a GPU for a config: counted on the real sharded model, but for the activations, which are estimated.
 
 Weights, gradients and optimizer state are those of the chunks that a rank would build (``ranks``), laid out in the
-buffers of Megatron-Core's data parallelism, padding included; see ``activations`` for the rest. Not counted: the
-CUDA context, buffers of NCCL, fragments of the allocator (``gpus.RESERVED`` of the card is left to them).
+buffers of Megatron-Core's data parallelism, padding included; see ``activations`` for the rest, and ``reserve`` for
+what a GPU holds beside tensors.
 """
 
 from collections.abc import Sequence

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
+from megatron.bridge.utils.config import yaml_text
 
 _GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # how parallel_state spells its state
 
@@ -38,22 +39,7 @@ class _Group:
         return self._rank
 
 
-_ALONE: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "sequence_parallel": False,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    **EVEN_STAGES,
-    "overlap_p2p_comm": False,
-    "overlap_moe_expert_parallel_comm": False,
-    "delay_wgrad_compute": False,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "should_pad_vocab": False,
-    "make_query_groups_divisible_by": 1,
-    "moe_token_dispatcher_type": "alltoall",  # the flex dispatcher needs several ranks
-}
+_ALONE: dict[str, Any] = {**yaml_text.tables_beside(__file__), **EVEN_STAGES}
 
 
 def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronModule]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.bridge.autotune.gpus import RESERVED, gpu
+from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.search.candidate import Candidate
 from megatron.bridge.autotune.search.price import Price, Pricer
 from megatron.bridge.autotune.search.search import Search
@@ -146,13 +146,15 @@ class RLSearch:
         weights, gradients, optimizer = self.search.pricer.parts(price.candidate)
         models = 1 + self.job.critic
         frozen = weights * (self.job.reference and "reference" in kept)
-        training = price.fullest + frozen + (models - 1) * (weights + gradients + optimizer)
+        reserve = self.search.pricer.reserve(price.candidate)
+        training = reserve.inside(price.fullest) + frozen + (models - 1) * (weights + gradients + optimizer)
         resting = models * (
             weights * ("params" in kept) + gradients * ("grads" in kept) + optimizer * ("optimizer" in kept)
         )
         scoring = resting + frozen + weights * ("params" not in kept)
         scoring += self._log_prob_pricer.forward_only(price.candidate)
-        return max(training, scoring, resting + frozen + self.job.engine * memory) <= (1 - RESERVED) * memory
+        generating = reserve.around(resting + frozen) + self.job.engine * memory
+        return max(reserve.around(training), reserve.around(scoring), generating) <= memory
 
     def step(self, price: Price) -> Step:
         candidate = replace(price.candidate, layout=None)

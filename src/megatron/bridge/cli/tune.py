@@ -263,6 +263,8 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
             f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
             f"{current.fullest / 1e9:.1f} GB; the best one takes {change}"
         )
+    yield f"the fullest GPU of the best one, {best.fullest / 1e9:.1f} GB:"
+    yield from search.pricer.reserve(best.candidate).lines(best.fullest, search.pricer.card)
     if ignored := ", ".join(unpriced(search.config)):
         yield f"note: time and memory are predicted without {ignored}"
     yield f"run the best one with --world-size {search.world_size} in a dry run, and these settings:"

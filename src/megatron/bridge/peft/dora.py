@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +61,7 @@ class DoRAAdapter(LoRAAdapter):
     @torch.no_grad()
     def _norms(self, weights: Sequence[Tensor]) -> Tensor:
         """Norms of the rows of ``W + scaling * B A``, [weights, outputs] in fp32."""
-        delta: Any = self.stacked_delta()
-        squares = torch.stack([(weight + delta[index]).square().sum(-1) for index, weight in enumerate(weights)])
+        squares = torch.stack([self.delta_weight(i).add_(w).square_().sum(-1) for i, w in enumerate(weights)])
         if self.kind == "row" and self.group.size() > 1:
             torch.distributed.all_reduce(squares, group=self.group)
         return squares.sqrt()

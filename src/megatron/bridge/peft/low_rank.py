@@ -196,14 +196,14 @@ class LowRank(nn.Module):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def delta_weight(self) -> Tensor:
-        """``scaling * B A`` of this rank in fp32, [experts?, outputs, inputs]."""
-        return (_rows(self.b, self.halves).float() @ self.a.float()) * self.shape.scaling
+    def delta_weight(self, index: int) -> Tensor:
+        """``scaling * B A`` of this rank in fp32, [outputs, inputs], of one of the weights."""
+        part = self.part(index)
+        return (part.b.float() @ part.a.float()).mul_(self.shape.scaling)
 
     def stacked_delta(self) -> Tensor:
-        """``delta_weight`` as [weights, outputs, inputs], also for a single weight."""
-        delta = self.delta_weight()
-        return delta if self.experts is not None else delta[None]
+        """``delta_weight`` of all weights, [weights, outputs, inputs]."""
+        return torch.stack([self.delta_weight(index) for index in range(self.experts or 1)])
 
     def part(self, expert: int, role: str | None = None, magnitude: Tensor | None = None) -> LowRankPart:
         """What is added to one of the weights."""

@@ -25,7 +25,10 @@ glm4_32b_finetune_config = finetune_recipe("zai-org/GLM-4-32B-0414", layout(tp=8
 GLM47_FLASH_30B = "zai-org/GLM-4.7-Flash"
 _AIR: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3mL"}
 _LARGE_STAGES: LayoutOptions = {"pipeline_layout": "Et*2|(t*3|)*29t*2|tmL"}
-_GLM5: LayoutOptions = {"pipeline_layout": "Et*4|(t*5|)*14t*4mL", "recompute": ["mla_up_proj", "layernorm", "moe_act"]}
+_GLM5: LayoutOptions = {
+    "pipeline_layout": "Et*4|(t*5|)*14t*4mL",
+    "recompute": ["mla_up_proj", "layernorm", "moe_act", "shared_experts"],
+}
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5}
 
 glm45_air_106b_pretrain_config = pretrain_recipe(

@@ -25,7 +25,10 @@ kimi_k2_pretrain_config = pretrain_recipe(
 kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
 
 kimi_k2_finetune_config = finetune_recipe(
-    "moonshotai/Kimi-K2-Instruct", layout(tp=8, pp=16, vp=2, ep=16, etp=1), pipeline_layout="Et|(tt|)*30L"
+    "moonshotai/Kimi-K2-Instruct",
+    layout(tp=8, pp=16, vp=2, ep=16, etp=1),
+    pipeline_layout="Et|(tt|)*30L",
+    recompute=["layernorm", "moe_act"],
 )
 kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1))
 

@@ -81,7 +81,7 @@ nemotron_3_nano_pretrain_config = pretrain_recipe(
 )
 
 nemotron_nano_9b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout(tp=2))
-nemotron_nano_12b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-12B-v2", layout(tp=4))
+nemotron_nano_12b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-12B-v2", layout(tp=2))
 nemotron_3_nano_finetune_config = finetune_recipe(NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1))
 
 # Nemotron Nano VL v2. Learning rates and the batch size of pretraining are Megatron Bridge's.

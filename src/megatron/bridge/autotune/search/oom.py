@@ -18,7 +18,8 @@ def unpredicted(search: Search, path: Path) -> int:
     """Bytes that the config's own layout needs beyond its prediction, at least; 0 if it needs less."""
     needed = _peak(path) if path.suffix == ".pickle" else _of_error(read_text(path, f"--fix-oom {path}"), path)
     price = None if search.problems(search.current) else search.price(search.current)
-    return 0 if price is None else max(0, needed - price.fullest)
+    reserve = search.pricer.reserve(search.current)
+    return 0 if price is None else max(0, reserve.around(needed) - price.fullest)
 
 
 def _of_error(text: str, path: Path) -> int:

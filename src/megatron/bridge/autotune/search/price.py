@@ -24,6 +24,7 @@ from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, run_of, setting_of
 from megatron.bridge.autotune.profile import Profile
+from megatron.bridge.autotune.reserve import Reserve, reserve_of
 from megatron.bridge.autotune.search.candidate import NO_RECOMPUTE, Candidate
 from megatron.bridge.autotune.time.layer import layer_time
 from megatron.bridge.autotune.time.schedule import Pipeline, pipeline_of
@@ -42,7 +43,7 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Price:
-    """A candidate with its layers divided among stages, bytes on the fullest rank of each stage, and its step."""
+    """A candidate with its layers divided among stages, bytes of the fullest GPU of each stage, and its step."""
 
     candidate: Candidate
     memory: tuple[int, ...]
@@ -138,7 +139,7 @@ class Pricer:
         return self._state_bytes(np.sum(held, 0), np.sum(trained, 0), candidate, config)
 
     def memory(self, candidate: Candidate) -> tuple[int, ...] | None:
-        """Bytes of the fullest rank of each stage; None if its stages cannot be filled with layers."""
+        """Bytes of the fullest GPU of each stage; None if its stages cannot be filled with layers."""
         divided = self.divide(candidate)
         if divided is None:
             return None
@@ -227,7 +228,13 @@ class Pricer:
             held = np.sum([stage_weights(chunks, setting, frozen=True), tower], 0)
             trained = np.sum([stage_weights(chunks, setting), tower], 0)
             found.append(int(sum(self._state_bytes(held, trained, candidate, config)) + most))
-        return tuple(found)
+        return tuple(map(self.reserve(candidate).around, found))
+
+    def reserve(self, candidate: Candidate) -> Reserve:
+        """What a GPU holds beside tensors; a CPU of a profile has neither a context nor NCCL."""
+        if self.profile is not None and self.profile.cores:
+            return Reserve({})
+        return reserve_of(self.configured(candidate), self.world_size, self.card)
 
     def forward_only(self, candidate: Candidate) -> int:
         """Bytes of a pass that keeps nothing, weights left out."""

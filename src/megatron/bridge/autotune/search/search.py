@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron.bridge.autotune.gpus import RESERVED, gpu
+from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.autotune.profile import Profile
 from megatron.bridge.autotune.search.candidate import (
     FREE,
@@ -66,7 +66,7 @@ class Found:
 class Search:
     """Finds the fastest layouts of a resolved config on ``world_size`` GPUs named ``card``.
 
-    A rank may use ``budget`` bytes; nine tenths of the card if None. ``fixed`` gives fields of ``Candidate`` their
+    A rank may use ``budget`` bytes; the whole card if None. ``fixed`` gives fields of ``Candidate`` their
     only value, and dimensions ``free`` of ``FREE`` are searched. ``switches`` lets it switch overlaps of communication.
     With a ``profile``, times and memory are those of its device.
     """
@@ -84,7 +84,7 @@ class Search:
     ) -> None:
         self.config, self.world_size = config, world_size
         memory = gpu(card).memory if profile is None else profile.memory
-        self.budget = int((1 - RESERVED) * memory) if budget is None else budget
+        self.budget = memory if budget is None else budget
         self.pricer = Pricer(config, world_size, card, profile)
         self.recomputes: tuple[Recompute, ...] = _recomputes(config)
         freed = {name: FREE[name] for name in free}

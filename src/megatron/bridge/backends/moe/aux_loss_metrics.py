@@ -8,6 +8,7 @@ with more layers (a student after its teacher, or the next test) raises an Index
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import (
     MoEMetricsTracker,
     get_moe_metrics_tracker,
@@ -37,8 +38,18 @@ class GrowingMoEMetricsTracker(MoEMetricsTracker):
             entry.values = torch.cat((entry.values, missing))
 
 
+def _combine(layer: Any, output: torch.Tensor) -> torch.Tensor:
+    """The outputs of experts, when nothing needs the weights of the router any more.
+
+    With full recomputation, their graph would hold the input of the layer and its gradient until the next pass.
+    """
+    vars(layer.token_dispatcher).pop("probs", None)
+    return layer.token_dispatcher.token_combine(output)
+
+
 def install_growing_tracker() -> None:
-    """Replace Megatron-Core's tracker by a growing one that keeps its values; safe to call again."""
+    """Replace Megatron-Core's tracker by a growing one that keeps its values, and ``combine``; safe to call again."""
+    MoELayer.combine = _combine  # pyright: ignore[reportAttributeAccessIssue]
     current = get_moe_metrics_tracker()
     if not isinstance(current, GrowingMoEMetricsTracker):
         growing = GrowingMoEMetricsTracker()

@@ -12,11 +12,12 @@ from typing import Any, cast
 
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import images_of_row, sizes_of
-from megatron.bridge.autotune.gpus import GPUS, fits, gpu_name
+from megatron.bridge.autotune.gpus import GPUS, gpu, gpu_name
 from megatron.bridge.autotune.memory import RankMemory, fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
 from megatron.bridge.autotune.priced import unpriced
 from megatron.bridge.autotune.report import page, time_lines
+from megatron.bridge.autotune.reserve import reserve_of
 from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.search import Search
@@ -60,7 +61,7 @@ def report(job: Job, asked: int | None) -> Report:
     notes = [*resolved.notes, *summary.warnings(config), *elsewhere(config), *_caveats(config, teacher)]
     problems = list(input_problems(resolved))
     lines += [*(f"note: {note}" for note in notes), *(f"the run would be refused: {each}" for each in problems)]
-    runs = not problems and _fits(memory, job.gpu_kind)
+    runs = not problems and _fits(config, world_size, memory, job.gpu_kind)
     return Report(annotated_yaml(resolved.config, resolved.origins), _comments(lines), runs)
 
 
@@ -123,18 +124,21 @@ def _images(config: "ConfigContainer") -> Iterator[str]:
     )
 
 
-def _fits(memory: list[RankMemory], kind: str) -> bool:
-    return kind not in GPUS or fits(fullest_stage(memory).total, kind)
+def _fits(config: "ConfigContainer", world_size: int, memory: list[RankMemory], kind: str) -> bool:
+    needed = reserve_of(config, world_size, kind).around(fullest_stage(memory).total)
+    return kind not in GPUS or needed <= gpu(kind).memory
 
 
 def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory], kind: str) -> Iterator[str]:
     """Whether the model fits, and if not, the nearest settings with which it does."""
     if kind not in GPUS:
         return
-    most, found = fullest_stage(memory), _fits(memory, kind)
-    verdict = f"{'fits' if found else 'does NOT fit'} with 10% left free"
-    need = summary.gigabytes(most.total)
-    yield f"the fullest rank, of stage {most.stage}, needs {need} GB of {kind}: {verdict}"
+    most, found = fullest_stage(memory), _fits(config, world_size, memory, kind)
+    reserve = reserve_of(config, world_size, kind)
+    needed = reserve.around(most.total)
+    verdict = f"{kind}: {'fits' if found else 'does NOT fit'}"
+    yield f"the fullest GPU, of stage {most.stage}, needs {summary.gigabytes(needed)} GB of {verdict}"
+    yield from reserve.lines(needed, kind)
     if not found and most.total == most.unsharded:
         host = "model.use_cpu_initialization=true, " if config.dist.use_torch_fsdp2 else ""
         yield f"that is the model before it is sharded: use {host}tensor parallelism or the distributed optimizer"
