@@ -129,6 +129,7 @@ def forget_model_parallel():
     if not groups:
         return
     _clear_wrappers()
+    _clear_caches()
     for (group,) in groups:
         dist.destroy_process_group(group)
         del group
@@ -150,6 +151,16 @@ def _clear_wrappers():
         for parameter in (*wrapper.parameters(), *getattr(wrapper, "raw_param", {}).values()):
             parameter.__dict__.clear()
         wrapper.__dict__.clear()
+
+
+def _clear_caches():
+    """Megatron-Core remembers the last 32 rotary embeddings that were called, and what it last counted of experts."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.transformer.moe import moe_logging
+
+    for kind in (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding):
+        kind.forward.cache_clear()
+    moe_logging.destroy_moe_metrics_tracker()
 
 
 def _let_go(references):
