@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy texts and log-probabilities of transformers, and what the engine makes of the same prompts."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ def prompts(vocabulary):
     return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+@functools.cache
 @torch.no_grad()
 def references(case: Case) -> list[Reference]:
     path = case.checkpoint if case.values is None else case.directory / "plain"

@@ -59,7 +59,7 @@ def run_to(root, stop, arguments, pretrained=None, load=None):
     extra = options.pop("extra", [])
     config = toy_config(
         model=options.pop("model", {}),
-        train={"train_iters": STEPS, "exit_interval": stop, **options.pop("train", {})},
+        train={"train_iters": STEPS, "exit_interval": stop, "global_batch_size": 4, **options.pop("train", {})},
         checkpoint=CheckpointConfig(save=root and str(root), pretrained_checkpoint=pretrained, load=load, **saving),
         ddp=ddp,
         **options,

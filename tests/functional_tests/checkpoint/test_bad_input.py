@@ -3,6 +3,7 @@
 
 import errno
 import os
+import shutil
 import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,17 +33,25 @@ def _one_sentence(messages):
     return messages[0]
 
 
-def _saved(two_workers, tmp_path, arguments=EVERY_TWO, stop=4):
-    two_workers.run(run_to, tmp_path / "run", stop, arguments)
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def first_part(two_workers, tmp_path_factory):
+    """A run that stopped at step 4."""
+    folder = tmp_path_factory.mktemp("first part") / "run"
+    two_workers.run(run_to, folder, 4, EVERY_TWO)
+    return folder
+
+
+@pytest.fixture
+def root(first_part, tmp_path):
+    """The same run in a folder of the test's own."""
+    return Path(shutil.copytree(first_part, tmp_path / "run"))
 
 
 REFUSE = {"checkpoint": {"save_interval": 2, "when_damaged": "refuse"}}
 
 
-def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_used(two_workers, tmp_path):
+def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_used(two_workers, root, tmp_path):
     undisturbed = two_workers.run(run_to, tmp_path / "undisturbed", STEPS, EVERY_TWO)
-    root = _saved(two_workers, tmp_path)
     shard = max((root / "iter_0000004").glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip_bit(shard, shard.stat().st_size // 2)
     message = _one_sentence(two_workers.run(refused, root, REFUSE))
@@ -71,8 +80,7 @@ def flip_bit(path, position):
 
 
 @pytest.mark.parametrize("damage", ["9", "", None], ids=["names nothing", "empty", "missing"])
-def test_a_damaged_tracker(two_workers, tmp_path, damage):
-    root = _saved(two_workers, tmp_path)
+def test_a_damaged_tracker(two_workers, root, damage):
     if damage is None:
         (root / paths.TRACKER).unlink()
     else:
@@ -86,24 +94,21 @@ def test_a_damaged_tracker(two_workers, tmp_path, damage):
     assert list(result["losses"]) == [1, 2, 3, 4, 5, 6]
 
 
-def test_when_nothing_is_whole_the_run_is_refused(two_workers, tmp_path):
-    root = _saved(two_workers, tmp_path)
+def test_when_nothing_is_whole_the_run_is_refused(two_workers, root):
     for name in ("iter_0000002", "iter_0000004"):
         (root / name / "__1_0.distcp").unlink()
     message = _one_sentence(two_workers.run(refused, root, EVERY_TWO))
     assert f"{root / 'iter_0000002'} is damaged: __1_0.distcp is missing" in message
 
 
-def test_a_stale_tracker_is_named(two_workers, tmp_path):
-    root = _saved(two_workers, tmp_path)
+def test_a_stale_tracker_is_named(two_workers, root):
     (root / paths.TRACKER).write_text("2")
     _, said = two_workers.run(spoken, root)[0]
     assert f"{root / paths.TRACKER} names iteration 2" in said
     assert "iter_0000004 will be replaced" in said
 
 
-def test_a_second_run_in_one_folder_is_refused(two_workers, tmp_path):
-    root = _saved(two_workers, tmp_path)
+def test_a_second_run_in_one_folder_is_refused(two_workers, root):
     (root / "iter_0000006.1a2b3c4d.incomplete").mkdir()  # what the first one is about to write
     lock.acquire(root)
     try:
@@ -116,7 +121,8 @@ def test_a_second_run_in_one_folder_is_refused(two_workers, tmp_path):
 
 def test_what_is_asked_for_but_was_not_saved(two_workers, tmp_path):
     lean = {"checkpoint": {"save_optim": False, "save_rng": False}}
-    root = _saved(two_workers, tmp_path, lean, stop=2)
+    root = tmp_path / "run"
+    two_workers.run(run_to, root, 2, lean)
     message = _one_sentence(two_workers.run(refused, root, {}))
     assert "iter_0000002" in message
     assert "checkpoint.load_optim=false" in message
@@ -124,8 +130,7 @@ def test_what_is_asked_for_but_was_not_saved(two_workers, tmp_path):
     assert list(two_workers.run(run_to, root, STEPS, bare)[0]["losses"]) == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_model_or_schedule(two_workers, tmp_path):
-    root = _saved(two_workers, tmp_path)
+def test_another_model_or_schedule(two_workers, root):
     message = _one_sentence(two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}}))
     assert "model.ffn_hidden_size is 48, in the checkpoint 64" in message
     allowed = {"allow_model_change": ["ffn_hidden_size"]}
@@ -136,8 +141,7 @@ def test_another_model_or_schedule(two_workers, tmp_path):
     assert "scheduler.override_opt_param_scheduler" in message
 
 
-def test_weights_alone_are_no_run(two_workers, tmp_path):
-    root = _saved(two_workers, tmp_path)
+def test_weights_alone_are_no_run(two_workers, root, tmp_path):
     fresh = two_workers.run(run_to, tmp_path / "fresh", 1, {}, str(root))[0]
     trained = two_workers.run(run_to, tmp_path / "straight", 1, {})[0]
     assert fresh["losses"][1] < trained["losses"][1] - 0.05  # step 1 from trained weights, not from fresh ones

@@ -208,7 +208,7 @@ class SavesLikeMegatronLM(Callback):
             state = {"model": model_io.unwrap(chunk).sharded_state_dict()}
             metadata = {"distrib_optim_sharding_type": self.kind, "chained_optim_avoid_prefix": True}
             state |= {
-                "args": Namespace(global_batch_size=8, consumed_train_samples=24),
+                "args": Namespace(global_batch_size=4, consumed_train_samples=12),
                 "checkpoint_version": 3.0,
                 "iteration": 3,
                 "optimizer": context.optimizer.sharded_state_dict(state, metadata=metadata),

@@ -33,7 +33,7 @@ LAYOUTS = {
     "dp2_overlap": {"ddp": OVERLAP},
     "dp2_bf16": {"mixed_precision": "bf16_mixed", "ddp": SHARDED},
     "dp2_bf16_overlap": {"mixed_precision": "bf16_mixed", "ddp": OVERLAP},
-    "tp2_bf16_whole": {"mixed_precision": "bf16_mixed", "model": TP2, "ddp": WHOLE},
+    "tp2_sp_bf16_whole": {"mixed_precision": "bf16_mixed", "model": {**TP2, "sequence_parallel": True}, "ddp": WHOLE},
     "dp2_fp16": {"mixed_precision": "fp16_mixed", "ddp": SHARDED, "optimizer": GROWING_SCALE},
     "pp2_fp16_whole": {"mixed_precision": "fp16_mixed", "model": PP2, "ddp": WHOLE, "optimizer": GROWING_SCALE},
     "ep2": {"model": {**EXPERTS, "expert_model_parallel_size": 2}},
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 # What others here prove together: in CI it would be the same twice.
-COVERED = {"pp2", "dp2_sharded", "dp2_whole", "dp2_overlap", "dp2_bf16", "pp2_fp16_whole"}
+COVERED = {"tp2_sp", "pp2", "dp2_sharded", "dp2_whole", "dp2_overlap", "dp2_bf16", "pp2_fp16_whole"}
 COVERED |= {"dp2_bf16_overlap", "pp2_tied", "tp2_to_pp2", "dp2_sharded_to_whole", "tied_dp2_to_pp2", "dp2_to_cp2"}
 
 

@@ -76,25 +76,25 @@ def _text(server, name):
     return server.files.cat_file(f"{buckets.NAME}/{name}").decode()
 
 
-def _every(count, fault):
-    """``fault`` for every ``count``-th request."""
-    numbers = itertools.count(1)
-    return lambda method, path: fault if next(numbers) % count == 0 else None
+def _every(count, *faults):
+    """One of ``faults``, in turns, for every ``count``-th request."""
+    numbers, turns = itertools.count(1), itertools.cycle(faults)
+    return lambda method, path: next(turns) if next(numbers) % count == 0 else None
 
 
-FAULTS = {"fails": buckets.fails, "drops": buckets.drops, "stalls": buckets.stalls}
+FAULTS = {"fails and drops": (buckets.fails, buckets.drops), "stalls": (buckets.stalls,)}
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *((name, EVERY_TWO) for name in ("fails", "drops")),
+        ("fails and drops", EVERY_TWO),
         pytest.param("stalls", EVERY_TWO, marks=pytest.mark.slow),
         *(pytest.param(name, IN_BACKGROUND, marks=pytest.mark.slow) for name in FAULTS),
     ],
 )
 def test_a_bad_network_changes_nothing(two_workers, server, tmp_path, undisturbed, name, arguments):
-    server.fault = _every(7, FAULTS[name])
+    server.fault = _every(7, *FAULTS[name])
     first, second = (server.environment(tmp_path / name) for name in ("first", "second"))
     two_workers.run(buckets.inside, first, run_to, RUN, 4, arguments)
     assert two_workers.run(buckets.inside, second, run_to, RUN, STEPS, arguments) == undisturbed

@@ -13,7 +13,7 @@ from megatron.bridge.peft.lora import LoRA
 from tests.functional_tests.checkpoint.runs import run_to
 from tests.functional_tests.checkpoint.test_bad_input import flip_bit
 
-WIDE = {"ffn_hidden_size": 4096}  # shards of more than the 1 MB that a fast verification reads in full
+WIDE = {"num_layers": 1, "ffn_hidden_size": 4096}  # shards of more than the 1 MB that a fast verification reads in full
 _opened: list[str] = []
 
 

@@ -84,7 +84,7 @@ def reference(directory, tasks):
 
     model = HFLM(str(directory), dtype="float32", device="cpu", batch_size=2)
     return lm_eval.simple_evaluate(
-        model, tasks=NAMES, task_manager=TaskManager(include_path=str(tasks)), bootstrap_iters=0
+        model, tasks=NAMES, task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0
     )
 
 

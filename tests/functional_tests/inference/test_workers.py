@@ -44,6 +44,7 @@ def test_two_ranks_of_a_plain_script(model_dir):  # noqa: F811
             llm._workers._receive(1)
 
 
+@pytest.mark.slow
 def test_a_model_that_no_rank_can_load(tmp_path):
     with pytest.raises(UserError, match=r"no config|no checkpoint"):
         LLM(str(tmp_path), tp=2)

@@ -6,7 +6,14 @@ import pytest
 from tests.families import harness
 from tests.families.rows import ROWS
 
-TWO = [(row.name, layout) for row in ROWS.values() for layout in row.layouts]
+COVERED = {"tp2": "sp2", "pp2": "vp2"}
+"""Slow where the row runs the other one, which cuts weights and layers the same way and does more with them."""
+
+TWO = [
+    pytest.param(row.name, layout, marks=[pytest.mark.slow] * (COVERED.get(layout) in row.layouts))
+    for row in ROWS.values()
+    for layout in row.layouts
+]
 TWO += [pytest.param(row.name, layout, marks=pytest.mark.slow) for row in ROWS.values() for layout in row.slow]
 FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
 

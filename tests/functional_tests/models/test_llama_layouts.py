@@ -111,10 +111,10 @@ def assert_same_files(source, exported):
     assert [name for name in names if not filecmp.cmp(source / name, exported / name, shallow=False)] == []
 
 
-@pytest.mark.parametrize("variant", ["plain", "tied", "biases", "attention_bias"])
 @pytest.mark.parametrize("layout", TWO)
-def test_two_processes(two_workers, tmp_path, layout, variant):
-    check(two_workers, tmp_path, TWO[layout], **LLAMA_VARIANTS[variant])
+def test_two_processes(two_workers, tmp_path, layout):
+    """The variants are rows of ``test_family_layouts.py``."""
+    check(two_workers, tmp_path, TWO[layout], **LLAMA_VARIANTS["tied"])
 
 
 @pytest.mark.parametrize("layout", FOUR)
@@ -138,8 +138,9 @@ def export_checkpoint(directory, megatron, output, layout):
     bridge.save_hf_pretrained(model, output, show_progress=False)
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2", "pp2"), ("pp2", "tp2"), ("vp2", "sp2")])
-@pytest.mark.parametrize("variant", ["plain", "tied"])
+@pytest.mark.parametrize(
+    ("first", "second", "variant"), [("tp2", "pp2", "plain"), ("pp2", "tp2", "tied"), ("vp2", "sp2", "tied")]
+)
 def test_across_layouts_through_a_megatron_checkpoint(two_workers, tmp_path, first, second, variant):
     make_llama(tmp_path / "hf", **LLAMA_VARIANTS[variant])
     two_workers.run(import_checkpoint, tmp_path / "hf", tmp_path / "megatron", TWO[first])

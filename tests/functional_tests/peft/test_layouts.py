@@ -40,8 +40,6 @@ METHODS = {
     "router": LoRA(target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8),
 }
 DENSE = {
-    "lora tp2": ("lora", TP2),
-    "lora sp2": ("lora", SP2),
     "lora pp2": ("lora", PP2),
     "lora dp2": ("lora", {}),
     "last layer pp2": ("last_layer", PP2),

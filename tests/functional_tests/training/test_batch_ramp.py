@@ -11,9 +11,10 @@ from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 from tests.toy_run import run_toy
 
 SIZES = [4, 4, 6, 8, 8, 8]
-TRAIN = {"micro_batch_size": 1, "rampup_batch_size": [4, 2, 14]}
+TRAIN = {"micro_batch_size": 1, "global_batch_size": 8, "rampup_batch_size": [4, 2, 14]}
 RAMP = {"train": TRAIN, "scheduler": SchedulerConfig(lr_warmup_samples=12, lr_decay_samples=70)}
-FULL = {"train": {"micro_batch_size": 1}}
+SHORT = {**RAMP, "train": {**TRAIN, "train_iters": STEPS}}
+FULL = {"train": {"micro_batch_size": 1, "global_batch_size": 8}}
 TP2 = {"model": {"tensor_model_parallel_size": 2}}
 
 
@@ -39,8 +40,8 @@ def test_a_run_resumes_in_the_midst_of_the_ramp(two_workers, tmp_path, stop):
 
 
 def test_two_processes_learn_what_one_does(two_workers, run_in_process):
-    together, split = two_workers.run(run_toy, RAMP), two_workers.run(run_toy, {**RAMP, **TP2})
-    alone = run_toy(RAMP)
+    together, split = two_workers.run(run_toy, SHORT), two_workers.run(run_toy, {**SHORT, **TP2})
+    alone = run_toy(SHORT)
     for records in (together, split):
         assert records[0].losses == pytest.approx(alone.losses, rel=1.5e-7)
         assert records[0].grad_norms == pytest.approx(alone.grad_norms, rel=1.5e-6)

@@ -23,7 +23,6 @@ CP2 = {"context_parallel_size": 2}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 32}
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0}
 CASES = {
-    "tp2 hidden": (HIDDEN, TP2),
     "sp2 hidden": (HIDDEN, {**TP2, "sequence_parallel": True}),
     "tp2 top": (TOP, TP2),
     "pp2 hidden": (HIDDEN, PP2),

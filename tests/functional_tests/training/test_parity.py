@@ -6,10 +6,13 @@ import pytest
 from tests import parity
 from tests.toy_samples import write_samples
 
+STEPS = 4
+"""One in the warm-up of two, and an evaluation after each half: what is compared has moved enough to show an error."""
+MOVES_SLOWLY = "latent attention, experts, 1 further token"
+
 # Each dimension, each model and each bug that was found once; the others are run by hand and by ``make parity``.
 IN_CI = {
     "dense": (
-        "TP2",
         "TP2+SP, full recomputation",
         "PP2, 1 layer in the first stage",
         "PP2+VP2",
@@ -40,7 +43,7 @@ IN_CI = {
     ),
     "norms of heads": ("TP2",),
     "norms across heads": ("TP2",),
-    "latent attention, experts, 1 further token": ("TP2+SP", "PP2", "EP2"),
+    "latent attention, experts, 1 further token": ("TP2+SP",),
     "2 further tokens": ("PP2, stages Ettt and tmmL", "CP2, all-gather"),
     "packed": ("TP2+SP", "CP2, all-gather", "DP2, distributed optimizer"),
     "padding-free": ("PP2+VP2", "CP2, all-to-all"),
@@ -67,6 +70,10 @@ def pools(request):
     return lambda size: request.getfixturevalue({2: "two_workers", 4: "four_workers"}[size])
 
 
+def steps_of(model):
+    return parity.STEPS if model == MOVES_SLOWLY else STEPS
+
+
 def as_tests(cells):
     """The cells as parameters; those that are not in CI are slow."""
     assert IN_CI.keys() <= parity.MODELS.keys()
@@ -83,14 +90,16 @@ def check(figures, tolerance):
 
 @pytest.mark.parametrize(("model", "layout"), as_tests([*parity.cells()]))
 def test_equals_the_single_process(pools, singles, folder, model, layout):
-    figures = parity.measure(pools(parity.LAYOUTS[layout].processes), singles, model, layout, folder)
+    pool = pools(parity.LAYOUTS[layout].processes)
+    figures = parity.measure(pool, singles, model, layout, folder, steps=steps_of(model))
     check(figures, parity.MODELS[model].tolerance)
 
 
 @pytest.mark.parametrize("model", parity.MODELS)
 def test_what_is_compared_has_moved(singles, model):
     """Each weight by twenty times what layouts may differ by: a gradient that is a tenth too large would show."""
-    record = singles(model)
+    record = singles(model, steps=steps_of(model))
+    assert len(record.losses) == steps_of(model)
     assert min(parity.moved(record).values()) > 20 * parity.MODELS[model].tolerance.weights
     assert max(record.grad_norms) > 0.1
 
@@ -109,7 +118,7 @@ EXACT_IN_CI = ("PP2, selective recomputation", "PP2+VP2", "DP2, distributed opti
 def test_bf16_is_exact_where_the_arithmetic_is_the_same(two_workers, singles, folder, layout):
     """Without clipping: the norm is a sum in another order, and its last bit, through the clipping coefficient,
     turns into whole bf16 steps of some weights (losses then differ by 2e-5 to 5e-5)."""
-    options = {"precision": "bf16_mixed", "lr": 1e-2, "clip_grad": 0.0}
+    options = {"steps": STEPS, "precision": "bf16_mixed", "lr": 1e-2, "clip_grad": 0.0}
     figures = parity.measure(two_workers, singles, "dense", layout, folder, **options)
     check(figures, parity.Figures(losses=0, held_out=0, further=0, grad_norms=2e-7, weights=0))
 
@@ -127,6 +136,6 @@ BF16 = parity.Figures(losses=2e-4, held_out=2e-4, further=0, grad_norms=3e-3, we
     ],
 )
 def test_bf16(pools, singles, folder, layout):
-    options = {"precision": "bf16_mixed", "lr": 1e-3}
+    options = {"steps": STEPS, "precision": "bf16_mixed", "lr": 1e-3}
     pool = pools(parity.LAYOUTS[layout].processes)
     check(parity.measure(pool, singles, "dense", layout, folder, **options), BF16)

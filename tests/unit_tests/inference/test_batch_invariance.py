@@ -19,6 +19,7 @@ EVEN = Row(
     {**ROWS["qwen3_next"].config, "linear_num_key_heads": 8, "linear_num_value_heads": 8, "num_experts": 8},
 )
 NAMES = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next_even", "nemotron_h", "lfm2")
+IN_FLOAT32 = ("llama_tied", "qwen3_next_even")
 
 ROOMY = {"chunk": 8, "rows": 64, "max_requests": 8, "pack": True}
 
@@ -74,8 +75,13 @@ def together(model, config, requests, seed):
 
 
 @pytest.mark.parametrize("schedules", [2, pytest.param(144, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in NAMES),
+        *(pytest.param(name, "float32", marks=[pytest.mark.slow] * (name not in IN_FLOAT32)) for name in NAMES),
+    ],
+)
 def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
     """With much and with little memory; 144 schedules of each model and precision are 2,016."""
     case = even_case if name == EVEN.name else family_case(name)

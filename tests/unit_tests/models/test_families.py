@@ -10,11 +10,10 @@ from megatron.bridge.testing import family
 from tests.families import configs, harness
 from tests.families.rows import ROWS
 
-WHOLE = [name for name, row in ROWS.items() if not row.brief]
-BRIEF = [name for name, row in ROWS.items() if row.brief]
+WHOLE = [pytest.param(name, marks=pytest.mark.slow) for name, row in ROWS.items() if not row.brief]
 
 
-@pytest.mark.parametrize("name", BRIEF)
+@pytest.mark.parametrize("name", ROWS)
 def test_all_with_one_build(family_case, tmp_path, name):
     case = family_case(name)
     bridge, model = harness.build(case, "one", ddp=True)

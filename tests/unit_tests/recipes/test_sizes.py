@@ -99,12 +99,8 @@ def words(text):
 
 
 @pytest.mark.parametrize("recipe", catalog().values(), ids=lambda recipe: recipe.name)
-def test_name_and_description_agree(recipe):
+def test_name_description_and_tokenizer_agree(recipe):
     assert words(recipe.what).startswith(words(STAGE.sub("", recipe.name)))
-
-
-@pytest.mark.parametrize("recipe", catalog().values(), ids=lambda recipe: recipe.name)
-def test_tokenizer_is_that_of_the_size_in_the_name(recipe):
     data = {"data_paths": ["x"]} if recipe.mode == "pretrain" else {"dataset_root": "x"}
     size = SIZES[key(recipe)]
     assert recipe.build(**data).tokenizer.tokenizer_model == size.hub_id
