@@ -155,7 +155,7 @@ def test_traces_that_cannot_be_merged_are_named(run, tmp_path):
     whole = (source / "rank_1.json.gz").read_bytes()
     for damaged in (whole[: len(whole) // 2], gzip.compress(b'{"traceEvents": []}'), b"x"):
         second.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"rank_1.json.gz is no whole trace"):
+        with pytest.raises(UserError, match=r"rank_1.json.gz is not a complete trace"):
             profiler_traces.merge(profiler_traces.find_traces(tmp_path), target)
     second.write_bytes(first.read_bytes())
     with pytest.raises(UserError, match=r"rank_1.json.gz is the trace of rank 0"):

@@ -121,7 +121,7 @@ def test_a_short_download_is_not_taken_for_the_file(files, monkeypatch):
     _put(files, ["a.txt"])
     monkeypatch.setattr(type(files), "cat_file", lambda self, *arguments, **options: b"te")
     folder = storage.local(RUN)
-    with pytest.raises(storage.StorageError, match=r"memory://bucket/run/a.txt gave 2 of 4 bytes"):
+    with pytest.raises(storage.StorageError, match=r"memory://bucket/run/a.txt returned 2 of 4 bytes"):
         storage.pull(folder, {"a.txt"})
     assert not (folder / "a.txt").exists()
 

@@ -104,7 +104,7 @@ def test_half_precision_is_judged_by_what_it_does_to_transformers(tmp_path, monk
     assert main(["convert", "--hf-model", str(hf), "--megatron-path", megatron]) == 0
     with console().capture() as printed:
         assert main(["verify", str(hf), megatron]) == 0
-    assert "bfloat16 moves those of transformers by" in printed.get()
+    assert "bfloat16 changes the logits of transformers by" in printed.get()
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
     with console().capture() as printed:

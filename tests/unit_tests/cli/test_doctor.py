@@ -26,7 +26,7 @@ def test_a_recipe_on_a_machine_without_a_gpu(capsys):
     assert "layer spec of backend=auto: torch (there is no GPU)" in lines
     assert "layer spec of this run: torch (model.backend=auto)" in lines
     assert re.search(r"model\.bias_activation_fusion=True becomes False: .*CPUs", text)
-    assert "experts of the torch spec: a product for each" in text
+    assert "experts of the torch spec: one product per expert" in text
     assert "measured" not in text
 
 
@@ -45,14 +45,14 @@ def test_a_gpu_without_headers(monkeypatch):
     assert any(line.startswith("delayed scaling: needs Transformer Engine") for line in lines)
     model = SimpleNamespace(num_moe_experts=8, attn_logit_softcapping=50.0)
     experts, capped = doctor._parts(model)
-    assert "a product for each (one kernel for all needs compute capability 9.0" in experts
+    assert "one product per expert (one grouped kernel needs compute capability 9.0" in experts
     assert "soft-capping" in capped
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train.train_iters=3"], "train.train_iters=3 changes a run: name it with --recipe or --config"),
+        (["train.train_iters=3"], "train.train_iters=3 changes a run: give the run with --recipe or --config"),
         (["--recipe", "llama32_1b_pretrian_config"], "did you mean llama32_1b_pretrain_config"),
     ],
 )

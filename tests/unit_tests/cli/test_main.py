@@ -143,7 +143,7 @@ def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error (rank 1): ")
     assert reason in line
-    assert "same command" in line
+    assert "repeat the command" in line
 
 
 def test_bug_keeps_its_traceback():
@@ -190,7 +190,7 @@ def test_overrides_may_stand_behind_options(monkeypatch):
     ("changes", "words"),
     [
         ({"WORLD_SIZE": ""}, "RANK=0 is set without WORLD_SIZE"),
-        ({"RANK": "first"}, "RANK='first' in the environment is no number"),
+        ({"RANK": "first"}, "RANK='first' in the environment is not numeric"),
         ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks are counted from 0 to 1"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: a port lies between 1 and 65535"),
     ],

@@ -89,5 +89,5 @@ def test_what_cannot_be_drawn_is_named(tmp_path, capsys):
     with pytest.raises(UserError, match=r"metrics.jsonl, line 1 is damaged: '{}'"):
         loss_curves.read_metrics(folder)
     path.write_text('{"step": 1, "kind": "train", "lm loss": 1.0}\n')
-    with pytest.raises(UserError, match=r"does not tell 'consumed tokens', which --x tokens needs"):
+    with pytest.raises(UserError, match=r"does not have 'consumed tokens', which --x tokens needs"):
         loss_curves.curves(loss_curves.read_metrics(folder), "lm loss", "", "tokens")

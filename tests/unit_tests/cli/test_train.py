@@ -380,7 +380,10 @@ BAD = [
     ([*RECIPE[1:], "--world-size", "7"], "train.global_batch_size=512 is not a multiple of"),
     ([*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
     ([*RECIPE[1:], "dataset.seq_length=9000"], "dataset.seq_length=9000 is longer than model.seq_length=8192"),
-    ([*RECIPE[1:], "model.bf16=false"], "model.bf16=False from the command line does not stick: it became True"),
+    (
+        [*RECIPE[1:], "model.bf16=false"],
+        "model.bf16=False from the command line has no effect: another setting changed it to True",
+    ),
     ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
     ([*RECIPE[1:], "--peft_scheme", "lora"], "use a finetune recipe"),
     ([*FINETUNE[1:], "--mode", "dora"], "peft needs checkpoint.pretrained_checkpoint: give the weights"),
@@ -465,7 +468,7 @@ BAD_FILES = [
     ("", RECIPE[1:], "holds no settings"),
     ("_target_: megatron.bridge.training.config.TrainingConfig", [], "describes a TrainingConfig, not a run"),
     ("_target_: os.system", [], "os.system is not a public name"),
-    ("_target_: megatron.bridge.training.config.ConfigContainer", RECIPE[1:], "--recipe does not go with"),
+    ("_target_: megatron.bridge.training.config.ConfigContainer", RECIPE[1:], "--recipe cannot be used with"),
 ]
 
 

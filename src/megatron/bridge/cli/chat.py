@@ -38,13 +38,13 @@ def _ask() -> str | None:
 
 @dataclass
 class Conversation:
-    """The messages so far, after a ``system`` message, and the commands that change them."""
+    """The messages of a chat, which start with the ``system`` message, and the commands that change them."""
 
     llm: Any
     sampling: Any
     system: str | None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[str] = field(default_factory=list)  # of the next question
+    images: list[str] = field(default_factory=list)  # images of the next question
 
     def __post_init__(self) -> None:
         self.reset()
@@ -66,7 +66,7 @@ class Conversation:
         if not question.strip():
             return
         asked = [*self.messages, *as_messages(question, self.images)]
-        self.images = []  # a damaged one is not shown again
+        self.images = []  # a damaged image is not sent again
         text = ""
         with _interrupts() as stopped:
             for piece in self.llm.stream(asked, self.sampling, stopped):

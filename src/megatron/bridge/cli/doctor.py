@@ -50,7 +50,7 @@ def _leave() -> None:
 def _model(args: argparse.Namespace) -> "ModelProvider | None":
     if args.recipe is None and args.config is None and args.hf_model is None:
         if args.overrides:
-            raise UserError(f"{args.overrides[0]} changes a run: name it with --recipe or --config")
+            raise UserError(f"{args.overrides[0]} changes a run: give the run with --recipe or --config")
         return None
     job = train_job.prepare(args)
     return job.resolve(job.world_size or 1).config.model
@@ -79,7 +79,7 @@ def _packages() -> Iterator[str]:
 
 
 def _kernels() -> Iterator[str]:
-    """What a run uses on this machine, whatever its model."""
+    """Describe the kernels that a run of any model uses on this machine."""
     import torch
     from megatron.core.tensor_parallel import layers
 
@@ -101,7 +101,7 @@ def _kernels() -> Iterator[str]:
         yield "norms, rotary embeddings, cross entropy: PyTorch's operations in few passes over memory (no GPU)"
         yield "attention: scaled_dot_product_attention (no GPU)"
     fused = layers._grad_accum_fusion_available
-    yield f"gradient accumulation in the product: {'available' if fused else 'not available (needs Apex)'}"
+    yield f"gradient accumulation in the matrix product: {'available' if fused else 'not available (needs Apex)'}"
     for scaling in CAPABILITIES:
         lack = hardware.lacks_for(scaling)
         yield f"{scaling} scaling: {'available' if lack is None else f'needs {lack}'}"
@@ -111,7 +111,7 @@ def _kernels() -> Iterator[str]:
 
 
 def _choices(model: "ModelProvider") -> Iterator[str]:
-    """The layers of a run's model here, and the settings that this machine changes."""
+    """Describe the layers of a run's model on this machine, and the settings that the machine changes."""
     from megatron.bridge.backends.specs import layer_specs
 
     trial = copy.copy(model)
@@ -131,8 +131,8 @@ def _parts(model: Any) -> Iterator[str]:
     hardware = Hardware.detect()
     if model.num_moe_experts:
         grouped = hardware.capability >= (9, 0)
-        reason = "" if grouped else " (one kernel for all needs compute capability 9.0 and bf16)"
-        yield f"experts of the torch spec: {'one kernel for all' if grouped else 'a product for each'}{reason}"
+        reason = "" if grouped else " (one grouped kernel needs compute capability 9.0 and bf16)"
+        yield f"experts of the torch spec: {'one grouped kernel' if grouped else 'one product per expert'}{reason}"
     if getattr(model, "attn_logit_softcapping", None) is not None:
         yield "attention with soft-capping: tiles without a fused kernel, computed again in the backward pass"
     if getattr(model, "hybrid_layer_pattern", None) or getattr(model, "hybrid_override_pattern", None):
@@ -146,7 +146,7 @@ def _parts(model: Any) -> Iterator[str]:
 
 
 def _measure(speaks: bool) -> None:
-    """Measure on all ranks at once, as a run would, and print what the first one found."""
+    """Measure on all ranks at once, as in a run, and print the results of the first rank."""
     from megatron.bridge.backends.cpu.device import has_cuda
     from megatron.bridge.backends.hardware import speed
     from megatron.bridge.backends.hardware.device_flops import device_tflops

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     if args.hf_model is not None:
         if args.architecture is not None:
             raise UserError(
-                f"--architecture {args.architecture} does not go with --hf-model, which says it: leave one out"
+                f"--architecture {args.architecture} cannot be used with --hf-model, which names it: leave one out"
             )
         return _export(args, args.hf_model)
     from megatron.bridge.models.conversion.describe import write_description
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer_of(checkpoint: Path) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer beside the checkpoint, or the one of its run; None if that had none with a vocabulary."""
+    """Return the tokenizer beside the checkpoint or of its run, or None if neither has a vocabulary."""
     from megatron.bridge.checkpoint import model_io
     from megatron.bridge.data.tokenizer import load_hf_tokenizer
     from megatron.bridge.models.conversion.pretrained import tokenizer_of

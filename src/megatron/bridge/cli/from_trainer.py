@@ -36,7 +36,7 @@ _TARGETS = [(key, f"{group}.{name}") for group, pairs in _TABLES["settings"].ite
 _SETTINGS = {key: [target for name, target in _TARGETS if name == key] for key, _ in _TARGETS}
 _REASONS = {name: reason for reason, names in _TABLES["missing"].items() for name in names}
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-"""Keys that make up the batch size, and the Trainer's defaults."""
+"""Factors of the batch size, with the Trainer's defaults."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
     """Translate the keys of the file; the Trainer's batch sizes are for one of the data-parallel ``ranks``."""
     given = {_ALIASES.get(key, key): value for key, value in values.items() if value is not None}
     refuse(problem for key in values for problem in _unknown(key))
-    if given.get("max_steps", 1) <= 0:  # the Trainer's way to say that it is not set
+    if given.get("max_steps", 1) <= 0:  # means "not set" in the Trainer
         del given["max_steps"]
-    if "max_steps" in given:  # it goes before the epochs
+    if "max_steps" in given:  # it overrides the epochs
         given.pop("num_train_epochs", None)
     run = TrainerRun()
     for key, value in given.items():
@@ -75,7 +75,7 @@ def _unknown(key: str) -> list[str]:
 def _translate(key: str, value: Any, run: TrainerRun) -> None:
     found = run.translation
     if value is False or key in _TABLES["implied"]:
-        found.implied[key] = "it is off" if value is False else "every run of this package does so, or needs none"
+        found.implied[key] = "it is off" if value is False else "it is always on here, or not needed"
     elif key in _SPECIAL:
         if (reason := _SPECIAL[key](value, run)) is not None:
             found.missing[key] = reason
@@ -87,14 +87,14 @@ def _translate(key: str, value: Any, run: TrainerRun) -> None:
 
 
 def _choice(target: str, known: Mapping[str, str]) -> Callable[[Any, TrainerRun], str | None]:
-    """Set ``target`` to what the value is called here; without a dot it is an option."""
+    """Set ``target``, a key or an option (without a dot), to this package's name of the value."""
 
     def special(value: Any, run: TrainerRun) -> str | None:
         if value not in known:
             return f"{value} has no counterpart: choose one of {', '.join(dict.fromkeys(known.values()))}"
         if "." in target:
             run.translation.set(target, known[value], value)
-        elif run.options.get(target) in (None, "sft"):  # an adapter or another loss goes before it
+        elif run.options.get(target) in (None, "sft"):  # an adapter or another loss overrides it
             run.options[target] = known[value]
         return None
 
@@ -107,7 +107,7 @@ def _recompute(value: Any, run: TrainerRun) -> None:
 
 
 def _dataset(value: Any, run: TrainerRun) -> str | None:
-    """The path of a single dataset; axolotl's list names its format, too."""
+    """Set the path of a single dataset, and the format that axolotl's list names."""
     parts: list[Any] = value if isinstance(value, list) else [value]
     if len(parts) != 1 or (isinstance(parts[0], str) and "," in parts[0]):
         return "several datasets are a BlendedDatasetConfig: see docs/finetuning.md"
@@ -141,4 +141,4 @@ _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
     "lora_target": _targets,
     "lora_target_linear": lambda value, run: _targets("all-linear", run),
 }
-"""Keys that are more than one setting -> what sets them, and returns the reason if there is no counterpart."""
+"""Functions for keys that need code; each returns the reason if the value has no counterpart."""

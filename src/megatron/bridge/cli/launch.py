@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _without_nemo_run(options: LaunchOptions) -> str:
-    """What a dry run can say without the package that writes the scripts."""
+    """Describe the launch without NeMo-Run, which writes the batch scripts."""
     place = "this machine" if options.local else options.on
     lines = [
         f"on {place}: {options.nodes} x {options.devices} processes, started by {options.launcher}",
@@ -126,13 +126,13 @@ def _options(args: argparse.Namespace) -> LaunchOptions:
 
 
 def _options_of(kind: Any, args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
-    """The values of the fields of a dataclass: its ``own``, and those of the options with the same names."""
+    """Return the fields of dataclass ``kind``: the values in ``own``, and the options with the fields' names."""
     own = own | {"env": dict(_variable(item) for item in args.env), "mount": tuple(args.mount)}
     return own | {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in own}
 
 
 def _script(name: str) -> Path:
-    """The script as given, or the one of that name beside ``launch_with_nemo_run.py``."""
+    """Return the path of the script; a relative path may also start at the folder ``scripts/training``."""
     for path in (Path(name), Path(__file__).parents[4] / "scripts" / "training" / name):
         if path.is_file():
             return path

@@ -86,10 +86,10 @@ def _load(name: str) -> ModuleType:
 
 
 def _parsers(name: str | None) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
-    """The parser of the command, and the parsers of its subcommands; only that of ``name`` has options."""
+    """Return the parser of the command and the parsers of its subcommands; only subcommand ``name`` gets options."""
     parser = Parser(
         prog="megatron-bridge",
-        description="Hugging Face checkpoints in and out of Megatron-Core, trained under any parallel layout.",
+        description="Convert Hugging Face models to Megatron-Core and back, and train them under any layout.",
         formatter_class=_formatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-bridge {__version__}")

@@ -33,7 +33,7 @@ def _file(output: Path) -> Path:
 
 
 def _labels(paths: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart; an empty label for a single run."""
+    """Return the shortest suffixes that distinguish the paths, or an empty label for a single run."""
     if len(paths) == 1:
         return [""]
     parts = [(path if path.is_dir() else path.parent).resolve().parts for path in paths]

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"written: {path}")
     passed = "the draft passes on one process: logits, gradients, bytes, config"
     passed += f"; prove it under layouts: python -m pytest {paths[1]}" if paths else ""
-    say("the draft does not pass yet: docs/adding-a-family.md has what names do not tell" if problems else passed)
+    say("the draft does not pass yet: docs/adding-a-family.md describes the next steps" if problems else passed)
     return 1 if problems else 0
 
 

@@ -114,7 +114,7 @@ def page(status: RunStatus, metrics: Sequence[str], now: datetime) -> str:
     cells = [(escape(name), escape(value)) for name, value in status.summary(now).items()]
     rows = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
     title = escape(str(status.folder))
-    # a browser looks again by itself while the run is watched
+    # the browser reloads the page while the run trains
     again = '<meta http-equiv="refresh" content="10">' if status.state == "running" else ""
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'

@@ -28,7 +28,7 @@ _DEFAULTS = ("default_peft_config", "default_squad_config")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a recipe when it is first used, so that listing the recipes imports no torch."""
+    """Import a recipe at its first use, so that listing the recipes does not import torch."""
     if name in _DEFAULTS:
         from megatron.bridge.recipes import defaults
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The builders behind all recipes.
 
-``pretrain``, ``distill``, ``sft`` and ``dpo`` turn a size and options into a config. ``pretrain_recipe``,
-``distill_recipe``, ``finetune_recipe`` and ``dpo_recipe`` make recipes of them. The caller's options win over
-the values that the recipe recommends, and these win over the defaults in this file.
+``pretrain``, ``distill``, ``sft`` and ``dpo`` build a config from a size and options. ``pretrain_recipe``,
+``distill_recipe``, ``finetune_recipe`` and ``dpo_recipe`` make recipes from them. The caller's options override
+the recommended values of the recipe, which override the defaults in this file.
 """
 
 from collections.abc import Callable, Mapping
@@ -91,7 +91,7 @@ FINETUNE: FinetuneOptions = {
 # Adapters start from zero and tolerate a higher rate than pretrained weights.
 ADAPTERS: FinetuneOptions = {"lr": 1e-4}
 
-# those of Zephyr and of its recipe with adapters (https://arxiv.org/abs/2310.16944)
+# from Zephyr and its recipe with adapters (https://arxiv.org/abs/2310.16944)
 DPO: FinetuneOptions = {"lr": 5e-7, "warmup_fraction": 0.1, "seq_length": 4096}
 DPO_ADAPTERS: FinetuneOptions = {"lr": 5e-6}
 
@@ -102,13 +102,13 @@ def pretrain(
     *shared: LayoutOptions | PretrainOptions,
     **recommended: Unpack[PretrainOptions],
 ) -> ConfigContainer:
-    """The config that trains ``size`` from random weights.
+    """Return the config that trains ``size`` from random weights.
 
     Args:
         size: The model, or its hub id if its published config is in the package.
-        options: What the caller asks for.
-        *shared: Recommended values that several recipes share; later ones win.
-        **recommended: Recommended values of this recipe; they win over the shared ones.
+        options: The caller's options.
+        *shared: Recommended values that several recipes share; later ones override earlier ones.
+        **recommended: Recommended values of this recipe; they override the shared ones.
 
     Raises:
         UserError: ``options`` has a key that is not in ``PretrainOptions``.
@@ -128,7 +128,7 @@ def pretrain(
 def distill(
     size: Size | str, options: PretrainOptions, teacher: Size | str, **recommended: Unpack[PretrainOptions]
 ) -> ConfigContainer:
-    """The config that trains ``size`` from random weights on the data and on the logits of ``teacher``.
+    """Return the config that trains ``size`` from random weights on the data and on the logits of ``teacher``.
 
     Raises:
         UserError: ``options`` has a key that is not in ``PretrainOptions``.
@@ -144,9 +144,9 @@ def sft(
     *shared: LayoutOptions | FinetuneOptions,
     **recommended: Unpack[FinetuneOptions],
 ) -> ConfigContainer:
-    """The config that fine-tunes ``size``, or adapters on it, on prompts and completions.
+    """Return the config that fine-tunes ``size``, or adapters on it, on prompts and completions.
 
-    The arguments are those of ``pretrain``.
+    The arguments are the same as for ``pretrain``.
 
     Raises:
         UserError: ``options`` has a key that is not in ``FinetuneOptions``, or asks for an unknown adapter.
@@ -169,10 +169,10 @@ def dpo(
     *shared: LayoutOptions | FinetuneOptions,
     **recommended: Unpack[FinetuneOptions],
 ) -> ConfigContainer:
-    """The config that trains ``size``, or adapters on it, to prefer one of two answers.
+    """Return the config that trains ``size``, or adapters on it, to prefer one of two answers.
 
     ``dataset_root`` is a folder of pairs, by default ``preferences`` in the current directory. The arguments are
-    those of ``pretrain``.
+    the same as for ``pretrain``.
 
     Raises:
         UserError: ``options`` has a key that is not in ``FinetuneOptions``, or asks for an unknown adapter.
@@ -183,19 +183,19 @@ def dpo(
     chosen["dataset_root"] = root
     config = sft(size, chosen)
     config.dpo = DPOConfig()
-    config.model.calculate_per_token_loss = True  # pairs, here
+    config.model.calculate_per_token_loss = True  # pairs in the current directory
     config.dataset = PreferenceDatasetConfig(seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"])
     return config
 
 
 class PretrainRecipe(Protocol):
-    """A recipe for training from random weights."""
+    """The interface of a recipe for training from random weights."""
 
     def __call__(self, **options: Unpack[PretrainOptions]) -> ConfigContainer: ...
 
 
 class FinetuneRecipe(Protocol):
-    """A recipe for fine-tuning."""
+    """The interface of a recipe for fine-tuning."""
 
     def __call__(self, **options: Unpack[FinetuneOptions]) -> ConfigContainer: ...
 
@@ -203,26 +203,26 @@ class FinetuneRecipe(Protocol):
 def pretrain_recipe(
     size: Size | str, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
 ) -> PretrainRecipe:
-    """A recipe that returns ``pretrain(size, options, *shared, **recommended)`` for the options of its caller."""
+    """Make a recipe that returns ``pretrain(size, options, *shared, **recommended)`` for its caller's options."""
     return _recipe(pretrain, size, shared, recommended)
 
 
 def distill_recipe(size: Size | str, teacher: Size | str, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
-    """A recipe that returns ``distill(size, options, teacher, **recommended)`` for the options of its caller."""
+    """Make a recipe that returns ``distill(size, options, teacher, **recommended)`` for its caller's options."""
     return _recipe(distill, size, (teacher,), recommended)
 
 
 def finetune_recipe(
     size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
-    """A recipe that returns ``sft(size, options, *shared, **recommended)`` for the options of its caller."""
+    """Make a recipe that returns ``sft(size, options, *shared, **recommended)`` for its caller's options."""
     return _recipe(sft, size, shared, recommended)
 
 
 def dpo_recipe(
     size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
 ) -> FinetuneRecipe:
-    """A recipe that returns ``dpo(size, options, *shared, **recommended)`` for the options of its caller."""
+    """Make a recipe that returns ``dpo(size, options, *shared, **recommended)`` for its caller's options."""
     return _recipe(dpo, size, shared, recommended)
 
 
@@ -236,7 +236,7 @@ def _recipe(
 
 
 def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the options; later ones win. Python does not check the keys of a TypedDict, so this does."""
+    """Merge the options, of which later ones override earlier ones, and check the keys, as Python does not."""
     chosen = {key: value for layer in layers for key, value in layer.items()}
     for key in chosen:
         if key not in kind.__annotations__:
@@ -270,7 +270,7 @@ def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: fl
             train_iters=chosen["train_iters"],
             global_batch_size=chosen["global_batch_size"],
             micro_batch_size=chosen["micro_batch_size"],
-            # a garbage collection on one rank makes the others wait, so all collect at the same step
+            # garbage collection on one rank makes the others wait, so all ranks collect at the same step
             manual_gc=True,
             manual_gc_interval=100,
         ),
@@ -307,7 +307,7 @@ def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
     model.account_for_embedding_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
     model.account_for_loss_in_pipeline_split = chosen["embedding_and_loss_are_layers"]
     model.pipeline_model_parallel_layout = chosen["pipeline_layout"]
-    if not model.mtp_num_layers:  # the layout is that of a size that may have MTP layers
+    if not model.mtp_num_layers:  # the layout is for a size that may have MTP layers
         drop_mtp_layers(model)
     _recompute(model, chosen["recompute"])
     # the fused SwiGLU keeps only its input for the backward pass; the unfused one keeps three more tensors

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All recipes by name, and the values that they recommend, read without importing torch.
+"""All recipes by name, and their recommended values, without an import of torch.
 
-A recipe is a public name with its stage and ``_config``, such as ``_pretrain_config``, in a module
-``recipes/<family>.py``. Its row in ``catalog.yaml`` reads ``what it trains, N x GPU: M GB each, layout.``, which
+A recipe is a public name that ends in its stage and ``_config``, such as ``_pretrain_config``, in a module
+``recipes/<family>.py``. Its row in ``catalog.yaml`` has the form ``what it trains, N x GPU: M GB each, layout.`` and
 becomes its docstring; ``make recipes`` writes M.
 """
 
@@ -37,25 +37,25 @@ _SUMMARY = re.compile(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is known about a recipe without importing it."""
+    """The properties of a recipe that are known without its import."""
 
     name: str
     module: str
     what: str
-    gpus: int  # number of GPUs that its layout is made for
+    gpus: int  # number of GPUs of its layout
     gpu_kind: str  # their type
     memory: int  # GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts
     layout: str  # model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``
-    summary: str  # all of this as a sentence
+    summary: str  # all properties as a sentence
 
     @property
     def mode(self) -> Mode:
-        """Whose options the recipe takes."""
+        """Return the stage whose options the recipe takes."""
         return "sft" if "_finetune_config" in self.name or "_dpo_config" in self.name else "pretrain"
 
     @property
     def stage(self) -> Stage:
-        """The stage of training. Distillation takes the options of pretraining, DPO those of fine-tuning."""
+        """Return the stage of training. Distillation takes the options of pretraining, DPO those of fine-tuning."""
         if "_dpo_config" in self.name:
             return "dpo"
         return "distill" if "_distill_config" in self.name else self.mode
@@ -69,14 +69,14 @@ class Recipe:
 
 @cache
 def catalog() -> dict[str, Recipe]:
-    """Every recipe by name, in alphabetical order."""
+    """Return every recipe by name, in alphabetical order."""
     families = yaml_text.tables_beside(__file__)
     rows = [(name, family, text) for family, texts in families.items() for name, text in texts.items()]
     return {name: _parse(name, f"{__package__}.{family}", text) for name, family, text in sorted(rows)}
 
 
 def name_functions(module: str) -> None:
-    """Give the recipes of a family their names and docstrings, so that they pickle and have a help."""
+    """Set the names and docstrings of a family's recipes, for pickle and help."""
     for recipe in catalog().values():
         if recipe.module == module:
             function = recipe.function()
@@ -85,7 +85,7 @@ def name_functions(module: str) -> None:
 
 
 def find(name: str) -> Recipe:
-    """The recipe called ``name``; an error suggests the nearest ones."""
+    """Return the recipe ``name``; an error suggests the nearest names."""
     recipes = catalog()
     if name not in recipes:
         hint = did_you_mean(name, recipes) or "; --list shows all of them"
@@ -113,7 +113,7 @@ def _parse(name: str, module: str, summary: str) -> Recipe:
 
 
 def recommended(recipe: Recipe) -> dict[str, Value]:
-    """The options of ``recipe`` with literal values, its own or those of its stage; later ones win, as in builders.
+    """Return the literal options of ``recipe`` and its stage; later options override earlier ones, as in builders.
 
     Example:
         >>> recommended(find("llama3_8b_16k_pretrain_config"))["seq_length"]
@@ -136,7 +136,7 @@ def recommended(recipe: Recipe) -> dict[str, Value]:
 
 @cache
 def _definitions(module: str) -> tuple[Tables, dict[str, ast.stmt]]:
-    """The tables of options of a module of this package, and the statements that define its recipes."""
+    """Return the tables of options of a module of this package, and the statements that define its recipes."""
     body = ast.parse(Path(__file__).with_name(f"{module}.py").read_text()).body
     tables: Tables = {}
     for node in body:
@@ -158,7 +158,7 @@ def _table(node: ast.Dict, tables: Tables) -> dict[str, Value]:
 
 
 def _literals(values: Mapping[Any, ast.expr]) -> dict[str, Value]:
-    """Those of ``values`` that are literals, by their keys."""
+    """Return the literals among ``values``, by their keys."""
     return {
         key: value.value
         for key, value in values.items()

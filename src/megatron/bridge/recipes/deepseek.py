@@ -21,7 +21,7 @@ deepseek_v2_pretrain_config = pretrain_recipe(
 deepseek_v2_lite_finetune_config = finetune_recipe(DEEPSEEK_V2_LITE, layout(ep=4))
 deepseek_v2_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V2", _LAYOUT)
 
-# DeepSeek-V3, with learning rate and sequence length of "DeepSeek-V3 Technical Report" (2024); V3.2 with the same.
+# DeepSeek-V3 and V3.2, with learning rate and sequence length of "DeepSeek-V3 Technical Report" (2024).
 #
 # There are 32 interleaved stages for 61 layers: the first has one layer and the embedding, the last has one layer
 # and the layer for multi-token prediction, the stage before it has one layer, and all others have two.

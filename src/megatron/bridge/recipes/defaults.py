@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters that fine-tuning recipes use by default, and SQuAD, the default data set of fine-tuning examples."""
+"""The default adapters of fine-tuning recipes, and SQuAD, the default dataset of fine-tuning examples."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ RECURRENT_TARGETS = [*TARGETS, "out_proj"]
 def default_peft_config(peft_scheme: str | PEFT, model: GPTModelProvider | None = None, **changes: Any) -> PEFT:
     """Adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
 
-    ``changes`` are fields of the adapter; without ``model``, attention is plain in every layer, and a ``PEFT`` object
-    is returned unchanged.
+    ``changes`` are fields of the adapter. Without ``model``, all layers are assumed to have plain attention. A ``PEFT``
+    object is returned unchanged.
     """
     if isinstance(peft_scheme, PEFT):
         return peft_scheme
@@ -46,7 +46,7 @@ def _targets(model: GPTModelProvider | None) -> list[str]:
 
 
 def squad_example(record: dict[str, Any]) -> dict[str, str]:
-    """Prompt and completion: the text with a question, and the first of its answers."""
+    """Return prompt and completion: the text with a question, and the question's first answer."""
     prompt = f"Context: {record['context']} Question: {record['question']} Answer:"
     return {"prompt": prompt, "completion": f" {record['answers']['text'][0].strip()}"}
 
@@ -54,7 +54,7 @@ def squad_example(record: dict[str, Any]) -> dict[str, str]:
 def default_squad_config(
     seq_length: int, packed_sequence: bool = True, pad_seq_to_mult: int | None = None
 ) -> HFDatasetConfig:
-    """SQuAD: questions whose answers are part of a given text, padded as the parallel layout requires by default."""
+    """Return the config of SQuAD: questions on a text, padded as the parallel layout requires by default."""
     packing = PackedSequenceSpecs(packed_sequence_size=seq_length, pad_seq_to_mult=pad_seq_to_mult)
     return HFDatasetConfig(
         seq_length=seq_length,

@@ -25,9 +25,9 @@ gemma2_9b_finetune_config = finetune_recipe("google/gemma-2-9b", layout(tp=2))
 gemma2_27b_finetune_config = finetune_recipe("google/gemma-2-27b", layout(tp=8))
 vaultgemma_1b_finetune_config = finetune_recipe("google/vaultgemma-1b", seq_length=1024, micro_batch_size=4, lr=1e-5)
 
-# Gemma 3 and 4; of the vision-language models (4B and larger) the text model. Learning rates are our own.
+# Gemma 3 and 4; for vision-language models (4B and larger), only the text model. Learning rates are our own.
 #
-# The config of those text models is ``text_config`` of the published one.
+# The config of these text models is ``text_config`` of the published config.
 
 GEMMA4_26B_A4B = "google/gemma-4-26B-A4B-it"
 
@@ -45,7 +45,7 @@ gemma4_26b_a4b_finetune_config = finetune_recipe(GEMMA4_26B_A4B, layout(tp=2, ep
 
 # Gemma 3 with its vision tower. Learning rates are our own.
 #
-# The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
+# The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.
 
 gemma3_vl_4b_finetune_config = finetune_recipe("google/gemma-3-4b-it", layout(tp=4), lr=1e-5)
 gemma3_vl_12b_finetune_config = finetune_recipe("google/gemma-3-12b-it", layout(tp=8))

@@ -15,7 +15,7 @@ glm4_9b_finetune_config = finetune_recipe("zai-org/GLM-4-9B-0414", layout(tp=2))
 glm4_9b_chat_finetune_config = finetune_recipe("zai-org/glm-4-9b-chat-hf", layout(tp=2))
 glm4_32b_finetune_config = finetune_recipe("zai-org/GLM-4-32B-0414", layout(tp=8))
 
-# GLM-4.5 with the first and the last learning rate of "GLM-4.5" (2025), but Adam; 4.7-Flash and GLM-5 with our own.
+# GLM-4.5 has the first and the last learning rate of "GLM-4.5" (2025), but Adam; 4.7-Flash and GLM-5 have our rates.
 #
 # Air has 12 interleaved stages of four layers, counting the embedding and the layer for multi-token prediction. The
 # large model has 32 stages for 92 layers: the first has two layers and the embedding, the last has one layer and the
@@ -51,7 +51,7 @@ glm5_744b_finetune_config = finetune_recipe("zai-org/GLM-5", _GLM5, layout(tp=8,
 
 # GLM-4.5V: GLM-4.5 Air with a vision tower. The learning rate is our own.
 #
-# The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
+# The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.
 
 _V_STAGES: LayoutOptions = {"pipeline_layout": "Et*3|(t*4|)*10t*3L"}
 

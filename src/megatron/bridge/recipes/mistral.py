@@ -7,9 +7,9 @@ from megatron.bridge.recipes.options import layout
 
 # Ministral 3: pretraining of the text models, fine-tuning with images.
 #
-# The text models' config is ``text_config`` of the published one. Learning rates of pretraining are our own, those of
-# fine-tuning are Megatron Bridge's. The memory of fine-tuning is that of samples that consist of images, which are
-# shared out evenly over tensor-parallel ranks.
+# The text models' config is ``text_config`` of the published config. Learning rates of pretraining are our own, and
+# rates of fine-tuning are Megatron Bridge's. The memory of fine-tuning is for samples that consist of images, which are
+# distributed evenly over tensor-parallel ranks.
 
 MINISTRAL3_8B = "mistralai/Ministral-3-8B-Base-2512"
 MINISTRAL3_14B = "mistralai/Ministral-3-14B-Base-2512"

@@ -5,9 +5,9 @@ from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.options import layout
 
-# Kimi K2, and Kimi-Linear with a learning rate of our own.
+# Kimi K2, and Kimi-Linear with our own learning rate.
 #
-# That of K2 is from "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam. K2 has 32 interleaved
+# K2's rate is from "Kimi K2: Open Agentic Intelligence" (2025); the optimizer here is Adam. K2 has 32 interleaved
 # stages of two layers, except that the first has one layer and the embedding, and the last has only the loss. Its
 # published ``model_type``, ``kimi_k2``, is another name of DeepSeek-V3's.
 

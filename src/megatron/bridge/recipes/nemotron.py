@@ -26,7 +26,7 @@ llama_nemotron_253b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_253B, layou
 #
 # Learning rate and batch size of 15B are from "Nemotron-4 15B Technical Report" (2024), the batch size of 340B is
 # from "Nemotron-4 340B Technical Report" (2024), and the other rates are our own. 15B is not on the hub: its sizes
-# are from the report, its tokenizer is that of the Minitron that was pruned from it.
+# are from the report, and its tokenizer is from the Minitron that was pruned from it.
 
 NEMOTRON4_15B = size_of("nvidia/Minitron-8B-Base", hidden_size=6144, intermediate_size=24576)
 NEMOTRON4_340B = "nvidia/Nemotron-4-340B-Base"
@@ -86,9 +86,9 @@ nemotron_3_nano_finetune_config = finetune_recipe(NEMOTRON_3_NANO, layout(tp=2, 
 
 # Nemotron Nano VL v2. Learning rates and the batch size of pretraining are Megatron Bridge's.
 #
-# The published config could not be read (docs/vision.md says which of its numbers are not known): pass the model as
-# ``hf_model`` to train what the hub has. The memory is that of samples that consist of images, which are shared out
-# evenly over tensor-parallel ranks.
+# The published config could not be read (docs/vision.md lists the unknown numbers): pass the model as ``hf_model`` to
+# train the model from the hub. The memory is for samples that consist of images, which are distributed evenly over
+# tensor-parallel ranks.
 
 NEMOTRON_NANO_VL = "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16"
 

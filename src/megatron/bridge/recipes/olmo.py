@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """OLMo 2, Olmo 3, OLMoE and FlexOlmo.
 
-Learning rates and batch sizes of OLMo 2 and Olmo 3 are from their published training configs, those of OLMoE from
-"OLMoE: Open Mixture-of-Experts Language Models" (2024), those of FlexOlmo our own. Nodes of 8 GPUs cannot share the 7
-experts of FlexOlmo evenly, so each is cut in 8.
+Learning rates and batch sizes of OLMo 2 and Olmo 3 are from their published training configs, OLMoE's are from
+"OLMoE: Open Mixture-of-Experts Language Models" (2024), and FlexOlmo's are our own. Nodes of 8 GPUs cannot share the 7
+experts of FlexOlmo evenly, so each expert is sharded over 8 GPUs.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe

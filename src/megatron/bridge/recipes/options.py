@@ -24,7 +24,7 @@ class LayoutOptions(TypedDict, total=False):
     tensor_model_parallel_size: int
     """Processes that share each weight matrix."""
     sequence_parallel: bool
-    """Also split the activations outside the matrices. By default on if the tensor-parallel size is above 1."""
+    """Also shard the activations outside the matrices. On by default if the tensor-parallel size is above 1."""
     pipeline_model_parallel_size: int
     """Processes that share the layers."""
     virtual_pipeline_model_parallel_size: int | None
@@ -43,12 +43,12 @@ class LayoutOptions(TypedDict, total=False):
     None means ``tensor_model_parallel_size``, or 1 where experts have biases.
     """
     recompute: Recompute | None
-    """What the backward pass computes again to save memory: attention (``selective``), whole layers (``full``), or
+    """Modules that the backward pass recomputes to save memory: attention (``selective``), whole layers (``full``), or
     the listed modules; ``vision_model`` stands for the layers of a vision tower."""
 
 
 class ScheduleOptions(TypedDict, total=False):
-    """How long and how fast to train, and what to save."""
+    """Length of training, learning rate, evaluation and saving."""
 
     seq_length: int
     """Tokens per sample."""
@@ -63,13 +63,13 @@ class ScheduleOptions(TypedDict, total=False):
     min_lr: float
     """Final learning rate."""
     warmup_fraction: float
-    """Fraction of the steps over which the learning rate rises."""
+    """Fraction of the steps during which the learning rate increases."""
     eval_interval: int
     """Steps between evaluations."""
     eval_iters: int
     """Global batches per evaluation; 0 turns evaluation off."""
     precision: Precision
-    """Number format of the computation."""
+    """Precision of the computation."""
     seed: int
     """Seed of weights, dropout and data order."""
     dir: str | None
@@ -77,10 +77,10 @@ class ScheduleOptions(TypedDict, total=False):
     save_interval: int
     """Steps between checkpoints."""
     tokenizer: str | None
-    """Directory or hub id. None means the model's own tokenizer, or none at all for mock data."""
+    """Directory or hub id. None means the model's tokenizer, or no tokenizer for mock data."""
     hf_model: str | None
     """Directory or hub id of a model to train instead of the recipe's. Its config and tokenizer are used, and for
-    fine-tuning its weights; everything else stays as the recipe recommends."""
+    fine-tuning its weights; all other settings are the recipe's."""
 
 
 class PretrainOptions(LayoutOptions, ScheduleOptions, total=False):

@@ -7,7 +7,7 @@ from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layo
 
 # Dense models of vendors with few families here.
 #
-# Learning rates and batch sizes of Pythia, and learning rates of StableLM 2, are those of their published training
+# Learning rates and batch sizes of Pythia, and learning rates of StableLM 2, are from their published training
 # configs; the others are our own.
 
 COMMAND_R7B = "CohereForAI/c4ai-command-r7b-12-2024"
@@ -100,7 +100,7 @@ phi35_moe_42b_finetune_config = finetune_recipe(PHI35_MOE_42B, layout(tp=2, pp=2
 solar_open_100b_finetune_config = finetune_recipe("upstage/Solar-Open-100B", layout(tp=4, pp=2, ep=8, etp=1))
 trinity_mini_26b_finetune_config = finetune_recipe("arcee-ai/Trinity-Mini", layout(tp=2, ep=8, etp=1))
 
-# Models with mixers or short convolutions in the place of attention, or beside it. Learning rates are our own.
+# Models with mixers or short convolutions instead of attention, or beside it. Learning rates are our own.
 
 
 bamba_9b_pretrain_config = pretrain_recipe("ibm-fms/Bamba-9B", _PRETRAIN, layout(tp=2))

@@ -49,7 +49,7 @@ qwen2_7b_finetune_config = finetune_recipe("Qwen/Qwen2-7B", layout(tp=2))
 qwen2_72b_finetune_config = finetune_recipe(QWEN2_72B, layout(tp=8, pp=2))
 qwen2_57b_a14b_finetune_config = finetune_recipe("Qwen/Qwen2-57B-A14B", layout(tp=4, pp=2, ep=8, etp=1))
 
-# Qwen 2.5, whose config is that of Qwen 2. Learning rates are our own: none are published.
+# Qwen 2.5, with the config of Qwen 2. Learning rates are our own: none are published.
 
 QWEN25_500M = "Qwen/Qwen2.5-0.5B"
 QWEN25_1P5B = "Qwen/Qwen2.5-1.5B"
@@ -77,7 +77,7 @@ qwen25_72b_finetune_config = finetune_recipe(QWEN25_72B, layout(tp=8, pp=2))
 
 # Qwen2-VL and Qwen2.5-VL. Learning rates are our own.
 #
-# The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
+# The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.
 
 qwen2_vl_2b_finetune_config = finetune_recipe("Qwen/Qwen2-VL-2B-Instruct", lr=1e-5)
 qwen25_vl_3b_finetune_config = finetune_recipe("Qwen/Qwen2.5-VL-3B-Instruct", layout(tp=2), lr=1e-5)
@@ -158,7 +158,7 @@ qwen35_35b_a3b_finetune_config = finetune_recipe(QWEN35_35B_A3B, layout(tp=2, ep
 
 # Qwen3-VL, dense and mixture of experts. Learning rates are our own.
 #
-# The memory is that of samples that consist of images, which are shared out evenly over tensor-parallel ranks.
+# The memory is for samples that consist of images, which are distributed evenly over tensor-parallel ranks.
 
 QWEN3_VL_8B, QWEN3_VL_30B_A3B = "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct"
 QWEN3_VL_235B_A22B = "Qwen/Qwen3-VL-235B-A22B-Instruct"
@@ -167,7 +167,7 @@ qwen3_vl_8b_pretrain_config = pretrain_recipe(QWEN3_VL_8B, layout(tp=2), seq_len
 qwen3_vl_30b_a3b_pretrain_config = pretrain_recipe(
     QWEN3_VL_30B_A3B, layout(tp=4, ep=8, etp=1), seq_length=4096, lr=3e-4
 )
-# two virtual stages, because the first chunk must hold the three layers that features of images are added behind
+# two virtual stages, because the first chunk must hold the three layers whose outputs get features of images
 qwen3_vl_235b_a22b_pretrain_config = pretrain_recipe(
     QWEN3_VL_235B_A22B,
     layout(tp=8, pp=8, vp=2, ep=8, etp=1),

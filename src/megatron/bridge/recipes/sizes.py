@@ -12,11 +12,11 @@ from megatron.bridge.models.hf_pretrained.own_configs import own_config
 
 _CONFIGS = Path(__file__).with_name("configs")
 _OLD = {"rope_scaling", "rope_theta"}
-"""Keys that transformers translates. Importing it takes longer than everything else that a recipe does."""
+"""Keys that transformers translates. Its import takes longer than all other steps of a recipe."""
 
 
 def hf_config(numbers: Mapping[str, Any]) -> Any:
-    """Build the transformers config that has the entries ``numbers``, without remote code."""
+    """Build the transformers config with the entries ``numbers``, without remote code."""
     from transformers import AutoConfig
 
     if (own := own_config(numbers["model_type"])) is not None:
@@ -25,7 +25,7 @@ def hf_config(numbers: Mapping[str, Any]) -> Any:
 
 
 class HFConfigDict(dict[str, Any]):
-    """The entries of a config in the form that a bridge takes; importing transformers would cost a second."""
+    """Convert the entries of a config to a bridge's input, without transformers, whose import takes a second."""
 
     @property
     def architectures(self) -> list[str]:
@@ -36,11 +36,11 @@ class HFConfigDict(dict[str, Any]):
 class Size:
     """One published model size.
 
-    The numbers are those of its ``config.json`` and go through the bridge of its family, as the downloaded file
-    would. So a recipe and a converted checkpoint cannot differ, and no network is needed.
+    The numbers are from its ``config.json``, and the bridge of its family reads them like the downloaded file. So a
+    recipe and a converted checkpoint cannot differ, and no network is needed.
     """
 
-    hub_id: str  # where the config and the tokenizer are published
+    hub_id: str  # hub id of the config and the tokenizer
     numbers: Mapping[str, Any]  # the entries of ``config.json`` that define the model
     # fields of the provider whose published value is not suitable for training, with the values to train with
     training: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -60,7 +60,7 @@ class Size:
 
 @dataclass(frozen=True)
 class VisionSize(Size):
-    """A size of a vision-language model, whose numbers transformers' config class completes."""
+    """Return a size of a vision-language model; transformers' config class completes the numbers."""
 
     def _config(self) -> Any:
         return hf_config(self.numbers)
@@ -68,7 +68,7 @@ class VisionSize(Size):
 
 @dataclass(frozen=True)
 class ProviderSize(Size):
-    """A size that no bridge reads because it was never on the hub: the numbers are the provider's fields."""
+    """Return a size without a bridge, because it was never on the hub: the numbers are the provider's fields."""
 
     def provider(self) -> GPTModelProvider:
         return GPTModelProvider(**self.numbers)
@@ -76,7 +76,7 @@ class ProviderSize(Size):
 
 @dataclass(frozen=True)
 class CheckpointSize(Size):
-    """The size of a Hugging Face checkpoint of the user; ``hub_id`` may be a directory."""
+    """Return the size of a user's Hugging Face checkpoint; ``hub_id`` may be a directory."""
 
     def provider(self) -> GPTModelProvider:
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
@@ -85,7 +85,7 @@ class CheckpointSize(Size):
 
 
 def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: Any) -> Size:
-    """The size of the model ``hub_id``, whose config is in ``configs``.
+    """Return the size of the model ``hub_id``, whose config is in ``configs``.
 
     With ``changes`` of its entries, the size was never published and uses the tokenizer of ``hub_id``.
     """
@@ -95,12 +95,12 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
 
 
 def sized(model: Size | str) -> Size:
-    """``model``, or the published size with that hub id."""
+    """Return ``model``, or the published size with that hub id."""
     return size_of(model) if isinstance(model, str) else model
 
 
 def published_size(hub_id: str) -> Size | None:
-    """The size of ``hub_id``, if its config is in ``configs``."""
+    """Return the size of ``hub_id``, if its config is in ``configs``."""
     return size_of(hub_id) if _file(hub_id).is_file() else None
 
 

@@ -13,7 +13,7 @@ from megatron.bridge.recipes.sizes import size_of
 SMOLLM2_135M = "HuggingFaceTB/SmolLM2-135M"
 SMOLLM2_1P7B = "HuggingFaceTB/SmolLM2-1.7B"
 
-# Ours: a fifth of the layers, for a student that is as wide as its teacher.
+# Our own size: a fifth of the layers, for a student with the width of its teacher.
 SMOLLM2_50M = size_of("HuggingFaceTB/SmolLM2-135M", num_hidden_layers=6)
 
 smollm2_135m_pretrain_config = pretrain_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
@@ -43,7 +43,7 @@ smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)
 
 # SmolVLM2, small enough for a laptop. The learning rate is our own.
 #
-# The memory is that of samples that consist of images.
+# The memory is for samples that consist of images.
 
 smolvlm2_256m_finetune_config = finetune_recipe("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", lr=1e-4)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The teacher of a distillation run, or the reference of preference tuning, without the network and weights."""
+"""Find the teacher of a distillation run, or the reference of preference tuning, without network or weights."""
 
 import copy
 from pathlib import Path
@@ -12,12 +12,12 @@ from megatron.bridge.training.config import ConfigContainer
 
 
 def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | None:
-    """What runs beside the model of a validated ``config``; None if nothing does, or its config is elsewhere."""
+    """Return the provider of the teacher or reference of a validated ``config``, or None if there is none locally."""
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 
     if config.dpo is not None:
         name, key, trusts = config.dpo.reference, "dpo.reference", config.dpo.trust_remote_code
-        if name is None:  # with adapters the model is its own reference
+        if name is None:  # with adapters, the model without them is the reference
             return None if config.peft else copy.deepcopy(config.model)
     elif config.distill is not None and config.distill.teacher is not None and config.distill.cache is None:
         name, key, trusts = config.distill.teacher, "distill.teacher", config.distill.trust_remote_code
@@ -28,7 +28,7 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
 
 
 def _declared(name: str, trust_remote_code: bool) -> Any:
-    """The provider, from a directory, from the size of a recipe, or from the download cache."""
+    """Return the provider from a directory, from the size of a recipe, or from the download cache."""
     from megatron.bridge.models.conversion.pretrained import provider_of
 
     if Path(name).is_dir():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small helpers without policy, used by every layer."""
+"""Small helpers that all layers use."""

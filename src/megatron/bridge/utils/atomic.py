@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories and files that appear whole or not at all."""
+"""Directories and files that are written atomically."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ STAGING_SUFFIX = ".incomplete"
 
 
 def staging_path(final: Path) -> Path:
-    """Where ``final`` is written before it is published: beside it, so that the rename is atomic."""
+    """Return the path of ``final`` before it is published: beside it, so that the rename is atomic."""
     return final.with_name(final.name + STAGING_SUFFIX)
 
 
@@ -24,7 +24,7 @@ def refuse_existing(final: Path) -> None:
 
 
 def create_staging(final: Path, overwrite: bool = False) -> Path:
-    """Make an empty directory beside ``final``, removing what an interrupted writer left there."""
+    """Make an empty directory beside ``final``, and remove the files of an interrupted writer there."""
     if not overwrite:
         refuse_existing(final)
     staging = staging_path(final)
@@ -37,7 +37,7 @@ def create_staging(final: Path, overwrite: bool = False) -> Path:
 
 
 def publish(staging: Path, final: Path) -> None:
-    """Flush every file of ``staging`` to disk, then rename it to ``final``, replacing what is there.
+    """Flush every file of ``staging`` to disk, then rename it to ``final``, which is replaced.
 
     A directory cannot be replaced in one step: the old one is moved aside first and removed last, so a kill
     between the two leaves both copies on disk.
@@ -76,8 +76,8 @@ def published_directory(final: Path, overwrite: bool = False) -> Iterator[Path]:
 def published_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to; on success it becomes ``path``, durably, and on an error it is removed.
 
-    It has the same name, for writers that look at suffixes, in a folder of its own, so that nobody who lists the
-    files beside ``path`` takes what a killed process left for a file.
+    It has the same name, for writers that check suffixes, but is in a separate folder, so that a file of a killed
+    process does not appear in a list of the files beside ``path``.
     """
     staging = path.with_name(f".{path.name}.{os.getpid()}{STAGING_SUFFIX}")
     staging.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make a file durable, or renames within a directory, and put them before those that follow."""
+    """Flush a file, or the renames within a directory, to disk before later writes."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,7 +105,7 @@ def fsync(path: Path) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a file that the user named; ``what`` is the key and its value, for messages."""
+    """Read the text of a file that the user named; ``what`` is the key and its value, for messages."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

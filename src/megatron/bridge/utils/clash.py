@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another package that is called ``megatron.bridge``, too."""
+"""Detection of another package with the import name ``megatron.bridge``."""
 
 from collections.abc import Iterable
 from pathlib import Path

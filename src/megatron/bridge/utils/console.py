@@ -32,14 +32,14 @@ def print_rank_0(text: str) -> None:
 
 
 def ensure_width(made: Console) -> Console:
-    """``made``; where ``COLUMNS`` is 0, rich would print nothing at all."""
+    """Set the width of the console if ``COLUMNS`` is 0, for which rich prints nothing."""
     if not made.width:
         made.width = _WIDTH
     return made
 
 
 def track[T](items: Iterable[T], description: str, total: int | None = None, show: bool = True) -> Iterator[T]:
-    """Yield ``items`` under a progress bar with the time that remains; one plain line when not a terminal."""
+    """Yield ``items`` with a progress bar and the remaining time; print one plain line if not in a terminal."""
     terminal = console()
     if not show or terminal.quiet:
         yield from items

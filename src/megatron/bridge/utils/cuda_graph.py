@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules CUDA graphs capture."""
+"""Choice of the modules that CUDA graphs capture."""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 def set_cuda_graph_modules(model_config: Any, modules: str | Iterable[Any]) -> None:
-    """Choose what training graphs capture of a layer, such as ``attn``; Megatron-Core checks it later."""
+    """Choose the modules of a layer, such as ``attn``, that training graphs capture; Megatron-Core checks them."""
     model_config.cuda_graph_modules = modules if isinstance(modules, str) else list(modules)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank helpers that also work before, or without, ``torch.distributed``."""
+"""Rank helpers that also work before or without ``torch.distributed``."""
 
 import os
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """Global rank: from the process group, else from torchrun's environment, else 0."""
+    """Return the global rank: from the process group, else from torchrun's environment, else 0."""
     return dist.get_rank() if is_initialized() else torchrun_env.read_number("RANK", 0)
 
 
 def world_size() -> int:
-    """Number of processes: from the process group, else from torchrun's environment, else 1."""
+    """Return the number of processes: from the process group, else from torchrun's environment, else 1."""
     return dist.get_world_size() if is_initialized() else torchrun_env.read_number("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
-    """Rank on this machine, from torchrun's environment, else 0."""
+    """Return the rank on this machine, from torchrun's environment, else 0."""
     return torchrun_env.read_number("LOCAL_RANK", 0)
 
 
 def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None) -> None:
-    """Join the default process group, unless that is done: torchrun's or srun's, or one of this process alone.
+    """Join the default process group if needed: torchrun's or srun's, or a group of this process alone.
 
-    ``backend`` is ``nccl`` or ``gloo``; None takes NCCL where there is a GPU. A collective waits ``timeout_minutes``
-    for a rank; ``store`` is where the ranks find each other, instead of at torchrun's address.
+    ``backend`` is ``nccl`` or ``gloo``; None chooses NCCL if there is a GPU. A collective waits ``timeout_minutes``
+    for a rank; the ranks find each other through ``store``, if given, instead of torchrun's address.
     """
     if is_initialized():
         return
@@ -46,7 +46,7 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
     if cuda:
         torch.cuda.set_device(gpu_of_rank(local_rank(), torch.cuda.device_count()))
     where: dict[str, Any] = {}
-    if "RANK" not in os.environ:  # a process of its own needs neither a port nor a launcher
+    if "RANK" not in os.environ:  # a single process needs neither a port nor a launcher
         where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif store is None:
         torchrun_env.check_environment()
@@ -58,7 +58,7 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
 
 
 def gpu_of_rank(local_rank: int, visible: int) -> int:
-    """The index of a rank's GPU among those that its process sees: all, or its own (``srun --gpus-per-task=1``)."""
+    """Return the index of a rank's GPU among the visible GPUs: all, or its own (``srun --gpus-per-task=1``)."""
     if visible == 1:
         return 0
     if local_rank >= visible:
@@ -70,13 +70,13 @@ def gpu_of_rank(local_rank: int, visible: int) -> int:
 
 
 def barrier() -> None:
-    """Wait for all ranks; nothing to wait for without a process group."""
+    """Wait for all ranks; without a process group, return at once."""
     if is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
 def broadcast_object[T](value: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """The value that global rank ``src`` holds, on every rank of ``group``; any picklable object."""
+    """Return global rank ``src``'s value, any picklable object, on every rank of ``group``."""
     if not is_initialized() or dist.get_world_size(group) == 1:
         return value
     box = [value]
@@ -85,7 +85,7 @@ def broadcast_object[T](value: T, src: int = 0, group: dist.ProcessGroup | None 
 
 
 def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The values of all ranks of ``group``, in rank order."""
+    """Return the values of all ranks of ``group``, in rank order."""
     if not is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size(group)
@@ -94,12 +94,12 @@ def all_gather_object[T](value: T, group: dist.ProcessGroup | None = None) -> li
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's rank in ``group``, of which it is a member; None stands for all ranks."""
+    """Return this process's rank in ``group``, of which it is a member; None stands for all ranks."""
     return dist.get_rank(group) if is_initialized() else 0
 
 
 def reduce_numbers(numbers: Sequence[float], how: Literal["SUM", "MIN", "MAX"]) -> list[float]:
-    """Each of ``numbers``, reduced over all ranks in float64."""
+    """Reduce each of ``numbers`` over all ranks in float64."""
     if not is_initialized() or dist.get_world_size() == 1:
         return [float(number) for number in numbers]
     table = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
@@ -108,9 +108,9 @@ def reduce_numbers(numbers: Sequence[float], how: Literal["SUM", "MIN", "MAX"]) 
 
 
 class PendingMaximum:
-    """The largest of all ranks' numbers, computed while this process goes on.
+    """The maximum of all ranks' numbers, computed asynchronously.
 
-    Only ``wait`` synchronizes with the device, and only with work that was queued before.
+    Only ``wait`` synchronizes with the device, and only with work that was queued earlier.
     """
 
     def __init__(self, number: float) -> None:

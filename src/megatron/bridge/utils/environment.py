@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run was made with: versions of programs, the machine, and the state of the sources in git."""
+"""The environment of a run: versions of programs, the machine, and the state of the sources in git."""
 
 import os
 import platform
@@ -15,12 +15,12 @@ from megatron.bridge.version import __version__
 PACKAGES = ("torch", "megatron-core", "transformers", "datasets", "numpy", "safetensors", "transformer-engine")
 SOURCES = Path(__file__).resolve().parents[1]
 DIFF_BYTES = 1_000_000
-CHANGES = ("status", "--porcelain", "--untracked-files=no")  # git's command for the files that differ from the commit
-_SECONDS = 10.0  # a repository on a slow disk must not keep a run from starting
+CHANGES = ("status", "--porcelain", "--untracked-files=no")  # lists the files that differ from the commit
+_SECONDS = 10.0  # a repository on a slow disk must not delay the start of a run
 
 
 def environment() -> dict[str, Any]:
-    """Versions, the machine, the command, and git's state of this package and of the working directory."""
+    """Return versions, the machine, the command, and git's state of this package and of the working directory."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -43,7 +43,7 @@ def _versions() -> dict[str, str]:
 
 
 def _gpu() -> dict[str, Any] | None:
-    """Name and number of this machine's GPUs, and the versions of what drives them; None without one."""
+    """Return name and number of this machine's GPUs, and the versions of CUDA and driver; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -58,9 +58,9 @@ def _gpu() -> dict[str, Any] | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether files differ from it; None outside of a repository, or without git.
+    """Return commit, branch and whether files differ from the commit; None outside of a repository, or without git.
 
-    A package that is installed inside of somebody's repository, but is no part of it, has no state.
+    A package that is installed inside of a repository, but is not tracked there, has no state.
     """
     top = git(folder, "rev-parse", "--show-toplevel")
     commit = git(folder, "rev-parse", "HEAD")
@@ -76,7 +76,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def git_diff(states: dict[str, Any]) -> str:
-    """What differs from the commits of ``states``, as ``git apply`` takes it; files unknown to git are left out."""
+    """Return the difference from the commits of ``states`` for ``git apply``; untracked files are left out."""
     tops = dict.fromkeys(state["top"] for state in states.values() if state is not None and state["dirty"])
     diffs = (git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
     return "".join(_shortened(diff or "") for diff in diffs)
@@ -89,14 +89,14 @@ def _shortened(text: str) -> str:
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """What a command of git prints in ``folder``; None if it fails, takes long, or is not there."""
+    """Return the output of a command of git in ``folder``; None if it fails, takes long, or is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],
             check=True,
             capture_output=True,
             timeout=_SECONDS,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # another git of the user may be at work
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # the user may run git at the same time
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -104,7 +104,7 @@ def git(folder: Path, *words: str) -> str | None:
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """A few lines for people."""
+    """Describe the environment in a few lines."""
     gpu = found["gpu"]
     hardware = "without a GPU"
     if gpu is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception for mistakes of the user, and the nearest-name hint that its messages carry."""
+"""The exception for mistakes of the user, and the hints in its messages that name the nearest valid name."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from megatron.bridge.utils.storage_paths import shown
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend: the message is one sentence with the key, the value and the way out.
+    """A mistake that the user can fix: the message is one sentence with the key, the value and the fix.
 
     Command lines print the message alone and exit with code 1; any other exception is a bug and keeps its
     traceback. Folders that stand for URLs are shown as URLs.
@@ -19,18 +19,18 @@ class UserError(ValueError):
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one ``UserError`` with a line for each of ``problems``, if there are any."""
+    """Raise one ``UserError`` with a line for each problem, if there are any."""
     if lines := list(dict.fromkeys(problems)):
         raise UserError("\n".join(lines))
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """The text of ``error``, which may have many lines, within ``limit`` characters."""
+    """Return the text of ``error`` as one line of at most ``limit`` characters."""
     return " ".join(str(error).split())[:limit]
 
 
 def first_few(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
-    """The first ``count`` of ``items``, and how many there are besides.
+    """Return the first ``count`` of ``items`` as text, and the number of other items.
 
     Example:
         >>> first_few(["a", "b", "c"], 2)
@@ -41,7 +41,7 @@ def first_few(items: Sequence[str], count: int = 3, separator: str = ", ") -> st
 
 
 def first_problems(problems: Sequence[str]) -> str:
-    """Several sentences in one line; where there are many, the first six."""
+    """Join sentences to one line, at most six of them."""
     return first_few(problems, 6, "; ")
 
 
@@ -71,7 +71,7 @@ def suggestion(names: Sequence[str]) -> str:
 
 
 def nearest_keys(key: str, keys: Iterable[str], count: int = 3) -> list[str]:
-    """Dotted keys closest to ``key``: namesakes in other groups, else alike in its own, else alike in all.
+    """Dotted keys closest to ``key``: the same name in another group, else similar names in its group, else in all.
 
     Example:
         >>> nearest_keys("model.seed", ["model.sees", "train.seed"])
@@ -88,7 +88,7 @@ def nearest_keys(key: str, keys: Iterable[str], count: int = 3) -> list[str]:
 
 
 def misspelling(name: str, candidates: Iterable[str]) -> str:
-    """A sentence fragment naming what ``name`` may be a slip of: one letter in eight is another, at most 3.
+    """A sentence fragment with the likely spelling of ``name``: one letter in eight differs, at most 3.
 
     Example:
         >>> misspelling("attention_biass", ["attention_bias", "attention_sink"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files to which a run appends a JSON object with its ``step`` per line.
 
-A line without an end is what a killed process wrote last, and does not count.
+A last line without a line end is from a killed process, and is ignored.
 """
 
 import json
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> list[Row]:
-    """The objects in a file; an empty list if there is no such file."""
+    """Read the objects in a file; return an empty list if there is no such file."""
     try:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
@@ -31,7 +31,7 @@ def _parse(line: str, where: str) -> Row:
 
 
 def text_until(path: Path, step: int) -> str:
-    """The lines up to ``step``: a killed run has written later ones after its last checkpoint."""
+    """Keep the lines up to ``step``: a killed run may have written later ones after its last checkpoint."""
     return to_text([row for row in read(path) if row["step"] <= step]) if step else ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves of runs from ``metrics.jsonl``, as a picture."""
+"""Plot curves of runs from ``metrics.jsonl``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ _SKIPPED = ("step", "kind")
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one number of one run."""
+    """Points of one metric of one run."""
 
-    label: str  # in the legend
+    label: str  # the text in the legend
     kind: str  # train, validation or test
-    x: list[float] = field(repr=False)  # places along the axis
+    x: list[float] = field(repr=False)  # positions along the axis
     y: list[float] = field(repr=False)  # values
 
 
 def read_metrics(place: Path) -> list[json_lines.Row]:
-    """The rows of a run's folder, or of the file; of a step that was done again after a kill, the later ones."""
+    """Read the rows of a run's folder or file; later rows replace earlier rows of a step that was repeated."""
     path = place / METRICS if place.is_dir() else place
     if not path.is_file():
         raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}")
@@ -44,9 +44,9 @@ def read_metrics(place: Path) -> list[json_lines.Row]:
 def curves(
     rows: Sequence[json_lines.Row], metric: str, label: str, axis: Axis = "step", source: str = "the run"
 ) -> list[Curve]:
-    """A number of a run while it trained and, where they have it, of its evaluations.
+    """Return the curve of a metric in training, and the curves of evaluations that have the metric.
 
-    ``axis`` is ``step``; ``tokens`` consumed; or ``time``, hours of steps without what was between them.
+    ``axis`` is ``step``; ``tokens`` consumed; or ``time``, hours of steps without the pauses between them.
     """
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _SKIPPED))
     if metric not in names:
@@ -63,19 +63,19 @@ def curves(
 
 
 def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
-    """From a step to its place along the axis, straight between the steps that are known."""
+    """Return a function from a step to its position along the axis, linear between known steps."""
     if axis == "step":
         return float
     name = {"tokens": "consumed tokens", "time": "step time"}[axis]
     train = [row for row in rows if row["kind"] == "train" and name in row]
     if not train:
-        raise UserError(f"{source} does not tell {name!r}, which --x {axis} needs: use --x step")
+        raise UserError(f"{source} does not have {name!r}, which --x {axis} needs: use --x step")
     from numpy import interp
 
     steps = [row["step"] for row in train]
     if axis == "tokens":
         known = [row[name] / 1e9 for row in train]
-    else:  # it begins at nothing
+    else:  # it begins at 0
         steps = [0, *steps]
         seconds = ((step - before) * row[name] for (before, step), row in zip(pairwise(steps), train, strict=True))
         known = [total / 3600 for total in accumulate(seconds, initial=0.0)]
@@ -83,7 +83,7 @@ def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
 
 
 def smoothed(values: Sequence[float], points: int) -> list[float]:
-    """The mean of each value and those before it, ``points`` in all; fewer at the start.
+    """Return the mean of each value and the values before it, ``points`` in total, or fewer at the start.
 
     Example:
         >>> smoothed([4.0, 2.0, 3.0], 2)
@@ -94,10 +94,10 @@ def smoothed(values: Sequence[float], points: int) -> list[float]:
 
 
 def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smooth: int = 1) -> None:
-    """Write a picture of curves, averaged over ``smooth`` points, which stay visible; its name gives the format."""
-    from matplotlib.figure import Figure  # 0.5 s to import; no window system, no global state
+    """Write a picture of the points and their means over ``smooth`` points; the suffix gives the format."""
+    from matplotlib.figure import Figure  # takes 0.5 s to import; without a window system or global state
 
-    figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its hints are partial
+    figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its type hints are partial
     grid = figure.subplots(len(panels), squeeze=False).flat
     for axes, (ylabel, found) in zip(grid, panels.items(), strict=True):
         colors = {label: f"C{place % 10}" for place, label in enumerate(dict.fromkeys(c.label for c in found))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that only some runs need, and names whose code is imported when they are first used."""
+"""Optional packages, and names whose modules are imported at their first use."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,15 +10,15 @@ from megatron.bridge.utils.errors import UserError, one_line
 
 
 def installed(package: str) -> bool:
-    """Whether ``package`` can be imported, without importing it."""
+    """Return whether ``package`` can be imported, without importing it."""
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package above it
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def import_optional(package: str, key: str, extra: str, is_setting: bool = True) -> Any:
-    """The module ``package`` of an extra, for a key of the config (``is_setting``) or a command."""
+    """Import the module ``package`` of an extra for ``key``: a key of the config (``is_setting``) or a command."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -32,7 +32,7 @@ def missing_message(package: str, key: str, extra: str, is_setting: bool = True)
 
 
 def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``module``, for public names that are defined in ``homes``, as ``module:name``."""
+    """Return the ``__getattr__`` of ``module`` for public names that ``homes`` maps to ``module:name``."""
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank runs where: its host, and the CPUs and NUMA nodes that it may use."""
+"""The placement of ranks: their hosts, and the CPUs and NUMA nodes that they may use."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from megatron.bridge.utils.console import print_rank_0
 
 
 def announce(debug: bool) -> None:
-    """Print one line where the ranks are on several hosts, or with ``debug``."""
+    """Print one line if the ranks are on several hosts, or if ``debug`` is set."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, place in enumerate(distributed.all_gather_object((socket.gethostname(), binding()))):
         ranks.setdefault(place, []).append(rank)
@@ -22,7 +22,7 @@ def announce(debug: bool) -> None:
 
 
 def binding(system: Path = Path("/sys/devices/system/cpu")) -> str:
-    """The CPUs of this process and their NUMA nodes; empty where it may use all of the only node."""
+    """Return the CPUs of this process and their NUMA nodes; empty if it may use all CPUs of a single node."""
     cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     pairs = [(int(path.name[4:]), int(path.parent.name[3:])) for path in system.glob("cpu[0-9]*/node[0-9]*")]
     several = len({node for node, _ in pairs}) > 1

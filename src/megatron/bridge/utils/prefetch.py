@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results computed by threads while the ones before are used: within a bound on memory, or one at a time."""
+"""Compute results in threads while the caller uses earlier ones: with a memory limit, or one result ahead."""
 
 import atexit
 import threading
@@ -10,22 +10,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-PATIENCE = 10.0  # seconds that the end of the process waits for an item that is being made
+PATIENCE = 10.0  # seconds for which the end of the process waits for an unfinished item
 
 _running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any] | None] = weakref.WeakKeyDictionary()
-"""Threads that make items one ahead, and the queue of one that stays: None ends it."""
+"""Threads that make items ahead. A permanent thread has a queue, in which None ends it."""
 
 
 def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: int) -> Iterator[T]:
-    """The results of ``calls``, in their order.
+    """Yield the results of ``calls``, in their order.
 
-    At most ``limit`` bytes of results exist at a time, or one result that is larger. The one that was yielded last
-    counts until the next is asked for, so the caller has let go of it by then.
+    At most ``limit`` bytes of results exist at a time, or one result that is larger. The last yielded result counts
+    until the caller asks for the next one, so the caller must release it by then.
 
     Each call comes with the bytes of its result.
 
     Raises:
-        BaseException: what a call raised, in its turn; those after it are not begun.
+        BaseException: the error of a call, in place of its result; later calls are not started.
     """
     waiting: deque[tuple[int, Future[T]]] = deque()
     held = 0
@@ -46,12 +46,12 @@ def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, thread
 
 
 class PrefetchIterator[T]:
-    """The items of an iterator, each made by a thread while the caller uses the one before.
+    """Iterator whose items are made by a thread while the caller uses the previous one.
 
     Args:
-        items: The iterator; what it raises is raised where its item would have come, and again after that.
+        items: The iterator; its error is raised in place of its item, and again in later calls.
         keep_thread: One thread makes all items; it ends when this object is garbage-collected. By default, each item
-            has its own thread, because a thread that runs tensor operations and stays also keeps its OpenMP threads.
+            has its own thread, because a permanent thread that runs tensor operations also keeps its OpenMP threads.
             With more of them than cores, OpenMP no longer spins between operations in any thread, and a training
             step takes 8% longer. Starting a thread takes 0.1 to 1 ms if all cores are busy.
     """
@@ -90,19 +90,19 @@ def _start(wanted: SimpleQueue[Any] | None, target: Callable[..., None], *argume
 def _make[T](items: Iterator[T], made: Future[T]) -> None:
     try:
         made.set_result(next(items))
-    except BaseException as error:  # the end of the items, too
+    except BaseException as error:  # also StopIteration, the end of the items
         made.set_exception(error)
 
 
 def _make_all[T](items: Iterator[T], wanted: SimpleQueue[Future[T] | None]) -> None:
     while (made := wanted.get()) is not None:
         _make(items, made)
-        del made  # else this thread holds the last item until the next one is wanted
+        del made  # otherwise this thread holds the last item until the next request
 
 
 @atexit.register
 def _end_all() -> None:
-    """End the threads before the interpreter: one that lets go of a tensor meanwhile aborts the process."""
+    """End the threads before the interpreter: a thread that frees a tensor during its end aborts the process."""
     for thread, wanted in list(_running.items()):
         if wanted is not None:
             wanted.put(None)

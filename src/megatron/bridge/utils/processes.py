@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine: whether one lives, how to die with one, and a port on which they can meet."""
+"""Processes of this machine: check whether one is alive, end with a parent process, and find a free port."""
 
 import ctypes
 import os
@@ -14,12 +14,12 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Process:
-    """One process, distinct from others that get its number later."""
+    """One process, distinct from later processes with the same number."""
 
     host: str  # name of the machine
-    boot: str  # names the time since the machine started, and the container, which has its own numbers
-    pid: int  # its number there
-    started: int  # clock ticks from the start of the machine to that of the process
+    boot: str  # identifies the boot of the machine and the container, which has its own numbers
+    pid: int  # its number on the host
+    started: int  # clock ticks between the start of the machine and of the process
 
     @classmethod
     def current(cls) -> "Process":
@@ -27,12 +27,12 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether its number means something here, so that ``is_alive`` can tell."""
+        """Return whether the number is valid on this machine, so that ``is_alive`` can check it."""
         return (self.host, self.boot) == (socket.gethostname(), _boot())
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs; one that was stopped does."""
+        """Return whether the process runs or is stopped."""
         return start_time(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -40,12 +40,12 @@ class Process:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks after the machine did; None if it is gone, or a zombie."""
+    """Return the start of a process, in clock ticks after the machine's; None if it has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name in brackets may hold anything
+    fields = text.rpartition(")")[2].split()  # the name in brackets may contain any characters
     return None if fields[0] in "ZX" else int(fields[19])
 
 
@@ -58,20 +58,20 @@ def _boot() -> str:
 
 
 def die_with_parent(signum: signal.Signals) -> None:
-    """Have ``signum`` sent to this process when the one that started it ends, however it ends. Linux only."""
+    """Make Linux send ``signum`` to this process when its parent process ends for any reason."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signum))
-    if os.getppid() != parent:  # it ended just before
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), signum)
 
 
-# below those that Linux, macOS and Windows give outgoing connections, which could take a port before its server does
+# below the ports of outgoing connections on Linux, macOS and Windows, which could take a port before its server
 _FIRST, _LAST = 20_000, 32_000
 
 
 def free_port(count: int = 1) -> int:
-    """A port of 127.0.0.1 on which nothing listens, as are the ``count - 1`` after it."""
-    choose = random.SystemRandom()  # leaves the seeds of this process alone
+    """Return the first of ``count`` consecutive ports of 127.0.0.1 on which nothing listens."""
+    choose = random.SystemRandom()  # does not change the random state of this process
     while True:
         first = choose.randrange(_FIRST, _LAST)
         if all(_is_free(port) for port in range(first, first + count)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traces of all ranks as one, for Perfetto.
+"""Merge the traces of all ranks into one for Perfetto.
 
-A trace is JSON in Chrome's format, as PyTorch's profiler writes it: times are microseconds behind
-``baseTimeNanoseconds``, which count from 1970 by the clock of the machine. In the merged one each process of each
-rank has a number and a name of its own, arrows between events stay within their rank, and times have one base.
+A trace is JSON in Chrome's format, as PyTorch's profiler writes it: times are microseconds after
+``baseTimeNanoseconds``, which count from 1970 by the clock of the machine. In the merged trace, each process of each
+rank has its own number and name, arrows between events stay within their rank, and all times have one base.
 """
 
 import gzip
@@ -32,15 +32,15 @@ def trace_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MergedTrace:
-    """What was merged."""
+    """Facts on merged traces."""
 
-    ranks: list[int]  # whose traces
-    events: int  # how many events there are
-    apart: float  # most by which the ranks' clocks differ at the barrier before the first step, in seconds
+    ranks: list[int]  # ranks of the traces
+    events: int  # number of events
+    apart: float  # largest difference of the ranks' clocks at the barrier before the first step, in seconds
 
 
 def find_traces(place: Path) -> dict[int, Path]:
-    """The traces by rank, in a run's folder, in its ``traces``, or in one of the folders in there."""
+    """Find the traces by rank, in a run's folder, in its ``traces``, or in a subfolder of ``traces``."""
     folders = sorted({path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)})
     if not folders:
         raise UserError(f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
@@ -58,7 +58,7 @@ def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> Merge
     differ.
 
     Raises:
-        UserError: a trace is missing, damaged, or not of this kind; nothing is written then.
+        UserError: a trace is missing, damaged, or not of this kind; then nothing is written.
     """
     with refuse_unwritable(str(target), "choose another file"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,11 +79,11 @@ def read(path: Path) -> dict[str, Any]:
         return content | {name: content[name] for name in ("traceEvents", "baseTimeNanoseconds")}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__} {one_line(error, 120)}"
-        raise UserError(f"{path} is no whole trace of PyTorch's profiler ({reason}): profile again") from error
+        raise UserError(f"{path} is not a complete trace of PyTorch's profiler ({reason}): profile again") from error
 
 
 class _TraceMerger:
-    """Numbers and times that all ranks share."""
+    """Process numbers and the time base for all ranks."""
 
     def __init__(self, traces: dict[int, Path], file: IO[str], clock: Clock) -> None:
         self._traces, self._file, self._clock = traces, file, clock
@@ -130,11 +130,11 @@ class _TraceMerger:
             )
 
     def _shift(self, base: int, met: int | None, path: Path) -> float:
-        """Microseconds to add to the times of a rank."""
+        """Return the microseconds to add to the times of a rank."""
         if self._base is None:
             self._base = base
         if met is None and self._clock == "barrier":
-            raise UserError(f"{path} does not tell when the ranks met: leave --clock barrier out")
+            raise UserError(f"{path} has no time of the barrier: leave --clock barrier out")
         if met is not None:
             self._met.append(met)
         moved = self._met[0] - met if self._clock == "barrier" and met is not None else 0
@@ -156,10 +156,10 @@ class _TraceMerger:
             yield moved
 
     def _describe(self, event: dict[str, Any], name: str) -> None:
-        """What a process is called, and where it stands: by rank."""
+        """Name a process by its rank, and sort the processes by rank."""
         if event["name"] == "process_name":
             self._named.add(event["pid"])
-            # a GPU's process is called python, too, and labelled as what it is
+            # the process of a GPU is also named python, and has a label
             event["args"] = {"name": name}
         elif event["name"] == "process_sort_index":
             event["args"] = {"sort_index": event["pid"]}

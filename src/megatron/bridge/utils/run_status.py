@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run is: its progress, speed, end and newest checkpoint, from the files that it writes."""
+"""The status of a run: its progress, speed, end and newest checkpoint, from the files that it writes."""
 
 import re
 import time
@@ -15,7 +15,7 @@ from megatron.bridge.utils.errors import UserError
 
 CONFIG = "run_config.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
-SILENCE = 120.0  # seconds without a new line after which a run is not taken for a running one, if its steps are short
+SILENCE = 120.0  # seconds without a new line after which a run with short steps does not count as running
 _FORMATS = {"tokens per second": "{:,.0f}", "step time": "{:.3g} s", "MFU": "{:.1%}", "peak memory GB": "{:.2f}"}
 _FORMATS |= {"consumed tokens": "{:,}", "skipped steps": "{}"}
 _TIMER = re.compile(r"time/(.+) rank (\d+)")
@@ -23,13 +23,13 @@ _TIMER = re.compile(r"time/(.+) rank (\d+)")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at one moment."""
+    """The status of a run at one moment."""
 
     folder: Path
     rows: list[json_lines.Row]  # the lines of ``metrics.jsonl``
     train_iters: int | None  # the step at which the run ends; None if its config is missing
     age: float  # seconds since the last line
-    checkpoint: str  # the newest checkpoint, in words
+    checkpoint: str  # the newest checkpoint, as text
 
     @property
     def train(self) -> list[json_lines.Row]:
@@ -44,7 +44,7 @@ class RunStatus:
 
     @property
     def state(self) -> str:
-        """``finished``, ``running`` or ``silent``: stopped, or in a long pause."""
+        """Return ``finished``, ``running`` or ``silent`` (stopped, or in a long pause)."""
         if self.train_iters is not None and self.step >= self.train_iters:
             return "finished"
         between = [after["step"] - before["step"] for before, after in pairwise(self.train)]
@@ -56,7 +56,7 @@ class RunStatus:
         return self.train[-1].get("step time", 0.0) if self.train else 0.0
 
     def summary(self, now: datetime) -> dict[str, str]:
-        """What to show, by name; the end is counted from ``now`` by the steps alone, without evaluations and saves."""
+        """Return the values to show, by name; the expected end ignores the time of evaluations and saves."""
         total = "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
         found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
         last = self.train[-1] if self.train else {}
@@ -73,7 +73,7 @@ class RunStatus:
         return f"no new line for {timedelta(seconds=round(self.age))}: stopped, or in a long pause"
 
     def _slowest_rank(self, last: json_lines.Row) -> dict[str, str]:
-        """The slowest rank, if the run logs the times of all (``logger.timing_log_option=all``)."""
+        """Return the slowest rank, if the run logs the times of all ranks (``logger.timing_log_option=all``)."""
         times = {(match[1], int(match[2])): last[name] for name in last if (match := _TIMER.fullmatch(name))}
         if not times:
             return {}
@@ -85,7 +85,7 @@ class RunStatus:
 
 
 def read_status(place: Path) -> RunStatus:
-    """The status of a run, by its folder (``logger.log_dir``) or its ``metrics.jsonl``."""
+    """Read the status of a run from its folder (``logger.log_dir``) or its ``metrics.jsonl``."""
     folder = place if place.is_dir() else place.parent
     rows = loss_curves.read_metrics(place)
     file = folder / loss_curves.METRICS if place.is_dir() else place
@@ -105,7 +105,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _checkpoint(folder: Path, saved: str | None) -> str:
-    """The newest checkpoint: of the configured folder or, if the run was moved, of its own."""
+    """Describe the newest checkpoint in the configured folder or, if the run was moved, in the run's folder."""
     for root in [folder, *([Path(saved)] if saved else [])]:
         tracker = root / TRACKER
         if tracker.is_file():
@@ -115,7 +115,7 @@ def _checkpoint(folder: Path, saved: str | None) -> str:
 
 
 def remaining(left: timedelta, now: datetime) -> str:
-    """The time until the end of a run, and the end in local time if that is more than a minute away.
+    """Return the time until the end of a run, and the end in local time if it is more than a minute away.
 
     Example:
         >>> remaining(timedelta(hours=30), datetime(2026, 1, 2, 22, 15))

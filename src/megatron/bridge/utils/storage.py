@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files on object storage, through fsspec: what lies at a URL, downloads into its local folder, uploads from there.
+"""Files on object storage, through fsspec: list a URL, download to its local folder, and upload from the folder.
 
 fsspec's file systems read credentials and endpoints from the environment, transfer large files in parallel parts, and
-repeat what fails with growing pauses. What fails even so is a ``StorageError``.
+retry failed requests with growing pauses. If the retries fail, a ``StorageError`` is raised.
 """
 
 import errno
@@ -21,7 +21,7 @@ from megatron.bridge.utils.errors import UserError, misspelling, one_line
 from megatron.bridge.utils.optional_imports import missing_message
 from megatron.bridge.utils.storage_paths import CACHE, beside, root, split, url_of
 
-AT_ONCE = 8  # files that are uploaded, of each s3fs sends up to 10 parts of 50 MB; ranges that are downloaded
+AT_ONCE = 8  # files to upload (s3fs sends up to 10 parts of 50 MB of each), and ranges to download
 RANGE = 32 << 20
 # 8 tries of a request within about a minute, unless a variable of AWS or fsspec says otherwise
 _OPTIONS = {"s3": {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 8}}}}
@@ -34,11 +34,11 @@ SizeOf = Callable[[str], int | None]
 
 
 class StorageError(UserError):
-    """A bucket that cannot be reached, read or written; what was there before is as it was."""
+    """A bucket cannot be reached, read or written; its earlier content is unchanged."""
 
 
 class Entry(NamedTuple):
-    """What a bucket says of one file or folder; the tag is another one whenever the content is."""
+    """A bucket's entry for one file or folder; the tag changes with the content."""
 
     size: int
     tag: str
@@ -46,13 +46,13 @@ class Entry(NamedTuple):
 
 
 def is_url(text: object) -> bool:
-    """Whether ``text`` is a URL of object storage, and not one of a web page or a path."""
+    """Return whether ``text`` is a URL of object storage, not of a web page, and not a path."""
     found = split(text)
     return found is not None and found[0] in _known()
 
 
 def local(place: str | Path) -> Path:
-    """The local folder or file for a URL, whether or not anything is there yet; a path stays what it is."""
+    """Return the local folder or file of a URL, which may not exist yet; a path is returned unchanged."""
     found = split(place)
     if found is None or ("://" not in str(place) and found[0] not in _known()):
         return Path(place)
@@ -64,7 +64,7 @@ def local(place: str | Path) -> Path:
 
 
 def fetch(place: str | Path) -> Path:
-    """``local``, downloaded: the file, or all files of the folder. A path stays what it is."""
+    """Download the file or all files of the folder at a URL, and return ``local``; a path is returned unchanged."""
     path = local(place)
     pull(path.parent, {path.name})
     if not path.is_file():
@@ -73,7 +73,7 @@ def fetch(place: str | Path) -> Path:
 
 
 def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
-    """What lies in the bucket at ``folder``, by the path below it; ``deep`` lists the files of all subfolders."""
+    """List the bucket's entries in ``folder`` by relative path; ``deep`` lists the files of all subfolders."""
     from fsspec.utils import tokenize
 
     with _reaching(folder) as (files, url):
@@ -91,7 +91,7 @@ def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
 
 
 def sizes(folder: Path) -> SizeOf:
-    """What tells the size of a file of ``folder``, here or in the bucket, by its name; None if it is not there."""
+    """Return a function from a file's name to its size in ``folder``, local or in the bucket; None: no such file."""
     if url_of(folder) is None:
         return lambda name: (folder / name).stat().st_size if (folder / name).is_file() else None
     found = listing(folder, deep=True)
@@ -101,9 +101,9 @@ def sizes(folder: Path) -> SizeOf:
 def pull(
     folder: Path, wanted: Collection[str] | Callable[[str], bool], deep: bool = False, exact: bool = False
 ) -> None:
-    """Download the wanted files of ``folder`` that are not here as they are in the bucket; a folder of a disk stays.
+    """Download the wanted files of ``folder`` whose local copies are not current; without a URL, do nothing.
 
-    ``deep`` downloads those of subfolders, too; ``exact`` removes files that the bucket does not have.
+    ``deep`` also downloads files of subfolders; ``exact`` removes local files that the bucket does not have.
     """
     if url_of(folder) is None or (not callable(wanted) and not wanted):
         return
@@ -119,7 +119,7 @@ def pull(
 
 
 def push(folder: Path, names: Iterable[str], target: Path | None = None, stop: threading.Event | None = None) -> None:
-    """Upload files of ``folder`` to where it stands for, or ``target`` does; those before ``stop`` is set."""
+    """Upload files of ``folder`` to its URL or to ``target``'s, until ``stop`` is set."""
     for some in batched(names, AT_ONCE):
         if stop is None or not stop.is_set():
             with _reaching(target or folder) as (files, url):
@@ -127,12 +127,12 @@ def push(folder: Path, names: Iterable[str], target: Path | None = None, stop: t
 
 
 def forget(file: Path) -> None:
-    """Have ``pull`` download a file again."""
+    """Mark a file as outdated, so that ``pull`` downloads it again."""
     beside(file, ".tag").unlink(missing_ok=True)
 
 
 def note_current(folder: Path, names: Iterable[str], deep: bool = False) -> None:
-    """Note that files were uploaded, so that they are not downloaded again."""
+    """Mark uploaded files as current, so that they are not downloaded again."""
     found = listing(folder, deep)
     for name in names:
         beside(folder / name, ".tag").write_text(found[name].tag)
@@ -144,7 +144,7 @@ def write(file: Path, text: str) -> None:
 
 
 def read(file: Path) -> str | None:
-    """The text of a file; None if there is none."""
+    """Return the text of a file, or None if there is no such file."""
     with _reaching(file) as (files, url):
         try:
             return files.cat_file(url).decode(errors="replace")
@@ -178,7 +178,7 @@ def _filesystem(scheme: str) -> Any:
 
 
 def _keep_random_state() -> None:
-    """Have pauses between retries drawn from another generator than Python's, whose state a run saves and restores."""
+    """Draw pauses between retries from a separate generator: a run saves and restores the state of Python's."""
     for name in ("aiohttp.connector", "botocore.retryhandler", "gcsfs.retry"):
         if name in sys.modules:
             vars(sys.modules[name])["random"] = _PAUSES
@@ -195,7 +195,7 @@ def _known() -> set[str]:
 
 @contextmanager
 def _reaching(path: Path) -> Iterator[tuple[Any, str]]:
-    """The file system and the URL of a local folder or file; what cannot be done there is a ``StorageError``."""
+    """Yield the file system and the URL of a local folder or file; errors become a ``StorageError``."""
     url = url_of(path)
     assert url is not None, f"{path} stands for no URL"
     try:
@@ -216,7 +216,7 @@ def _is_current(path: Path, entry: Entry) -> bool:
 
 
 def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
-    """Keep other processes from downloading the same files; all take the locks in the same order."""
+    """Keep other processes from downloading the same files; all processes acquire the locks in the same order."""
     from filelock import FileLock
 
     for path in paths:
@@ -224,7 +224,7 @@ def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
 
 
 def _download(folder: Path, found: dict[str, Entry]) -> None:
-    """Download files aside, a few ranges at a time, and rename those that arrived in full."""
+    """Download to temporary files, a few ranges at a time, and rename the complete files."""
     parts = {name: (folder / name).with_name(f".{Path(name).name}.part") for name in found}
     for part in parts.values():
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -233,14 +233,14 @@ def _download(folder: Path, found: dict[str, Entry]) -> None:
     for some in batched(places, AT_ONCE):
         starts, ends = [start for _, start in some], [min(start + RANGE, found[name].size) for name, start in some]
         with _reaching(folder) as (files, url):
-            # unlike ``get``, this repeats a range whose connection was lost in the middle
+            # unlike ``get``, this retries a range after a lost connection
             contents = files.cat_ranges([f"{url}/{name}" for name, _ in some], starts, ends, on_error="raise")
             for (name, _), content in zip(some, contents, strict=True):
                 with parts[name].open("ab") as part:
                     part.write(content)
     for name, part in parts.items():
         if (size := part.stat().st_size) != found[name].size:
-            raise StorageError(f"{url_of(folder / name)} gave {size} of {found[name].size} bytes; start again")
+            raise StorageError(f"{url_of(folder / name)} returned {size} of {found[name].size} bytes; start again")
         forget(folder / name)
         part.replace(folder / name)
         beside(folder / name, ".tag").write_text(found[name].tag)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""URLs of object storage, and local folders that stand for them: ``<cache>/s3/bucket/run`` for ``s3://bucket/run``.
+"""URLs of object storage, and their local folders: ``<cache>/s3/bucket/run`` for ``s3://bucket/run``.
 
-All that reads or writes files works on these folders. ``utils.storage`` fills them from the bucket, and uploads what
-was written. Messages and saved configs show the URL.
+Code that reads or writes files uses these folders. ``utils.storage`` downloads from the bucket to them, and uploads
+from them. Messages and saved configs show the URL.
 """
 
 import os
@@ -10,12 +10,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-CACHE = "MEGATRON_BRIDGE_CACHE"  # environment variable: the folder of what is downloaded or about to be uploaded
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)  # pathlib makes one slash of two
+CACHE = "MEGATRON_BRIDGE_CACHE"  # environment variable: the folder of downloads and of files to upload
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)  # pathlib merges two slashes
 
 
 def split(text: object) -> tuple[str, str] | None:
-    """Scheme and rest of a URL; None for a path.
+    """Split a URL into its scheme and the rest; return None for a path.
 
     Example:
         >>> split("s3://bucket/run"), split("runs/llama")
@@ -35,19 +35,19 @@ def _resolved(cache: str) -> str:
 
 
 def url_of(path: str | Path) -> str | None:
-    """The URL that a local folder or file stands for; None if it stands for itself."""
+    """Return the URL of a local folder or file, or None if it has none."""
     scheme, _, rest = str(path).removeprefix(root() + os.sep).partition(os.sep)
     return f"{scheme}://{rest}" if rest and str(path).startswith(root() + os.sep) else None
 
 
 def shown(text: str) -> str:
-    """``text`` with URLs for the folders that stand for them."""
+    """Replace the local folders of URLs in ``text`` by the URLs."""
     prefix = root() + os.sep
     return re.sub(re.escape(prefix) + r"([a-z][a-z0-9+.-]+)/", r"\1://", text) if prefix in text else text
 
 
 def beside(path: Path, ending: str) -> Path:
-    """Where something is noted about a downloaded file."""
+    """Return the path of a note on a downloaded file."""
     found = Path(root(), ".state", path.relative_to(root()))
     found.parent.mkdir(parents=True, exist_ok=True)
     return found.with_name(found.name + ending)

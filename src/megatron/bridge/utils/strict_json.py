@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from other programs: duplicate keys, deep nesting and huge numbers are errors.
+"""Read JSON from other programs: duplicate keys, deep nesting and huge numbers are errors.
 
-Python's ``json`` keeps the last of two equal keys, and raises errors of many types for the others.
+Python's ``json`` keeps the last of two equal keys, and raises errors of various types for the other cases.
 """
 
 import json
@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # faster than ``json.loa
 
 
 def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Parse a JSON text in UTF-8.
 
     Raises:
         ValueError: the text is not valid JSON (``json.JSONDecodeError``), not UTF-8 (``UnicodeDecodeError``), has
@@ -43,7 +43,7 @@ def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        if type(error) is ValueError and "digits" in str(error):  # Python's own advice is how to allow them
+        if type(error) is ValueError and "digits" in str(error):  # Python's message explains how to allow them
             raise ValueError("a number has thousands of digits") from error
         raise
 

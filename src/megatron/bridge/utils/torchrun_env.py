@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several processes this one is, as torchrun says in the environment, or srun in torchrun's words."""
+"""The rank of this process, from the environment variables of torchrun, or of srun under torchrun's names."""
 
 import os
 import re
@@ -12,16 +12,16 @@ _PORTS = 1 << 16
 
 
 def read_number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
-    """A number of the environment; ``default`` where it is not set."""
+    """Return a number from an environment variable, or ``default`` if it is not set."""
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
-        said = f"{name}={text!r} in the environment is no number" if text else f"{name} is missing in the environment"
+        said = f"{name}={text!r} in the environment is not numeric" if text else f"{name} is missing in the environment"
         raise UserError(f"{said}: torchrun or srun sets it; unset RANK to run as a process of its own")
     return int(text)
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Whether the ranks can find each other."""
+    """Refuse environment variables with which the ranks cannot find each other."""
     missing = [name for name in NEEDED if not environment.get(name)]
     if missing:
         raise UserError(
@@ -40,17 +40,17 @@ _NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "
 
 
 def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what torch.distributed reads (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...) from the job step.
+    """Set torch.distributed's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...) from the job step.
 
-    Nothing changes under torchrun, which has set it, nor outside a step: ``sbatch`` sets ``SLURM_NTASKS`` for the
-    batch script too, which is one process.
+    Nothing changes under torchrun, which has set them, nor outside a step: ``sbatch`` also sets ``SLURM_NTASKS`` for
+    the batch script, which is one process.
     """
     if "RANK" in environment or read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     given = {name: _given(environment, name) for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")}
     environment.update({ours: given[name] for ours, name in _NAMES.items()})
     environment.setdefault("MASTER_ADDR", first_host(given["SLURM_STEP_NODELIST"]))
-    # another port after each restart, for the old one may linger
+    # another port after each restart, because the old one may still be in use
     number = 7 * int(given["SLURM_JOB_ID"]) + int(environment.get("SLURM_RESTART_COUNT", "0"))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
 
@@ -59,13 +59,13 @@ def _given(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         raise UserError(
             f"{name} is missing in the environment, though SLURM_STEP_NUM_TASKS is set as in a step of srun: "
-            f"pass on all that srun sets, or unset SLURM_STEP_NUM_TASKS"
+            f"pass on all variables that srun sets, or unset SLURM_STEP_NUM_TASKS"
         )
     return environment[name]
 
 
 def first_host(nodes: str) -> str:
-    """The first node of Slurm's shorthand, where rank 0 runs.
+    """Return the first node of Slurm's node list, where rank 0 runs.
 
     Example:
         >>> first_host("gpu[007-012,020],login1")

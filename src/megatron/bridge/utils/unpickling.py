@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the pickles of a checkpoint without running what they name.
+"""Read the pickles of a checkpoint without running code that they name.
 
-A pickle names functions, which are called while it is read. Here it may name only what checkpoints consist of:
-torch's metadata, tensors, and plain values. An unpickler with a fixed list reads ``.metadata``, and torch's
-weights-only unpickler reads everything that ``torch.save`` wrote. Anything else is refused by name, unless the
-user trusts the checkpoint.
+A pickle names functions, which Python calls while it reads the pickle. Here it may name only the classes in
+checkpoints: torch's metadata, tensors, and plain values. An unpickler with a fixed list reads ``.metadata``, and
+torch's weights-only unpickler reads the files of ``torch.save``. All other names are refused, unless the user trusts
+the checkpoint.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ _TABLES = yaml_text.tables_beside(__file__)
 METADATA_NAMES, STATE_NAMES = (
     {(module, name) for module, names in _TABLES[table].items() for name in names} for table in ("metadata", "states")
 )
-"""(module, name) of everything that ``.metadata`` may name, besides torch's dtypes; and of what pickled tensors and
-arrays consist of."""
+"""(module, name) of everything that ``.metadata`` may name in addition to torch's dtypes, and of the parts of pickled
+tensors and arrays."""
 
-# What numpy's arrays and random states name, besides what Megatron-Core declares as safe.
+# Names in numpy's arrays and random states, in addition to those that Megatron-Core declares as safe.
 torch.serialization.add_safe_globals(
     [
         cast(Any, numpy)._core.multiarray.scalar,
@@ -42,7 +42,7 @@ _trusted = False
 
 
 class UntrustedPickleError(UserError):
-    """A pickle names something that is not read from a checkpoint."""
+    """A pickle contains a name that is not allowed in a checkpoint."""
 
     def __init__(self, source: str, name: str) -> None:
         super().__init__(
@@ -52,7 +52,7 @@ class UntrustedPickleError(UserError):
 
 
 def trust_checkpoints(trust: bool = True) -> None:
-    """Read the checkpoints of this process like any pickle: they can run code."""
+    """Read checkpoints in this process like any pickle: they can run code."""
     global _trusted  # noqa: PLW0603 - Megatron-Core reads in threads, where a context variable would be unset
     _trusted = trust
 
@@ -63,7 +63,7 @@ def is_trusted() -> bool:
 
 @contextmanager
 def trusting(trust: bool) -> Generator[None]:
-    """Trust checkpoints, or not, inside the block."""
+    """Trust checkpoints inside the block if ``trust`` is true."""
     before = _trusted
     trust_checkpoints(trust or before)
     try:
@@ -73,15 +73,15 @@ def trusting(trust: bool) -> Generator[None]:
 
 
 def read_metadata(stream: IO[bytes], source: str) -> Metadata:
-    """The content of a ``.metadata`` file, which names only ``METADATA_NAMES``; ``source`` names it in messages."""
+    """Read a ``.metadata`` file, which may name only ``METADATA_NAMES``; messages call it ``source``."""
     return _load(stream, source, METADATA_NAMES)
 
 
 def read_states(data: bytes, source: str, package: str) -> Any:
-    """What ``pickle.dumps`` made of plain values and of dataclasses, named tuples and dictionaries of ``package``.
+    """Read a pickle of plain values and of dataclasses, named tuples and dictionaries of ``package``.
 
     Raises:
-        UntrustedPickleError: it names anything else.
+        UntrustedPickleError: the pickle names anything else.
     """
     return _load(io.BytesIO(data), source, STATE_NAMES, f"{package}.")
 
@@ -92,10 +92,10 @@ def read_plain(stream: IO[bytes], source: str) -> Any:
 
 
 def read_torch(file: Path | io.BytesIO, source: str, **options: Any) -> Any:
-    """What ``torch.save`` wrote; ``options`` are those of ``torch.load``.
+    """Read a file of ``torch.save`` with the ``options`` of ``torch.load``.
 
     Raises:
-        UntrustedPickleError: it names anything but tensors, plain values and what Megatron-Core declares as safe.
+        UntrustedPickleError: it names anything but tensors, plain values and names that Megatron-Core declares as safe.
     """
     if _trusted:
         return torch.load(file, weights_only=False, **options)
@@ -139,7 +139,7 @@ class _Unpickler(pickle.Unpickler):
         raise UntrustedPickleError(self._source, f"{module}.{name}")
 
     def _is_state(self, module: str, name: str) -> bool:
-        """Whether it is a class without code of its own; a dotted name could lead out of the module."""
+        """Return whether the name is a class without its own code; a dotted name could lead out of the module."""
         if self._prefix is None or not module.startswith(self._prefix) or "." in name:
             return False
         found = super().find_class(module, name)

@@ -5,7 +5,7 @@
 def calculate_padded_vocab_size(
     vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int = 1
 ) -> int:
-    """Rows of the embedding over all ranks.
+    """Return the number of rows of the embedding over all ranks.
 
     Example:
         >>> calculate_padded_vocab_size(32003, 128, 2)

@@ -134,7 +134,7 @@ KEYS = [
     dry("a group for a value", ["train=5"], "train"),
     dry("broken YAML in a value", ["dataset.split=[1,2"], "dataset.split"),
     dry("no value", ["train.train_iters="], "train.train_iters"),
-    dry("a value that cannot stay", ["model.bf16=false"], "model.bf16=False", "does not stick"),
+    dry("a value that cannot stay", ["model.bf16=false"], "model.bf16=False", "has no effect"),
     dry("a block that is not there yet", ["tensor_inspect=1"], "tensor_inspect must be null"),
 ]
 

@@ -91,7 +91,7 @@ def test_long_samples_are_cut_or_dropped_and_counted(tmp_path, tokenizer):
     assert all_in("; ".join(dropped.report.lines()), "1 samples", f"2 dropped {TOO_LONG}")
     cut = prepare_split(config(tmp_path, truncation="right"), "train", tokenizer)
     assert [len(sample.tokens) for sample in cut.samples] == [4, SEQ + 1]
-    assert all_in("; ".join(cut.report.lines()), "2 samples", "2 cut", f"1 dropped {NO_TARGET}")
+    assert all_in("; ".join(cut.report.lines()), "2 samples", "2 truncated", f"1 dropped {NO_TARGET}")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ MISTAKES = {
     "a completion is a number": (lines({"prompt": "a", "completion": 1}), ("completion", "int")),
     "the prompt alone is too long": (
         lines({"prompt": "a" * 900, "completion": "b"}),
-        ("1 cut", f"1 dropped {NO_TARGET}"),
+        ("1 truncated", f"1 dropped {NO_TARGET}"),
     ),
 }
 

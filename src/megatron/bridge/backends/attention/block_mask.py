@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which queries see which keys, in tiles that avoid a mask of the whole sequence.
+"""Divide attention masks into tiles, so that no mask of the whole sequence is needed.
 
 A token has a segment (one sequence of a packed row) and a position in it. A `QuerySpan` is a range of queries with
-consecutive positions: packing makes one for each segment, context parallelism two. `tiles` cuts a span into blocks
+consecutive positions: packing makes one for each segment, context parallelism two. `tiles` divides a span into blocks
 of queries, each with only the keys that it can see, so a sliding window costs its width instead of the sequence
 length.
 """
@@ -24,7 +24,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """How many positions a query sees back (``left``) and ahead (``right``); None means no limit."""
+    """The number of earlier (``left``) and later (``right``) positions that a query sees; None means no limit."""
 
     left: int | None = None
     right: int | None = None
@@ -52,11 +52,11 @@ class Tile:
     rows: slice
     keys: slice
     causal: bool = False  # query i of a square tile sees the keys up to i
-    positions: tuple[int, int] | None = None  # of the first query and the first key if the tile needs another mask
+    positions: tuple[int, int] | None = None  # positions of first query and key, if the mask differs
 
 
 def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) -> Iterator[Tile]:
-    """Tiles that cover the queries of a span, each query in exactly one; queries that see no key are left out.
+    """Return tiles with each query of a span in exactly one tile; queries that see no key are left out.
 
     ``limit`` bounds the queries of a tile; without it, only tiles that need a mask are bounded.
     """
@@ -72,7 +72,7 @@ def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) ->
 
 
 def _tile_height(window: AttentionWindow) -> int:
-    """As high as the window is wide: half of a tile is visible then, and there are few tiles."""
+    """Return the width of the window: then half of each tile is visible, and there are few tiles."""
     if window.left is None or window.right is None:
         return MASKED_ROWS
     return max(128, min(MASKED_ROWS, window.left + window.right + 1))
@@ -96,7 +96,7 @@ def _tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) -> Ti
 
 
 def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -> Tensor | None:
-    """Boolean [queries, keys], true where a query sees a key; None if every query sees every key."""
+    """Return a boolean [queries, keys], true if a query sees a key; None if every query sees every key."""
     height, width = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
     top, low = (0, 0) if tile.positions is None else tile.positions
     if tile.causal:
@@ -112,7 +112,7 @@ def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -
 
 
 def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list[Tensor | None]:
-    """For each tile, 0 where a query sees a key and -inf elsewhere; None without a mask or for a causal square.
+    """Return a bias for each tile: 0 if a query sees a key, else -inf; None without a mask or for a causal square.
 
     A mask depends on the offset between the tile's corner and the diagonal. Tiles with the same height and offset
     are the right-hand part of the widest of them and share its memory: attention keeps its masks for the backward
@@ -141,11 +141,11 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
 
 
 def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor | None, AttentionWindow]:
-    """No mask if no query sees ahead; else a window that reaches as far as the furthest of them."""
+    """Return no mask if no query sees later keys, else a window that includes the farthest later key."""
     if mask is None or mask.dtype == torch.bool:
         return mask, window
     reach = max(host_values(mask))
-    if window.left is not None and reach > window.left:  # the last of them would see all of them, windows or not
+    if window.left is not None and reach > window.left:  # the last token would see all of them
         raise UserError(
             f"{reach + 1} tokens see each other both ways, more than the attention window of {window.left + 1}: "
             "use smaller images or shorter prompts"
@@ -154,7 +154,7 @@ def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor 
 
 
 def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
-    """Boolean [b, 1, queries, keys] of a tile, true behind the last key that a query sees, by ``ahead`` [b, s]."""
+    """Return a tile's boolean [b, 1, queries, keys], true after the last key that a query sees by ``ahead`` [b, s]."""
     queries = torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device) - span.row + span.position
     keys = torch.arange(tile.keys.start, tile.keys.stop, device=ahead.device) - span.key_row
     return (keys > (queries + ahead[:, tile.rows])[..., None])[:, None]
@@ -165,7 +165,7 @@ def _length(part: slice) -> int:
 
 
 def slice_sequence(tensor: Tensor, parts: list[slice]) -> list[Tensor]:
-    """Parts of [b, h, s, d] along s. Their gradients are added into one tensor in a single pass."""
+    """Split [b, h, s, d] along s. The gradients of the parts are added into one tensor in a single pass."""
     total = tensor.size(2)
     if parts == [slice(0, total)]:
         return [tensor]
@@ -175,7 +175,7 @@ def slice_sequence(tensor: Tensor, parts: list[slice]) -> list[Tensor]:
 
 
 class _SliceSequence(torch.autograd.Function):
-    """Slices along dimension 2. PyTorch's slicing makes a full-size zero tensor for the gradient of each slice."""
+    """Slice along dimension 2, without PyTorch's full-size zero tensor for the gradient of each slice."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, parts: list[slice]) -> tuple[Tensor, ...]:
@@ -196,12 +196,12 @@ class _SliceSequence(torch.autograd.Function):
 
 
 def whole_sequence(queries: int, keys: int) -> list[QuerySpan]:
-    """One segment. With fewer queries than keys (decoding), the queries are its last tokens."""
+    """Return the span of one segment. With fewer queries than keys (decoding), the queries are its last tokens."""
     return [QuerySpan(row=0, rows=queries, position=keys - queries, key_row=0, keys=keys)]
 
 
 def chunk_spans(spans: list[QuerySpan], size: int) -> list[QuerySpan]:
-    """Spans cut where positions reach a multiple of ``size``, each with the keys of its own chunk only."""
+    """Split spans at multiples of ``size``; each part has only the keys of its own chunk."""
     cut = []
     for span in spans:
         for first in range(span.position - span.position % size, span.position + span.rows, size):
@@ -221,7 +221,7 @@ class PackedSegment:
 
 
 def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list[PackedSegment]:
-    """The segments of a packed row from Megatron's cumulative lengths."""
+    """Return the segments of a packed row from Megatron's cumulative lengths."""
     padded = cu_seqlens_padded or cu_seqlens
     return [
         PackedSegment(start, real_stop - real_start, stop - start)
@@ -233,7 +233,7 @@ def segments(cu_seqlens: list[int], cu_seqlens_padded: list[int] | None) -> list
 
 
 def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegment]]:
-    """The segments of queries and of keys, from Megatron-Core's ``PackedSeqParams``."""
+    """Return the segments of queries and of keys from Megatron-Core's ``PackedSeqParams``."""
 
     def of(real: Tensor, padded: Tensor | None) -> list[PackedSegment]:
         return segments(host_values(real), None if padded is None else host_values(padded))
@@ -242,7 +242,7 @@ def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegmen
 
 
 def packed_spans(queries: list[PackedSegment], keys: list[PackedSegment]) -> list[QuerySpan]:
-    """One span for each segment, without its padding."""
+    """Return one span for each segment, without its padding."""
     return [
         QuerySpan(row=q.start, rows=q.length, position=k.length - q.length, key_row=k.start, keys=k.length)
         for q, k in zip(queries, keys, strict=True)
@@ -250,9 +250,9 @@ def packed_spans(queries: list[PackedSegment], keys: list[PackedSegment]) -> lis
 
 
 def zigzag_spans(parts: list[PackedSegment], rank: int, size: int) -> list[QuerySpan]:
-    """The spans of one context-parallel rank, which holds chunks ``rank`` and ``2 * size - 1 - rank``.
+    """Return the spans of one context-parallel rank, which has chunks ``rank`` and ``2 * size - 1 - rank``.
 
-    Megatron cuts each segment into ``2 * size`` chunks and gives a rank one from the front and its mirror image
+    Megatron divides each segment into ``2 * size`` chunks and assigns a rank one from the front and its mirror image
     from the back, which balances causal work. Keys must be gathered and in natural order.
     """
     spans = []
@@ -273,13 +273,13 @@ _ON_HOST = "values_on_host"  # attribute of a tensor
 
 
 def remember_on_host(tensor: Tensor, values: list[int]) -> Tensor:
-    """The same tensor, whose values are known here: every layer asks for them, and a GPU would stop each time."""
+    """Attach the known ``values`` to the tensor: every layer reads them, and each copy from a GPU would synchronize."""
     setattr(tensor, _ON_HOST, values)
     return tensor
 
 
 def host_values(tensor: Tensor) -> list[int]:
-    """The values of a tensor of integers that nobody changes, row by row, copied from its device at most once."""
+    """Return the flat values of a constant tensor of integers, which is copied from its device at most once."""
     found: list[int] | None = getattr(tensor, _ON_HOST, None)
     if found is None:
         found = tensor.flatten().tolist()
@@ -288,12 +288,12 @@ def host_values(tensor: Tensor) -> list[int]:
 
 
 def padded_cu_seqlens(packed: Any) -> Tensor:
-    """Where the sequences of a packed row start, padding included."""
+    """Return the start of each sequence of a packed row, padding included."""
     return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
 
 
 def positions_in_sequences(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """For each token of a packed row, its position in its sequence [tokens], on the device of ``cu_seqlens``."""
+    """Return the position of each token of a packed row in its sequence, [tokens], on ``cu_seqlens``'s device."""
     index = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens, index, right=True) - 1
     return index - cu_seqlens[sequence]

@@ -39,9 +39,9 @@ def heads_to_sequence(natural: torch.Tensor, parts: list[PackedSegment], group: 
 
 
 def repeats_for_heads(groups: int, heads: int, size: int) -> int | None:
-    """How often key and value heads must be repeated so that ``size`` ranks can share them evenly.
+    """Return how often key and value heads must be repeated so that ``size`` ranks can share them evenly.
 
-    None if no repetition makes them even: all-to-all attention cannot run then.
+    None if no repetition achieves this; then all-to-all attention cannot run.
     """
     repeats = size // math.gcd(groups, size)
     if heads % size or (heads // groups) % repeats:
@@ -72,7 +72,7 @@ def to_rank_order(natural: torch.Tensor, parts: list[PackedSegment], size: int) 
 
 
 def _chunk_order(parts: list[PackedSegment], size: int) -> list[tuple[int, int]]:
-    """For each chunk in rank order: its place in natural order, and its length."""
+    """Return the position in natural order and the length of each chunk, in rank order."""
     return [
         (index * 2 * size + place, part.padded // (2 * size))
         for rank in range(size)

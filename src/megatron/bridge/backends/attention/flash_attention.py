@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by PyTorch's variable-length flash kernel, on GPUs that support it.
 
-It computes what ``scaled_dot_product_attention`` has no fused form for: sliding windows, sinks, queries in the
-middle of their keys (context parallelism), and packed rows. The bounds of packed rows stay on the GPU, because
+It supports cases without a fused ``scaled_dot_product_attention``: sliding windows, sinks, queries in the middle of
+their keys (context parallelism), and packed rows. The bounds of packed rows stay on the GPU, because
 copying them to the host would synchronize in every layer. The kernel aligns the queries of a span with the last of
 its keys.
 """
@@ -19,7 +19,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def is_supported(query: Tensor) -> bool:
-    """Whether the kernel accepts these queries [s, b, h, d]."""
+    """Return whether the kernel accepts these queries [s, b, h, d]."""
     width = query.size(-1)
     if not query.is_cuda or not torch.backends.cuda.is_flash_attention_available():
         return False
@@ -28,7 +28,7 @@ def is_supported(query: Tensor) -> bool:
 
 
 def supports_window(window: AttentionWindow) -> bool:
-    """Whether the kernel has this mask: causal, with or without a window, or none at all."""
+    """Return whether the kernel has this mask: causal, with or without a window, or no mask."""
     return window.right == 0 or window == AttentionWindow()
 
 
@@ -42,7 +42,7 @@ def attend_packed(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [t, 1, h, d] of a packed row whose sequences lie between ``bounds`` (int32, on the device)."""
+    """Compute attention [t, 1, h, d] of a packed row with sequences between ``bounds`` (int32, on the device)."""
     q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
     return _varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window, scale, sinks).unsqueeze(1)
 
@@ -56,7 +56,7 @@ def attend_spans(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention [s, b, h, d] of spans, each with the keys that it can see; zeros for queries in no span."""
+    """Compute attention [s, b, h, d] of spans with their visible keys; zeros for queries in no span."""
     out, at = [], 0
     for span in spans:
         if span.row > at:
@@ -91,7 +91,7 @@ def attend_extents(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention [rows, h, d] of the last tokens of several texts; keys and values [tokens, g, d] are a cache of all."""
+    """Compute attention [rows, h, d] of the last tokens of texts; keys and values [tokens, g, d] are their cache."""
     bounds = extents.rows, extents.keys
     kernel = CudaFlashKernel(bounds, extents.longest, _limits(window), scale, extents.lengths)
     if sinks is not None:
@@ -114,7 +114,7 @@ def _varlen_attention(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of [tokens, h, d]; keys and values may have fewer heads."""
+    """Compute attention of [tokens, h, d]; keys and values may have fewer heads."""
     from torch.nn.attention.varlen import varlen_attn  # 0.1 s, not needed without a GPU
 
     limits = _limits(window)

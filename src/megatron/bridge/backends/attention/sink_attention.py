@@ -49,7 +49,7 @@ class CpuFlashKernel:
 class CudaFlashKernel:
     """Takes [tokens, h, d]: sequences between ``bounds``, of at most ``longest`` tokens; (queries, keys) each.
 
-    With ``lengths``, each sequence has that many keys from its bound on, wherever the next one begins.
+    With ``lengths``, each sequence has that many keys from its bound on, independent of the next bound.
     """
 
     bounds: tuple[Tensor, Tensor]
@@ -109,5 +109,5 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
-    """The output of ``kernel`` with one sink for each head, [h]."""
+    """Return the output of ``kernel`` with one sink for each head, [h]."""
     return _SinkAttention.apply(query, key, value, sinks, kernel)  # pyright: ignore[reportReturnType]

@@ -6,9 +6,9 @@ head h of the indexer has a query q and a weight w, and all heads share one key 
 
     score(t, s) = sum_h w_t,h relu(q_t,h k_s)
 
-The choice has no gradient. The indexer learns from ``dsa_indexer_loss_coeff`` times the divergence of its scores'
-softmax from what attention, averaged over heads, gives to the keys (DeepSeek-V3.2, 2025, section 2.1), and nothing
-of that reaches the rest of the model. Texts of up to ``dsa_indexer_topk`` tokens are attended to as without it.
+The choice has no gradient. The loss of the indexer is ``dsa_indexer_loss_coeff`` times the divergence of its scores'
+softmax from the attention probabilities, averaged over heads (DeepSeek-V3.2, 2025, section 2.1). Its gradient does not
+reach the rest of the model. Texts of up to ``dsa_indexer_topk`` tokens have dense attention.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def is_sparse(config: Any) -> bool:
 
 
 def takes_over(layer: int, offset: int, every: int) -> bool:
-    """Whether a layer, counted from 1, has no indexer; from layer ``offset`` on, every ``every``-th layer has one."""
+    """Return whether a layer, counted from 1, has no indexer; every ``every``-th layer from ``offset`` on has one."""
     return is_dsa_skip_topk_layer(layer, offset, every)
 
 
@@ -82,7 +82,7 @@ class Indexer(MegatronModule):
         self.rotary_pos_emb = RotaryEmbedding(rotated, 1.0, rotary_base=config.rotary_base, cp_group=groups.cp)
 
     def forward(self, x: Tensor, latent: Tensor, packed: PackedSeqParams | None = None) -> Index:
-        """The index of hidden states [s, b, hidden] and the normalized latents of their queries."""
+        """Compute the index of hidden states [s, b, hidden] and the normalized latents of their queries."""
         config: Any = self.config
         tp = self.groups.tp
         latent = latent.view(*x.shape[:2], -1)
@@ -111,7 +111,7 @@ class Indexer(MegatronModule):
         return torch.cat((turned, plain), dim=-1)
 
     def scores(self, index: Index, later: Tensor) -> Tensor:
-        """Scores [b, queries, keys] in fp32; -inf for keys that are ``later`` [queries, keys]."""
+        """Compute scores [b, queries, keys] in fp32; -inf for keys that are ``later`` [queries, keys]."""
         found = torch.einsum("sbhd,tbd->bsht", index.queries.float(), index.keys.float())
         if self.config.dsa_indexer_scoring_relu:
             found = found.relu()
@@ -120,22 +120,22 @@ class Indexer(MegatronModule):
 
 
 class SparseAttention(TorchAttention):
-    """Attention to the keys that the indexer of this layer chooses, or that of an earlier one.
+    """Attention to the keys that the indexer of this layer, or of an earlier layer, chooses.
 
     Attributes:
         hidden: boolean [b, 1, s, t], true for keys that were not chosen in the last pass; None if all were.
-        masks: the same of each span while the model decodes.
-        source: the attention whose choice this one takes; empty where it has an indexer.
+        masks: the same for each span while the model decodes.
+        source: the attention whose choice this layer uses; empty if it has an indexer.
     """
 
-    requires_dsa_inputs = True  # Megatron-Core's layer passes hidden states and the latents of queries then
+    requires_dsa_inputs = True  # makes Megatron-Core's layer pass hidden states and the latents of queries
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
         self.layer_number = layer_number
         offset, every = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
         self.indexer = None if takes_over(layer_number, offset, every) else Indexer(config, kwargs["pg_collection"])
-        self.source: list[SparseAttention] = []  # in a list, or it would be a module of this one
+        self.source: list[SparseAttention] = []  # in a list, so that it does not become a submodule
         self.hidden: Tensor | None = None
         self._index: Index | None = None
 
@@ -151,7 +151,7 @@ class SparseAttention(TorchAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **options: Any,
     ) -> Tensor:
-        """``TorchAttention.forward`` with hidden states ``x`` and the latents ``qr`` of their queries."""
+        """Extend ``TorchAttention.forward`` by hidden states ``x`` and the latents ``qr`` of their queries."""
         with torch.set_grad_enabled(self._learns):
             index = self.indexer and self.indexer(x.detach(), qr.detach(), packed_seq_params)
             self._index = index and self._with_all_keys(index, packed_seq_params)
@@ -164,7 +164,7 @@ class SparseAttention(TorchAttention):
         return self.training and torch.is_grad_enabled() and bool(self.config.dsa_indexer_loss_coeff)
 
     def _with_all_keys(self, index: Index, packed: PackedSeqParams | None) -> Index:
-        """The index with the keys of all context-parallel ranks, in natural order."""
+        """Return the index with the keys of all context-parallel ranks, in natural order."""
         group = self._cp(packed)
         if group is None:
             return index
@@ -189,7 +189,7 @@ class SparseAttention(TorchAttention):
 
     @torch.no_grad()
     def _choose(self, index: Index, spans: list[QuerySpan]) -> Tensor | None:
-        """Boolean [b, 1, s, t], true where a key is not among the best of a query; None if all are."""
+        """Return a boolean [b, 1, s, t], true if a key is not among the best of a query; None if all are."""
         best: Any = self.config.dsa_indexer_topk
         if all(span.keys <= best for span in spans):
             return None
@@ -205,7 +205,7 @@ class SparseAttention(TorchAttention):
         return self.indexer.scores(part, later)
 
     def _blocks(self, index: Index, spans: list[QuerySpan]) -> Iterator[tuple[slice, slice, Index, Tensor]]:
-        """Rows and keys of blocks of queries, their part of the index, and which keys come later."""
+        """Yield rows and keys of blocks of queries, their part of the index, and a mask of later keys."""
         for span in spans:
             keys = slice(span.key_row, span.key_row + span.keys)
             height = max(1, _SCORES // (index.weights[0].numel() * span.keys))
@@ -231,7 +231,7 @@ class SparseAttention(TorchAttention):
     # -------------------------------------------------------------------------------------------------------- loss
 
     def _loss(self, index: Index, query: Tensor, key: Tensor, spans: list[QuerySpan]) -> Tensor:
-        """The divergence of the indexer from attention, of all queries or on average."""
+        """Compute the divergence of the indexer from attention, summed or averaged over queries."""
         config: Any = self.config
         total = index.weights.new_zeros(())
         for rows, keys, part, later in self._blocks(index, spans):
@@ -239,7 +239,7 @@ class SparseAttention(TorchAttention):
             if config.dsa_indexer_use_sparse_loss and self.hidden is not None:
                 unseen = unseen | self.hidden[:, 0, rows, keys]
             wanted = self._attention(query[rows], key[keys], unseen)
-            # computed again in the backward pass, or the scores of all heads would stay in memory
+            # recomputed in the backward pass; otherwise the scores of all heads would stay in memory
             part_of_all: Any = checkpoint(self._divergence, part, wanted, unseen, use_reentrant=False)
             total = total + part_of_all
         mean = total / (query.size(1) * sum(span.rows for span in spans))
@@ -249,7 +249,7 @@ class SparseAttention(TorchAttention):
 
     @torch.no_grad()
     def _attention(self, query: Tensor, key: Tensor, unseen: Tensor) -> Tensor:
-        """The attention probabilities [b, queries, keys], averaged over all heads."""
+        """Compute the attention probabilities [b, queries, keys], averaged over all heads."""
         given = query.new_zeros(unseen.shape, dtype=torch.float32)
         for head in range(query.size(2)):
             scores = torch.einsum("sbd,tbd->bst", query[:, :, head].float(), key[:, :, head].float()) * self.scale

@@ -62,7 +62,7 @@ class TorchAttention(MegatronModule):
 
     Attributes:
         cache: keys and values of earlier tokens while the model decodes, else None.
-        masks: of each span of a step of decoding, which keys its queries do not see beside later ones.
+        masks: the keys that each span of a decoding step does not see, in addition to later keys.
     """
 
     cache: AttentionCache | None = None
@@ -112,7 +112,7 @@ class TorchAttention(MegatronModule):
         return kind
 
     def _make_sinks(self) -> None:
-        """One logit per head in the softmax denominator: learned, or 0 (off-by-one)."""
+        """Create one logit per head for the softmax denominator: learned, or 0 (off-by-one)."""
         config, ranks = self.config, self.tp_group.size()
         heads = config.num_attention_heads // ranks
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -146,12 +146,12 @@ class TorchAttention(MegatronModule):
             key: [s, b, g, d] or [t, g, d].
             value: [s, b, g, dv] or [t, g, dv].
             attention_mask: Boolean, true where a key is masked out (as in Megatron), broadcastable to
-                [b, h, s, s]; applies in addition to ``attn_mask_type`` and the window. Or integers [b, s]: how
-                many positions each query sees ahead, in the place of ``attn_mask_type``; a window still bounds how
-                far it sees back.
-            attn_mask_type: Causal or not; None takes the layer's.
+                [b, h, s, s]; applies in addition to ``attn_mask_type`` and the window. Or integers [b, s]: the
+                number of later positions that each query sees, instead of ``attn_mask_type``; a window still limits
+                the earlier positions.
+            attn_mask_type: Causal or not; None uses the layer's type.
             attention_bias: Not supported.
-            packed_seq_params: Where the sequences of a packed row begin.
+            packed_seq_params: The bounds of the sequences of a packed row.
         """
         assert attention_bias is None, "the torch backend has no attention bias"
         if self.cache is not None:
@@ -167,7 +167,7 @@ class TorchAttention(MegatronModule):
         return out.squeeze(1) if packed else out
 
     def first_key(self, position: int) -> int:
-        """Position of the first key that the query at ``position`` sees."""
+        """Return the position of the first key that the query at ``position`` sees."""
         if self.chunk_size is not None:
             return position - position % self.chunk_size
         left = self._mask_window(self.attn_mask_type).left
@@ -179,7 +179,7 @@ class TorchAttention(MegatronModule):
         return AttentionWindow(None if left < 0 else left, 0 if causal else (None if right < 0 else right))
 
     def _cp(self, packed: PackedSeqParams | None) -> dist.ProcessGroup | None:
-        """The context-parallel group. A packed row may have its own, or None if it is not split."""
+        """Return the context-parallel group. A packed row may have its own group, or None if it is not split."""
         if packed is not None and packed.local_cp_size is not None:
             return packed.cp_group
         return self.cp_group
@@ -201,7 +201,7 @@ class TorchAttention(MegatronModule):
         return self._attend(qkv, mask, spans, window, self.softmax_offset)
 
     def _can_use_flash(self, query: Tensor, window: AttentionWindow) -> bool:
-        """Whether the variable-length flash kernel computes this without a mask."""
+        """Return whether the variable-length flash kernel computes this without a mask."""
         dropout = self.dropout if self.training else 0.0
         return (
             self.softcap is None
@@ -211,7 +211,7 @@ class TorchAttention(MegatronModule):
         )
 
     def takes_packed_rows(self, query: Tensor, window: AttentionWindow) -> bool:
-        """Whether one kernel attends to all sequences of a packed row of queries like these [..., d]."""
+        """Return whether one kernel handles all sequences of a packed row of queries like these [..., d]."""
         return self.chunk_size is None and self._can_use_flash(query, window)
 
     def _attend_parallel(
@@ -234,7 +234,7 @@ class TorchAttention(MegatronModule):
     def _attend_all_to_all(
         self, qkv: QKV, window: AttentionWindow, parts: list[PackedSegment], group: dist.ProcessGroup
     ) -> Tensor:
-        """Attention over all tokens for a part of the heads, between two all-to-all exchanges."""
+        """Compute attention over all tokens for a part of the heads, between two all-to-all exchanges."""
         query, key, value = qkv
         heads, kv_heads, size = query.size(2), key.size(2), group.size()
         repeats = context_parallel.repeats_for_heads(kv_heads, heads, size)
@@ -255,7 +255,7 @@ class TorchAttention(MegatronModule):
     def _attend(
         self, qkv: QKV, mask: Tensor | None, spans: list[QuerySpan], window: AttentionWindow, sinks: Tensor | None
     ) -> Tensor:
-        """Attention [s, b, h, dv] of queries and keys in natural order, tile by tile."""
+        """Compute attention [s, b, h, dv] of queries and keys in natural order, tile by tile."""
         query, key, value = qkv
         values = value.size(-1)
         value = _pad_width(value, query)
@@ -283,7 +283,7 @@ class TorchAttention(MegatronModule):
         return _join_tiles(pieces, query.size(0), q)[..., :values]
 
     def _dropout_rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
-        """The RNG state of model-parallel regions. Under sequence parallelism the whole layer runs in it."""
+        """Use the RNG state of model-parallel regions. Under sequence parallelism the whole layer runs in it."""
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -293,7 +293,7 @@ class TorchAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The learned sinks, split over tensor-parallel ranks."""
+        """Return the learned sinks as a tensor that is sharded over tensor-parallel ranks."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -309,7 +309,7 @@ class TorchAttention(MegatronModule):
 
 
 def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
-    """How far this layer's queries see back and ahead (-1: no limit); None for a layer without a window."""
+    """Return the earlier and later positions that queries see (-1: no limit); None for a layer without a window."""
     skip: Any = config.window_attn_skip_freq
     if config.window_size is None or not is_layer_window_attention(config.window_size, skip, layer_number):
         return None
@@ -318,13 +318,13 @@ def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int
 
 
 def _heads_of_queries(tensor: Tensor, heads: int) -> Tensor:
-    """Keys or values [b, g, s, d] repeated for each of ``heads`` query heads."""
+    """Repeat keys or values [b, g, s, d] for each of ``heads`` query heads."""
     repeats = heads // tensor.size(1)
     return tensor.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor
 
 
 def _pad_width(value: Tensor, query: Tensor) -> Tensor:
-    """Values padded with zeros: fused kernels need them as wide as keys."""
+    """Pad values with zeros: fused kernels need the width of the keys."""
     missing = query.size(-1) - value.size(-1)
     return F.pad(value, (0, missing)) if missing > 0 else value
 
@@ -337,7 +337,7 @@ def _mask_of_tile(mask: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
 
 
 def _join_tiles(pieces: list[tuple[slice, Tensor]], total: int, like: Tensor) -> Tensor:
-    """[s, b, h, d] from the tiles' [b, h, rows, d]; zeros for queries in no tile."""
+    """Join the tiles' [b, h, rows, d] to [s, b, h, d], with zeros for queries in no tile."""
     batch, heads, _, width = like.shape
     blocks, at = [], 0
     for rows, piece in [*pieces, (slice(total, total), None)]:
@@ -351,7 +351,7 @@ def _join_tiles(pieces: list[tuple[slice, Tensor]], total: int, like: Tensor) ->
 
 @dataclass(frozen=True)
 class _TileAttention:
-    """Attention of one tile: PyTorch's fused kernel, or the plain formula where no kernel applies."""
+    """Compute attention of one tile with PyTorch's fused kernel, or with the formula if no kernel applies."""
 
     scale: float
     softcap: float | None
@@ -359,7 +359,7 @@ class _TileAttention:
     dropout: float
 
     def fused(self, device: torch.device) -> bool:
-        """Whether a PyTorch kernel computes this without a score matrix in memory."""
+        """Return whether a PyTorch kernel computes this without a score matrix in memory."""
         if self.softcap is not None:
             return False
         if self.sinks is not None:
@@ -367,7 +367,7 @@ class _TileAttention:
         return self.dropout == 0.0 or device.type == "cuda"
 
     def limit(self, q: Tensor, k: Tensor, masked: bool) -> int | None:
-        """The maximal height of a tile, which bounds the memory of scores or masks; None is without bound."""
+        """Return the maximum height of a tile, which limits the memory of scores or masks; None means no limit."""
         if not self.fused(q.device):
             scores = _CUDA_SCORES if q.is_cuda else _SCORES
             return max(16, scores // (q.size(0) * q.size(1) * k.size(2)))
@@ -376,7 +376,7 @@ class _TileAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, hidden: Tensor | None, causal: bool
     ) -> Tensor:
-        """Attention [b, h, rows, d] with ``bias`` [rows, keys]; ``hidden`` is broadcastable to [b, h, rows, keys]."""
+        """Compute attention [b, h, rows, d] with ``bias`` [rows, keys]; ``hidden`` broadcasts to [b, h, rows, keys]."""
         if hidden is None:  # every row of a tile sees a key
             return self._attend(q, k, v, bias, causal)
         if causal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the C library keeps freed memory or returns it to the system."""
+"""Control whether the C library keeps freed memory or returns it to the system."""
 
 import ctypes
 import sys
@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
 def release_freed_memory() -> None:
     """Return the memory of large tensors to the system as soon as they are freed.
 
-    By default glibc keeps chunks up to the size that was freed last, at most 32 MB, in a heap of each thread: a
+    By default glibc keeps chunks up to the last freed size, at most 32 MB, in a heap of each thread: a
     conversion in 16 MB of tensors took 200 MB. Does nothing after ``keep_freed_memory`` or without glibc.
     """
     _set({M_MMAP_THRESHOLD: 1 << 20})

@@ -45,7 +45,7 @@ class _CoreFinder:
 def _watched(name: str, spec: ModuleSpec) -> ModuleSpec:
     """The same spec, with a loader that installs the device layer before or patches the module after execution."""
     loader = spec.loader
-    if loader is None:  # a namespace package has no code
+    if loader is None:  # a namespace package has no loader
         return spec
     execute: Callable[[ModuleType], None] = loader.exec_module
 

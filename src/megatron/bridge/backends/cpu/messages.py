@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a step whose tensors have no memory: each one in order, with its group and its size."""
+"""Record the messages of a step on tensors without memory, in order, with their groups and sizes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,24 +24,24 @@ _KINDS = {
     "alltoall_base_": "all-to-all",
     "recv_": "receive",
 }
-"""The usual names of torch's operations; an operation without a row keeps its own, without underscores at its ends."""
+"""Usual names of torch's operations; an operation without an entry keeps its name, without outer underscores."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A collective operation, or one that sends or receives."""
+    """A collective, send or receive operation."""
 
     kind: str
     group: str  # name of the process group
-    ranks: int  # of the group
-    bytes: int  # of the whole tensor: of the result of a gather, of the input of a reduction
+    ranks: int  # number of ranks in the group
+    bytes: int  # size of the whole tensor: the result of a gather, the input of a reduction
 
 
 class Messages(TorchDispatchMode):
-    """While it is entered, ``found`` gets every message of this process.
+    """Context manager that appends every message of this process to ``found``.
 
     Args:
-        chosen: The part of a mask that is True. Without memory nothing is known of it; other values that a program
+        chosen: The fraction of a mask that is True, which is unknown without memory. Other values that a program
             reads are zero, so nothing overflows and no gradient is clipped.
     """
 
@@ -68,7 +68,7 @@ def _message(func: Any, args: tuple[Any, ...]) -> Message:
 
 @contextmanager
 def recorded_messages(chosen: float) -> Iterator[list[Message]]:
-    """Record the messages of this process in ``one_rank``; tokens are shared out evenly over the experts."""
+    """Record the messages of this process in ``one_rank``; tokens are distributed evenly over the experts."""
     replacements = (
         (dist, "batch_isend_irecv", _one_by_one),
         (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _shared_out),
@@ -83,17 +83,17 @@ def recorded_messages(chosen: float) -> Iterator[list[Message]]:
 
 
 def _one_by_one(operations: list[dist.P2POp]) -> list[Any]:
-    """The group that sends nothing cannot put operations together."""
+    """Do not combine operations: the fake group does not support it."""
     return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
 
 
 def _recomputed(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
-    """Run again in the backward pass, as Megatron-Core does with Transformer Engine's help."""
+    """Recompute in the backward pass, as Megatron-Core does with Transformer Engine."""
     return tensor_parallel.checkpoint(function, False, *args)
 
 
 def _shared_out(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
-    """Set the numbers of tokens that a dispatcher reads, in place of those that the router would choose."""
+    """Set the numbers of tokens that a dispatcher reads, instead of the router's numbers."""
     tokens, experts, local = dispatcher.num_out_tokens, dispatcher.num_experts, dispatcher.num_local_experts
     ranks, parts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.ep_size
     each = np.full(experts, tokens // experts)

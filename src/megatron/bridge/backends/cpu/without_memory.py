@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a large job in this process: other ranks answer nothing, and tensors take no memory."""
+"""Run one rank of a large job in this process: other ranks do not exist, and tensors take no memory."""
 
 import pickle
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class Traffic:
 def one_rank(rank: int, world_size: int) -> Iterator[Traffic]:
     """Be rank ``rank`` of ``world_size``, with torch's backend ``fake``, which sends nothing.
 
-    Tensors of the device are on the meta device. In exchanges of Python objects, every rank answers what this one
-    says, so they take the processor time and the memory that they would take.
+    Tensors of the device are on the meta device. In exchanges of Python objects, every rank returns this rank's
+    object, so the exchanges take realistic processor time and memory.
     """
     if device.has_cuda():
         raise UserError(
@@ -72,7 +72,7 @@ def _everyone_says_the_same(traffic: Traffic) -> Iterator[None]:
         found[:] = [pickle.loads(data) for _ in found]
 
     def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
-        """Leave what this rank has, whoever sends."""
+        """Keep this rank's objects for every sender."""
 
     dist.all_gather_object, dist.broadcast_object_list = all_gather_object, broadcast_object_list
     try:

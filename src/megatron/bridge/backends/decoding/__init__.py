@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers remember between the steps of decoding: keys and values, latents, recurrent states."""
+"""Caches of layers between decoding steps: keys and values, latents, recurrent states."""

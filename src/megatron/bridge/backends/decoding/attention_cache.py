@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of all requests of one attention layer, and attention of new tokens to them.
 
-A request owns consecutive rows of the cache (its extent), so its keys are a view and nothing is gathered. Each
-request is attended to by itself: its result does not depend on the other requests of the step.
+A request owns consecutive rows of the cache (its extent), so its keys are a view and nothing is gathered. Attention
+runs per request: the result does not depend on the other requests of the step.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ class AttentionCache:
     """Keys and values, attached to a ``TorchAttention`` as its ``cache``.
 
     Args:
-        tokens: how many tokens of all requests fit.
+        tokens: capacity in tokens for all requests.
         groups: key heads of this rank.
-        widths: of a key and of a value.
+        widths: width of a key and of a value.
     """
 
     step: Step
@@ -43,18 +43,18 @@ class AttentionCache:
             tensor[target : target + count] = tensor[source : source + count].clone()
 
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store new keys and values [rows, 1, g, d], and attend: [rows, 1, h * dv], zeros for padding."""
+        """Store new keys and values [rows, 1, g, d], and return attention [rows, 1, h * dv], zeros for padding."""
         self.store(key[:, 0], value[:, 0])
         return self.read(core, query)
 
     def store(self, key: Tensor, value: Tensor) -> None:
-        """Store [rows, g, d] and [rows, g, dv] at the places of the step."""
+        """Store keys [rows, g, d] and values [rows, g, dv] at the places of the step."""
         tokens = self.step.tokens
         self.keys.index_copy_(0, self.step.places, key[:tokens])
         self.values.index_copy_(0, self.step.places, value[:tokens])
 
     def read(self, core: Any, query: Tensor) -> Tensor:
-        """Attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
+        """Compute attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
         tokens, spans = self.step.tokens, self.step.spans
         padding = query.new_zeros(query.size(0) - tokens, query.size(2), self.values.size(2))
         masks = core.masks or [span.ahead for span in spans]
@@ -69,7 +69,7 @@ class AttentionCache:
         return torch.cat((*found, padding)).flatten(1).unsqueeze(1)
 
     def _read_single_tokens(self, core: Any, query: Tensor) -> list[Tensor]:
-        """Attention [1, h, d] of one token of each text, which makes fewer views than ``_attend`` does."""
+        """Compute attention [1, h, d] of one token of a text, with fewer views than ``_attend``."""
         groups, width = self.keys.shape[1:]
         rows = query.reshape(len(query), groups, 1, -1, width).unbind()
         strides, found = (width, width, groups * width, 1), []
@@ -81,20 +81,20 @@ class AttentionCache:
         return found
 
     def _read(self, core: Any, query: Tensor, span: Span, mask: Tensor | None) -> Tensor:
-        """Attention [count, h, dv] of one text."""
+        """Compute attention [count, h, dv] of one text."""
         seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
         return _attend(core, query[span.row : span.row + span.count], self.keys[seen], self.values[seen], mask)
 
     def attends_at_once(self, core: Any) -> bool:
-        """Whether one kernel attends to the keys of all texts, where no token sees later ones."""
+        """Return whether one kernel attends to the keys of all texts, if no token sees later ones."""
         return self.keys.shape == self.values.shape and core.takes_packed_rows(self.keys, _window(core))
 
 
 class WindowCache(AttentionCache):
-    """Keys and values of the last ``length`` tokens of each text, all that a query of the layer's window can see.
+    """Keys and values of the last ``length`` tokens of each text, for layers with an attention window.
 
-    A text has a ring of ``length`` places, and the token at position p is at place p modulo ``length``. One query
-    sees the tokens of the ring in this order, which is another one than theirs, but attention does not depend on it.
+    A text has a ring of ``length`` places, and the token at position p is at place p modulo ``length``. A single query
+    reads the ring in the order of places, not of positions; attention does not depend on the order.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class WindowCache(AttentionCache):
         self._length = length
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Nothing: places of the texts' arena are none of a ring, which stays in its slot."""
+        """Do nothing: a ring stays in its slot when the keys of other layers move."""
 
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As the base class's, span after span: chunks of one text follow one another."""
+        """Store and attend like the base class, but span by span, because a step may have several chunks of a text."""
         out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
         for span in self.step.spans:
             rows = slice(span.row, span.row + span.count)
@@ -116,7 +116,7 @@ class WindowCache(AttentionCache):
         return out.flatten(1).unsqueeze(1)
 
     def _seen(self, span: Span, low: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values from position ``low`` on, the new ones included, which are stored."""
+        """Store the new keys and values, and return all from position ``low`` on."""
         if span.count == 1:
             self._store(span, key, value)
             first = span.slot * self._length
@@ -151,7 +151,7 @@ class LatentCache(AttentionCache):
         width = self.latent_width + config.qk_pos_emb_head_dim
         self.keys = torch.empty(tokens, 1, width, dtype=dtype, device=device)
         self.values = self.keys[..., : self.latent_width]
-        # a reference, so that new weights count at once: [heads, key and value features, latent]
+        # a reference, so that new weights take effect at once: [heads, key and value features, latent]
         self._up: Any = attention.linear_kv_up_proj
         self._key_width: int = config.qk_head_dim
         self._heads: int = attention.num_attention_heads_per_partition
@@ -163,7 +163,7 @@ class LatentCache(AttentionCache):
         self.keys.index_copy_(0, self.step.places, key[: self.step.tokens])
 
     def project_queries(self, query: Tensor) -> Tensor:
-        """[rows, h, latent] of queries without positions [rows, h, d]."""
+        """Project queries without positions [rows, h, d] to [rows, h, latent]."""
         weight = self._weight()[:, : self._key_width]
         return torch.bmm(query.transpose(0, 1), weight).transpose(0, 1)
 
@@ -177,7 +177,7 @@ class LatentCache(AttentionCache):
 
 
 def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """[count, h, dv] of the last tokens of a text, [count, 1, h, d], that see the keys [s, g, d]."""
+    """Compute [count, h, dv] of a text's last tokens [count, 1, h, d], which see the keys [s, g, d]."""
     count = len(query)
     alone = count == 1 and (mask is None or mask.dtype != torch.bool)
     if alone and _is_softmax(core) and keys.size(2) == values.size(2):
@@ -188,7 +188,7 @@ def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """[1, h, dv] of one query [g, 1, h / g, d] that sees all keys [g, 1, s, d].
+    """Compute [1, h, dv] of one query [g, 1, h / g, d], which sees all keys [g, 1, s, d].
 
     Groups are the batch, because the kernel then writes their heads one after the other.
     """
@@ -196,7 +196,7 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 def _is_softmax(core: Any) -> bool:
-    """Whether scores are neither capped nor joined by sinks."""
+    """Return whether attention has neither capped scores nor sinks."""
     return core.softcap is None and core.softmax_offset is None
 
 
@@ -207,7 +207,7 @@ def _window(core: Any) -> AttentionWindow:
 def _attend_many(
     core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, span: QuerySpan
 ) -> Tensor:
-    """[count, h, dv] of the last tokens of a text, by the code that trains."""
+    """Compute [count, h, dv] of the last tokens of a text with the code for training."""
     mask, window = looking_ahead(mask, _window(core))
     sinks = core.softmax_offset
     return core._attend((query, keys.unsqueeze(1), values.unsqueeze(1)), mask, [span], window, sinks)[:, 0]

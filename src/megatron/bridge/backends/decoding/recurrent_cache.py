@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron.bridge.backends.decoding.step import Step
 
 Mix = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-"""(inputs [b, s, f], *states [b, ...]) to (outputs [b, s, o], states after the last token)."""
+"""Function (inputs [b, s, f], *states [b, ...]) -> (outputs [b, s, o], states after the last token)."""
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """One state of one request."""
+    """Shape and dtype of one state of one request."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,14 +32,14 @@ class RecurrentCache:
     step: Step
 
     def __init__(self, requests: int, shapes: Sequence[StateShape], device: torch.device) -> None:
-        # the last one is that of padding
+        # the last slot is for padding
         self.states = [torch.zeros(requests + 1, *it.shape, dtype=it.dtype, device=device) for it in shapes]
 
     def run(self, inputs: Tensor, width: int, mix: Mix, dtype: torch.dtype | None = None) -> Tensor:
         """Advance the states of the step's requests.
 
         ``mix`` computes one group of ``inputs`` [rows, 1, f]. Outputs are [rows, 1, width], zeros for padding, in
-        ``dtype`` or in that of the inputs.
+        ``dtype`` or the dtype of the inputs.
         """
         out = inputs.new_zeros(inputs.size(0), width, dtype=dtype or inputs.dtype)
         for group in self.step.groups:
@@ -55,6 +55,6 @@ class RecurrentCache:
 
 
 def with_history(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs behind the last ones of the step before, and the last ones of this step; [b, s, f] each."""
+    """Prepend the last inputs of the previous step; return this and the last inputs of this step, [b, s, f] each."""
     whole = torch.cat((history, x), dim=1)
     return whole, whole[:, whole.size(1) - history.size(1) :]

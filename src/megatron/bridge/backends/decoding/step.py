@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass of decoding, as the layers see it: a packed row of the new tokens of several requests."""
+"""One forward pass of decoding for the layers: a packed row of the new tokens of several requests."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ multiples of 8."""
 
 
 def padded_rows(rows: int) -> int:
-    """``rows`` rounded up to a multiple of ``ROW_MULTIPLE``; at least one multiple."""
+    """Round ``rows`` up to a multiple of ``ROW_MULTIPLE``, at least one."""
     return max(ROW_MULTIPLE, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
 
 
@@ -30,32 +30,32 @@ class Span:
     extent: int  # first token of the request's keys and values in the caches
     slot: int  # index of the request's recurrent states
     long: bool = False  # whether the text is so long that rotary embeddings use their frequencies for long texts
-    ahead: Tensor | None = None  # [1, count], how many tokens behind it each token sees; None: none sees any
+    ahead: Tensor | None = None  # [1, count], number of later tokens that each token sees; None: no later ones
 
 
 @dataclass(frozen=True)
 class Group:
-    """Spans of equal length whose recurrent states advance together; single tokens are padded with others."""
+    """Spans of equal length whose recurrent states advance together; a group of single tokens is padded."""
 
     rows: Tensor  # [spans * count], row by row
     slots: Tensor  # [spans]; -1 for padding
     count: int
     tokens: int  # rows without padding
-    fresh: bool  # the texts begin here, so their states are zero
+    fresh: bool  # the texts begin in this step, so their states are zero
 
 
 @dataclass(frozen=True)
 class Extents:
-    """Where the texts of a step are, in int32 on the device, and the longest of them."""
+    """The places of a step's texts, in int32 on the device, and the longest lengths."""
 
     rows: Tensor  # [texts + 1], bounds of their new tokens
-    keys: Tensor  # [texts + 1], where the keys of each begin in the caches; the last one is not used
-    lengths: Tensor  # [texts], how many keys each has
+    keys: Tensor  # [texts + 1], start of each text's keys in the caches; the last one is not used
+    lengths: Tensor  # [texts], number of keys of each text
     longest: tuple[int, int]  # new tokens, keys
 
 
 class Step:
-    """The ``spans`` of one pass, at least one, in the order of their rows and without gaps, and padding after them."""
+    """At least one span, in the order of their rows and without gaps, followed by padding."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans
@@ -64,21 +64,21 @@ class Step:
         self.device = device
         places = [span.extent + span.start + index for span in spans for index in range(span.count)]
         self.places = torch.tensor(places, device=device)
-        """Where each new token is in the caches, [tokens]."""
+        """Place of each new token in the caches, [tokens]."""
         positions = [span.start + index for span in spans for index in range(span.count)]
         self.positions = torch.tensor(positions + [0] * (self.rows - self.tokens), device=device)
-        """[rows]; 0 for padding."""
+        """Positions [rows]; 0 for padding."""
 
     @cached_property
     def long_rows(self) -> Tensor:
-        """Boolean [rows, 1, 1, 1]: rows of long texts."""
+        """Return a boolean [rows, 1, 1, 1], true for rows of long texts."""
         flags = [span.long for span in self.spans for _ in range(span.count)]
         flags += [False] * (self.rows - self.tokens)
         return torch.tensor(flags, device=self.device).view(-1, 1, 1, 1)
 
     @cached_property
     def extents(self) -> Extents:
-        """For kernels that attend to the keys of all texts at once."""
+        """Return the extents for kernels that attend to the keys of all texts at once."""
         lengths = [span.start + span.count for span in self.spans]
         bounds = [*(span.row for span in self.spans), self.tokens]
         table = torch.tensor([bounds, [*(span.extent for span in self.spans), 0], [*lengths, 0]], dtype=torch.int32).to(
@@ -88,7 +88,7 @@ class Step:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Single tokens together; longer spans, and several of one text, one by one."""
+        """Group all single tokens; longer spans, and several spans of one text, are separate groups."""
         spans_of = Counter(span.slot for span in self.spans)
         later: list[Span] = []
         found: list[Group] = []
@@ -118,12 +118,12 @@ class SingleTokens(Step):
 
     Args:
         positions: [rows] of the new tokens.
-        keys: [rows], where the keys of each text begin in the caches.
-        longest: keys that a text has at most.
+        keys: [rows], start of each text's keys in the caches.
+        longest: maximum number of keys of a text.
     """
 
     def __init__(self, positions: Tensor, keys: Tensor, longest: int) -> None:
-        self.spans = []  # their numbers would be those of the capture
+        self.spans = []  # a graph would keep the numbers of its capture
         self.tokens = self.rows = len(positions)
         self.device = positions.device
         self.positions, self.places = positions, keys + positions

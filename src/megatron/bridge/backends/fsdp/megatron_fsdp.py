@@ -36,10 +36,10 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
     """A model chunk whose optimizer state, gradients and weights are sharded over its replicas.
 
     Outside of forward and backward passes, its parameters are this rank's rows of the fp32 master weights. The
-    weights that it computes with are a separate copy, sharded or whole. Gradients are reduced and summed in fp32.
+    compute weights are a separate copy, sharded or whole. Gradients are reduced and summed in fp32.
 
-    ``data_parallel_sharding_strategy`` of ``ddp_config`` selects what is sharded. The chunk is in half precision if the
-    config says so, with equal weights on all ranks.
+    ``data_parallel_sharding_strategy`` of ``ddp_config`` selects what is sharded. The chunk is in the precision of
+    the config, with equal weights on all ranks.
     """
 
     def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
@@ -62,7 +62,7 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
             attributes[name].attach(parameter, ranges[name], computed[name])
 
     def _init_dist_index(self, pg_collection: object) -> FSDPDistributedIndex:
-        """An index of the replicas only, on the available device.
+        """Return an index of the replicas only, on the available device.
 
         With the tensor-parallel group, Megatron-FSDP would describe parameters by their full shape over
         tensor-parallel ranks, but it should shard the part of one rank. It requires a tensor-parallel dimension,
@@ -83,7 +83,7 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
         return FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh)
 
     def _compute_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's rows of the weights that the model computes with, by parameter name."""
+        """Return this rank's rows of the compute weights, by parameter name."""
         buffer = cast(core_buffers.ParamAndGradBuffer, self.param_and_grad_buffer)
         for group in buffer.parameter_groups:
             weights = cast(core_buffers.DataParallelBuffer, group.model_weight_buffer)
@@ -110,12 +110,12 @@ def _replica_group() -> ProcessGroup:
 
 
 def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int) -> DistributedDataParallelConfig:
-    """``ddp_config`` with the reduction, overlap and precision settings that Megatron-FSDP needs here.
+    """Return ``ddp_config`` with the reduction, overlap and precision settings that Megatron-FSDP needs here.
 
     Gradients must have the dtype of the master weights: otherwise they are copies, and changes before they are
     scaled (the sum over tensor-parallel ranks under sequence parallelism) would be lost. With overlap, weights are
-    gathered at their first use and are never those of an earlier step; without it, only ``start_param_sync`` would
-    gather them.
+    gathered at their first use, so they are never from an earlier step; without overlap, only ``start_param_sync``
+    would gather them.
     """
     strategy = ddp_config.data_parallel_sharding_strategy or SHARD_WEIGHTS
     if strategy not in STRATEGIES:
@@ -139,7 +139,7 @@ def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int)
 
 
 def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
-    """The classes of modules that are gathered separately; other weights stay gathered after their first use.
+    """Return the classes of modules that are gathered separately; other weights stay gathered after their first use.
 
     Megatron-Core's annotation says modules, but it expects classes.
     """
@@ -149,7 +149,7 @@ def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """Parameters that lie next to each other and are split, gathered and reduced together."""
+    """Adjacent parameters that are sharded, gathered and reduced together."""
 
     parameters: list[nn.Parameter]  # in the order of their offsets
     starts: list[int]  # the offset of each parameter
@@ -158,7 +158,7 @@ class FlatBuffer:
 
 
 def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[FlatBuffer]:
-    """The buffers in which Megatron-FSDP will put the parameters of a chunk, which may be on the meta device."""
+    """Return the buffers of Megatron-FSDP for the parameters of a chunk, which may be on the meta device."""
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, fsdp_units(ddp_config), strategy)
     for group in core_buffers._get_parameter_groups(module, policy, {})[0]:
@@ -173,14 +173,14 @@ def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, r
 
 @dataclass(frozen=True)
 class TemporaryElements:
-    """Elements that a rank holds in addition to its own part at the peak of a step."""
+    """Elements of a rank in addition to its own shard, at the peak of a step."""
 
-    gathered: int  # whole weights: those outside of layers, one layer, and the prefetched ones
-    reduced: int  # whole gradients that wait for their reduction, and those of one more layer or buffer
+    gathered: int  # whole weights: outside of layers, of one layer, and of prefetched layers
+    reduced: int  # whole gradients that wait for their reduction, and the gradients of one more layer or buffer
 
 
 def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]) -> TemporaryElements:
-    """The peak of gathered and unreduced elements: usually all of a model with less than 500M parameters."""
+    """Return the peak of gathered and unreduced elements: usually all of a model with less than 500M parameters."""
     layers: dict[int, int] = {}
     for buffer in buffers:
         if buffer.unit is not None:
@@ -195,7 +195,7 @@ def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Seque
 
 
 def row_ranges(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> dict[str, RowRanges]:
-    """The rows of each parameter that each of ``replicas`` ranks will keep."""
+    """Return the rows of each parameter that each of ``replicas`` ranks will keep."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return {
         names[parameter]: _row_ranges(

@@ -34,7 +34,7 @@ class ParameterAttributes:
 
     @classmethod
     def of(cls, parameter: Tensor) -> "ParameterAttributes":
-        """The attributes of a parameter that is about to be sharded."""
+        """Return the attributes of a parameter before it is sharded."""
         return cls({**vars(parameter), _STORED_DTYPE: parameter.dtype})
 
     def attach(self, parameter: Tensor, ranges: RowRanges, compute_copy: Tensor | None = None) -> None:
@@ -51,7 +51,7 @@ class ParameterAttributes:
 
 
 def local_rows(tensor: Tensor) -> Tensor:
-    """This rank's rows as a view; a tensor that is not sharded is returned as it is."""
+    """Return this rank's rows as a view; a tensor that is not sharded is returned unchanged."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -76,7 +76,7 @@ def set_local_rows(parameter: DTensor, values: Tensor) -> None:
 
 
 def update_compute_weights(chunk: nn.Module) -> None:
-    """Copy the master weights of a chunk to the weights that it computes with."""
+    """Copy the master weights of a chunk to its compute weights."""
     for parameter in chunk.parameters():
         if isinstance(parameter, DTensor):
             _update_compute_weight(parameter)
@@ -90,7 +90,7 @@ def _update_compute_weight(parameter: DTensor) -> None:
 
 
 def stored_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter in a checkpoint; its master weights may have a wider one."""
+    """Return the dtype of a parameter in a checkpoint; the dtype of its master weights may be wider."""
     return getattr(parameter, _STORED_DTYPE, parameter.dtype)
 
 
@@ -111,10 +111,10 @@ def sharded_names(chunk: nn.Module) -> set[str]:
 
 @dataclass
 class ShardedRowsFactory(ShardedTensorFactory):
-    """This rank's rows of a parameter, for a checkpoint."""
+    """Describe this rank's rows of a parameter for a checkpoint."""
 
     shards: list[ShardedTensor] = field(default_factory=list[ShardedTensor])
-    """Views of the rows, one for each tensor of the checkpoint; gate and up projections are separate."""
+    """Return a view of the rows for each tensor of the checkpoint; gate and up projections are separate."""
 
 
 @contextmanager
@@ -132,14 +132,14 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
 
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
-    """Replace sharded parameters of ``part`` by whole ones inside; yields these by the ids of those, see ``whole``."""
+    """Replace sharded parameters of ``part`` by whole ones inside; yield the whole ones by the sharded ones' ids."""
     with _replaced(part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)) as pairs:
         yield {id(parameter): replacement for parameter, replacement in pairs}
 
 
 @contextmanager
 def _replaced(part: nn.Module, make: Callable[[DTensor], nn.Parameter]) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
-    """Replace each sharded parameter of ``part``; pairs of both."""
+    """Replace each sharded parameter of ``part`` inside; yield pairs (sharded, replacement)."""
     held = [
         (module, name, parameter)
         for module in part.modules()
@@ -189,7 +189,7 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
     def merge(loaded: Any) -> Tensor:
         for shard, stored in zip(shards, loaded, strict=True):
             master = cast(Tensor, shard.data)
-            # a master weight that rounds to the stored one was loaded with the optimizer state: keep it
+            # keep a master weight from the optimizer state, which rounds to the stored weight
             master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
         return mine
 
@@ -197,7 +197,7 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
 
 
 def _local_shard(shard: ShardedTensor, begin: int, mine: Tensor, rows: range) -> ShardedTensor | None:
-    """The rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
+    """Return the rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
     first, end = max(rows.start, begin), min(rows.stop, begin + shard.local_shape[0])
     if first >= end:
         return None

@@ -29,11 +29,11 @@ from megatron.bridge.backends.fsdp.sharded_rows import ParameterAttributes, RowR
 class TorchFSDP2Wrapper(_BaseDataParallel):
     """A model chunk whose parameters are sharded over its replicas.
 
-    Ranks keep fp32 master weights of what is trained and compute with gathered copies in the precision of the
+    Ranks keep fp32 master weights of trained parameters and compute with gathered copies in the precision of the
     model, so the optimizer needs no other copy. Gradients are summed over ranks and microbatches in fp32. Experts
-    are sharded over the ranks that have the same ones.
+    are sharded over the ranks with the same experts.
 
-    Megatron-Core reads ``ddp_config``. The chunk is in half precision if the config says so, with equal weights on all
+    Megatron-Core reads ``ddp_config``. The chunk is in the precision of the config, with equal weights on all
     ranks; it may be in host memory: each unit is moved to the device when it is sharded.
     """
 
@@ -46,7 +46,7 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
             param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         device = "cuda" if has_cuda() else "cpu"
-        # under expert parallelism, other ranks share the same experts than the same dense weights
+        # under expert parallelism, the replicas of experts are on other ranks than the replicas of dense weights
         expert_group = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
         mesh, expert_mesh = _mesh(group, device), _mesh(expert_group, device)
         experts = _experts(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
@@ -78,7 +78,7 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
 
 
 def _mesh(group: ProcessGroup, device: str) -> DeviceMesh:
-    # torch treats meshes with the same ranks and names as one, even after the groups of the first are destroyed
+    # torch reuses a mesh with the same ranks and names, even after its groups are destroyed
     return DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
 
 
@@ -87,25 +87,25 @@ def _experts(module: nn.Module) -> list[nn.Module]:
 
 
 def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of routed experts, which are sharded over other ranks than the rest."""
+    """Return the weights of routed experts, which are sharded over other ranks than the rest."""
     return [parameter for experts in _experts(module) for parameter in experts.parameters()]
 
 
 def _make_master_weights(part: nn.Module) -> None:
-    """Convert to fp32 what is trained and not sharded yet: unit by unit, as the whole model may not fit on a GPU."""
+    """Convert trained, unsharded parameters to fp32, unit by unit: the whole model may not fit on a GPU."""
     for parameter in part.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()
 
 
 def _row_ranges(rows: int, ranks: int) -> RowRanges:
-    """Equal ranges; the last ranks may have fewer rows or none."""
+    """Return equal ranges; the last ranks may have fewer rows or none."""
     share = -(-rows // ranks)
     return tuple(range(rows)[rank * share :][:share] for rank in range(ranks))
 
 
 def _units(module: nn.Module) -> list[nn.Module]:
-    """Modules that are gathered separately; a tied embedding is also the output layer and stays with the rest."""
+    """Return modules that are gathered separately; a tied embedding is also the output layer and is not separate."""
     tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules())
     kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
     return [part for part in module.modules() if isinstance(part, kinds)]

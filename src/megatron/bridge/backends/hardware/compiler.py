@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether torch.compile can make kernels for this machine's GPU, and with how many processes.
+"""Check whether torch.compile can make kernels for this machine's GPU, and limit its processes.
 
 Megatron-Core is not imported here, because its import depends on the answer.
 """
@@ -21,7 +21,7 @@ _MOST_WORKERS = 32  # Inductor's own limit for one process
 
 @functools.cache
 def why_not_compiled() -> str | None:
-    """Why Triton cannot compile kernels here; None if it can."""
+    """Return the reason why Triton cannot compile kernels here, or None if it can."""
     if not has_triton():
         return "Triton is not available"
     if os.environ.get("CC") is None and not any(map(shutil.which, ("gcc", "clang"))):
@@ -31,23 +31,23 @@ def why_not_compiled() -> str | None:
 
 
 def lacks_compiler() -> bool:
-    """Whether there is a GPU for which nothing can be compiled; the first kernel would raise an error."""
+    """Return whether there is a GPU for which Triton cannot compile; the first kernel would raise an error."""
     return torch.cuda.is_available() and why_not_compiled() is not None
 
 
 def python_header() -> Path:
-    """``Python.h`` of this interpreter, which Triton includes in what launches a kernel."""
+    """Return the path of this interpreter's ``Python.h``, which Triton includes in the launcher of a kernel."""
     scheme = sysconfig.get_default_scheme()
-    # Debian's scheme for packages; Triton looks beside the interpreter, too
+    # Debian's scheme for packages; Triton also searches beside the interpreter
     paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
     return Path(paths["include"], "Python.h")
 
 
 def share_cores() -> None:
-    """Let the ranks of this machine share its cores out among their compile workers, unless the user did.
+    """Divide this machine's cores among the compile workers of its ranks, unless the user set their number.
 
     Inductor starts a worker for each core and rank: 8 ranks on 64 cores would start 256 processes. It reads the
-    variable when it is first imported. Slurm's tasks are not counted, because srun binds each to cores of its own.
+    variable when it is first imported. Slurm's tasks are not counted, because srun binds each to its own cores.
     """
     ranks = max(1, torchrun_env.read_number("LOCAL_WORLD_SIZE", 1))
     if ranks > 1:

@@ -9,7 +9,7 @@ BF16_TFLOPS: dict[str, float] = yaml_text.tables_beside(__file__)
 
 
 def bf16_tflops(name: str) -> float | None:
-    """The peak TFLOP/s of a GPU by its device name; None if it is not in the table.
+    """Return the peak TFLOP/s of a GPU by its device name, or None if it is not in the table.
 
     Example:
         >>> bf16_tflops("NVIDIA A100-SXM4-40GB"), bf16_tflops("NVIDIA H100 PCIe")
@@ -22,5 +22,5 @@ def bf16_tflops(name: str) -> float | None:
 
 
 def device_tflops() -> float | None:
-    """The peak TFLOP/s of this process's GPU; None without a GPU or if it is not in the table."""
+    """Return the peak TFLOP/s of this process's GPU; None without a GPU or if it is not in the table."""
     return bf16_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -26,7 +26,7 @@ class EnergyMeter:
         self.joules()  # fail here instead of after the first steps
 
     def joules(self) -> float:
-        """Energy since the driver was loaded, a ``UserError`` on GPUs that do not count it: those before Volta."""
+        """Read the energy since the driver was loaded; GPUs before Volta have no counter, which is a ``UserError``."""
         millijoules = ctypes.c_ulonglong()
         self._call("nvmlDeviceGetTotalEnergyConsumption", self._device, ctypes.byref(millijoules))
         return millijoules.value / 1e3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device does in a second: matrix products, copies and, with several ranks, all-reduces."""
+"""Measure the speed of a device: matrix products, copies and, with several ranks, all-reduces."""
 
 import time
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch import Tensor
 from megatron.bridge.backends.cpu.device import has_cuda
 
 _ROUNDS = 5
-PATIENCE = 2.0  # seconds of calls of one kind, at most
+PATIENCE = 2.0  # maximum seconds for calls of one kind
 
 
 def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -> float:
-    """Operations a second of a square product; None takes 8,192 rows on a GPU, and 1,024 on a CPU."""
+    """Measure operations per second of a square product; None means 8,192 rows on a GPU, 1,024 on a CPU."""
     size = size or (8192 if has_cuda() else 1024)
     a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -23,21 +23,21 @@ def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -
 
 
 def copy_bandwidth(size: int | None = None) -> float:
-    """Bytes read and written a second by a copy on the device; None takes 1 GiB on a GPU, and 64 MiB on a CPU."""
+    """Measure bytes per second, read and written, of a copy on the device; None: 1 GiB on a GPU, 64 MiB on a CPU."""
     source = _bytes(size)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _fastest(lambda: target.copy_(source))
 
 
 def host_bandwidth(size: int | None = None) -> float:
-    """Bytes a second from pinned memory of the host to a GPU; of a copy on a machine without one."""
+    """Measure bytes per second from pinned host memory to a GPU, or of a copy on a machine without a GPU."""
     target = _bytes(size)
     source = torch.zeros(len(target), dtype=torch.uint8, device="cpu", pin_memory=has_cuda())
     return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True))
 
 
 def all_reduce_bandwidth(size: int | None = None) -> float | None:
-    """Bytes a second that each rank of the default group moves in a ring (NCCL's bus bandwidth); None on one rank."""
+    """Measure each rank's bytes per second in a ring all-reduce (NCCL's bus bandwidth); None on one rank."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return None
@@ -60,7 +60,7 @@ def _fastest(call: Callable[[], object], patience: float | None = PATIENCE) -> f
 
 
 def seconds_of(call: Callable[[], object], patience: float | None = PATIENCE) -> list[float]:
-    """Seconds of each of some calls, after one that is not counted; None as ``patience`` makes all of them."""
+    """Return the seconds of each call after a warmup; if ``patience`` is None, all calls run."""
     call()
     seconds: list[float] = []
     for _ in range(_ROUNDS):

@@ -17,8 +17,8 @@ from megatron.bridge.utils.errors import UserError
 def initialize_user_buffers(config: TransformerConfig, tokens: int, settings: str | None) -> None:
     """Set up the buffers after the process groups and before the model.
 
-    ``tokens`` are those of a microbatch on a context-parallel rank, ``settings`` a YAML file with Transformer Engine's
-    settings of each product; None takes its defaults.
+    ``tokens`` is the number of a microbatch's tokens on a context-parallel rank, ``settings`` a YAML file with
+    Transformer Engine's settings of each product; None uses its defaults.
     """
     from transformer_engine.pytorch.module import base  # pyright: ignore[reportMissingImports]
 
@@ -32,7 +32,7 @@ def initialize_user_buffers(config: TransformerConfig, tokens: int, settings: st
 
 
 def _precision(base: Any, config: TransformerConfig) -> dict[str, Any]:
-    """The formats of the buffers: a flag before version 2.7, a list since then."""
+    """Return the formats of the buffers: a flag before version 2.7, a list since then."""
     if "quantization_modes" not in inspect.signature(base.initialize_ub).parameters:
         return {"use_fp8": config.fp8 is not None}
     modes = base.UserBufferQuantizationMode

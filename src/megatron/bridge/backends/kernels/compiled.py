@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small operations of a layer on a GPU without Transformer Engine, each compiled into one or two kernels.
 
-Every gradient is explicit: only formulas are compiled instead of autograd graphs, and it is clear what is saved
-for the backward pass. SwiGLU is missing because Megatron-Core compiles its own on CUDA. Kernels compute in fp32
+Every gradient is explicit: only formulas are compiled instead of autograd graphs, and the code names the tensors for
+the backward pass. SwiGLU is missing because Megatron-Core compiles its own on CUDA. Kernels compute in fp32
 and round once, at the end.
 """
 
@@ -30,7 +30,7 @@ from megatron.bridge.backends.kernels.eager import (
     row_blocks,
 )
 
-CHUNK = 1 << 27  # logits in a block: at most 0.5 GB in fp32 without compilation, and few launches with it
+CHUNK = 1 << 27  # logits in a block: at most 0.5 GB in fp32 without compilation, and few launches with compilation
 
 # A formula is compiled for each width, dtype and set of tensors that need gradients, first for one number of rows
 # and then for any. Beyond PyTorch's limit of 8, it would run operation by operation.
@@ -41,14 +41,14 @@ _warned: list[str] = []
 
 
 def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
-    """Compile ``formula`` when it is first called on a GPU; without Triton it runs as it is, with one warning."""
+    """Compile ``formula`` at its first call on a GPU; without Triton it runs uncompiled, with one warning."""
 
     @functools.cache
     def fast() -> Callable[P, T]:  # later, because the import of the compiler takes two seconds
         from torch._dynamo import config
 
         config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
-        return torch.compile(formula, fullgraph=True)  # a break of the graph would go unnoticed
+        return torch.compile(formula, fullgraph=True)  # a graph break would be silent
 
     @functools.wraps(formula)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,7 +58,7 @@ def compiled[**P, T](formula: Callable[P, T]) -> Callable[P, T]:
 
 
 def can_compile() -> bool:
-    """Whether Triton can compile kernels for this machine's GPU; if not, logs one warning."""
+    """Return whether Triton can compile kernels for this machine's GPU; if not, log one warning."""
     reason = compiler.why_not_compiled()
     if reason is None:
         return True
@@ -91,7 +91,7 @@ def _norm_gradients(
 
 
 class _CompiledRMSNorm(torch.autograd.Function):
-    """Saves its input and one number for each row."""
+    """RMSNorm that saves its input and one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, one: float) -> Tensor:
@@ -153,7 +153,7 @@ def _rotate_gradient(
 
 
 class _Rotary(torch.autograd.Function):
-    """Linear in ``x``, so only the angles are saved."""
+    """Rotation, which is linear in ``x``, so only the angles are saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, angles: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
@@ -232,7 +232,7 @@ def _logit_gradients(rows: Tensor, local: Tensor, here: Tensor, log_sum: Tensor,
 
 
 class _CompiledCrossEntropy(torch.autograd.Function):
-    """Saves the logits and one number for each token; with ``reuse``, the gradient overwrites the logits."""
+    """Cross entropy that saves the logits and one number per token; ``reuse``: the gradient overwrites the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool) -> Tensor:

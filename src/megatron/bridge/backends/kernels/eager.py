@@ -55,7 +55,7 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def _records() -> bool:
-    """Whether autograd records; if not, calls of its functions would take longer than their work for one token."""
+    """Return whether autograd records; if not, its calls would take longer than the operations on one token."""
     # Megatron-Core enables gradients around residual connections, also in inference mode
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
@@ -175,14 +175,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def local_targets(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits as rows [n, v / tp], the local column of each target, and whether the target is on this rank."""
+    """Return logits as rows [n, v / tp], the local column of each target, and whether the target is on this rank."""
     rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
     here = (local >= 0) & (local < logits.shape[-1])
     return rows, local.clamp(0, logits.shape[-1] - 1), here
 
 
 def reduce_statistics(highest: Tensor, total: Tensor, picked: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce the statistics over the vocabulary in place; returns the factor for this rank's exponentials."""
+    """Reduce the statistics over the vocabulary in place; return the factor for this rank's exponentials."""
     if group.size() == 1:
         return torch.ones_like(total)
     local = highest.clone()
@@ -210,18 +210,18 @@ def cross_entropy(
 
 
 def can_overwrite(logits: Tensor) -> bool:
-    """Whether nothing else needs these logits: they come from the output layer, which does not save them."""
+    """Return whether nothing else needs these logits: they come from the output layer, which does not save them."""
     function = "" if logits.grad_fn is None else logits.grad_fn.name()
     return function.startswith("LinearWith") and logits.is_contiguous()
 
 
 def upcast(x: Tensor) -> Tensor:
-    """``x`` in at least fp32."""
+    """Return ``x`` in at least fp32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def row_blocks(rows: Tensor, elements: int) -> list[slice]:
-    """Slices of ``rows`` with at most ``elements`` elements each, but at least one row."""
+    """Yield slices of ``rows`` with at most ``elements`` elements each, but at least one row."""
     step = max(1, elements // rows.shape[-1])
     return [slice(start, start + step) for start in range(0, len(rows), step)]
 
@@ -267,7 +267,7 @@ def accumulate_by_parts(chunk: torch.nn.Module) -> None:
 
 def _accumulate(parameter: Any) -> None:
     main_grad, grad = parameter.main_grad.view(-1), parameter.grad.reshape(-1)
-    if not parameter.grad_added_to_main_grad:  # the first of a step: main_grad is zero
+    if not parameter.grad_added_to_main_grad:  # the first microbatch of a step: main_grad is zero
         main_grad.copy_(grad)
     else:
         for part, added in zip(main_grad.split(CHUNK), grad.split(CHUNK), strict=True):

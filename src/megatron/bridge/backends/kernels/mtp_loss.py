@@ -49,9 +49,9 @@ def collect_losses() -> Iterator[dict[str, torch.Tensor]]:
 def process_mtp_loss(hidden_states: torch.Tensor, labels: torch.Tensor | None, **others: Any) -> torch.Tensor:
     """Attach the losses of multi-token prediction to the hidden states of the decoder.
 
-    ``hidden_states`` are those of the decoder, which are returned, then of each depth: [(1 + depths) x sequence, batch,
-    hidden]. ``labels`` are the next tokens, [batch, sequence of this context-parallel rank]; without any the model
-    returns logits, which Megatron-Core's own function handles, as it does the ``others``.
+    ``hidden_states`` are the decoder's, which are returned, followed by each depth's: [(1 + depths) x sequence, batch,
+    hidden]. ``labels`` are the next tokens, [batch, sequence of this context-parallel rank]. Without labels the model
+    returns logits, and Megatron-Core's own function runs with the ``others``.
     """
     if labels is None:
         return _core_process_mtp_loss(hidden_states=hidden_states, labels=None, **others)
@@ -80,7 +80,7 @@ def _attach(
         output_weight = weight.detach()
 
     def following(values: torch.Tensor) -> list[torch.Tensor]:
-        """The values as each depth sees them, shifted by one more token each."""
+        """Yield the values for each depth, shifted by one more token per depth."""
         shifted = [values]
         for _ in states:
             rolled, _ = roll(shifted[-1], cp_group=cp_group, packed_seq_params=packed_seq_params)
@@ -100,7 +100,7 @@ def _attach(
 
 
 def _weights(masks: list[torch.Tensor], config: TransformerConfig, cp_group: dist.ProcessGroup) -> torch.Tensor:
-    """The factor of each depth that makes its loss comparable to the loss of the next token.
+    """Return the factor for each depth's loss relative to the loss of the next token.
 
     With ``calculate_per_token_loss``, the schedule and ``finalize_model_grads`` divide by the tokens of all ranks;
     otherwise by the number of microbatches and of context-parallel ranks.

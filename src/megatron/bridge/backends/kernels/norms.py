@@ -101,7 +101,7 @@ class SplitNorm(nn.Module):
 
 
 class HeadsNorm(SplitNorm):
-    """A norm of queries or keys with a gain for each feature of each head, padding included; a rank has its heads'."""
+    """A norm of queries or keys with a gain for each feature of this rank's heads, padding included."""
 
     def __init__(
         self, config: TransformerConfig, heads: int, true_heads: int, group: torch.distributed.ProcessGroup
@@ -158,7 +158,7 @@ class AcrossHeadsNorm(HeadsNorm):
 
 
 def replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
-    """An uninitialized parameter that every tensor-parallel rank has whole."""
+    """Create an uninitialized parameter that is replicated over tensor-parallel ranks."""
     parameter = _parameter(config, *shape)
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter

@@ -17,13 +17,13 @@ _ROWS, _FEATURES = 128, 256
 
 
 def is_faster() -> bool:
-    """Whether oneDNN is the faster library on this processor."""
+    """Return whether oneDNN is the faster library on this processor."""
     amd = str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
     return amd and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of x [..., in] and weight [out, in] is large enough, and of the right kind."""
+    """Return whether the product of x [..., in] and weight [out, in] is large enough, in float32 on the CPU."""
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     return plain and min(weight.shape) >= _FEATURES and x.numel() >= _ROWS * x.size(-1)
 
@@ -65,11 +65,11 @@ _PLAIN = {
     "grad_output_buffer": None,
     "gtp_remat_size": 1,
 }
-"""Settings under which a layer is one product, and at most a sum of its gradient over ranks."""
+"""Settings with which a layer is one product, with at most one sum of its gradient over ranks."""
 
 
 def replacing(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron-Core's function of a parallel linear layer, by oneDNN wherever that is faster and the same."""
+    """Replace Megatron-Core's function of a parallel linear layer by oneDNN where oneDNN is faster and equivalent."""
 
     @functools.wraps(linear)
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **settings: Any) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts beside a dense feed-forward layer, each between norms of its own, and a router that norms its input.
+"""Experts beside a dense feed-forward layer, each between its own norms, and a router that normalizes its input.
 
 Gemma 4: both read the residual stream; the router reads it through an RMSNorm without a gain and a trained scale,
 and the normalized weights of the chosen experts are multiplied by a trained scale of each expert.
@@ -31,7 +31,7 @@ class ExpertsBesideMLP(MoELayer):
         self._stream: Tensor | None = None
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Weights and choice of experts, both [tokens, experts], from the residual stream."""
+        """Compute weights and choice of experts, both [tokens, experts], from the residual stream."""
         stream, self._stream = self._stream, None
         assert stream is not None, "forward() comes first"
         router: Any = self.router

@@ -30,11 +30,11 @@ from megatron.bridge.backends.decoding.packed_linear import PackedWeight
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """``x[rows of expert i] @ weight[i].T + bias[i]`` for each expert, in one tensor."""
+    """Computes ``x[rows of expert i] @ weight[i].T + bias[i]`` for each expert, in one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor) -> torch.Tensor:
-        """[tokens, out] from x [tokens, in], weights [out, in] and, if ``biased``, biases [out]."""
+        """Compute [tokens, out] from x [tokens, in], weights [out, in] and, if ``biased``, biases [out]."""
         weights, biases = parameters[: len(counts)], parameters[len(counts) :]
         ctx.save_for_backward(x, *weights)
         ctx.counts, ctx.biased = counts, biased
@@ -50,7 +50,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of x, of each weight, and of each bias; zeros for an expert without tokens."""
+        """Return gradients of x, of each weight, and of each bias; zeros for an expert without tokens."""
         (grad,) = grad_outputs
         x, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
@@ -73,10 +73,10 @@ class _GroupedMatmul(torch.autograd.Function):
 def grouped_matmul(
     x: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()
 ) -> torch.Tensor:
-    """``x[rows of expert i] @ weights[i].T + biases[i]`` [tokens, out].
+    """Compute ``x[rows of expert i] @ weights[i].T + biases[i]`` [tokens, out].
 
-    ``x`` [tokens, in] has the tokens of one expert after those of another, ``counts`` of each. Weights are [out, in],
-    and one kernel multiplies with all of them on a GPU if it has one for them; biases are [out], or there are none.
+    ``x`` [tokens, in] has the tokens sorted by expert, ``counts`` for each. Weights are [out, in]; a GPU with a grouped
+    kernel multiplies with all of them in one launch. Biases are [out], or there are none.
     """
     out = _GroupedMatmul.apply(x, counts, bool(biases), *weights, *biases)
     assert isinstance(out, torch.Tensor)
@@ -86,7 +86,7 @@ def grouped_matmul(
 def _grouped_gradients(
     grad: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], counts: list[int], needed: tuple[bool, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of ``_GroupedMatmul`` without biases, each in one kernel for all experts."""
+    """Return the gradients of ``_GroupedMatmul`` without biases, each in one kernel for all experts."""
     ends = _group_offsets(counts, x.device)
     grad_x = torch._grouped_mm(grad, stack_weights(weights), offs=ends) if needed[0] else None
     if not any(needed[3:]):
@@ -99,14 +99,14 @@ def _grouped_gradients(
 
 
 def can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether PyTorch's grouped kernel applies: bf16 on Hopper or later, rows aligned to 16 bytes."""
+    """Return whether PyTorch's grouped kernel applies: bf16 on Hopper or later, rows aligned to 16 bytes."""
     bf16 = x.dtype is weight.dtype is torch.bfloat16
     aligned = x.is_contiguous() and not any(size % 8 for size in weight.shape)
     return x.is_cuda and bf16 and aligned and len(x) > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[experts, out, in]: a view if the weights are evenly spaced in one storage, else a copy."""
+    """Stack weights to [experts, out, in]: a view if they are evenly spaced in one storage, else a copy."""
     first, size = weights[0], weights[0].numel()
     starts = [weight.data_ptr() for weight in weights]
     step = (starts[1] - starts[0]) // first.element_size() if len(starts) > 1 else size
@@ -121,7 +121,7 @@ def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _group_offsets(counts: list[int], device: torch.device) -> torch.Tensor:
-    """The end of the rows of each expert."""
+    """Return the end of the rows of each expert."""
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
 
 
@@ -133,7 +133,7 @@ class GroupedLinear(torch.nn.Module):
     """One linear layer per local expert (``weight{i}``, ``bias{i}``), split over expert-tensor-parallel ranks."""
 
     split: int  # the dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers
-    packed: list[PackedWeight] | None = None  # as oneDNN wants weights while decoding; the parameters are empty then
+    packed: list[PackedWeight] | None = None  # weights in oneDNN's layout for decoding; then the parameters are empty
     row_multiple = 1
     """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""
 
@@ -174,7 +174,7 @@ class GroupedLinear(torch.nn.Module):
     def _weight_slices(self, shape: list[int]) -> list[torch.Tensor]:
         """Memory for all weights in one tensor, which `stack_weights` finds again without a copy."""
         whole = self._empty(self.count, *shape)
-        if whole.is_meta:  # a conversion without memory tells parameters apart by their storage
+        if whole.is_meta:  # a conversion without memory distinguishes parameters by their storage
             return [self._empty(*shape) for _ in range(self.count)]
         return [part.data for part in whole]
 
@@ -200,7 +200,7 @@ class GroupedLinear(torch.nn.Module):
         return bias
 
     def _stride(self) -> int:
-        """The outputs of a gated layer are gates and values, each split over the ranks."""
+        """Split the outputs of a gated layer into gates and values, each sharded over the ranks."""
         return 2 if self.split == 0 and self.config.gated_linear_unit else 1
 
     def _initialize(self, rows: int, columns: int, init_method: Callable[[torch.Tensor], Any]) -> None:
@@ -239,7 +239,7 @@ class GroupedLinear(torch.nn.Module):
         return [getattr(self, f"bias{index}") for index in range(self.count)] if self.has_bias else []
 
     def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-        """Outputs [tokens, out] and, if the caller adds them, the biases."""
+        """Return outputs [tokens, out] and, if the caller adds them, the biases."""
         later = self.has_bias and self.skip_bias_add
         biases = [] if later else self.biases()
         if self.row_multiple > 1:
@@ -248,7 +248,7 @@ class GroupedLinear(torch.nn.Module):
         return out, list(self.biases()) if later else None
 
     def _padded(self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Outputs [tokens, out], without a gradient."""
+        """Return outputs [tokens, out], without a gradient."""
         weights = self.weights()
         found: list[torch.Tensor] = []
         for index, rows in enumerate(_expert_slices(counts)):
@@ -265,7 +265,7 @@ class GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """All experts of all ranks under one key, stacked along a leading axis, as in Megatron-Core."""
+        """Describe the experts of all ranks under one key, stacked along a leading axis, as in Megatron-Core."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         alone = metadata.get("singleton_local_shards", False)
         experts = self.groups.ep.size() * self.count

@@ -29,8 +29,8 @@ from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
 from megatron.bridge.backends.kernels.eager import upcast
 
-CHUNK = 64  # tokens that are solved together; as in fla
-CHANNEL_CHUNK = 16  # where every key feature decays by itself, each pair of tokens has as many numbers
+CHUNK = 64  # tokens of a chunk; as in fla
+CHANNEL_CHUNK = 16  # if each key feature has its own decay, each pair of tokens needs one number per feature
 _log = logging.getLogger(__name__)
 
 
@@ -41,11 +41,11 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The weighted sum of each feature over the last tokens of its sequence.
+    """Compute the weighted sum of each feature over the last tokens of its sequence.
 
     ``x`` and the result are [b, t, features], ``weight`` is [features, taps] with the tap of the current token last,
-    ``bias`` [features]. ``cu_seqlens`` [sequences + 1] are the bounds of the sequences of a packed row; None is one
-    sequence a row.
+    ``bias`` [features]. ``cu_seqlens`` [sequences + 1] are the bounds of the sequences of a packed row; None means
+    one sequence per row.
     """
     taps, length = weight.shape[-1], x.shape[1]
     position = None if cu_seqlens is None else positions_in_sequences(cu_seqlens, length)
@@ -85,7 +85,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output of each query, computed chunk by chunk in fp32 (or fp64).
+    """Compute the output of each query, chunk by chunk in fp32 (or fp64).
 
     With U the corrections of a chunk, one row per token, G the cumulative sums of g, and S the state before the
     chunk:
@@ -98,12 +98,12 @@ def chunk_gated_delta_rule(
         q: [b, t, h, k].
         k: [b, t, h, k].
         v: [b, t, h, d].
-        g: Logarithm of the decay, at most 0; [b, t, h], or [b, t, h, k] where key features decay by themselves.
+        g: Logarithm of the decay, at most 0; [b, t, h], or [b, t, h, k] if each key feature has its own decay.
         beta: [b, t, h].
         initial_state: State before the tokens [b, h, k, d], not with ``cu_seqlens``; zero when None.
         output_final_state: Also return the state after the tokens.
         use_qk_l2norm_in_kernel: Not supported, because Megatron-Core normalizes queries and keys itself.
-        cu_seqlens: [sequences + 1], the bounds of the sequences of a packed row; None is one sequence a row.
+        cu_seqlens: [sequences + 1], the bounds of the sequences of a packed row; None means one sequence per row.
 
     Returns:
         [b, t, h, d], and the state or None.
@@ -132,7 +132,7 @@ def chunk_gated_delta_rule(
 
 
 def _products(q: Tensor, k: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Products of keys and of queries with the keys up to theirs, as far as these have not decayed."""
+    """Compute products of keys and of queries with the earlier keys, weighted by the decay."""
     size, queries, keys = q.shape[-2], (k, q), k
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
     between = (kept.unsqueeze(-2) - kept.unsqueeze(-3)).masked_fill(later, -torch.inf).exp()
@@ -192,7 +192,7 @@ def _first_chunks(lengths: list[int], size: int) -> set[int]:
 
 @torch.no_grad()
 def init_conv_weight(weight: Tensor, group: dist.ProcessGroup) -> None:
-    """Initialize the weight of a convolution, drawn for all tensor-parallel ranks: else all would draw the same.
+    """Initialize the weight of a convolution, drawn for all tensor-parallel ranks: ranks alone would draw the same.
 
     It is [features of this rank, 1, taps], uniform within 1 / sqrt(taps) as in PyTorch; the random number generators of
     ``group`` agree.
@@ -208,7 +208,7 @@ def install() -> None:
         return
     if has_cuda():
         _log.warning("flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk")
-    common.HAVE_FLA = True  # Megatron-Core checks it before it builds the layer
+    common.HAVE_FLA = True  # Megatron-Core checks this before it builds the layer
     common.l2norm = l2norm
     gdn.causal_conv1d = causal_conv1d
     gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
@@ -252,7 +252,7 @@ class DeltaNet(GatedDeltaNet):
         return self.out_proj(self.cache.run(projected, self.v_dim_local_tp, self._advance))
 
     def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs [b, s, values] of texts that go on, and their new states."""
+        """Compute outputs [b, s, values] of continued texts, and their new states."""
         batch, length, _ = projected.shape
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, dim=-1)
         whole, history = with_history(qkv, history)
@@ -268,7 +268,7 @@ class DeltaNet(GatedDeltaNet):
         return self._apply_gated_norm(out, gate).view(batch, length, -1), (history, after)
 
     def state_shapes(self) -> list[StateShape]:
-        """Of the states of one text: last inputs of the convolution, and the state of each head."""
+        """Return the shapes of a text's states: last inputs of the convolution, and the state of each head."""
         taps, channels = self.conv1d.weight.shape[-1], self.conv1d.weight.shape[0]
         heads: Any = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
         return [StateShape((taps - 1, channels), self.config.params_dtype), StateShape(heads, torch.float32)]
@@ -279,12 +279,12 @@ class DeltaNet(GatedDeltaNet):
         return total
 
     def _compute_g_and_beta(self, rate: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the decay, and beta; both [b, t, h]."""
+        """Compute the logarithm of the decay, and beta; both [b, t, h]."""
         return -rate.float().exp() * F.softplus(alpha.float() + bias.float()), beta.sigmoid()
 
 
 class _PlainNormBuilder:
-    """Builds a norm whose gain is not zero-centered, whatever the config says."""
+    """Builds a norm whose gain is not zero-centered, independent of the config."""
 
     def __new__(cls, norm: Any, config: TransformerConfig, **sizes: Any) -> Any:
         plain = copy.copy(config)

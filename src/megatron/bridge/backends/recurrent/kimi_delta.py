@@ -2,7 +2,7 @@
 """Kimi delta attention (KDA) in plain PyTorch: a gated delta net whose decay is one number for each key feature.
 
 Decay and output gate come from narrow projections that all heads share (Kimi Team, "Kimi Linear", 2025,
-arXiv:2510.26692). Tensor-parallel ranks split the heads; the gradients of what they share are added up.
+arXiv:2510.26692). Tensor-parallel ranks split the heads; the gradients of shared parameters are summed.
 """
 
 from typing import Any, ClassVar
@@ -60,11 +60,11 @@ class KimiDeltaAttention(TensorParallelMixer):
 
     @property
     def operations(self) -> float:
-        """Of a token: 6 K V for the state, and within a chunk products, the system, and decays of each pair."""
+        """Count a token's operations: 6 K V for the state; in a chunk, products, the system, and decays of pairs."""
         return self.heads * self.width * (6.0 * self.width + CHANNEL_CHUNK * (3 + 2 + 4))
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Queries, keys, values, inputs of decays and of gates, and of beta, in one tensor."""
+        """Project to queries, keys, values, and the inputs of decays, gates and beta, in one tensor."""
         if self.config.sequence_parallel:
             x = mappings.gather_from_sequence_parallel_region(hidden_states, group=self.tp_group)
         else:
@@ -75,7 +75,7 @@ class KimiDeltaAttention(TensorParallelMixer):
         return torch.cat((*parts, F.linear(x, self.b_proj)), -1)
 
     def _whole(self, name: str) -> Tensor:
-        """A parameter that all ranks have, whose gradient is that of this rank's heads."""
+        """Return a parameter that all ranks have; its gradient is from this rank's heads."""
         return mappings.copy_to_tensor_model_parallel_region(getattr(self, name), self.tp_group)
 
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
@@ -103,7 +103,7 @@ class KimiDeltaAttention(TensorParallelMixer):
         return out.to(projected.dtype), (history, state)
 
     def state_shapes(self) -> list[StateShape]:
-        """Of the states of one text: last inputs of the convolutions, and the state of each head."""
+        """Return the shapes of a text's states: last inputs of the convolutions, and the state of each head."""
         taps, inner = self.q_conv1d.shape[-1], self.heads * self.width
         history = StateShape((taps - 1, 3 * inner), self.config.params_dtype)
         return [history, StateShape((self.heads, self.width, self.width), torch.float32)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 mixers: Megatron-Core's on the kernels of mamba-ssm, and the same in PyTorch without them.
+"""Mamba-2 mixers: Megatron-Core's with the kernels of mamba-ssm, and an equal one in plain PyTorch.
 
 Megatron-Core's mixer hard-codes two values that differ between models: the epsilon of the gated norm, and no
 bounds for the step size. Both mixers here read them from the config.
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def mixer_class() -> type[MambaMixer]:
-    """The fastest mixer that runs on this machine."""
+    """Return the fastest mixer that runs on this machine."""
     if not has_cuda():
         return TorchMambaMixer
     if mamba_mixer.HAVE_MAMBA_SSM and mamba_mixer.causal_conv1d_fn is not None:
@@ -44,7 +44,7 @@ def mixer_class() -> type[MambaMixer]:
 
 
 def step_limit(config: Any) -> tuple[float, float]:
-    """The smallest and the largest step by which a token moves a state."""
+    """Return the smallest and the largest step size."""
     largest = getattr(config, "mamba_largest_step", None)
     return getattr(config, "mamba_smallest_step", 0.0), math.inf if largest is None else largest
 
@@ -63,7 +63,7 @@ class FusedMambaMixer(MambaMixer):
         self.norm.eps = config.layernorm_epsilon
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:  # noqa: N803 - Megatron-Core's name
-        """Normalized outputs [s, b, inner] of projected inputs [s, b, z + x + B + C + dt]."""
+        """Compute normalized outputs [s, b, inner] of projected inputs [s, b, z + x + B + C + dt]."""
         cp, config = self.cp, self.config
         dtype = {"state_dtype": config.mamba_training_ssm_states_dtype or config.params_dtype}
         y = mamba_mixer.mamba_split_conv1d_scan_combined(
@@ -117,7 +117,7 @@ class TorchMambaMixer(MambaMixer):
         """Draw the weights of all tensor-parallel ranks and keep this rank's: the same model under any layout."""
         states = self.ngroups * self.d_state
         kinds = [self.d_inner, self.d_inner, states, states, self.nheads]  # z, x, B, C, dt
-        bound = self.d_conv**-0.5  # of a uniform distribution, as PyTorch initializes convolutions
+        bound = self.d_conv**-0.5  # bound of the uniform distribution, as in PyTorch's convolutions
 
         def projection(whole: Tensor) -> Tensor:
             assert self.config.init_method is not None, "a resolved config has one"
@@ -180,13 +180,13 @@ class TorchMambaMixer(MambaMixer):
         return self.cp.post_conv_ssm(whole)
 
     def _mix(self, projected: Tensor) -> Tensor:
-        """Gated outputs [s, b, inner] in float32 of the projections [s, b, z + x + B + C + dt] of one sequence."""
+        """Compute gated outputs [s, b, inner] in float32 of one sequence's projections [s, b, z + x + B + C + dt]."""
         gate, xbc, dt = self._split(projected.transpose(0, 1))
         convolved = self.cp.conv1d(xbc.transpose(1, 2))[..., : xbc.shape[1]].transpose(1, 2)
         return self._scan(gate, convolved, dt)[0].transpose(0, 1)
 
     def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Gated outputs [b, s, inner] of texts that go on, and their new states."""
+        """Compute gated outputs [b, s, inner] of continued texts, and their new states."""
         gate, xbc, dt = self._split(projected)
         whole, history = with_history(xbc, history)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
@@ -195,7 +195,7 @@ class TorchMambaMixer(MambaMixer):
         return y, (history, state)
 
     def state_shapes(self) -> list[StateShape]:
-        """Of the states of one text: last inputs of the convolution, and the state of the scan."""
+        """Return the shapes of a text's states: last inputs of the convolution, and the state of the scan."""
         cp = self.cp
         groups = cp.ngroups_local_tpcp
         channels = cp.d_inner_local_tpcp + 2 * groups * self.d_state
@@ -203,13 +203,13 @@ class TorchMambaMixer(MambaMixer):
         return [StateShape((self.d_conv - 1, channels), self.config.params_dtype), StateShape(heads, torch.float32)]
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Gate, x with B and C, and dt of projections [..., z + x + B + C + dt]."""
+        """Split projections [..., z + x + B + C + dt] into the gate, x with B and C, and dt."""
         cp = self.cp
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
         return projected.split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
 
     def _scan(self, gate: Tensor, convolved: Tensor, dt: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gated outputs [b, s, inner] in float32, and the state after them."""
+        """Compute gated outputs [b, s, inner] in float32, and the state after them."""
         cp = self.cp
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
         x, b, c = F.silu(convolved).split([inner, states, states], dim=-1)
@@ -221,7 +221,7 @@ class TorchMambaMixer(MambaMixer):
         return y.flatten(-2) * F.silu(gate.float()), state
 
     def _grouped(self, states: Tensor) -> Tensor:
-        """B or C [b, s, groups, state size] of this rank's groups of heads."""
+        """Return B or C [b, s, groups, state size] of this rank's groups of heads."""
         return states.unflatten(-1, (-1, self.d_state))
 
 
@@ -266,7 +266,7 @@ def _without_mamba_ssm() -> Iterator[None]:
 
 
 def lengths_of(packed: Any, total: int) -> list[int]:
-    """Lengths of the packed sequences; tokens after the last one count as one more sequence."""
+    """Return the lengths of the packed sequences; tokens after the last one count as one more sequence."""
     if packed is None:
         return [total]
     bounds = [*host_values(padded_cu_seqlens(packed)), total]
@@ -274,7 +274,7 @@ def lengths_of(packed: Any, total: int) -> list[int]:
 
 
 def _sequence_indices(packed: Any, tokens: Tensor) -> Tensor:
-    """The index of the sequence of each of ``tokens`` [s, ...], int32 [1, s], as the kernels expect it."""
+    """Return the index of the sequence of each of ``tokens`` [s, ...], int32 [1, s], as the kernels expect it."""
     if packed.seq_idx is not None:
         return packed.seq_idx
     positions = torch.arange(len(tokens), device=tokens.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-1 mixers in plain PyTorch (Jamba), in the place of attention.
+"""Mamba-1 mixers in plain PyTorch (Jamba), which replace attention.
 
 Every feature has a state h of its own, and steps dt, B and C are computed from the inputs x (Gu and Dao, "Mamba",
 2023, arXiv:2312.00752), each normalized in Jamba:
@@ -31,7 +31,7 @@ CHUNK = 64  # tokens whose states are in memory at a time
 def selective_scan(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All outputs in fp32, and the state after them.
+    """Compute all outputs in fp32, and the state after them.
 
     Args:
         x: Inputs [batch, sequence, features].
@@ -45,7 +45,7 @@ def selective_scan(
     state = x.new_zeros(len(x), *rate.shape) if state is None else state
     outputs = []
     for parts in zip(*(part.split(CHUNK, 1) for part in (x, dt, b, c)), strict=True):
-        # the states of a chunk are computed again in the backward pass
+        # the states of a chunk are recomputed in the backward pass
         y, state = checkpoint(_scan_chunk, *parts, rate, state, use_reentrant=False)  # type: ignore[misc]
         outputs.append(y)
     assert state is not None
@@ -57,7 +57,7 @@ def _scan_chunk(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state
     kept = (dt.unsqueeze(-1) * rate).exp()
     states = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
     states = torch.cat((states[:, :1] + kept[:, :1] * state.unsqueeze(1), states[:, 1:]), 1)
-    reach = 1  # each state sums up so many tokens
+    reach = 1  # each state is the sum over this many tokens
     while reach < x.size(1):
         states = torch.cat((states[:, :reach], states[:, reach:] + kept[:, reach:] * states[:, :-reach]), 1)
         kept = torch.cat((kept[:, :reach], kept[:, reach:] * kept[:, :-reach]), 1)
@@ -88,7 +88,7 @@ class Mamba1Mixer(TensorParallelMixer):
         self.d_inner_local_tp = width = inner // self.tp_group.size()
         self.states, self.rank = states, rank = config.mamba_state_dim, config.mamba_dt_rank
         self.in_proj = build_module(submodules.in_proj, config.hidden_size, 2 * inner, **self.first_options)
-        self.shared = {"dt": rank, "b": states, "c": states}  # by all features, and how wide it is
+        self.shared = {"dt": rank, "b": states, "c": states}  # widths of the parts that all features share
         self.norms = nn.ModuleDict(
             {n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like) for n, s in self.shared.items()}
         )
@@ -105,7 +105,7 @@ class Mamba1Mixer(TensorParallelMixer):
 
     @property
     def operations(self) -> float:
-        """Forward operations of one token; the product with A counts as that of a matrix."""
+        """Count forward operations of one token; the product with A counts as a product with a matrix."""
         return 4.0 * self.d_inner_local_tp * self.states
 
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
@@ -130,7 +130,7 @@ class Mamba1Mixer(TensorParallelMixer):
         return y.to(projected.dtype), (history, state)
 
     def state_shapes(self) -> list[StateShape]:
-        """Of the states of one text: last inputs of the convolution, and the state of the scan."""
+        """Return the shapes of a text's states: last inputs of the convolution, and the state of the scan."""
         width = self.d_inner_local_tp
         history = StateShape((self.conv1d_weight.size(-1) - 1, width), self.config.params_dtype)
         return [history, StateShape((width, self.states), torch.float32)]

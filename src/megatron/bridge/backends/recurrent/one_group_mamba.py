@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 mixers whose heads are one group, in the place of attention (Granite 4, Bamba) or beside it (Falcon-H1).
+"""Mamba-2 mixers whose heads are one group. They replace attention (Granite 4, Bamba) or run beside it (Falcon-H1).
 
-Megatron-Core gives each tensor-parallel rank groups of heads with a B, a C and a norm of their own. Here all heads
-share B and C, and the gated norm is over all of them: each rank computes a part of B and C, gathers the others, and
-adds up its squares with those of the others. Beside attention, a mixer reads the same input, and its outputs are added;
-those of its scan are gated, not normalized.
+In Megatron-Core, each tensor-parallel rank has groups of heads with their own B, C and norm. Here all heads share B
+and C, and the gated norm is over all heads: each rank computes a part of B and C, gathers the other parts, and sums
+its squares with the other ranks. A mixer beside attention reads the same input, and both outputs are added; the
+outputs of its scan are gated, not normalized.
 """
 
 import copy
@@ -36,7 +36,7 @@ class OneGroupMambaMixer(TorchMambaMixer):
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         ranks, cut = groups.tp.size(), copy.copy(config)
-        # the same rows of B and C in all, a part of them on each rank
+        # each rank has a part of the shared rows of B and C
         cut.mamba_num_groups, cut.mamba_state_dim = ranks, config.mamba_state_dim // ranks
         sizes: Any = {"d_model": config.hidden_size, "d_conv": getattr(config, "mamba_conv_kernel", 4)}
         super().__init__(cut, submodules, layer_number=layer_number, pg_collection=groups, **sizes)
@@ -53,7 +53,7 @@ class OneGroupMambaMixer(TorchMambaMixer):
         self.norm = norm
 
     def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] to the same, and no bias."""
+        """Map [s, b, hidden] to the same shape; there is no bias."""
         return super().forward(hidden_states, packed_seq_params=packed_seq_params)
 
     def state_shapes(self) -> list[StateShape]:
@@ -71,7 +71,7 @@ class NormOverRanks(GroupRMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [..., outputs of this rank]; the result has the dtype of the gain."""
         x, ranks = x.float(), self.tp_group.size()
-        # each rank's outputs depend on the sum, so its gradient is summed up, too
+        # each rank's outputs depend on the sum, so its gradient is also summed
         total = mappings.reduce_from_tensor_model_parallel_region(x.square().sum(-1, keepdim=True), self.tp_group)
         total = mappings.copy_to_tensor_model_parallel_region(total, self.tp_group)
         normed = x * (total / (x.shape[-1] * ranks) + self.eps).rsqrt()
@@ -80,13 +80,13 @@ class NormOverRanks(GroupRMSNorm):
 
 @dataclass(kw_only=True)
 class BesideMambaSubmodules(SelfAttentionSubmodules):
-    """Those of attention, and of the mixer."""
+    """The submodules of attention, and of the mixer."""
 
     mixer: MambaMixerSubmodules
 
 
 class AttentionBesideMamba(SelfAttention):
-    """Attention and a mixer, with ``multipliers`` of the outputs of each."""
+    """Attention and a mixer; ``multipliers`` scale their outputs."""
 
     def __init__(
         self, config: Any, submodules: BesideMambaSubmodules, layer_number: int, *args: Any, **kwargs: Any
@@ -105,14 +105,14 @@ class AttentionBesideMamba(SelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] to the same, and the bias of the output projection."""
+        """Map [s, b, hidden] to the same shape, and return the bias of the output projection."""
         out, bias = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
         mixed, _ = self.mixer(hidden_states, packed_seq_params=packed_seq_params)
         return out * self.multipliers[0] + mixed * self.multipliers[1], bias
 
 
 class _Cast(nn.Module):
-    """Stands where a mixer has its norm."""
+    """Replaces the norm of a mixer by a cast."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

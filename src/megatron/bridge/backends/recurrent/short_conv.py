@@ -19,14 +19,14 @@ from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParal
 
 
 class ShortConv(TensorParallelMixer):
-    """A gated short convolution; its state is the last inputs of the convolution."""
+    """A gated short convolution, whose state is the last inputs of the convolution."""
 
     cut: ClassVar[dict[str, int]] = {"conv1d.weight": 0}
     projected = ("before", "after", "x")
 
     @property
     def operations(self) -> float:
-        return 0.0  # those of the convolution are not counted
+        return 0.0  # the convolution is not counted
 
     def prepare(self, submodules: Any) -> int:
         config: Any = self.config
@@ -54,5 +54,5 @@ class ShortConv(TensorParallelMixer):
         return after * causal_convolution(before * x, self.conv1d.weight.squeeze(1), None, bounds)
 
     def state_shapes(self) -> list[StateShape]:
-        """Of the states of one text: the last inputs of the convolution."""
+        """Return the shape of a text's state: the last inputs of the convolution."""
         return [StateShape((self.conv1d.weight.shape[-1] - 1, self.features), self.config.params_dtype)]

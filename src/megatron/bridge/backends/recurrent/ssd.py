@@ -19,7 +19,7 @@ from torch import Tensor
 def scan(
     x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All outputs in float32, and the state after them.
+    """Compute all outputs in float32, and the state after them.
 
     Args:
         x: Inputs [batch, sequence, heads, head width].
@@ -49,20 +49,20 @@ def scan(
 
 
 def _chunked(part: Tensor, chunk: int) -> Tensor:
-    """[batch, sequence, ...] as [batch, chunks, chunk, ...]; padding with steps of zero changes nothing."""
+    """Reshape [batch, sequence, ...] to [batch, chunks, chunk, ...]; padding with zero steps has no effect."""
     padding = -part.shape[1] % chunk
     return F.pad(part, (0, 0) * (part.ndim - 2) + (0, padding)).unflatten(1, (-1, chunk))
 
 
 def _decay(remaining: Tensor) -> Tensor:
-    """The fraction of the input of position j that remains in the state at position i >= j, [..., i, j]."""
+    """Compute the fraction of the input of position j that remains in the state at position i >= j, [..., i, j]."""
     size = remaining.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=remaining.device).triu(1)
     return (remaining[..., :, None] - remaining[..., None, :]).float().masked_fill(later, -torch.inf).exp()
 
 
 def _recurrence(added: Tensor, remaining: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The state before each chunk and after the last, from what chunks add and the fraction that they keep."""
+    """Compute the state before each chunk and after the last, from the chunks' additions and kept fractions."""
     state = torch.zeros_like(added[:, 0]) if state is None else state
     before: list[Tensor] = []
     for new, fraction in zip(added.unbind(1), remaining.unbind(1), strict=True):

@@ -22,14 +22,14 @@ from megatron.bridge.backends.recurrent.gated_delta_net import init_conv_weight
 
 
 class TensorParallelMixer(MegatronModule):
-    """A mixer that is called like attention and ends with an output projection.
+    """A mixer with attention's interface and an output projection.
 
     Attributes:
         cache: states of the texts while the model decodes, else None.
-        cut: the dimension along which ranks split a parameter, by its name; they share those that are not named. A
+        cut: the dimension along which ranks split a parameter, by its name; other parameters are replicated. A
             module with a name here is one of PyTorch's.
-        projected: names of the parts of ``in_proj``, if it has any, each split over the ranks by itself.
-        features: of this rank that the output projection reads.
+        projected: names of the parts of ``in_proj``, if it has any; each part is sharded separately.
+        features: number of this rank's features that the output projection reads.
     """
 
     cache: RecurrentCache | None = None
@@ -61,30 +61,30 @@ class TensorParallelMixer(MegatronModule):
 
     @property
     def operations(self) -> float:
-        """Forward operations of one token between the matrices, on this rank's features."""
+        """Count forward operations of one token between the matrices, on this rank's features."""
         raise TypeError(f"{type(self).__name__} is abstract")
 
     def prepare(self, submodules: Any) -> int:
-        """Build all but the output projection; return how many features it reads over all ranks."""
+        """Build all modules before the output projection; return the number of its input features over all ranks."""
         raise TypeError(f"{type(self).__name__} is abstract: it has no parts of {submodules}")
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """All that is computed from each token by itself, [s, b, parts]."""
+        """Compute the parts that depend on one token each, [s, b, parts]."""
         in_proj: Any = self.in_proj
         return in_proj(hidden_states)[0]
 
     def mix(self, projected: Tensor, *states: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """Outputs [b, s, features] of texts that go on from ``states``, or begin, and their new states."""
+        """Compute outputs [b, s, features] of texts that continue from ``states``, or begin, and their new states."""
         raise TypeError(f"{type(self).__name__} is abstract: it does not mix {projected.shape} with {states}")
 
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
-        """Outputs [b, s, features] of packed sequences, each from its begin."""
+        """Compute outputs [b, s, features] of packed sequences, each from its start."""
         raise TypeError(f"{type(self).__name__} is abstract: no {projected.shape} of {packed_seq_params}")
 
     def forward(
         self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, hidden] to the same, and no bias."""
+        """Map [s, b, hidden] to the same shape; there is no bias."""
         projected = self.project(hidden_states)
         if self.cache is not None:
             return self.out_proj(self.cache.run(projected, self.features, self.mix))
@@ -92,7 +92,7 @@ class TensorParallelMixer(MegatronModule):
         return self.out_proj(mixed.transpose(0, 1).contiguous())
 
     def make_parameters(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Register parameters with these shapes on this rank: matrices and convolutions drawn, the others one."""
+        """Register this rank's parameters with these shapes: random matrices and convolutions, ones for the others."""
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.ones(shape, **self.like)))
             weight = getattr(self, name)
@@ -103,9 +103,9 @@ class TensorParallelMixer(MegatronModule):
 
     @torch.no_grad()
     def _initialize(self, name: str, weight: Tensor) -> None:
-        """Draw a weight of all ranks and keep this rank's part: the same model under any layout."""
+        """Draw the weight of all ranks and keep this rank's shard: the model is the same under any layout."""
         if name == "dt_bias":
-            weight.fill_(-4.6)  # softplus makes 0.01 of it
+            weight.fill_(-4.6)  # its softplus is 0.01
         elif "conv1d" in name:
             init_conv_weight(weight, self.tp_group)
         elif name.endswith("proj"):

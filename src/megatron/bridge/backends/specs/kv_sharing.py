@@ -3,10 +3,10 @@
 
 A provider declares it in these fields:
 
-* ``value_norm``: values pass an RMSNorm without a gain.
-* ``attention_k_eq_v``: in layers without a window, values are the keys as they were projected.
-* ``shared_kv_layers``: layers that attend to the keys and values of the last layer of their kind, with a window or
-  without one, that projects its own.
+* ``value_norm``: an RMSNorm without a gain normalizes the values.
+* ``attention_k_eq_v``: in layers without a window, the values are the projected keys.
+* ``shared_kv_layers``: these layers attend to the keys and values of the last layer of the same kind (with or
+  without a window) that projects keys and values.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ from megatron.bridge.utils.errors import UserError
 
 
 def has_window(config: Any, layer: int) -> bool:
-    """Whether ``layer``, counted from 1, has an attention window."""
+    """Return whether ``layer``, counted from 1, has an attention window."""
     return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer)
 
 
 def projections(config: Any, layer: int) -> str:
-    """What ``linear_qkv`` of ``layer``, counted from 1, projects: ``q``, ``qk`` or ``qkv``."""
+    """Return the projections of ``linear_qkv`` in ``layer``, counted from 1: ``q``, ``qk`` or ``qkv``."""
     if config.shared_kv_layers and config.shared_kv_layers[layer - 1]:
         return "q"
     return "qk" if config.attention_k_eq_v and not has_window(config, layer) else "qkv"
 
 
 class SharedKVAttention(SelfAttention):
-    """Attention that projects what ``projections`` says.
+    """Attention with the projections that ``projections`` returns.
 
     Attributes:
         kept: keys before the rotary embedding, and values, from this layer until the last one that attends to them.
@@ -54,7 +54,7 @@ class SharedKVAttention(SelfAttention):
 
         own = dataclasses.replace(submodules, linear_qkv=projection)
         super().__init__(config, own, layer_number, **others)
-        self.source: list[SharedKVAttention] = []  # in a list, or it would be a submodule of this layer
+        self.source: list[SharedKVAttention] = []  # in a list, so that it does not become a submodule
         self.roles, self.is_source, self.is_last = roles, False, False
         if roles == "q":
             self.k_layernorm = None
@@ -67,7 +67,7 @@ class SharedKVAttention(SelfAttention):
         return torch.cat((grouped, keys), dim=-1).flatten(-2), outputs[1]
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Queries, keys and values, each [s, b, heads, width], before the rotary embedding."""
+        """Compute queries, keys and values, each [s, b, heads, width], before the rotary embedding."""
         if self.source:
             projected, _ = self.linear_qkv(hidden_states)  # type: ignore[operator]
             query = projected.unflatten(-1, (-1, self.hidden_size_per_attention_head))

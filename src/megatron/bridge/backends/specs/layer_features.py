@@ -7,12 +7,12 @@ A provider declares them in these fields:
 * ``residual_multiplier``: scales the outputs of attention and MLP before they are added to the residual stream.
 * ``qk_norm_across_heads``: queries and keys are normalized over the width of all heads together.
 * ``parallel_residual``: attention and MLP both read the input of the layer, and both outputs are added to it.
-* ``qk_norm_by_head``: a LayerNorm of queries and keys with a gain of its own for each head.
+* ``qk_norm_by_head``: a LayerNorm of queries and keys with a separate gain for each head.
 * ``qk_norm_after_rope``: queries and keys are normalized after the rotary embedding.
 * ``mamba_beside_attention``: a Mamba-2 mixer reads the input of attention, and their outputs are added.
 * ``value_norm``, ``attention_k_eq_v`` and ``shared_kv_layers``: see ``kv_sharing``.
 * ``experts_beside_mlp``: layers with experts also have a dense feed-forward layer.
-* ``attn_logit_softcapping`` and ``chunked_attention``: Transformer Engine has neither, so its layers get the
+* ``attn_logit_softcapping`` and ``chunked_attention``: Transformer Engine supports neither, so its layers use the
   attention of the torch backend.
 """
 
@@ -49,7 +49,7 @@ NormPlacement = Literal["pre", "post", "both"]
 ParallelResidual = Literal["shared_norm", "own_norms"]
 
 OFF: dict[str, Any] = yaml_text.tables_beside(__file__)
-"""The fields of these features -> the values of a plain layer."""
+"""Field of a feature -> value for a plain layer."""
 
 Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]
 
@@ -155,7 +155,7 @@ def _attention(spec: Any, config: TransformerConfig) -> Any:
 
 
 def _with_mixer_beside(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
-    """Edits that put a mixer beside attention; the norm before both is a module of its own."""
+    """Edit a layer spec: put a mixer beside attention, with a separate norm before both."""
     column, row, attention = provider.column_parallel_linear(), provider.row_parallel_linear(), layer.self_attention
     assert isinstance(attention, ModuleSpec)
     parts = {**vars(attention.submodules), "linear_qkv": column}
@@ -169,19 +169,19 @@ def _with_mixer_beside(layer: TransformerLayerSubmodules, provider: BackendSpecP
 
 
 def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:
-    """Edits that put a dense feed-forward layer beside the experts, which norm their inputs themselves."""
+    """Edit a layer spec: put a dense feed-forward layer beside the experts, which normalize their own inputs."""
     beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
     return {"mlp": partial(beside, dense=get_mlp_module_spec_for_backend(provider)), "pre_mlp_layernorm": IdentityOp}
 
 
 def _with_one_norm(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
-    """Edits that leave one norm, a module of its own, for attention and MLP."""
+    """Edit a layer spec: use one separate norm for attention and MLP."""
     edits = _without_norms(layer, provider)
     return {**edits, "input_layernorm": provider.layer_norm(), "sharded_state_dict_keys_map": {}}
 
 
 def _without_norms(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
-    """Edits that remove the norms before attention and MLP, also if they are fused into a linear layer."""
+    """Edit a layer spec: remove the norms before attention and MLP, also if they are fused into a linear layer."""
     column = provider.column_parallel_linear()
     attention: Any = layer.self_attention
     edits: dict[str, Any] = {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp}
@@ -199,7 +199,7 @@ class ResidualAdd(torch.nn.Module):
 
     It replaces Megatron-Core's ``bias_dropout_add`` and has the same interface.
 
-    ``norm`` builds the norm of the output, None is no norm; ``scale`` multiplies after it.
+    ``norm`` builds the norm of the output (None: no norm); ``scale`` multiplies the normalized output.
     """
 
     def __init__(self, config: TransformerConfig, norm: Any, scale: float) -> None:
@@ -208,7 +208,7 @@ class ResidualAdd(torch.nn.Module):
         self.scale = scale
 
     def forward(self, training: bool, fused: bool) -> Residual:
-        """A function ((output, bias), residual, dropout) -> new residual stream, all [s, b, h]."""
+        """Return a function ((output, bias), residual, dropout) -> new residual stream, all [s, b, h]."""
         add = get_bias_dropout_add(training, fused)
 
         def to_residual(
@@ -248,7 +248,7 @@ class SharedNormLayer(ParallelResidualLayer):
     """The same with one norm for both: x + attention(norm(x)) + mlp(norm(x))."""
 
     def _normed(self, given: torch.Tensor) -> Any:
-        # computed again: where norms are recomputed, attention's copy of the output is gone by now
+        # recomputed, because with recomputed norms attention's copy of the output is already freed
         norm: Any = self.input_layernorm
         return norm(given)
 
@@ -264,7 +264,7 @@ class HeadsNormAttention(SelfAttention):
     def __init__(
         self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
     ) -> None:
-        # no norms of the spec: they are per head, and their gradients are summed over tensor-parallel ranks
+        # not the spec's norms: these are per head, and their gradients are summed over tensor-parallel ranks
         super().__init__(config, dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None), *args, **kwargs)
         padded = (config.num_attention_heads, config.num_query_groups or config.num_attention_heads)
         for role, heads, true_heads in zip("qk", padded, getattr(config, "unpadded_heads", padded), strict=True):
@@ -284,9 +284,9 @@ class AcrossHeadsNormAttention(HeadsNormAttention):
 
 
 def mark_sinks(model: torch.nn.Module) -> None:
-    """Mark attention sinks as cut over tensor-parallel ranks, which Transformer Engine's attention does not do.
+    """Mark attention sinks as sharded over tensor-parallel ranks, which Transformer Engine's attention does not do.
 
-    Conversion would take each rank's part for the whole, and the gradient norm would count only one rank's part.
+    Otherwise conversion would use each rank's shard as the whole, and the gradient norm would count only one shard.
     """
     for module in model.modules():
         sinks = getattr(module, "softmax_offset", None)
@@ -306,8 +306,8 @@ def keep_lengths_without_rope(model: torch.nn.Module, config: Any) -> None:
 class LateNormAttention(SelfAttention):
     """Attention with queries and keys that are normalized after the rotary embedding.
 
-    The norms are called ``late_q_layernorm`` and ``late_k_layernorm``: Megatron-Core sums the gradients of
-    whatever has ``q_layernorm`` in its name over the tensor-parallel ranks.
+    The names ``late_q_layernorm`` and ``late_k_layernorm`` contain ``q_layernorm`` and ``k_layernorm``, so that
+    Megatron-Core sums the gradients of the norms over the tensor-parallel ranks.
     """
 
     def __init__(

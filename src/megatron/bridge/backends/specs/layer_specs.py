@@ -69,16 +69,16 @@ MIXERS: dict[str, type] = {
     "short_conv_layers": ShortConv,
     "mamba_layers": OneGroupMambaMixer,
 }
-"""Fields that list layers with a mixer in the place of attention -> the mixer; ``mamba_dt_rank`` makes it Mamba-1."""
+"""Field that lists the layers with a mixer instead of attention -> the mixer; Mamba-1 if ``mamba_dt_rank`` is set."""
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed, whether or not it can run on this machine."""
+    """Return whether Transformer Engine is installed, even if it cannot run on this machine."""
     return HAVE_TE
 
 
 def resolve_backend(name: str = "auto") -> str:
-    """``torch`` or ``transformer_engine``; ``auto`` selects the faster one that this machine can run."""
+    """Return ``torch`` or ``transformer_engine``; ``auto`` selects the fastest backend that this machine can run."""
     usable = HAVE_TE and has_cuda()
     if name == "auto":
         return "transformer_engine" if usable else "torch"
@@ -96,7 +96,7 @@ def resolve_backend(name: str = "auto") -> str:
 def decoder_block_spec(
     config: TransformerConfig, backend: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The decoder layers of this pipeline rank and virtual stage ``vp_stage``, and the final norm."""
+    """Return the specs of this pipeline rank's layers in virtual stage ``vp_stage``, and of the final norm."""
     if config.num_moe_experts is not None or is_sparse(config):
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":
@@ -119,7 +119,7 @@ def decoder_block_spec(
 
 def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     if config.heterogeneous_block_specs:
-        # here, because its import warns that Apex is missing, which only its other backend uses
+        # here, because its import warns about missing Apex, which only its other backend uses
         from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as own
 
         return own.get_gpt_heterogeneous_layer_spec(config, use_te=True, vp_stage=vp_stage)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
 class LatentAttention(MLASelfAttention):
     """Multi-latent attention of Transformer Engine's layers.
 
-    Where queries have no latent, Megatron-Core's class fuses a norm with their projection that no such model has.
+    If queries have no latent, Megatron-Core's class fuses their projection with a norm that such models do not have.
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
@@ -177,7 +177,7 @@ _OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: L
 
 
 def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
-    """Replace Megatron-Core's attention by the one of this package, if it has one."""
+    """Replace Megatron-Core's core attention by this package's, if there is one."""
     parts: Any = spec.submodules
     own = _OWN_ATTENTION.get(parts.self_attention.module)
     if own is None:
@@ -192,7 +192,7 @@ def mtp_block_spec(
     backend: str,
     vp_stage: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Multi-token-prediction layers like the last layer of ``decoder``; None if this rank builds none."""
+    """Return multi-token-prediction layers like the last layer of ``decoder``, or None if this rank builds none."""
     aux_loss_metrics.grow_mtp_metrics(config.mtp_num_layers or 0)
     mtp_loss.install()
     if not getattr(decoder, "layer_specs", True):
@@ -207,7 +207,7 @@ def mtp_block_spec(
 
 
 def moe_pattern(config: TransformerConfig) -> list[int]:
-    """1 for each decoder layer with experts, 0 for each dense layer."""
+    """Return 1 for each decoder layer with experts, 0 for each dense layer."""
     if config.num_moe_experts is None:
         return [0] * config.num_layers
     frequency = config.moe_layer_freq
@@ -217,7 +217,7 @@ def moe_pattern(config: TransformerConfig) -> list[int]:
 
 
 def linear_pattern(config: TransformerConfig) -> list[int]:
-    """1 for each decoder layer with a gated delta net, 0 for each with attention."""
+    """Return 1 for each decoder layer with a gated delta net, 0 for each with attention."""
     frequency = config.linear_attention_freq
     if frequency is None:
         return [0] * config.num_layers
@@ -244,7 +244,7 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
 
 
 def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False) -> ModuleSpec:
-    """One decoder layer with separate norms, attention, and an MLP or experts (``moe``).
+    """Return the spec of a decoder layer with separate norms, attention, and an MLP or experts (``moe``).
 
     Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).
     """
@@ -267,7 +267,7 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bo
 
 
 def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:
-    """The names under which Transformer Engine's layers save the norms that are separate here."""
+    """Return the names under which Transformer Engine's layers save the norms that are separate here."""
     names = {} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     if not config.multi_latent_attention:
         first = "in_proj" if linear else "linear_qkv"
@@ -356,7 +356,7 @@ _Use = Callable[[str, object, str], None]
 
 
 def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:
-    """Choose the kernels that ``backend`` supports here; changes of values that a user has chosen."""
+    """Choose the kernels that ``backend`` supports here, and return the changes of values from the user."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes: list[DisabledSetting] = []
 
@@ -369,7 +369,7 @@ def apply_backend_settings(config: TransformerConfig, backend: str = "torch") ->
             changes.append(DisabledSetting(field, asked, value, reason))
 
     if not tensor_parallel_layers._grad_accum_fusion_available:
-        # with Transformer Engine, too: the output layer is Megatron-Core's own, and raises an error
+        # also with Transformer Engine: the output layer is Megatron-Core's own, and raises an error
         use("gradient_accumulation_fusion", False, "it needs Apex's fused_weight_gradient_mlp_cuda")
     if backend == "transformer_engine":
         if config.num_moe_experts is not None and moe_utils.fused_permute is not None:
@@ -386,11 +386,11 @@ def apply_backend_settings(config: TransformerConfig, backend: str = "torch") ->
 
 
 def _use_compiled_kernels(config: TransformerConfig, use: _Use) -> None:
-    """Kernels for GPUs. Transformer Engine has none in the place of these, unless the config asks for them."""
+    """Return kernels for GPUs, which Transformer Engine does not replace unless the config asks for it."""
     reason = compiler.why_not_compiled()
     if reason is not None:
         use("bias_activation_fusion", False, reason)
-    elif eager.fuses_activation(config):  # Megatron-Core's SwiGLU, compiled when it is first called
+    elif eager.fuses_activation(config):  # Megatron-Core's SwiGLU, compiled at the first call
         use("bias_activation_fusion", True, "SwiGLU is compiled")
     compiled.install()
 
@@ -408,7 +408,7 @@ def _use_cpu_kernels(config: TransformerConfig, use: _Use) -> None:
 
 
 def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> ModuleSpec:
-    """The parts of ``plain`` that ``block`` describes; Megatron-Core takes sizes from the config of each layer."""
+    """Select the parts of ``plain`` that ``block`` describes; the config of each layer has their sizes."""
     edits: dict[str, Any] = {}
     parts: Any = plain.submodules
     names: dict[str, str] = dict(parts.sharded_state_dict_keys_map)
@@ -427,12 +427,12 @@ def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> Mod
 
 
 def _left_out(norm: str, residual: str) -> dict[str, Any]:
-    """No norm, and nothing that is added to the residual stream."""
+    """Neither normalizes nor adds to the residual stream."""
     return {norm: IdentityOp, residual: IdentityFuncOp}
 
 
 class LinearReplacement(ColumnParallelLinear):
-    """A linear layer that replaces, and is called like, attention or a feed-forward layer.
+    """A linear layer that replaces attention or a feed-forward layer, with the same interface.
 
     ``ColumnParallelLinearGathered`` of Megatron-Core 0.19 pads the sequence instead of the features, so it fails
     under sequence parallelism.
@@ -444,7 +444,7 @@ class LinearReplacement(ColumnParallelLinear):
         super().__init__(width, width, config=config, init_method=config.init_method, bias=config.add_bias_linear)
 
     def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        """[s, b, hidden] to the same, and no bias."""
+        """Map [s, b, hidden] to the same shape; there is no bias."""
         out = gather_from_tensor_model_parallel_region(super().forward(x)[0], group=self.tp_group)
         if self.config.sequence_parallel:
             out = scatter_to_sequence_parallel_region(out, group=self.tp_group)

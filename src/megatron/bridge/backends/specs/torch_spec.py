@@ -27,14 +27,14 @@ class TorchSpecProvider(LocalSpecProvider):
     """Megatron-Core's parallel linear layers, with norms, attention and experts in plain PyTorch."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
-        """One builder for all norms: it reads the kind of norm from the config."""
+        """Return one builder for all norms, which reads the kind of norm from the config."""
         return TorchNorm
 
     def core_attention(self) -> type:
         return TorchAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> ExpertsBuilder:
-        """Grouped experts, even if ``moe_grouped_gemm`` is off: results and checkpoints are the same.
+        """Return grouped experts, even if ``moe_grouped_gemm`` is off: results and checkpoints are the same.
 
         Megatron-Core's alternative, one module per expert, is slower, and on a machine without a GPU all
         expert-parallel ranks draw the same initial weights.
@@ -43,7 +43,7 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 class TorchLatentAttention(MLASelfAttention):
-    """Multi-head latent attention that is built exactly as the layer spec says.
+    """Multi-head latent attention with exactly the modules of the layer spec.
 
     Megatron-Core overrides the spec by ``config.transformer_impl``. Without a query LoRA it then requires
     Transformer Engine's fused norm and projection, although models such as DeepSeek-V2-Lite have no query norm.
@@ -69,10 +69,10 @@ class TorchLatentAttention(MLASelfAttention):
         return {name: getattr(submodules, name) for name in names}
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The whole latents: under sequence parallelism of this rank's part of the sequence, else of all of it.
+        """Compute the whole latents of this rank's part of the sequence under sequence parallelism, else of all tokens.
 
-        Megatron-Core would gather the latent of keys and values, but ignore that each rank has only a part of the
-        gradient of the rotary part of the keys: that of its own heads.
+        Megatron-Core would gather the latent of keys and values, but ignore that each rank has only the gradient of
+        its own heads for the rotary part of the keys.
         """
         queries, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
@@ -86,7 +86,7 @@ class TorchLatentAttention(MLASelfAttention):
         return queries, torch.cat((compressed, rotated), dim=-1)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Queries, keys and values as in Megatron-Core; with a cache, those of attention to latents."""
+        """Return queries, keys and values as in Megatron-Core, or for attention to latents if there is a cache."""
         if self.cache is None:
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         queries, latents = self._qkv_down_projection(hidden_states)
@@ -106,7 +106,7 @@ class TorchLatentAttention(MLASelfAttention):
         return torch.cat((plain, turned), dim=-1), key, compressed.unsqueeze(2), queries, compressed
 
     def _queries(self, compressed: Tensor) -> Tensor:
-        """[s, b, h, d] from their normalized latent, or from hidden states in models without one."""
+        """Compute queries [s, b, h, d] from the normalized latent, or from hidden states in models without a latent."""
         up: Any = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         projected, _ = up(compressed)
         return projected.unflatten(-1, (self.num_attention_heads_per_partition, self.q_head_dim))

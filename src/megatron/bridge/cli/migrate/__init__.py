@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of other frameworks, translated: tables, and what reads them."""
+"""Translate settings of other frameworks with tables."""

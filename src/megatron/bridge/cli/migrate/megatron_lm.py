@@ -131,7 +131,7 @@ def _fields() -> dict[str, str]:
 
 
 def _row(name: str) -> list[str]:
-    """What an argument sets, as in the table of settings."""
+    """Return the overrides of an argument, in the form of the table of settings."""
     known = _fields()
     negated = known.get(name.removeprefix("no-")) if name.startswith("no-") else None
     own = [known[name]] if name in known else [f"{negated}=false"] if negated else []
@@ -230,7 +230,7 @@ def _precision(arguments: Arguments, found: Translation) -> None:
 
 
 def _sizes(arguments: Arguments, found: Translation) -> None:
-    """Widths that follow from others, and the virtual stages."""
+    """Set the widths that Megatron-LM derives from others, and the virtual stages."""
     hidden = _number(arguments, "hidden-size")
     if hidden is not None and "ffn-hidden-size" not in arguments:
         width = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in arguments else 4 * hidden
@@ -254,7 +254,7 @@ def _set_virtual(count: int, arguments: Arguments, found: Translation, source: s
 
 
 def _unused(arguments: Arguments, found: Translation) -> None:
-    """Leave out what Megatron-LM switches off, and what mock data has not."""
+    """Drop the settings that Megatron-LM switches off, and the files of mock data."""
     if (_number(arguments, "tensor-model-parallel-size", "model-parallel-size") or 1) == 1:
         found.drop("model.sequence_parallel", "Megatron-LM switches it off without tensor parallelism")
     if "num-experts" not in arguments and "E" not in found.settings.get("model.hybrid_override_pattern", ""):
@@ -365,4 +365,4 @@ _SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] 
     "hybrid-layer-pattern": _pattern_of_layers,
     "hybrid-override-pattern": _pattern_of_layers,
 }
-"""Arguments that are more than one setting; None is handled together with others."""
+"""Arguments that need code; other arguments' functions handle those with None."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a translation found, and how it is shown."""
+"""The result of a translation, and its report."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ class Translation:
 
     settings: dict[str, str] = field(default_factory=dict[str, str])  # dotted key -> value as YAML
     origins: dict[str, str] = field(default_factory=dict[str, str])  # dotted key -> the setting that it comes from
-    implied: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why nothing has to be set for it
+    implied: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why it needs no setting here
     missing: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why it has no counterpart
 
     def set(self, key: str, value: Any, source: str) -> None:

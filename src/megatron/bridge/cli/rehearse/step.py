@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def microbatches(config: "ConfigContainer", replicas: int) -> tuple[int, int]:
-    """How many a rehearsed step has, and how many a real one: after two for each stage, the schedule repeats."""
+    """Count the microbatches of a rehearsed and of a real step: after two per stage, the schedule repeats."""
     whole = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
     return min(whole, 2 * config.model.pipeline_model_parallel_size), whole
 

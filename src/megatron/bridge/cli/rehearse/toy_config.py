@@ -154,10 +154,10 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     each = model.num_attention_heads // groups
     heads = 8 if not padded else 3 * each
     kept = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
-    # a list of factors of RoPE has half as many as the head size
+    # a list of RoPE factors has half as many entries as the head size
     has_factors = any(isinstance(value, list) for value in (model.rope_parameters or {}).values())
     head = model.kv_channels if model.multi_latent_attention or has_factors else model.kv_channels and HEAD_DIM
-    # not every architecture in transformers can say a head size other than the quotient
+    # some architectures in transformers have no setting for a head size other than the quotient
     quotient = model.hidden_size // model.num_attention_heads
     divides = not model.multi_latent_attention and model.kv_channels in (None, quotient)
     width = heads * (head or HEAD_DIM) if divides or HIDDEN_SIZE % heads else HIDDEN_SIZE
@@ -192,7 +192,7 @@ def _moe_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:
     values: dict[str, Any] = {
         "num_moe_experts": max(4, 2 * dimensions.expert),
         "moe_router_topk": min(model.moe_router_topk, 2),
-        # twice this must not be the width: transformers turns stacked experts by their shape
+        # must not be half the width: transformers transposes stacked experts depending on their shape
         "moe_ffn_hidden_size": HIDDEN_SIZE * 3 // 4,
     }
     if model.moe_shared_expert_intermediate_size:
@@ -266,7 +266,7 @@ def _shrink_layers(model: Any) -> None:
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
     pattern = getattr(model, _HYBRID_PATTERN, None)
     kinds = _layer_kinds(model)
-    # of kinds that come periodically, in the config of the architecture, too, none may be left out between others
+    # the config of the architecture describes periodic kinds by their period, so the toy keeps whole periods
     periodic = getattr(model, "mamba_dt_rank", None) is not None
     least = max(kinds.index(kind) + 1 for kind in set(kinds)) if periodic else len(set(kinds))
     count = stages * -(-max(2, least) // stages)

@@ -12,10 +12,10 @@ _TOKENS_PER_SIDE = 2
 
 
 def shrink_tower(model: Any) -> None:
-    """Shrink ``model.vision`` and what depends on the width of heads; the decoder is shrunk already."""
+    """Shrink ``model.vision`` and the settings that depend on the width of heads, after the decoder."""
     values = model.vision
     tower = values["vision_config"]
-    is_as_wide = "embed_dim" in tower  # Qwen2-VL calls the decoder's width that of the tower
+    is_as_wide = "embed_dim" in tower  # Qwen2-VL's hidden_size is the decoder's
     widths = {**_WIDTHS, "hidden_size": model.hidden_size if is_as_wide else TOWER_WIDTH}
     widths |= {"out_hidden_size": model.hidden_size, **_LAYERS, **_CHOSEN_LAYERS}
     small = {**tower, **{name: value for name, value in widths.items() if tower.get(name) is not None}}
@@ -29,7 +29,7 @@ def shrink_tower(model: Any) -> None:
 
 
 def _image_sizes(values: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
-    """Set the smallest image of a tower whose images have one size; returns what the family says about it."""
+    """Set the smallest image of a tower with a fixed image size, and return the provider's settings for it."""
     if "image_size" not in tower or "spatial_merge_size" in tower:
         return {}
     side = values.get("scale_factor") or 2  # patches along a side of one token

@@ -114,13 +114,13 @@ def _memory(config: "ConfigContainer", memory: list[RankMemory]) -> Iterator[str
 
 
 def _images(config: "ConfigContainer") -> Iterator[str]:
-    """What the memory of the vision tower holds for, if there is a tower."""
+    """Name the number of images for which the vision tower's memory is estimated, if there is a tower."""
     vision = getattr(config.model, "vision", None)
     if vision is None:
         return
     yield (
         f"each rank encodes up to {sizes_of(config).images:,} tokens of images at once: dataset.max_image_tokens "
-        "limits them, and model.recompute_vision_model=true keeps less of each"
+        "limits them, and model.recompute_vision_model=true stores fewer activations"
     )
 
 
@@ -141,7 +141,7 @@ def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory
     yield from reserve.lines(needed, kind)
     if not found and most.total == most.unsharded:
         host = "model.use_cpu_initialization=true, " if config.dist.use_torch_fsdp2 else ""
-        yield f"that is the model before it is sharded: use {host}tensor parallelism or the distributed optimizer"
+        yield f"the model needs this before it is sharded: use {host}tensor parallelism or the distributed optimizer"
     elif not found:
         nearest = nearest_fit(Search(config, world_size, kind))
         changes = "" if nearest is None else " ".join(as_overrides(config, nearest.candidate.settings()))
@@ -176,7 +176,7 @@ def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "Mo
 
 
 def _compute_of_tower(config: "ConfigContainer") -> Iterator[str]:
-    """Operations of the vision tower for samples with as many tokens of images as they may have."""
+    """Count the operations of the vision tower for samples with the maximum number of image tokens."""
     tower = getattr(meta_model.whole_model(config.model), "vision", None)
     if tower is None or not (flops := tower_flops(tower, tokens := images_of_row(config))):
         return
@@ -210,7 +210,7 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
         yield "the predicted time leaves out the teacher's forward pass"
     for name in ("mamba_layers", "kda_layers"):
         if any(getattr(config.model, name, None) or ()):
-            yield f"activations of model.{name} are computed in PyTorch, which stores several times what is counted"
+            yield f"activations of model.{name} are computed in PyTorch, which stores several times the estimate"
     best = config.model.dsa_indexer_topk
     if config.model.experimental_attention_variant == "dsa" and best and config.model.seq_length > best:
         yield "activations leave out the masks of sparse attention: seq_length² x 3 bytes for each layer and sample"

@@ -58,7 +58,7 @@ def exit_code(command: Callable[[], int]) -> int:
 def _of_lost_rank(reason: str) -> str:
     return (
         f"lost the connection to another rank ({reason}), which has ended or whose node cannot be reached: its "
-        f"own log says why; the same command goes on from the last checkpoint"
+        f"own log says why; repeat the command to resume from the last checkpoint"
     )
 
 
@@ -73,7 +73,7 @@ def _is_of_output(error: OSError) -> bool:
     """Whether ``error`` comes from standard output and not from another file that cannot be written."""
     try:
         output = sys.stdout.fileno()
-    except OSError:  # in a test, standard output is not a file
+    except OSError:  # standard output of a test is not a file
         return False
     if isinstance(error, BrokenPipeError):
         watch = select.poll()
@@ -83,7 +83,7 @@ def _is_of_output(error: OSError) -> bool:
 
 
 def _flushed(code: int) -> int:
-    """``code`` if the output could be written."""
+    """Flush standard output; return ``code``, or another exit code if the output cannot be written."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -92,7 +92,7 @@ def _flushed(code: int) -> int:
 
 
 def _without_output(error: OSError) -> int:
-    """The exit code if the output could not be written."""
+    """Discard the rest of the output, and return the exit code for output that cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python tries again when it exits
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE

@@ -44,11 +44,11 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
 def judged(
     bridge: Any, ids: "Tensor", found: "ModelOutputs", given: float | None = None, extra: dict[str, Any] | None = None
 ) -> "tuple[ModelOutputs, LogitComparison, float]":
-    """What transformers computes for the tokens, how far ``found`` is from that, and how far it may be.
+    """Return the outputs of transformers for the tokens, their difference from ``found``, and the tolerance.
 
-    Half precision moves the logits of some models by more than the tolerance, in transformers, too. Such a model
-    is compared with transformers in float32, from which it may be twice as far as transformers in half precision
-    is. A tolerance that the user has ``given`` is taken as it is. ``extra`` are further inputs of transformers' model.
+    In half precision, the logits of some models are inexact by more than the tolerance, even in transformers. Such
+    a model is compared with transformers in float32; its tolerance is twice the error of transformers in half
+    precision. A tolerance ``given`` by the user stays unchanged. ``extra`` has further inputs of the model.
     """
     import torch
 
@@ -57,15 +57,15 @@ def judged(
 
     reference = reference_activations(bridge, ids, extra=extra)
     report = compare(reference, found)
-    dtype = bridge.hf_config.dtype or torch.float32  # in which a model without a dtype is built
+    dtype = bridge.hf_config.dtype or torch.float32  # the default of transformers
     usual = TOLERANCES[str(dtype).removeprefix("torch.")]
     if given is not None or report.relative <= usual or usual == TOLERANCES["float32"]:
         return reference, report, usual if given is None else given
     exact = reference_activations(bridge, ids, torch.float32, extra)
     rounding = compare(exact, reference).relative
     console().print(
-        f"logits differ by {report.relative:.3g} of their standard deviation; {bridge.hf_config.dtype} moves "
-        f"those of transformers by {rounding:.3g}: comparing with float32"
+        f"logits differ by {report.relative:.3g} of their standard deviation; {bridge.hf_config.dtype} changes "
+        f"the logits of transformers by {rounding:.3g}: comparing with float32"
     )
     return exact, compare(exact, found), 2 * rounding
 
@@ -73,7 +73,7 @@ def judged(
 def reference_activations(
     bridge: Any, ids: "Tensor", dtype: Any = None, extra: dict[str, Any] | None = None
 ) -> "ModelOutputs":
-    """What transformers computes for the tokens in ``dtype``, or in that of the model."""
+    """Return the outputs of transformers for the tokens in ``dtype``, or in the model's dtype."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options of subcommands that build a model or generate text mean."""
+"""Read the options of subcommands that build a model or generate text."""
 
 import argparse
 from dataclasses import fields
@@ -84,7 +84,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``LLM`` takes beside the path, of the arguments of the table ``model``."""
+    """Return the keyword arguments of ``LLM`` from the options of the table ``model``."""
     names = (*_SAME, "window_rings", "cuda_graphs", "trust_remote_code", "trust_checkpoint")
     template = args.template and read_text(args.template, f"--template {args.template}")
     named = {"adapters": getattr(args, "adapters", None), "template": template}
@@ -99,7 +99,7 @@ def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The path and the options of an ``LLM`` from the table ``script``."""
+    """Return the path and the keyword arguments of ``LLM`` from the options of the table ``script``."""
     path = args.megatron_model_path or args.hf_model_path
     if path is None:
         raise UserError("no model: give --hf_model_path or --megatron_model_path")
@@ -109,7 +109,7 @@ def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def script_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of an ``LLM`` from the table ``script engine``."""
+    """Return the keyword arguments of ``LLM`` from the options of the table ``script engine``."""
     return {
         "max_context": args.max_seq_length,
         "max_requests": args.max_batch_size,

@@ -76,7 +76,7 @@ class _NamedPaths(argparse.Action):
 
 
 class _Refused(argparse.Action):
-    """Ends the command with the reason why an argument of another program is not taken."""
+    """Ends the command with the reason why it does not support an argument of another program."""
 
     def __init__(self, reason: str, **names: Any) -> None:
         super().__init__(nargs="*", const=reason, help=argparse.SUPPRESS, **names)
@@ -89,7 +89,7 @@ _BY_NAME: dict[str, dict[str, Any]] = {
     "type": {"int": int, "float": float, "path": Path, "count": count, "workers": workers, "memory_size": memory_size},
     "action": {"toggle": argparse.BooleanOptionalAction, "named_paths": _NamedPaths, "refused": _Refused},
 }
-"""What the words of tables stand for, beside argparse's own actions."""
+"""The types and actions that tables name, in addition to argparse's own actions."""
 
 
 def add_options(parser: Any, table: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ COLUMNS = ("recipe", "model", "size", "stage", "GPUs", "GB", "sequence", "precis
 
 _SIZE = re.compile(r"A?\d[\d.x]*[BMT](-A[\d.]+[BM])?")
 _STAGE = re.compile(r" (?:pretraining|full fine-tuning|distilled|DPO)\b")
-_PLAIN = 10_000  # columns: no line in a pipe is cut
+_PLAIN = 10_000  # columns: no line is truncated in a pipe
 
 
 def table(recipes: list[Recipe]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people see of a config: a summary, computed from shapes, and which ranks hold which part of the model."""
+"""Summarize a config as text: its sizes, computed from shapes, and the ranks of each part of the model."""
 
 from collections.abc import Iterator
 
@@ -123,12 +123,12 @@ def gigabytes(count: int) -> str:
 
 
 def _shortened(count: int, most: int) -> list[int | None]:
-    """All numbers below ``count``, or the first ones, None, and the last one."""
+    """Return the numbers below ``count``; None replaces those before the last one if there are more than ``most``."""
     return [*range(count)] if count <= most else [*range(most - 1), None, count - 1]
 
 
 def span(start: int, count: int) -> str:
-    """``count`` consecutive numbers, in words."""
+    """Write ``count`` consecutive numbers as text."""
     return str(start) if count == 1 else f"{start}-{start + count - 1}"
 
 

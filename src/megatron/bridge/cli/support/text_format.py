@@ -73,7 +73,7 @@ def table_console() -> "Console":
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of equally many cells, aligned on the right, but for the last column."""
+    """Yield the rows as lines; all columns except the last one are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]

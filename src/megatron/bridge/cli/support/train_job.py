@@ -185,7 +185,7 @@ def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> tuple[
     of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
     extra = [name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None]
     if extra:
-        raise UserError(f"--{extra[0]} does not go with {args.config}, which is a whole config: leave one out")
+        raise UserError(f"--{extra[0]} cannot be used with {args.config}, a whole config: leave one out")
     config = from_plain(resolve_tree(values))
     if not isinstance(config, ConfigContainer):
         raise UserError(

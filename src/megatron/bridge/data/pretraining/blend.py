@@ -53,7 +53,7 @@ def get_blend_and_blend_per_split(
     valid_data_paths: Sequence[str] | None = None,
     test_data_paths: Sequence[str] | None = None,
 ) -> tuple[Blend | None, BlendPerSplit | None]:
-    """``blend`` and ``blend_per_split`` of a ``GPTDatasetConfig`` from Megatron-LM's arguments.
+    """Build ``blend`` and ``blend_per_split`` of a ``GPTDatasetConfig`` from Megatron-LM's arguments.
 
     Args:
         data_paths: one blend: prefixes, or alternating weights and prefixes.
@@ -88,7 +88,7 @@ def get_blend_and_blend_per_split(
 
 
 def _per_split_file(path: str) -> BlendPerSplit:
-    """Blends from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``."""
+    """Read blends from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``."""
     try:
         table = strict_json.loads(read_text(Path(path), f"per_split_data_args_path={path}"))
     except ValueError as error:
@@ -103,14 +103,14 @@ def _per_split_file(path: str) -> BlendPerSplit:
 
 
 def _arguments(value: Any) -> list[str] | None:
-    """The arguments of a blend: Megatron's files hold a list or a string."""
+    """Return the arguments of a blend, which is a list or a string in Megatron-LM's files."""
     if isinstance(value, str):
         return value.split()
     return None if value is None else [str(argument) for argument in value]
 
 
 def split_problems(split: str | None) -> list[str]:
-    """What is wrong with ``dataset.split``, if anything.
+    """Return the problems of ``dataset.split``.
 
     Example:
         >>> split_problems("969,30,1")
@@ -124,7 +124,7 @@ def split_problems(split: str | None) -> list[str]:
 
 
 def blend_problems(name: str, blend: Blend | None) -> list[str]:
-    """What is wrong with the blend ``name`` of the config, if anything."""
+    """Return the problems of the blend ``name`` of the config."""
     if blend is None:
         return []
     if len(blend) != 2 or isinstance(blend[0], str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's GPT datasets, with checks that no dataset is silently short, empty or endless."""
+"""Build Megatron-Core's GPT datasets, and check that none is silently short, empty or endless."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.bridge.data.pretraining.gpt_config import FIMConfig, GPTDatasetConfig
 
 
-# fields that Megatron-Core's config has, too
+# fields that Megatron-Core's config also has
 SAME_FIELDS = (
     *("random_seed", "split", "path_to_cache", "mmap_bin_files", "num_dataset_builder_threads"),
     *("mid_level_dataset_surplus", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
@@ -34,21 +34,21 @@ MOST_DOCUMENTS = 2**31 - 1  # its indices are int32
 
 
 class CorpusDataset(GPTDataset):
-    """Samples of a corpus whose cached sample indices belong to its content, not to its path alone.
+    """Samples of a corpus whose cached sample indices depend on its content, not on its path alone.
 
-    Megatron-Core would read the indices of the corpus that was there before.
+    Megatron-Core would read the indices of an earlier corpus at the same path.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # the rank that built them holds them in memory; read again, they are memory maps as on the others
+        # rank 0 built the indices in memory; it reads them again as memory maps, like the other ranks
         self.document_index, self.sample_index, self.shuffle_index = self._build_document_sample_shuffle_indices()
-        if len(self.indices):  # consecutive numbers, which would take 4 bytes for each document on every rank
+        if len(self.indices):  # as an array, consecutive numbers would take 4 bytes per document on every rank
             self.indices: Any = slice(int(self.indices[0]), int(self.indices[-1]) + 1)
 
     @property
     def unique_description_hash(self) -> str:
-        """The name of the indices in the cache."""
+        """Return the name of the indices in the cache."""
         return self._hash
 
     @unique_description_hash.setter
@@ -85,7 +85,7 @@ def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> S
 
 
 def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTDatasetConfig:
-    """``config`` as Megatron-Core's, without the splits from which no samples are requested.
+    """Convert ``config`` to Megatron-Core's config, without the splits from which no samples are requested.
 
     For a split without documents, Megatron-Core would count epochs forever.
     """
@@ -105,7 +105,7 @@ def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTD
 
 
 def _local_blend(blend: Blend | None) -> Blend | None:
-    """The local prefixes of a blend; a single corpus needs no blending."""
+    """Return the local prefixes of a blend; a single corpus has no weights."""
     if blend is None:
         return None
     prefixes = [str(storage.local(prefix)) for prefix in blend[0]]
@@ -189,9 +189,9 @@ def _missing_corpus(prefix: str, suffix: str) -> str:
 
 
 def _check_cache(directory: Path) -> None:
-    """Refuse a cache that cannot be written before rank 0 fails at it while the other ranks wait.
+    """Refuse a cache that cannot be written; otherwise rank 0 would fail later, while the other ranks wait.
 
-    A read-only cache that is not empty is accepted: it may hold everything that is needed.
+    A read-only cache that is not empty is accepted: it may have all indices.
     """
     if directory.is_dir() and any(directory.iterdir()):
         return
@@ -206,15 +206,15 @@ def _check_cache(directory: Path) -> None:
 
 
 class FIMDataset(Dataset[dict[str, Any]]):
-    """Fill in the middle: some documents of another dataset are cut into three pieces, put in another order.
+    """Fill in the middle: split some documents of another dataset into three pieces, and reorder the pieces.
 
     From such documents a model learns to complete code at a cursor (Bavarian et al. 2022, "Efficient Training of
-    Language Models to Fill in the Middle"). The cuts fall between characters, not tokens, because a cursor may be
+    Language Models to Fill in the Middle"). The splits are between characters, not tokens, because a cursor may be
     anywhere.
 
-    A sample depends on its index and the seed only, and keeps its length. The three added tokens push others out
-    at the end. Characters may also become fewer tokens than before; the sample then ends in end-of-document tokens
-    that are left out of the loss.
+    A sample depends only on its index and the seed, and keeps its length. The three added tokens displace tokens at
+    the end. If the pieces have fewer tokens than before, the sample ends in end-of-document tokens that are left out
+    of the loss.
     """
 
     def __init__(self, dataset: Any, config: "FIMConfig", tokenizer: Tokenizer, seed: int) -> None:
@@ -240,7 +240,7 @@ class FIMDataset(Dataset[dict[str, Any]]):
         return sample | {"tokens": text[:-1], "labels": text[1:], "loss_mask": loss_mask}
 
     def _rearrange(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Rearrange each document of the sample by itself; end-of-document tokens stay where they are."""
+        """Rearrange each document of the sample separately; end-of-document tokens keep their positions."""
         ends = np.flatnonzero(ids == self._tokenizer.eod)
         parts = []
         start = 0
@@ -254,7 +254,7 @@ class FIMDataset(Dataset[dict[str, Any]]):
         if not len(ids) or random.random() >= self._config.rate:
             return ids
         text = self._tokenizer.detokenize(ids.tolist())
-        if "\ufffd" in text:  # the sample cuts a character in two: its bytes would be lost
+        if "\ufffd" in text:  # the sample splits a character, whose bytes would be lost
             return ids
         first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
         prefix, middle, suffix = (

@@ -24,7 +24,7 @@ class FIMConfig:
     """Special token before the middle."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with the values, as one sentence each."""
+        """Return one sentence for each problem of the values."""
         return [
             f"dataset.fim.{name}={getattr(self, name)}: it must be between 0 and 1"
             for name in ("rate", "spm_rate")
@@ -34,12 +34,12 @@ class FIMConfig:
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(DatasetConfig):
-    """Documents in Megatron-Core's indexed format, cut into samples of ``seq_length`` tokens."""
+    """Documents in Megatron-Core's indexed format, divided into samples of ``seq_length`` tokens."""
 
     read_ahead: ClassVar[bool] = True
 
     blend: Blend | None = None
-    """Path prefixes (without ``.bin`` or ``.idx``) and their weights. None instead of the weights uses each corpus
+    """Path prefixes (without ``.bin`` or ``.idx``) and their weights. Without weights (None), each corpus is used
     once, in proportion to its size. ``split`` divides the documents among the splits."""
     blend_per_split: BlendPerSplit | None = None
     """One blend each for training, validation and testing, instead of ``blend`` and ``split``."""
@@ -124,7 +124,7 @@ class MockGPTDatasetConfig(DatasetConfig):
     read_ahead: ClassVar[bool] = True
 
     random_seed: int = 1234
-    """Seed of the samples. A sample depends on the seed, its index and its split only."""
+    """Seed of the samples. A sample depends only on the seed, its index and its split."""
 
     @property
     def shuffle_seed(self) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing an indexed dataset, so that it appears as a whole or not at all and a killed run can resume.
+"""Write an indexed dataset atomically, so that a killed run can resume.
 
-While it is written there are three other files beside the final names: ``.bin.incomplete`` with the tokens,
-``.idx.incomplete`` with the document lengths (int32), and ``.progress.json`` with how much of both is safely on
-disk and which input that was. A finished dataset keeps ``.source.json``, which identifies what it was made from.
+During the writing, three other files are beside the final names: ``.bin.incomplete`` with the tokens,
+``.idx.incomplete`` with the document lengths (int32), and ``.progress.json`` with the sizes of both that are safely
+on disk and the position in the input. A finished dataset has ``.source.json``, which identifies its sources.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from megatron.bridge.utils.errors import UserError
 
 DIGEST_BLOCK = 1 << 16
 DIGEST_BLOCKS = 16
-"""Up to 1 MiB of a file are read whole, and of a larger one this many blocks: always the first and the last."""
+"""Number of blocks to read of a file above 1 MiB, including the first and the last; smaller files are read whole."""
 
 
 def digest(path: Path) -> str:
-    """A hash of the size of a file, and of up to ``DIGEST_BLOCKS`` blocks that lie evenly in it."""
+    """Return a hash of a file's size and of up to ``DIGEST_BLOCKS`` evenly spaced blocks."""
     found = hashlib.blake2b(digest_size=16)
     size = path.stat().st_size
     found.update(str(size).encode())
@@ -42,7 +42,7 @@ def digest(path: Path) -> str:
 
 
 def check_digests(prefix: str, written: dict[str, str]) -> None:
-    """Compare the files of a corpus with the digests that were kept when it was written.
+    """Compare the files of a corpus with the digests from the time of writing.
 
     Args:
         prefix: Path of the corpus without endings.
@@ -51,19 +51,19 @@ def check_digests(prefix: str, written: dict[str, str]) -> None:
     for ending, expected in written.items():
         path = Path(prefix + ending)
         if not path.is_file() or digest(path) != expected:
-            state = "has changed" if path.is_file() else "is lost"
+            state = "has changed" if path.is_file() else "is missing"
             raise UserError(
                 f"the corpus {path} {state} since `megatron-bridge data preprocess` wrote it: copy or write it again, "
-                f"or delete {prefix}.source.json if the change is meant"
+                f"or delete {prefix}.source.json if the change is intended"
             )
 
 
-SAVE_SECONDS = 10.0  # the work that a kill may cost
+SAVE_SECONDS = 10.0  # the most work that a kill may lose
 BLOCK = 1 << 20  # documents whose index is in memory at once
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, documents and one
 DTYPE_CODES = {2: 8, 4: 4}  # Megatron-Core's codes of uint16 and int32, by their bytes
-FINAL = (UserError, OSError)  # a resumed run would fail with these again, so nothing is kept for one
+FINAL = (UserError, OSError)  # a resumed run would fail again with these, so the files are removed
 
 
 class InputPosition(NamedTuple):
@@ -86,7 +86,7 @@ class EncodedDocuments(NamedTuple):
 
 @dataclass
 class PreprocessReport:
-    """What was written. The field names are keys of the files on disk."""
+    """Counts of the written data. The field names are keys of the files on disk."""
 
     documents: int = 0
     tokens: int = 0  # tokens written, including end-of-document tokens
@@ -104,9 +104,9 @@ class PreprocessReport:
 
 @dataclass
 class WriterState:
-    """How far a dataset has been written. The field names are keys of the files on disk."""
+    """The progress of writing a dataset. The field names are keys of the files on disk."""
 
-    key: str  # hash of everything that the dataset is made from
+    key: str  # hash of everything that determines the dataset
     place: InputPosition = field(default_factory=InputPosition)  # the input up to here has been written
     report: PreprocessReport = field(default_factory=PreprocessReport)
     digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of the finished files, by ending
@@ -114,7 +114,7 @@ class WriterState:
 
     @classmethod
     def load(cls, path: Path) -> "WriterState | None":
-        """The state in a file; None if there is none that can be read."""
+        """Read the state in a file; return None if there is no valid state."""
         try:
             saved = json.loads(path.read_text())
             place, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
@@ -127,7 +127,7 @@ class WriterState:
 
 
 class Lengths(NamedTuple):
-    """Where the lengths of ``count`` documents lie in a file, as int32."""
+    """Return the position of the lengths of ``count`` documents in a file, as int32."""
 
     path: Path
     offset: int
@@ -135,7 +135,7 @@ class Lengths(NamedTuple):
 
 
 def write_index(path: Path, dtype: Any, files: list[Lengths]) -> None:
-    """Write Megatron-Core's index of consecutive documents, in memory that does not depend on their number."""
+    """Write Megatron-Core's index of consecutive documents with an amount of memory independent of their number."""
     width, count = np.dtype(dtype).itemsize, sum(file.count for file in files)
     end = 0
     with path.open("wb") as index:
@@ -161,13 +161,13 @@ def _blocks(files: list[Lengths]) -> Iterator[np.ndarray]:
 class IndexedDatasetWriter:
     """Context manager that writes ``prefix.bin`` and ``prefix.idx`` in Megatron-Core's format.
 
-    If it is left with an error of the input or the disk, it removes its files. If it is left with another error,
-    or killed, the next writer with the same ``key`` resumes at ``state.place``.
+    After an error of the input or the disk, it removes its files. After another error or a kill, the next writer
+    with the same ``key`` resumes at ``state.place``.
 
     Args:
         prefix: output path without endings.
         dtype: type of the tokens, uint16 or int32.
-        key: hash of everything that the dataset is made from.
+        key: hash of everything that determines the dataset.
     """
 
     def __init__(self, prefix: Path, dtype: Any, key: str) -> None:
@@ -201,7 +201,7 @@ class IndexedDatasetWriter:
             raise self._cannot_write(found) from found
         finally:
             for file in (self._tokens, self._lengths):
-                with suppress(OSError):  # what could not be flushed
+                with suppress(OSError):  # the data that could not be flushed
                     file.close()
             if kind is None or issubclass(kind, FINAL):
                 for path in (self._tokens_path, self._lengths_path, self._progress, self._index):
@@ -249,7 +249,7 @@ class IndexedDatasetWriter:
 
 
 def finished_state(prefix: Path) -> WriterState | None:
-    """What the dataset at ``prefix`` was made from; None if there is no dataset, or if that is unknown."""
+    """Return the state of the finished dataset at ``prefix``, or None if there is no dataset or no valid state."""
     if not all(_beside(prefix, end).is_file() for end in (".bin", ".idx")):
         return None
     return WriterState.load(_beside(prefix, ".source.json"))
@@ -260,7 +260,7 @@ def _beside(prefix: Path, ending: str) -> Path:
 
 
 def _open_at(path: Path, size: int) -> Any:
-    """Open the file behind its first ``size`` bytes and discard the rest."""
+    """Open the file for writing after its first ``size`` bytes, and discard the rest."""
     file = path.open("r+b" if size else "wb")
     file.truncate(size)
     file.seek(size)

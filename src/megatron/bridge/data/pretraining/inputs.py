@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of ``data preprocess``: files here or behind a URL, compressed or not, tables, and streams from the hub.
+"""Inputs of ``data preprocess``: local files or URLs, compressed or not, tables, and streams from the hub.
 
 The parts of an input, read one after another, hold the documents of the whole input in their order.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Format = Literal["jsonl", "text", "chat"]
 CHUNK_BYTES = 1 << 20  # large enough that passing results costs < 1 %, small enough to keep all workers busy
-REQUESTS = 16  # at once: a store in the cloud takes a tenth of a second for each
+REQUESTS = 16  # simultaneous requests: each takes a tenth of a second in object storage
 HUB, TABLE = "hub:", ".parquet"
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TEXT: dict[str, Format] = {".txt": "text", ".text": "text", ".md": "text"}
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What messages call the part; its lines are counted from ``start``."""
+        """Return the name of the part in messages, which count its lines from ``start``."""
         return f"{self.url} from {self.start}" if self.start else self.url
 
 
@@ -59,13 +59,13 @@ class DocumentChunk(NamedTuple):
 
 
 def find_parts(config: "PreprocessConfig") -> list[Part]:
-    """Each input as one part. Patterns stand for the files that match, in the order of their names."""
+    """Return each input as one part; a pattern stands for the matching files, sorted by name."""
     with ThreadPoolExecutor(REQUESTS) as pool:
         return list(chain(*pool.map(lambda url: _found(str(url), config.format), config.inputs)))
 
 
 def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> list[list[Part]]:
-    """Shards of about ``size`` bytes: pieces of large inputs, and small inputs together, in order."""
+    """Divide the inputs into shards of about ``size`` bytes, in order: pieces of large inputs, groups of small ones."""
     with ThreadPoolExecutor(REQUESTS) as pool:
         pieces = list(chain(*pool.map(lambda part: _pieces(config, part, size), parts)))
     shards: list[list[Part]] = []
@@ -80,7 +80,7 @@ def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> lis
 
 
 def read_chunks(config: "PreprocessConfig", parts: list[Part], start: InputPosition) -> Iterator[DocumentChunk]:
-    """The documents of ``parts`` behind ``start``, in pieces of about a megabyte."""
+    """Yield the documents of ``parts`` after ``start``, in pieces of about a megabyte."""
     for number, part in enumerate(parts):
         if number >= start.file:
             resumed = number == start.file and start.line > 1
@@ -108,12 +108,12 @@ def _has_rows(url: str) -> bool:
 
 
 def _lines(part: Part, place: InputPosition) -> Iterator[list[bytes]]:
-    """Lines that begin between ``place`` and the end of the part."""
+    """Yield the lines that begin between ``place`` and the end of the part."""
     offset, end = place.offset, sys.maxsize if part.end is None else part.end
     with _opened(part.url) as file:
         if not file.seekable():
             deque(islice(file, place.line - 1), maxlen=0)
-        elif place.line == 1 and offset > 0:  # it may lie within a line, which belongs to the part before
+        elif place.line == 1 and offset > 0:  # it may be inside a line, which belongs to the previous part
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
         else:
@@ -124,13 +124,13 @@ def _lines(part: Part, place: InputPosition) -> Iterator[list[bytes]]:
 
 
 def _lines_within(file: io.BufferedReader, size: int) -> list[bytes]:
-    """Lines that begin within the next ``size`` bytes, about a megabyte of them."""
-    # `readlines` stops behind the line with which it exceeds its limit
+    """Yield the lines that begin within the next ``size`` bytes, about a megabyte at a time."""
+    # `readlines` stops after the line that exceeds its limit
     return file.readlines(min(CHUNK_BYTES, size - 1)) if size > 1 else file.readlines(1)[:1]
 
 
 def _rows(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[list[bytes]]:
-    """Rows as lines of JSON."""
+    """Yield the rows as lines of JSON."""
     lines: list[bytes] = []
     size = 0
     rows = _hub_rows(part) if part.url.startswith(HUB) else _table_rows(config, part)
@@ -163,7 +163,7 @@ def _hub(url: str) -> HubSource:
     values = dict(parse_qsl(query))
     if values.keys() - {"name", "split", "revision"} or not ("revision" in values or Path(dataset).is_dir()):
         raise UserError(
-            f"--input={url}: write hub:ID?revision=COMMIT, and behind it &name=SUBSET or &split=SPLIT where they are "
+            f"--input={url}: write hub:ID?revision=COMMIT, followed by &name=SUBSET or &split=SPLIT if they are "
             f"needed; without a revision the dataset may change between two runs"
         )
     return HubSource(dataset, values.get("name"), values.get("split", "train"), values.get("revision"), streaming=True)
@@ -195,7 +195,7 @@ def _format_of(url: str) -> Format:
 
 
 def _pieces(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
-    """Pieces of about ``size`` bytes, if the input can be read from the middle."""
+    """Divide the input into pieces of about ``size`` bytes, if it can be read from any position."""
     with _named(part.url):
         if part.url.startswith(HUB):
             return [part._replace(start=at, end=at + 1) for at in range(_hub(part.url)._load().num_shards)]
@@ -223,7 +223,7 @@ def _opened(url: str) -> Iterator[io.BufferedReader]:
 
     files, path = _files(url)
     with files.open(path, "rb") if "://" in url else Path(url).open("rb") as raw:
-        if Path(url).suffix in COMPRESSED:  # not zstandard, which takes a file that was cut short for a whole one
+        if Path(url).suffix in COMPRESSED:  # not zstandard, which accepts a truncated file as complete
             with pyarrow.CompressedInputStream(raw, COMPRESSED[Path(url).suffix]) as stream:
                 yield io.BufferedReader(stream, CHUNK_BYTES)
         else:

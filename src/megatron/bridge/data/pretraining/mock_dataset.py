@@ -13,7 +13,7 @@ LARGEST_STEP = 8  # few different steps: a small model learns them within tens o
 
 @dataclass(eq=False)
 class MockGPTDataset(Dataset[dict[str, Any]]):
-    """Sample ``i`` counts from a random start in a random small step, modulo the vocabulary size."""
+    """Sample ``i`` counts from a random start by a small random step, modulo the vocabulary size."""
 
     size: int
     seq_length: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From text to Megatron-Core's indexed format: ``.bin`` holds the tokens, ``.idx`` where each document begins.
+"""Convert text to Megatron-Core's indexed format: ``.bin`` has the tokens, ``.idx`` the start of each document.
 
 Worker processes parse and tokenize chunks of about a megabyte. This process reads the input and writes the output,
 in the order of the input.
@@ -35,14 +35,14 @@ from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-VERSION = 1  # of the output: a dataset of another version is made again
+VERSION = 1  # version of the output: a dataset of another version is written again
 
 LONGEST = 2**31 - 1
 
 
 @dataclass(kw_only=True)
 class PreprocessConfig:
-    """What is tokenized, how, and where the output goes."""
+    """The input, the tokenizer and the output of preprocessing."""
 
     # files, URLs of any fsspec scheme, patterns of both, or ``hub:ID?revision=COMMIT``; in the order of the output
     inputs: list[Path | str]
@@ -52,19 +52,19 @@ class PreprocessConfig:
     # format of all inputs; None derives it from the file names. ``chat`` is JSONL with records as for fine-tuning: a
     # document is the text that the chat template renders.
     format: Format | None = None
-    text_document: Literal["file", "line"] = "file"  # what a document is in plain text: the whole file, or each line
+    text_document: Literal["file", "line"] = "file"  # a document of plain text: the whole file, or each line
     append_eod: bool = False  # end each document with the tokenizer's end-of-sequence token
     add_special_tokens: bool = False  # let the tokenizer add its special tokens (such as BOS) to each document
     # number of processes that tokenize; 1 tokenizes in this process
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    # file with a Jinja template, or the template itself, instead of the tokenizer's own
+    # file with a Jinja template, or the template itself, to use instead of the tokenizer's template
     chat_template: str | None = None
     overwrite: bool = False  # replace an existing output, even if it was made from the same content
     trust_remote_code: bool = False  # allow a tokenizer that brings its own Python code
 
 
 class DocumentEncoder:
-    """Tokenizes chunks of documents; each process makes one. Errors have the file and number of a line."""
+    """Tokenizes chunks of documents; each process has its own encoder. Errors name the file and the line number."""
 
     def __init__(self, config: PreprocessConfig) -> None:
         self.tokenizer = HuggingFaceTokenizer(config.tokenizer_model, config.trust_remote_code)
@@ -111,7 +111,7 @@ class DocumentEncoder:
 
 
 def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
-    """The file and line number of each line that is not blank, and the line."""
+    """Yield the file and line number of each line that is not blank, and the line."""
     for number, line in enumerate(chunk.lines, start=chunk.first_line):
         if line.strip():
             yield f"{chunk.source}:{number}", line
@@ -142,7 +142,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 
 
 def checked_parts(config: PreprocessConfig) -> list[Part]:
-    """Every input as one part."""
+    """Return each input as one part."""
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
     if config.chat_template is not None and config.format != "chat":
@@ -155,13 +155,13 @@ def refuse_existing(config: PreprocessConfig, endings: tuple[str, ...] = (".bin"
         path = Path(f"{config.output_prefix}{suffix}")
         if path.exists() and not config.overwrite:
             raise UserError(
-                f"the output {path} exists and was made from something else: choose another --output-prefix, or "
+                f"the output {path} exists and has another source: choose another --output-prefix, or "
                 f"replace it with --overwrite"
             )
 
 
 def dataset_key(config: PreprocessConfig, tokenizer: HuggingFaceTokenizer, formats: list[Format], inputs: Any) -> str:
-    """A hash of everything that the output depends on."""
+    """Return a hash of everything that determines the output."""
     options = (config.json_key, config.text_document, config.append_eod, config.add_special_tokens)
     template = template_text(config.chat_template)
     parts = [VERSION, tokenizer_key(tokenizer), options, template, formats, inputs]
@@ -169,7 +169,7 @@ def dataset_key(config: PreprocessConfig, tokenizer: HuggingFaceTokenizer, forma
 
 
 def _contents(parts: list[Part]) -> list[str]:
-    """Hashes of local files, so that they can be moved; what is elsewhere is not read twice."""
+    """Return hashes of local files, which may move, and the versions of remote files, which are not read twice."""
     paths = [Path(part.url) for part in parts]
     return [
         FileSource(path).fingerprint() if path.is_file() else f"{part.url} {part.version}"
@@ -178,7 +178,7 @@ def _contents(parts: list[Part]) -> list[str]:
 
 
 def _progress(results: Iterator[EncodedDocuments], size: int, done: int) -> Iterator[EncodedDocuments]:
-    """Show a progress bar in bytes, on a terminal."""
+    """Show a progress bar in bytes if the output is a terminal."""
     terminal = console()
     if not terminal.is_terminal:
         yield from results

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""datatrove behind one module: it starts the tasks that make shards, on Slurm or Ray."""
+"""Start the tasks that make shards on Slurm or Ray, through datatrove."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from typing import Any
 from megatron.bridge.data.pretraining.shards import make_shards
 from megatron.bridge.utils.errors import one_line
 
-POLL_SECONDS, MISSED_POLLS = 2.0, 150  # Slurm's controller may be away for five minutes
-TASKS_PER_WORKER = 4  # a worker that is done early takes another task, which takes seconds to start
+POLL_SECONDS, MISSED_POLLS = 2.0, 150  # Slurm's controller may be unreachable for five minutes
+TASKS_PER_WORKER = 4  # a worker that finishes early starts another task, which takes seconds
 
 
 def make_share(plan: str, shares: list[list[int]], _: Any, rank: int, world_size: int) -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         "pipeline": [partial(make_share, work["plan"], [work["missing"][rank::count] for rank in range(count)])],
         "tasks": count,
         "workers": work["workers"],
-        "skip_completed": False,  # the shards themselves say what is done
+        "skip_completed": False,  # the shards themselves are the record of finished work
         "logging_dir": f"{work['plan'].removesuffix('.manifest.json')}.shards/{work['executor']}-{os.getpid()}",
     }
     try:
@@ -60,7 +60,7 @@ def _run_slurm(common: dict[str, Any], sbatch: dict[str, str]) -> None:
     name = f"preprocess-{os.getpid()}-{int(time.time())}"
     path = f"export PATH='{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}'"
     executor = SlurmPipelineExecutor(**common, **own, job_name=name, env_command=path, sbatch_args=sbatch)
-    executor.launch_merge_stats = partial(list)  # no job that sums datatrove's statistics, of which there are none
+    executor.launch_merge_stats = partial(list)  # no job for datatrove's statistics, which are empty
     try:
         executor.run()
         _wait_for(name)

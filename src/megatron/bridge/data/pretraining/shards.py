@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus in shards, which any number of machines make, and which is read as one.
+"""A corpus in shards, which any number of machines write, and which is read as one corpus.
 
-``PREFIX.manifest.json`` says what belongs to each shard, and in the end what each holds. ``PREFIX.idx`` is the index
-that one process would have written; the tokens stay in ``PREFIX.shards``. A shard gets its name when it is whole, so
-that no kill leaves half of one, and two machines that make the same shard do no harm. Executors are not asked what they
-have done: shards that are on the disk, with their hashes, count.
+``PREFIX.manifest.json`` lists the inputs of each shard and, when all are finished, their contents. ``PREFIX.idx`` is
+the index that one process would write; the tokens stay in ``PREFIX.shards``. A shard gets its final name when it is
+complete, so a kill leaves no partial shard, and two machines may write the same shard. The reports of executors are
+not used: a shard is finished if it is on disk with the right hashes.
 """
 
 import hashlib
@@ -52,9 +52,9 @@ from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import installed, missing_message
 
-EXECUTORS = {"local": (), "slurm": ("datatrove",), "ray": ("ray", "datatrove")}  # and what they need
+EXECUTORS = {"local": (), "slurm": ("datatrove",), "ray": ("ray", "datatrove")}  # and the packages that they need
 EXTRAS = {"slurm": "shards", "ray": "ray"}
-ROUNDS = 3  # without a new shard, as when a worker is killed for its memory each time
+ROUNDS = 3  # rounds without a new shard, for example if each worker runs out of memory
 SUMS = ("documents", "tokens", "empty", "input_bytes")
 
 
@@ -63,7 +63,7 @@ def manifest_path(prefix: Path | str) -> Path:
 
 
 def finished_manifest(prefix: Path | str) -> dict[str, Any] | None:
-    """The manifest of a corpus in shards; None if there is no such corpus, or if it is not finished."""
+    """Return the manifest of a corpus in shards, or None if there is no such corpus, or if it is not finished."""
     path = manifest_path(prefix)
     if not path.is_file() or Path(f"{prefix}.bin").exists():
         return None
@@ -73,7 +73,7 @@ def finished_manifest(prefix: Path | str) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=64)
 def _read_manifest(path: Path, changed: int) -> Any:
-    """The content of a manifest, which every split of a dataset asks for several times."""
+    """Read a manifest, which every split of a dataset needs several times."""
     return strict_json.read(path)
 
 
@@ -83,17 +83,17 @@ def shard_prefix(prefix: Path | str, number: int) -> Path:
 
 @dataclass
 class ShardPlan:
-    """What belongs to each shard, in the order of the documents."""
+    """The inputs of each shard, in the order of the documents."""
 
     config: PreprocessConfig
-    key: str  # hash of everything that the corpus is made from
+    key: str  # hash of everything that determines the corpus
     tokenizer: str  # hash of the tokenizer
     token_bytes: int
     shards: list[list[Part]]
 
     @classmethod
     def of(cls, config: PreprocessConfig, encoder: DocumentEncoder, shard_bytes: int) -> "ShardPlan":
-        """Divide the inputs. The same inputs give the same plan; other machines may start in other folders."""
+        """Divide the inputs. The same inputs give the same plan, also on machines with another working directory."""
         if (folder := Path(config.tokenizer_model).expanduser()).is_dir():
             config = replace(config, tokenizer_model=str(folder.absolute()))
         template = template_text(config.chat_template)
@@ -130,17 +130,17 @@ class ShardPlan:
         return self.prefix(0).parent
 
     def aside(self, number: int, name: str) -> Path:
-        """Where what belongs to a shard, but is not it, is kept until all are made."""
+        """Return the path of a temporary file of a shard; these files are removed when all shards are finished."""
         return self.folder / "incomplete" / f"{number:06d}.{name}"
 
     def name(self, number: int) -> str:
-        """What messages call a shard."""
+        """Return the name of a shard in messages."""
         parts = self.shards[number]
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         return f"shard {number} of {len(self.shards)} ({parts[0].name}{more})"
 
     def made(self, number: int) -> WriterState | None:
-        """What a shard holds; None unless it is there, whole and of this plan."""
+        """Return the state of a shard, or None unless the shard is complete and belongs to this plan."""
         state = finished_state(self.prefix(number))
         if state is None or state.key != self.key:
             return None
@@ -156,7 +156,7 @@ class ShardPlan:
 def preprocess_shards(
     config: PreprocessConfig, executor: str, shard_bytes: int, sbatch: dict[str, str]
 ) -> dict[str, Any]:
-    """Make what is missing, and return the manifest. After an error or a kill, the same call continues."""
+    """Make the missing shards, and return the manifest. After an error or a kill, the same call resumes."""
     if (executor == "slurm") != ({"partition", "time"} <= sbatch.keys()) or (sbatch and executor != "slurm"):
         raise UserError(
             f"--executor {executor} with --sbatch {' '.join(sbatch)}: --sbatch partition=NAME time=HH:MM:SS belongs to "
@@ -183,7 +183,7 @@ def preprocess_shards(
 
 
 def make_shards(path: Path, numbers: list[int]) -> None:
-    """Make shards of the plan at ``path``, in a process of an executor, and note an error for whoever waits."""
+    """Make shards of the plan at ``path`` in a process of an executor, and write an error to a file for the caller."""
     plan = ShardPlan.load(path)
     try:
         encoder = DocumentEncoder(plan.config)
@@ -197,7 +197,7 @@ def make_shards(path: Path, numbers: list[int]) -> None:
 
 
 def make_shard(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> str:
-    """Make a shard unless it is there, and return what is wrong with its input or the disk."""
+    """Make a shard unless it exists, and return the error of its input or the disk, if any."""
     try:
         if plan.made(number) is None:
             _write(plan, encoder, number)
@@ -226,7 +226,7 @@ def _write(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> None:
 
 
 def _claim(plan: ShardPlan) -> None:
-    """Keep what is there of the same plan; refuse what is there of another one, or remove it if told so."""
+    """Keep shards of the same plan; refuse shards of another plan, or remove them if the config allows it."""
     path = manifest_path(plan.config.output_prefix)
     if not path.is_file() or ShardPlan.load(path).key != plan.key:
         refuse_existing(plan.config, (".manifest.json", ".bin", ".idx"))
@@ -242,7 +242,7 @@ def _claim(plan: ShardPlan) -> None:
 
 def _make(plan: ShardPlan, encoder: DocumentEncoder, missing: list[int], executor: str, sbatch: dict[str, str]) -> None:
     said = ""
-    if executor == "local":  # a worker that is killed ends the pool, and the next round continues
+    if executor == "local":  # a killed worker ends the pool, and the next round resumes
         with suppress(UserError), ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as made:
             shown = track(made(missing), "", len(missing), console=console(), disable=not console().is_terminal)
             said = next(filter(None, shown), "")
@@ -254,7 +254,7 @@ def _make(plan: ShardPlan, encoder: DocumentEncoder, missing: list[int], executo
 
 
 def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dict[str, str]) -> str:
-    """Run the executor in a process of its own, as Ray ends the one that loses the cluster; return what it died of."""
+    """Run the executor in its own process, which Ray kills if it loses the cluster, and return the error."""
     log = plan.folder / f"{executor}.log"
     path = str(manifest_path(plan.config.output_prefix))
     work = {"executor": executor, "plan": path, "missing": missing, "workers": plan.config.workers, "sbatch": sbatch}
@@ -266,7 +266,7 @@ def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dic
         finally:
             process.terminate()
             process.wait()
-    lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+    lines = log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
     said = [*lines, *(line for line in lines if line.startswith("sbatch: error: "))][-1]
     node = os.environ.get("RAY_ADDRESS", socket.gethostname()) if executor == "ray" else socket.gethostname()
     left = f"{len(plan.missing(missing))} of {len(plan.shards)} shards were missing"
@@ -286,7 +286,7 @@ def _lost(plan: ShardPlan, missing: list[int]) -> str:
 def _join(plan: ShardPlan) -> dict[str, Any]:
     prefix = plan.config.output_prefix
     states = [state for number in range(len(plan.shards)) if (state := plan.made(number)) is not None]
-    assert len(states) == len(plan.shards), "the caller makes lost shards again"
+    assert len(states) == len(plan.shards), "the caller makes missing shards again"
     _name_repeated(plan, states)
     reports = [state.report for state in states]
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
@@ -304,7 +304,7 @@ def _join(plan: ShardPlan) -> dict[str, Any]:
 
 
 def _name_repeated(plan: ShardPlan, states: list[WriterState]) -> None:
-    """Shards with the same content. Small ones may be meant, so that they are named and kept."""
+    """Report shards with the same content. They are kept, because small ones may be intended."""
     first: dict[str, int] = {}
     for number, state in enumerate(states):
         same = first.setdefault(state.facts["sha256"], number)
@@ -318,10 +318,10 @@ def _identity(encoder: DocumentEncoder) -> str:
 
 
 class ShardedCorpus(IndexedDataset):
-    """An ``IndexedDataset`` whose ``.bin`` is spread over shards."""
+    """An ``IndexedDataset`` whose ``.bin`` is divided into shards."""
 
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *others: Any) -> None:
-        """Open the index and the shards; un-pickling calls this, too."""
+        """Open the index and the shards; unpickling also calls this."""
         self.path_prefix, self.multimodal, self.mmap = path_prefix, multimodal, mmap
         self.object_storage_config, self.fast_cache_load, self.sequences_per_dataset, self.dtype_code = others
         manifest = finished_manifest(path_prefix)
@@ -332,7 +332,7 @@ class ShardedCorpus(IndexedDataset):
 
 
 class ShardReader(_BinReader):
-    """Reads tokens by their place in the corpus. A document lies in one shard."""
+    """Reads tokens by their position in the corpus. Each document is inside one shard."""
 
     def __init__(self, prefix: str, ends: np.ndarray, mmap: bool) -> None:
         self._prefix, self._ends, self._mmap = prefix, ends, mmap

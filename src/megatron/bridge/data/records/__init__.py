@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to tokenized samples.
+"""Convert records to tokenized samples.
 
-In the order of the work: ``sources`` reads records (``jsonl`` parses a line), ``formats`` turns one into a
-conversation, a pair of texts or a text (``media_parts`` finds images), ``chat_template`` renders conversations,
-``encoding`` expands placeholders of images, tokenizes, masks and shortens, and ``preparation`` does all of it once and
-keeps the ``samples``.
+The modules in the order of the steps: ``sources`` reads records (``jsonl`` parses a line), ``formats`` turns a record
+into a conversation, a pair of texts or a text (``media_parts`` finds images), ``chat_template`` renders
+conversations, and ``encoding`` expands placeholders of images, tokenizes, masks and truncates. ``preparation`` runs
+all steps once and stores the ``samples``.
 """

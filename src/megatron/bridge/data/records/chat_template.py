@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering conversations with chat templates, and finding the text of the assistant in the result.
+"""Render conversations with chat templates, and find the text of the assistant in the result.
 
-A template with ``{% generation %}`` marks says itself which text is the assistant's. For any other, the
+A template with ``{% generation %}`` marks marks the assistant's text itself. For any other template, the
 conversation up to an answer is rendered twice: without the answer but with the generation prompt, and with the
 answer. If the first text is a prefix of the second, and the second of the whole, then the text between them is the
 answer, including its end-of-turn token. If not (some templates rewrite earlier turns), no span of the text is
@@ -31,7 +31,7 @@ MEMORY = 4 << 30
 
 @contextmanager
 def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator[None]:
-    """End the block when it takes more than this CPU time or memory.
+    """Stop the block with an error when it takes more than this CPU time or memory.
 
     Limits apply in the main thread, because only it receives signals; elsewhere the block runs without limits.
 
@@ -76,7 +76,7 @@ class RenderedChat:
 
     text: str
     spans: list[Span]  # first character and end of each part that is in the loss, in order
-    unused: list[str]  # the fields that the template does not render, one entry for each message that has one
+    unused: list[str]  # the fields that the template does not render, one entry per message
     images: tuple[MediaReference, ...] = ()  # the images and videos whose placeholders are expanded, in order
 
 
@@ -88,8 +88,8 @@ class ChatTemplate:
     template: str | None = None  # a template instead of the tokenizer's own
     options: dict[str, Any] = field(default_factory=dict[str, Any])  # such as ``enable_thinking``
     parts: bool = False
-    """The template is that of a vision-language model: one that never asks whether content is a string (Llava's,
-    SmolVLM's) is given lists of parts for text, too."""
+    """Whether the template is a vision-language model's. A template that never checks whether content is a string
+    (Llava's, SmolVLM's) gets lists of parts for text, too."""
     _checked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -114,11 +114,11 @@ class ChatTemplate:
         return RenderedChat(text, spans, unused)
 
     def prompt(self, chat: Chat, where: str) -> str:
-        """The text of the conversation, ending in the generation prompt."""
+        """Render the conversation with the generation prompt at the end."""
         return self._text(chat, len(chat.messages), True, where)[0]
 
     def _unused(self, chat: Chat, text: str, where: str) -> list[str]:
-        """The names of the fields that the template does not render."""
+        """Return the names of the fields that the template does not render."""
 
         def render(other: Chat) -> str:
             return self._text(other, len(other.messages), False, where)[0]
@@ -134,7 +134,7 @@ class ChatTemplate:
         return [name for name, _ in found]
 
     def _refuse_header(self, chat: Chat, where: str) -> None:
-        """Refuse a template whose answers begin with what it writes before every answer, such as their role."""
+        """Refuse a template whose loss covers the text that it writes before every answer, such as the role."""
         if self._checked:
             return
         self._checked = True
@@ -143,7 +143,7 @@ class ChatTemplate:
         try:
             asked, prompted = (self._text(probe, 1, generate, where)[0] for generate in (False, True))
             text, marked = self._text(probe, 2, False, where)
-        except UserError:  # the template wants other messages
+        except UserError:  # the template expects other messages
             return
         start = marked[0][0] if marked else len(prompted)
         header = text.removeprefix(asked).partition(PROBE)[0].strip().partition("\n")[0]
@@ -169,7 +169,7 @@ class ChatTemplate:
         return len(before), len(through)
 
     def _text(self, chat: Chat, count: int, generate: bool, where: str) -> tuple[str, list[Span]]:
-        """The first ``count`` messages as text, and the parts that are marked as generated."""
+        """Render the first ``count`` messages; return the text and the parts that are marked as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Any = render_jinja_template  # its type hints promise one string
@@ -201,14 +201,14 @@ class ChatTemplate:
 
 
 def template_text(template: str | None) -> str | None:
-    """The template that a config holds, or the content of the file that it names."""
+    """Return the template in a config, or the content of the file that the config names."""
     if template is None or "{{" in template or "{%" in template:
         return template
     return read_text(Path(template), f"dataset.chat_template={template}")
 
 
 def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
-    """Indices of the answers that are in the loss."""
+    """Return the indices of the answers in the loss."""
     answers = chat.answers
     if train_on == "last":
         answers = answers[-1:]
@@ -218,7 +218,7 @@ def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
 
 
 def _choose(spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, where: str) -> list[Span]:
-    """The marked spans of the selected answers."""
+    """Return the marked spans of the selected answers."""
     answers = chat.answers
     if selected == answers:
         return spans
@@ -250,7 +250,7 @@ class UnusedField(NamedTuple):
 
 
 def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:
-    """The fields of ``chat`` that leave no trace in ``text``."""
+    """Yield the fields of ``chat`` without an effect on ``text``."""
     if chat.tools and _same(text, replace(chat, tools=None), render):
         yield UnusedField("tools", None)
     for index, message in enumerate(chat.messages):
@@ -265,7 +265,7 @@ def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedF
 def _same(text: str, shorter: Chat, render: RenderChat) -> bool:
     try:
         return render(shorter) == text
-    except UserError:  # the template cannot do without the field, so it reads it
+    except UserError:  # the template needs the field, so it reads the field
         return False
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to tokenized samples. Whatever is dropped, cut or unusual is counted."""
+"""Convert records to tokenized samples, and count the dropped, truncated and unusual ones."""
 
 import inspect
 import re
@@ -54,14 +54,14 @@ MOSTLY_IMAGES = "samples consist of images by more than half: dataset.max_pixels
 
 
 class EncodedRecords(NamedTuple):
-    """The samples of some records, and what became of the other records."""
+    """The samples of some records, and a report on the other records."""
 
     samples: Samples
     report: EncodingReport
 
 
 class Draft(NamedTuple):
-    """A sample before truncation, and where its record is."""
+    """A sample before truncation, and the place of its record (file and line)."""
 
     where: str
     sample: Sample
@@ -95,7 +95,7 @@ class RecordEncoder:
         return EncodedRecords(samples, report)
 
     def _drafts(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[Draft]:
-        """Tokenize all records at once, which is several times as fast as one by one."""
+        """Tokenize all records in one call, which is several times as fast as one call per record."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
             [self._render(where, item, report) for where, item in parsed if isinstance(item, Chat)], report
@@ -123,7 +123,7 @@ class RecordEncoder:
                 yield where, item
 
     def _turns(self, parsed: ParsedRecord) -> Iterator[ParsedRecord]:
-        """With ``split_turns``, each answer with what comes before it."""
+        """Split a conversation into one item per answer, with the messages before it, if ``split_turns`` is set."""
         if not (self.rules.split_turns and isinstance(parsed, Chat)):
             yield parsed
             return
@@ -174,7 +174,7 @@ class RecordEncoder:
         return expand(rendered, images, self.media, where)
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
-        """Count what is rarely intended."""
+        """Count properties of records that are rarely intended."""
         if isinstance(parsed, PromptCompletion):
             report.notes[EMPTY] += not parsed.completion
         if not isinstance(parsed, Chat):
@@ -211,7 +211,7 @@ class RecordEncoder:
                 report.notes[NO_END] += not endings.special(ids[inside])
             trained[:1] = False
             if self.media is not None:
-                trained &= ~np.isin(ids, self.media.token_ids)  # a placeholder is no text to learn
+                trained &= ~np.isin(ids, self.media.token_ids)  # the loss leaves out placeholders
                 self._check_count(ids, chat)
             yield Sample(ids, trained, chat.images)
 
@@ -233,7 +233,7 @@ class RecordEncoder:
         return False
 
     def _keep_images(self, draft: Draft, report: EncodingReport, most: int) -> bool:
-        """Drop a sample with more images than fit, or refuse it."""
+        """Drop or refuse a sample with too many image tokens."""
         if self.rules.truncation == "drop":
             report.drop(TOO_MANY_IMAGES, draft.where)
             return False
@@ -274,7 +274,7 @@ class RecordEncoder:
         if sample.images:
             raise UserError(
                 f"{where}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
-                f"dataset.seq_length={self.rules.max_tokens - 1}, and an image cannot be cut: set "
+                f"dataset.seq_length={self.rules.max_tokens - 1}, and an image cannot be truncated: set "
                 "dataset.truncation to drop, dataset.max_pixels to a smaller value, or dataset.seq_length to a "
                 "larger one"
             )
@@ -283,7 +283,7 @@ class RecordEncoder:
 
 
 def media_processor(tokenizer: Tokenizer, rules: EncodingRules) -> MediaProcessor | None:
-    """The image processor that ``rules`` ask for; None if they ask for none."""
+    """Return the image processor that ``rules`` name, or None if they name none."""
     if rules.media is None:
         return None
     if not isinstance(tokenizer, HuggingFaceTokenizer):
@@ -295,10 +295,10 @@ def media_processor(tokenizer: Tokenizer, rules: EncodingRules) -> MediaProcesso
 
 
 def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First character and end of each token, without gaps between tokens.
+    """Return the first character and the end of each token, without gaps between tokens.
 
-    Tokenizers may leave white space out of the offsets of a token; it then belongs to the next token. Tokens that
-    share a character (one of several bytes) all keep it.
+    Tokenizers may leave white space out of the offsets of a token; it then belongs to the next token. If tokens
+    share a character of several bytes, all of them cover it.
     """
     ends = np.maximum.accumulate(offsets[:, 1])
     before = np.concatenate(([0], ends[:-1]))[: len(ends)]
@@ -306,15 +306,15 @@ def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Endings:
-    """Finds out whether tokens end with a special token, ignoring white space."""
+    """Checks whether tokens end with a special token, ignoring white space."""
 
     def __init__(self, hf: "PreTrainedTokenizerBase") -> None:
         self._hf = hf
-        self._special = set(hf.added_tokens_decoder)  # a property that builds a dict
+        self._special = set(hf.added_tokens_decoder)  # this property builds a dict in each call
         self._blank: dict[int, bool] = {}
 
     def special(self, ids: np.ndarray) -> bool:
-        """Whether they do. Nothing but white space counts, too: it has no end to learn."""
+        """Return whether the tokens end with a special token; tokens of white space alone count as if they did."""
         for token in ids[::-1].tolist():
             if token in self._special:
                 return True
@@ -333,7 +333,7 @@ def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> ProcessExample | None:
-    """``function`` of a record alone; if it has two parameters, the second is bound to transformers' tokenizer."""
+    """Return ``function`` with one parameter; its second parameter, if any, is bound to transformers' tokenizer."""
     if function is None:
         return None
     required = [
@@ -348,10 +348,10 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
 
 
 def expand(rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, where: str) -> RenderedChat:
-    """``rendered`` with the text of each image or video in the place of its placeholder; spans move along."""
+    """Replace the placeholder of each image or video in ``rendered`` by its text, and shift the spans."""
     wanted = [media.placeholder(image) for image in images]
     marks = dict.fromkeys((media.placeholder(), *wanted))
-    # every other piece is a placeholder
+    # pieces with odd indices are placeholders
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", rendered.text)
     found = pieces[1::2]
     if found != wanted:
@@ -373,11 +373,11 @@ def expand(rendered: RenderedChat, images: Sequence[MediaReference], media: Medi
 
 
 def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None) -> Sample:
-    """At most ``limit`` tokens of ``sample``.
+    """Truncate ``sample`` to at most ``limit`` tokens.
 
-    ``policy`` ``right`` removes the end, ``left`` the beginning. ``keep_answer`` keeps the last run of trained tokens
-    and as much as fits of what comes directly before it; an answer that does not fit alone loses its end. If the sample
-    begins with ``opening``, such as BOS, so does the result, because the model has never seen a text without it.
+    The ``policy`` ``right`` removes the end, ``left`` the beginning. ``keep_answer`` keeps the last run of trained
+    tokens and as many tokens directly before it as fit; it truncates the end of an answer that does not fit alone. If
+    the sample begins with ``opening``, such as BOS, the result does, too: the model has never seen a text without it.
     """
     assert policy in ("left", "right", "keep_answer"), policy
     if policy == "right":
@@ -386,7 +386,7 @@ def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None)
     end = len(sample.tokens)
     if policy == "keep_answer":
         first, end = last_answer(sample.trained)
-        # if the answer does not fit, its first token still needs one before it to be predicted from
+        # the first token of the answer is predicted from the token before it, even if the answer does not fit
         end = min(end, first + limit - min(first, kept + 1))
     start = end - limit + kept
     if start <= kept:
@@ -399,7 +399,7 @@ def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None)
 
 
 def last_answer(trained: np.ndarray) -> tuple[int, int]:
-    """Start and end of the last run of trained tokens; the whole sample if there is none."""
+    """Return the start and end of the last run of trained tokens, or of the whole sample if there is none."""
     places = np.flatnonzero(trained)
     if not len(places):
         return 0, len(trained)

@@ -52,7 +52,7 @@ class Chat:
 
     @property
     def completion_start(self) -> int:
-        """Index of the first message of the completion."""
+        """Return the index of the first message of the completion."""
         if self.completion is not None:
             return self.completion
         users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
@@ -81,7 +81,7 @@ USED_WITH: dict[str, tuple[str, ...]] = {"messages": CHAT_KEYS, "conversations":
 
 
 def unused_keys(record: Record, parsed: ParsedRecord) -> list[str]:
-    """The keys of ``record`` that are not part of ``parsed``, sorted."""
+    """Return the sorted keys of ``record`` that ``parsed`` does not use."""
     present = {key for key, value in record.items() if value is not None}
     used = {key for keys in FORMATS.values() if present.issuperset(keys) for key in keys}
     if isinstance(parsed, Chat):
@@ -107,9 +107,9 @@ def parse(record: Record, where: str) -> ParsedRecord:
 
 
 def _refuse_images(record: Record, name: str, where: str) -> None:
-    """Plain text has no place for media; a key with another meaning holds no list, bytes or path of one."""
+    """Refuse images in plain text; under a media key, a list, a mapping or bytes count as images."""
     if found := next((key for key in MEDIA_KEYS if isinstance(record.get(key), list | Mapping | bytes)), None):
-        raise UserError(f"{where}: {name} with {found} has no place for an image: write messages with image parts")
+        raise UserError(f"{where}: {name} with {found} cannot have images: write messages with image parts")
 
 
 def _format(record: Record, where: str) -> str:
@@ -135,7 +135,7 @@ def _keys(mapping: Mapping[str, Any]) -> str:
 
 
 def expect(value: Any, kind: str, where: str, name: str) -> Any:
-    """``value``, if it is of a JSON type: ``a string``, ``a list`` or ``an object``; an error calls it ``name``."""
+    """Check that ``value`` has the JSON type ``kind``: ``a string``, ``a list`` or ``an object``."""
     if not isinstance(value, JSON_TYPES[kind]):
         raise UserError(f"{where}: {name} must be {kind}, not {type(value).__name__}")
     return value
@@ -159,9 +159,9 @@ def _conversational_pair(record: Record, where: str) -> Chat:
 
 
 def _message(message: Any, where: str) -> Message:
-    """The message without null values, with its content as a string and its tool calls parsed."""
+    """Return the message without null values, with its content as a string and its tool calls parsed."""
     expect(message, "an object", where, "a message with role and content")
-    # Tables fill missing keys with nulls, which a template would tell apart from missing keys.
+    # Tables fill missing keys with nulls, which a template would render differently from missing keys.
     cleaned: Message = {key: value for key, value in message.items() if value is not None}
     role = cleaned.get("role")
     if role not in ROLES:
@@ -180,7 +180,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _content(content: Any, where: str) -> Any:
-    """The content as a string, to which parts of text are joined; with images or videos, a list of parts."""
+    """Return the content as a string of the joined text parts, or as a list of parts if it has images or videos."""
     if not isinstance(content, list):
         return expect(content, "a string", where, "content")
     parts = [content_part(part, where) for part in content]
@@ -190,7 +190,7 @@ def _content(content: Any, where: str) -> Any:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """OpenAI's format has the arguments as a JSON string; templates expect the object."""
+    """Parse the arguments of a tool call: a JSON string in OpenAI's format, an object for templates."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call must have a function with a name")
@@ -231,7 +231,7 @@ def _sharegpt(record: Record, where: str) -> Chat:
 
 
 def _turn(turn: Any, where: str) -> Any:
-    """A turn with ``from`` and ``value`` as a message; one with ``role`` and ``content`` is a message already."""
+    """Convert a turn with ``from`` and ``value`` to a message; a turn with ``role`` and ``content`` is one already."""
     if not isinstance(turn, Mapping) or "from" not in turn:
         return turn
     role = turn["from"]

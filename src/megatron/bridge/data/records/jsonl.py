@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSONL: one JSON object in each line; and a file that is one JSON list of objects."""
+"""Read JSONL (one JSON object per line), and files with one JSON list of objects."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The file and line number of each object, and the object; blank lines are skipped."""
+    """Yield the file and line number of each object, and the object; blank lines are skipped."""
     with open_data(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -21,7 +21,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a ``.json`` file: of one list, as LLaVA's, or one in each line."""
+    """Yield the objects of a ``.json`` file, which holds one list, as LLaVA's, or one object per line."""
     with open_data(path) as file:
         is_list = file.read(4096).lstrip()[:1] == b"["
     if not is_list:
@@ -43,7 +43,7 @@ def open_data(path: Path) -> BufferedReader:
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in ``line``; ``where`` (file and line number) begins the message of an error."""
+    """Parse the JSON object in ``line``; error messages begin with ``where`` (file and line number)."""
     try:
         record = strict_json.loads(line)
     except strict_json.DuplicateKeyError as error:
@@ -67,7 +67,7 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _lone_surrogate(record: dict[str, Any]) -> str | None:
-    """The first surrogate without its other half: JSON allows the escape, but no string can encode it."""
+    """Return the first surrogate without its other half: JSON allows the escape, but UTF-8 cannot encode it."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos in records: as parts of messages, or in lists beside them with a mark where each belongs.
+"""Images and videos in records: parts of messages, or lists beside the messages with marks in their text.
 
-In a conversation with media, content is a list of parts, in which an image is ``{"type": "image"}`` as chat
-templates expect it; what the record says about the media is kept beside it, in the same order.
+In a conversation with media, content is a list of parts. An image is the part ``{"type": "image"}``, as chat
+templates expect it; the references to the media are stored beside the messages, in the same order.
 """
 
 import re
@@ -22,11 +22,11 @@ _AUDIO = ("audio", "input_audio", "audio_url")
 _WITH_MEDIA = ("system", "developer", "user")
 
 Message = dict[str, Any]
-_Listed = dict[str, Iterator[Any]]  # kind -> what the record lists beside the messages
+_Listed = dict[str, Iterator[Any]]  # kind -> the media that the record lists beside the messages
 
 
 class PlacedMedium(NamedTuple):
-    """What a record says about an image or a video, and the message that it is in."""
+    """A record's reference to an image or a video, and the message with it."""
 
     message: int
     kind: str  # a key of MARKS
@@ -62,14 +62,14 @@ def as_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """The text of content of either form."""
+    """Return the text of content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
 
 
 def _listed(record: Mapping[str, Any], kind: str, where: str) -> list[Any] | None:
-    """The media of this kind beside the messages; None if the record has no such list."""
+    """Return the media of this kind beside the messages, or None if the record has no such list."""
     if key := next((key for key in ("audio", "audios") if record.get(key)), None):
         raise UserError(f"{where}: the record has {key}, and only images and videos are supported: remove {key}")
     keys = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
@@ -82,7 +82,7 @@ def _listed(record: Mapping[str, Any], kind: str, where: str) -> list[Any] | Non
 
 
 def _of_message(message: Message, given: _Listed, where: str) -> list[tuple[str, Any]]:
-    """The media of a message, whose content is replaced by parts."""
+    """Replace the content of a message by parts, and return its media."""
     content, found = message["content"], []
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
@@ -113,7 +113,7 @@ def _next(given: _Listed, kind: str, where: str) -> Any:
 
 
 def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
-    """The text, and a part for each mark of a kind that the record lists."""
+    """Split the text at the marks of the kinds that the record lists, and make a part of each mark."""
     marks = {MARKS[kind]: kind for kind in given}
     pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
     return [
@@ -122,7 +122,7 @@ def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
 
 
 def content_part(part: Any, where: str) -> dict[str, Any]:
-    """A part of content: ``text``, or a key of ``MARKS`` with what the record says about it under ``raw``."""
+    """Parse a part of content. Its type is ``text``, or a key of ``MARKS`` with the record's reference as ``raw``."""
     name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping):
         # tables fill the keys of other parts with nulls
@@ -138,7 +138,7 @@ def content_part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _untyped(part: Mapping[str, Any]) -> str:
-    """What a part without ``type`` is."""
+    """Derive the type of a part without ``type`` from its keys."""
     if "text" in part:
         return "text"
     if "video" in part or "video_url" in part:
@@ -147,7 +147,7 @@ def _untyped(part: Mapping[str, Any]) -> str:
 
 
 def _raw(part: Mapping[str, Any], kind: str, where: str) -> Any:
-    """What a part names; None for a bare one. Frames of a video have their rate beside them."""
+    """Return the reference of a part, or None if it has none. A list of video frames comes with its rate."""
     names = _SOURCES[kind]
     found = [part[key] for key in names if key in part]
     if len(found) > 1 and not ("bytes" in part or "path" in part):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizing the records of a source: in memory, or once for all runs, in a folder named after their content.
+"""Tokenize the records of a source in memory, or once for all runs in a folder named by a hash of the content.
 
 Records are tokenized in parts of ``PART_RECORDS``. In a folder, each part is a file that appears as a whole or not
 at all, so an interrupted preparation resumes after the last part.
@@ -31,13 +31,13 @@ from megatron.bridge.utils.atomic import published_directory, published_file, re
 from megatron.bridge.utils.console import track
 from megatron.bridge.utils.errors import UserError
 
-PART_RECORDS = 1024  # about a second of work: a kill costs little, and larger parts would gain little
-VERSION = 1  # of what is stored: samples of another version are prepared again
-TIMEOUT = timedelta(days=7)  # the other ranks wait for rank 0 as long as it takes
+PART_RECORDS = 1024  # about a second of work: a kill loses little work, and larger parts would be hardly faster
+VERSION = 1  # version of the stored files: samples of another version are prepared again
+TIMEOUT = timedelta(days=7)  # the other ranks wait for rank 0 without a time limit
 
 
 class PreparedSamples(NamedTuple):
-    """Samples, and what became of their records."""
+    """Samples, and the report on their records."""
 
     samples: Samples
     report: EncodingReport
@@ -47,10 +47,10 @@ class PreparedSamples(NamedTuple):
 def prepare(
     source: RecordSource, encoder: RecordEncoder, folder: Path | None = None, workers: int = 1
 ) -> PreparedSamples:
-    """The samples of ``source``.
+    """Tokenize the records of ``source``.
 
-    They are kept in ``folder`` for later runs, shared by all nodes: all ranks must then call this, and rank 0 does the
-    work, with ``workers`` processes that tokenize. Without a folder they stay in memory.
+    The samples are stored for later runs in ``folder``, which all nodes share: all ranks must then call this, and
+    rank 0 tokenizes with ``workers`` processes. Without a folder they stay in memory.
     """
     if folder is None:
         prepared = _in_memory(source, encoder, workers)
@@ -65,7 +65,7 @@ def prepare(
 
 
 def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules) -> str:
-    """A hash of everything that the samples depend on: the name of their folder."""
+    """Return a hash of everything that determines the samples; it names their folder."""
     function, media = rules.process_example_fn, media_processor(tokenizer, rules)
     values = {entry.name: getattr(rules, entry.name) for entry in fields(rules) if entry.name != "media"}
     parts = [
@@ -79,7 +79,7 @@ def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules
 
 
 def _function_key(function: Callable[..., Any]) -> str:
-    """The name and source code of ``function``: the code may change while the name stays."""
+    """Return the name and source code of ``function``: the code may change under the same name."""
     try:
         return f"{function.__module__}.{function.__qualname__}\n{inspect.getsource(function)}"
     except (OSError, TypeError, AttributeError) as error:
@@ -114,7 +114,7 @@ def _on_first_rank(action: Callable[[], None]) -> None:
 
 
 def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> None:
-    """Make the missing parts, join all parts into one set of arrays, and publish it."""
+    """Write the missing parts, join all parts into one set of arrays, and publish it."""
     parts = final.with_name(final.name + ".parts")
     with refuse_unwritable(f"dataset.prepared_dir={final.parent}"):
         parts.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def _join_parts(parts: Path, final: Path) -> None:
 
 
 def _write_pieces(folder: Path, parts: list[Path], bounds_name: str, kinds: dict[str, Any], samples: int) -> None:
-    """Join arrays that are cut into samples by the array ``bounds_name``."""
+    """Join arrays that the array ``bounds_name`` divides into samples."""
     bounds, sample = np.zeros(samples + 1, dtype=np.int64), 0
     for path in parts:
         part = np.load(path)[bounds_name]
@@ -185,7 +185,7 @@ def _write_pieces(folder: Path, parts: list[Path], bounds_name: str, kinds: dict
 
 
 def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
-    """Create a memory-mapped file, or an ordinary one if it is empty: there is no empty memory map."""
+    """Create a memory-mapped file, or an ordinary file for an empty array, which cannot be mapped."""
     if length:
         return np.lib.format.open_memmap(path, "w+", dtype, (length,))
     np.save(path, np.empty(0, dtype))
@@ -207,5 +207,5 @@ def _load(folder: Path) -> PreparedSamples:
 
 
 def _mapped(path: Path, bounds: np.ndarray) -> np.ndarray:
-    """The array, memory-mapped unless it is empty."""
+    """Return the array, memory-mapped unless it is empty."""
     return np.load(path, mmap_mode="r" if bounds[-1] else None)

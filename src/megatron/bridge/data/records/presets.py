@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of ``process_example_fn`` for formats that have to be named: others use their keys, too."""
+"""Values of ``process_example_fn`` for formats whose keys are ambiguous, so that the user must name the format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ ALPACA = ("instruction", "output", "input", "system", "history")
 
 
 def alpaca_example(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of Alpaca (``instruction``, ``output``; perhaps ``input``, ``system``, ``history``) as messages."""
+    """Convert an Alpaca record (``instruction``, ``output``; maybe ``input``, ``system``, ``history``) to messages."""
     if missing := [key for key in ALPACA[:2] if not isinstance(record.get(key), str)]:
         raise UserError(
             f"a record of Alpaca's format lacks the text {missing[0]} (keys: {', '.join(sorted(record))}): give "

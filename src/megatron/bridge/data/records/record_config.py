@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of datasets of records: how a record becomes a sample, and a sample a row."""
+"""The config of datasets of records: how records become samples, and samples become rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -23,14 +23,14 @@ class EncodingRules:
     train_on: TrainOn = "assistant"
     split_turns: bool = False
     chat_template: str | None = None
-    """A template instead of the tokenizer's own."""
+    """Template to use instead of the tokenizer's."""
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     process_example_fn: ProcessExample | None = None
     media: MediaRules | None = None
-    """How images are processed; None refuses them."""
+    """How images are processed. None refuses records with images."""
 
     def extended[Rules: EncodingRules](self, kind: type[Rules], **values: Any) -> Rules:
-        """These rules as those of a subclass, with ``values`` of its own or in the place of ours."""
+        """Copy these rules to the subclass ``kind``; ``values`` add or replace fields."""
         return kind(**{**{entry.name: getattr(self, entry.name) for entry in fields(self)}, **values})
 
 
@@ -60,23 +60,23 @@ class RecordDatasetConfig(DatasetConfig):
     seed: int = 1234
     """Seed of the training order, which changes every epoch."""
     truncation: Truncation = "refuse"
-    """What happens to a sample with more than ``seq_length`` tokens: ``refuse`` stops the run, ``drop`` drops the
-    sample, ``right`` and ``left`` cut it at that end, and ``keep_answer`` cuts what comes before the last answer.
-    A sample without a token left in the loss is dropped. All of them are counted and reported."""
+    """Policy for a sample with more than ``seq_length`` tokens: ``refuse`` stops the run, ``drop`` drops the sample,
+    ``right`` and ``left`` truncate that end, and ``keep_answer`` truncates the tokens before the last answer. A
+    sample that keeps no token in the loss is dropped. The run counts and reports all these samples."""
     train_on: TrainOn = "assistant"
     """Which part of a conversation is in the loss: every message of the ``assistant``, the ``last`` one, the
     ``completion`` (all answers after the last user message), or ``everything``, including prompts. Messages with
     ``weight`` 0 are left out."""
     split_turns: bool = False
-    """Make one sample of each answer and what comes before it. This is for templates that render earlier answers
-    differently from the last one, like those of reasoning models."""
+    """Make one sample of each answer and the messages before it. This is for templates that render earlier answers
+    differently from the last one, such as templates of reasoning models."""
     chat_template: str | None = None
-    """File with a Jinja template, or the template itself, instead of the tokenizer's own."""
+    """File with a Jinja template, or the template itself, to use instead of the tokenizer's template."""
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     """Variables for the template, such as ``{"enable_thinking": False}``."""
     process_example_fn: ProcessExample | None = None
-    """A function that converts a record to one of the formats above, or returns None to leave it out. If it has
-    two parameters, the second one is the tokenizer."""
+    """Function that converts a record to one of the formats above, or returns None to drop the record. If it has two
+    parameters, the second one is the tokenizer."""
     packed_sequence_specs: PackedSequenceSpecs | None = None
     """Pack several samples into a row; each has its own attention and positions."""
     padding_free: bool = False
@@ -85,23 +85,23 @@ class RecordDatasetConfig(DatasetConfig):
     """Directory or hub id of the vision-language model whose image processor is used. None stands for
     ``tokenizer.tokenizer_model`` if the model has a vision tower."""
     media_root: str | None = None
-    """Folder that holds all images: their paths start from it, and may not leave it. None stands for the folder of
-    the data."""
+    """Folder of all images: paths are relative to it and may not leave it. None stands for the folder of the
+    data."""
     min_pixels: int | None = None
-    """Enlarge images with fewer pixels than this. None leaves it to the image processor."""
+    """Enlarge images with fewer pixels than this. None uses the limit of the image processor."""
     max_pixels: int | None = None
-    """Shrink images with more pixels than this, so that they have fewer tokens. None leaves it to the image
+    """Shrink images with more pixels than this, so that they have fewer tokens. None uses the limit of the image
     processor."""
     max_image_tokens: int | None = None
-    """Tokens of images that a sample, or a packed row, has at most, which bounds the memory of the vision tower. A
-    sample with more is treated as one that is too long. None stands for ``seq_length``."""
+    """Maximum number of image tokens of a sample or a packed row, which bounds the memory of the vision tower. A
+    sample with more is treated like a sample that is too long. None stands for ``seq_length``."""
     fetch_urls: bool = False
-    """Download images and videos that records name by an address (http, https), once, into ``.fetched`` below
-    ``media_root``. A record can then make this machine send requests to any address that it reaches."""
+    """Download images and videos whose records have a URL (http, https), once, into ``.fetched`` below
+    ``media_root``. A record can then make this machine send requests to any address that the machine reaches."""
     fps: float | None = None
-    """Frames of each second of a video that are used. None leaves it to the video processor."""
+    """Number of frames to use per second of a video. None uses the rate of the video processor."""
     max_frames: int | None = None
-    """Frames of a video that are used at the most. None leaves it to the video processor."""
+    """Maximum number of frames to use of a video. None uses the limit of the video processor."""
 
     @property
     def masks_tokens(self) -> bool:
@@ -121,12 +121,12 @@ class RecordDatasetConfig(DatasetConfig):
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sample in a row of several is padded to a multiple of this."""
+        """Return the number to whose multiple each sample of a packed row is padded."""
         specs = self.packed_sequence_specs
         return (specs.pad_seq_to_mult if specs else None) or 1
 
     def encoding_rules(self) -> EncodingRules:
-        """How records become samples.
+        """Return the rules that convert records to samples.
 
         Raises:
             UserError: the chat template cannot be read.
@@ -145,11 +145,11 @@ class RecordDatasetConfig(DatasetConfig):
 
     @property
     def media_folder(self) -> str:
-        """The folder that the paths of images start from."""
+        """Return the folder to which the paths of images are relative."""
         return self.media_root or "."
 
     def media_rules(self) -> MediaRules | None:
-        """How images are processed; None if there are none."""
+        """Return the rules for images, or None if the config has no image processor."""
         if self.hf_processor_path is None:
             return None
         limits = (self.min_pixels, self.max_pixels, self.max_image_tokens, self.fetch_urls, self.fps, self.max_frames)
@@ -187,7 +187,7 @@ class RecordDatasetConfig(DatasetConfig):
         if self.packed and size != self.seq_length:
             found.append(
                 f"{name}.packed_sequence_size={size} differs from dataset.seq_length={self.seq_length}: set both "
-                f"to one value, because a packed row is as long as any other"
+                f"to one value, because packed rows have the length of other rows"
             )
         if not self.packed and size != -1:
             found.append(f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing")

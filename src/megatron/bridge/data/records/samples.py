@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenized samples: the tokens, and which of them are in the loss."""
+"""Tokenized samples: the tokens, and their loss mask."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ class Sample(NamedTuple):
     tokens: np.ndarray  # all tokens, int32
     # whether each token is in the loss, bool. The first one never is, because nothing predicts it.
     trained: np.ndarray
-    images: tuple[MediaReference, ...] = ()  # and videos, in the order of their tokens
+    images: tuple[MediaReference, ...] = ()  # images and videos, in the order of their tokens
 
 
 class Samples(Sequence[Sample]):
@@ -28,8 +28,8 @@ class Samples(Sequence[Sample]):
         tokens: int32, the tokens of all samples.
         trained: bool, of the same length.
         bounds: int64, the start of each sample, and the end of the last one.
-        images: uint8, the references to the images and videos of all samples as JSON; None without.
-        image_bounds: int64, where those of each sample start, and the end of the last one.
+        images: uint8, the references to the images and videos of all samples as JSON; None if there are none.
+        image_bounds: int64, the start of each sample's references, and the end of the last one.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ def _bounds(lengths: Iterable[int]) -> np.ndarray:
 
 @dataclass
 class EncodingReport:
-    """What became of the records of a source. The field names are keys of the files on disk."""
+    """Counts and notes on the records of a source. The field names are keys of the files on disk."""
 
     records: int = 0
     samples: int = 0
@@ -114,9 +114,9 @@ class EncodingReport:
     image_tokens: int = 0  # tokens that images and videos are made of
     cut: int = 0  # samples that were shortened
     dropped: Counter[str] = field(default_factory=Counter)
-    # reason -> where the first record is that was dropped for it
+    # reason -> the place of the first record that was dropped for it
     first_dropped: dict[str, str] = field(default_factory=dict[str, str])
-    notes: Counter[str] = field(default_factory=Counter)  # what is unusual but kept, and how often it occurs
+    notes: Counter[str] = field(default_factory=Counter)  # unusual property of a kept sample -> count
     formats: Counter[str] = field(default_factory=Counter)  # number of records of each format
 
     def drop(self, reason: str, where: str) -> None:
@@ -144,12 +144,12 @@ class EncodingReport:
         return cls(**fields)
 
     def lines(self) -> Iterator[str]:
-        """The report for people, one sentence each, without counts of zero."""
+        """Return the report as text, one sentence per item, without counts of zero."""
         losses = [
             f"{count:,} dropped {reason}" + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
             for reason, count in self.dropped.items()
         ]
-        cut = [f"{self.cut:,} cut"] if self.cut else []
+        cut = [f"{self.cut:,} truncated"] if self.cut else []
         share = f"{self.trained / self.tokens:.0%}" if self.tokens else "none"
         yield ", ".join([f"{self.samples:,} samples", *cut, *losses])
         yield f"{self.tokens:,} tokens, {self.trained:,} of them in the loss ({share})"

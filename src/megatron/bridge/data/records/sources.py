@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where records come from: JSONL, Parquet and Arrow files, folders saved by `datasets`, and the hub."""
+"""Sources of records: JSONL, Parquet and Arrow files, folders saved by `datasets`, and the hub."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ JSON_SUFFIXES = (".jsonl", ".json")
 TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 SUFFIXES = (*JSON_SUFFIXES, *TABLES)
 
-LocatedRecord = tuple[str, dict[str, Any]]  # where a record is (file and line), and the record
+LocatedRecord = tuple[str, dict[str, Any]]  # the place of a record (file and line), and the record
 
 
 class RecordSource(Protocol):
@@ -25,17 +25,17 @@ class RecordSource(Protocol):
     def name(self) -> str: ...
 
     def records(self) -> Iterator[LocatedRecord]:
-        """All records, in order."""
+        """Yield all records, in order."""
         ...
 
     def fingerprint(self) -> str:
-        """A hash that changes whenever the records do."""
+        """Return a hash that changes whenever the records change."""
         ...
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """The records of one file, in the format of its ending."""
+    """The records of one file, whose ending tells the format."""
 
     path: Path
 
@@ -63,13 +63,13 @@ def _rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
 
 
 def _stream_table(kind: str, path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table file, without a copy in the cache of `datasets`."""
+    """Yield the rows of a table file, without a copy in the cache of `datasets`."""
     import datasets
     from datasets.exceptions import DatasetsError
 
     try:
         if kind == "parquet" and not _parquet_rows(path):
-            return  # `datasets` takes an empty file for a broken one
+            return  # `datasets` would report an empty file as broken
         yield from datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
     except (OSError, ValueError, DatasetsError) as error:
         raise UserError(f"{path} is not a {kind} file: {one_line(error)}") from error
@@ -83,7 +83,7 @@ def _parquet_rows(path: Path) -> int:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether ``save_to_disk`` of `datasets` wrote the folder."""
+    """Return whether ``save_to_disk`` of `datasets` wrote the folder."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -105,7 +105,7 @@ class HubSource:
         return _rows(self.name, self._load())
 
     def fingerprint(self) -> str:
-        """The fingerprint of `datasets`; for a stream the revision, which must then be set."""
+        """Return the fingerprint of `datasets`, or the revision of a stream, which must be set."""
         if not self.streaming:
             return str(self._load()._fingerprint)
         if self.revision is None:
@@ -154,7 +154,7 @@ class HoldOutSource:
         return f"{self.source.name} (held out)" if self.held_out else self.source.name
 
     def records(self) -> Iterator[LocatedRecord]:
-        """The choice depends on the index of a record only, so that a stream can be divided, too."""
+        """Choose records by their index alone, so that a stream can be divided, too."""
         for index, record in enumerate(self.source.records()):
             if (_random_fraction(self.seed, index) < self.share) == self.held_out:
                 yield record
@@ -183,7 +183,7 @@ class LimitedSource:
 
 @dataclass(frozen=True)
 class RenamedSource:
-    """The records of another source with other names for some of their keys."""
+    """The records of another source with some of their keys renamed."""
 
     source: RecordSource
     columns: Mapping[str, str]  # from a key of the records to its new name
@@ -202,8 +202,8 @@ class RenamedSource:
             kept = {key: value for key, value in record.items() if key not in self.columns}
             if taken := [name for name in self.columns.values() if name in kept]:
                 raise UserError(
-                    f"{where}: the record has a {taken[0]} already, and dataset.columns gives another key "
-                    "that name: rename both"
+                    f"{where}: the record has the key {taken[0]}, and dataset.columns renames another "
+                    "key to it: rename both"
                 )
             yield where, {**kept, **{new: record[old] for old, new in self.columns.items()}}
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config machinery: dataclasses to YAML and back, typed overrides, and where each value came from."""
+"""Configs: conversion of dataclasses to YAML and back, typed overrides, and the origin of each value."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a value that somebody typed to the annotation of a dataclass field, or refuse it with the reason."""
+"""Convert a value from a user to the annotation of a dataclass field, or refuse it with the reason."""
 
 import collections.abc
 import dataclasses
@@ -22,7 +22,7 @@ FALSE_WORDS = frozenset({"false", "no", "off"})
 DTYPE_NAMES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 FUNCTION_MODULES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activations", "torch")
-"""Where a bare function name such as ``silu`` is looked up."""
+"""Modules with the functions of bare names such as ``silu``."""
 
 
 class CoercionError(UserError):
@@ -50,7 +50,7 @@ def _resolve(kind: type[Any], name: str) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        # our own source text, as in typing.get_type_hints
+        # source text of this package, as in typing.get_type_hints
         return eval(annotation, vars(sys.modules[owner.__module__]))
     except Exception:
         return Any
@@ -67,11 +67,11 @@ def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
 
     Raises:
         CoercionError: the value has the wrong type; the message is a fragment that starts with "must be".
-        UserError: it has the right type, with a mistake inside.
+        UserError: the value has the right type, but contains a mistake.
     """
     if annotation is Any or annotation is object or isinstance(annotation, typing.TypeVar):
         return value
-    origin = get_origin(annotation)  # of a bare typing.Callable, too
+    origin = get_origin(annotation)  # includes a bare typing.Callable
     if origin in (Union, types.UnionType):
         return _coerce_union(value, get_args(annotation), text)
     if origin is Literal:
@@ -102,7 +102,7 @@ def _coerce_bool(value: Any, args: Sequence[Any], text: str | None) -> Any:
 
 def _coerce_int(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if isinstance(value, float) and value.is_integer():
-        return int(value)  # 1e6 is how people write a million
+        return int(value)  # a million is often written as 1e6
     return value if type(value) is int else _refuse("an integer", value)
 
 

@@ -18,7 +18,7 @@ _NO_VARIABLE = re.compile(r"Environment variable '(.+?)' not found")
 
 
 def escape(text: str) -> str:
-    r"""``text`` written so that it holds no reference.
+    r"""Escape ``text``, so that it has no reference.
 
     Example:
         >>> print(escape("costs ${x}"))
@@ -28,7 +28,7 @@ def escape(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    """The inverse of ``escape``; references stay as they are."""
+    """Undo ``escape``; references stay unchanged."""
 
     def plain(found: "re.Match[str]") -> str:
         return found[0] if _is_reference(found) else found[1][: len(found[1]) // 2] + "${"
@@ -50,7 +50,7 @@ def _is_reference(found: "re.Match[str]") -> bool:
 
 
 def references_in(values: object, key: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings and lists that hold a reference, by dotted key.
+    """Return the leaves of nested mappings and lists with a reference, by dotted key.
 
     Example:
         >>> references_in({"a": {"b": "${c}", "d": [1, "x/${c}"]}})
@@ -66,11 +66,11 @@ def references_in(values: object, key: str = "") -> dict[str, Any]:
 
 
 def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
-    """Nested mappings with their references to one another resolved; an error has a line for each that cannot be."""
+    """Resolve the references in nested mappings to one another; an error has a line for each unresolved reference."""
     raw = references_in(values)
     if not raw:
         return values
-    resolve(raw, values)  # names all mistakes
+    resolve(raw, values)  # reports all mistakes
 
     from omegaconf import OmegaConf
 
@@ -78,13 +78,13 @@ def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that references in ``raw``, by dotted key, stand for; ``tree``, which takes them, is all there is."""
+    """Return the values of the references in ``raw``, by dotted key, which refer to values in ``tree``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     resolved: dict[str, Any] = {}
     problems: list[str] = []
-    try:  # a mistake in the grammar is found here already, one at a time
+    try:  # OmegaConf reports syntax errors here, one at a time
         root = OmegaConf.create(dict(tree), flags={"allow_objects": True})
         for key, value in raw.items():
             OmegaConf.update(root, key, value, merge=False, force_add=True)

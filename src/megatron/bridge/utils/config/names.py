@@ -13,7 +13,7 @@ from typing import Any
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-FORMER_NAMES: dict[str, str] = {}  # names that files may still hold, and what they are called now
+FORMER_NAMES: dict[str, str] = {}  # old names that files may still contain -> new names
 
 PUBLIC_NAMES: dict[str, str] = {
     name: module for module, names in yaml_text.tables_beside(__file__).items() for name in names
@@ -22,16 +22,16 @@ PUBLIC_NAMES: dict[str, str] = {
 
 
 def import_path(name: str) -> str:
-    """The dotted path of what a file calls ``name``; a name of other packages is its own path."""
+    """Return the dotted path of the object ``name`` in a file; a name of another package is its own path."""
     last = name.rpartition(".")[2] if name.startswith("megatron.bridge.") else name
     last = FORMER_NAMES.get(last, last)
     return f"{PUBLIC_NAMES[last]}.{last}" if last in PUBLIC_NAMES else name
 
 
 TARGET = "_target_"  # key of a mapping that names a class, a function or a value
-MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})  # keys that plain data uses for itself
+MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})  # reserved keys of plain data
 
-# Some functions report a private home; these are the public names that people write.
+# Some functions have a private module; these are their public names.
 PUBLIC_HOMES = {"torch._C._nn": "torch.nn.functional"}
 
 KNOWN_MODULES = (
@@ -49,7 +49,7 @@ _imports = ContextVar("imports", default=False)
 
 @contextmanager
 def importing(allowed: bool = True) -> Generator[None]:
-    """Let ``locate`` import any name inside the block, which can run code, or leave it as it is."""
+    """Allow ``locate`` to import any name inside the block, which can run code, if ``trust`` is true."""
     token = _imports.set(allowed or _imports.get())
     try:
         yield
@@ -58,7 +58,7 @@ def importing(allowed: bool = True) -> Generator[None]:
 
 
 def is_dtype(value: object) -> bool:
-    """Whether ``value`` is a ``torch.dtype``, found out without importing torch."""
+    """Return whether ``value`` is a ``torch.dtype``, without importing torch."""
     kind = type(value)
     return kind.__module__ == "torch" and kind.__name__ == "dtype"
 
@@ -69,7 +69,7 @@ def is_named(value: object) -> bool:
 
 
 def name_of(value: Any) -> str | None:
-    """The name by which ``locate`` finds ``value`` again, public or dotted; None when there is none.
+    """Return the public or dotted name for which ``locate`` returns ``value``, or None if there is no such name.
 
     Example:
         >>> import textwrap
@@ -91,12 +91,12 @@ def _candidates(value: Any) -> list[str]:
     home = PUBLIC_HOMES.get(module, module)
     name, qualname = getattr(value, "__name__", ""), getattr(value, "__qualname__", "")
     public = [name] if name in PUBLIC_NAMES and home.startswith("megatron.bridge.") else []
-    # torch.sigmoid and its like are bound to a private class: their plain name in the same module is public.
+    # Functions such as torch.sigmoid are bound to a private class: their plain name in the same module is public.
     return [*public, f"{home}.{qualname}", f"{home}.{name}"]
 
 
 def locate(name: str) -> Any:
-    """Import what ``name`` stands for: a public name, or the longest importable module prefix, then attributes.
+    """Import the object ``name``: a public name, or the longest importable module prefix, followed by attributes.
 
     Raises:
         UserError: nothing has that name; the message says which part is unknown. Outside of ``importing``, also if
@@ -117,7 +117,7 @@ def locate(name: str) -> Any:
             raise UserError(f"{owner} has nothing named {part!r}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if not trusted and not _is_public(parts) and ".".join(parts) not in (*KNOWN_NAMES, *_candidates(found)):
-        _refuse_import(name)  # what a known module has imported from elsewhere
+        _refuse_import(name)  # a known module may import objects from other modules
     return found
 
 
@@ -139,12 +139,12 @@ def _is_known(parts: list[str]) -> bool:
         return True
     if module == "torch" and is_dtype(getattr(sys.modules.get("torch"), last, None)):
         return True
-    known = module in KNOWN_MODULES or ".".join(parts[:-2]) in KNOWN_MODULES  # the member of an enum
+    known = module in KNOWN_MODULES or ".".join(parts[:-2]) in KNOWN_MODULES  # a member of an enum
     return ".".join(parts) in KNOWN_NAMES or known or _is_own_class(sys.modules.get(module), last)
 
 
 def _is_own_class(module: Any, name: str) -> bool:
-    """Whether it is an imported dataclass of this package or of Megatron-Core, or one that extends theirs."""
+    """Return whether ``name`` is an imported dataclass of this package or of Megatron-Core, or extends one."""
     found = getattr(module, name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         return False
@@ -159,7 +159,7 @@ def _longest_module(parts: list[str]) -> tuple[Any, int]:
         try:
             return importlib.import_module(module), used
         except ModuleNotFoundError as error:
-            # A prefix that does not exist is tried shorter; a module whose own import fails is the mistake.
+            # If a prefix does not exist, a shorter one is tried; a module whose own import fails is an error.
             if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
                 raise UserError(f"importing {module} failed: {error}") from error
     raise UserError(f"there is no module named {parts[0]!r}, needed for {'.'.join(parts)}")

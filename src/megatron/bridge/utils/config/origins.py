@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each value of a config came from: default, recipe, file, command line, or derived from other values."""
+"""The origin of each value of a config: default, recipe, file, command line, or derived from other values."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -15,21 +15,21 @@ DERIVED = "derived"
 
 
 class Origins:
-    """Who set each value of a config, by dotted key."""
+    """The origin of each value of a config, by dotted key."""
 
     def __init__(self, table: dict[str, str]) -> None:
         self._table = table
 
     @classmethod
     def of(cls, config: Any, source: str = "recipe") -> "Origins":
-        """Origins of a new config: a value that differs from its field's default came from ``source``."""
+        """Return the origins of a new config: ``source`` for values that differ from the defaults of their fields."""
         return cls({key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)})
 
     def get(self, key: str) -> str | None:
         return self._table.get(key)
 
     def record(self, config: Any, changes: Iterable[Change]) -> None:
-        """Note who set the values of ``changes``."""
+        """Record the origins of ``changes``."""
         leaves = leaf_values(config)
         for change in changes:
             key = change.key
@@ -37,32 +37,32 @@ class Origins:
             while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
                 key = key.rpartition(".")[0]
             self._table.update(dict.fromkeys(members or [key], change.origin))
-        self._table = dict.fromkeys(leaves, DEFAULT) | self._table  # of groups that were unset
+        self._table = dict.fromkeys(leaves, DEFAULT) | self._table  # leaves of groups that were unset
 
     def record_given(self, config: Any, before: dict[str, Any], source: str) -> None:
-        """Note that ``source`` changed the values that differ from ``before``; defaults stay defaults."""
+        """Record ``source`` as the origin of values that differ from ``before``; defaults stay defaults."""
         changed = _changed(config, before)
         self._table.update({key: source for key in changed if self._table[key] != DEFAULT})
 
     def record_derived(self, config: Any, before: dict[str, Any]) -> None:
-        """Note that the values that differ from ``before`` were derived."""
+        """Record the values that differ from ``before`` as derived."""
         self._table.update(dict.fromkeys(_changed(config, before), DERIVED))
 
     def copy(self) -> "Origins":
         return Origins(dict(self._table))
 
     def defaults(self) -> set[str]:
-        """Keys whose value is the default of their field."""
+        """Return the keys whose value is the default of their field."""
         return {key for key, source in self._table.items() if source == DEFAULT}
 
 
 def leaf_values(config: Any) -> dict[str, Any]:
-    """Every leaf of the config by its dotted key."""
+    """Return the leaves of the config by dotted key."""
     return {key: value for key, _, value in _entries(config)}
 
 
 def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
-    """A line for each value, but derived ones, that is not its field's default: both, and where it came from."""
+    """Return a line with value, default and origin of each value that is neither its field's default nor derived."""
     origins = origins or Origins({})
     lines: list[str] = []
     for key, entry, value in _entries(config):
@@ -74,7 +74,7 @@ def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
 
 
 def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
-    """The config as YAML that ``load_yaml`` reads, with each value's origin as a comment, without defaults if asked."""
+    """Return the config as YAML for ``load_yaml``, with the origin of each value as a comment."""
     skipped = set[str]() if defaults else origins.defaults()
     return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped))
 
@@ -103,7 +103,7 @@ def _with_comment(lines: list[str], indent: str, source: str | None) -> list[str
 
 
 def _entries(owner: Any, prefix: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
-    """Every leaf: its dotted key, its field, its value."""
+    """Yield the dotted key, the field and the value of each leaf."""
     for entry in config_fields(owner):
         value = getattr(owner, entry.name)
         if is_group(value):

@@ -55,7 +55,7 @@ class _Request:
     value: Any
     text: str | None = None  # the raw scalar of a command line
     from_reference: bool = False
-    trusted: bool = False  # the user typed it, so the functions that it names are imported
+    trusted: bool = False  # the user typed it, so its functions may be imported
 
 
 def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
@@ -81,7 +81,7 @@ def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
 
 
 def settle_types(config: Any) -> None:
-    """Give each value of a config, read from a file, the type of its field: a name becomes the function."""
+    """Convert each value of a config from a file to the type of its field; a name becomes the function."""
     refuse([*_settle_types(config, "")])
 
 
@@ -104,10 +104,10 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
-    """Refuse a config in which a later step replaced the last value that somebody set, unless it is null."""
+    """Refuse a config in which a later step replaced the last value from the user, unless the value is null."""
     refuse(
         [
-            f"{change.key}={change.new!r} from the {change.origin} does not stick: it became {now!r}"
+            f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it to {now!r}"
             for change in {change.key: change for change in changes}.values()
             if change.new is not None and not _holds(now := _value_at(config, change.key), change.new)
         ]
@@ -115,7 +115,7 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
 
 
 def dotted_keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Every key that can be set, groups before their members."""
+    """Return every key that can be set, groups before their members."""
     for entry in config_fields(config):
         key = f"{prefix}{entry.name}"
         yield key
@@ -160,7 +160,7 @@ class _Transaction:
         refuse(problems)
 
     def _create_groups(self, names: list[str]) -> None:
-        """Give the unset groups of a dotted key their defaults."""
+        """Set the unset groups of a dotted key to their defaults."""
         owner: Any = self._config
         for depth, name in enumerate(names):
             if (child := _child(owner, name)) is _MISSING:
@@ -191,7 +191,7 @@ class _Transaction:
                 del self._references[key]
 
     def _set_references(self, leaves: list[_Request], origin: str, problems: list[str]) -> None:
-        """Set what ``leaves`` and the references of earlier layers stand for.
+        """Set the values of ``leaves`` and of the references of earlier layers.
 
         Lists and mappings are set as a whole first, then item by item: a later layer may replace single items.
         """
@@ -239,14 +239,14 @@ def _parse(item: str, problems: list[str]) -> _Request | None:
 
 
 def _loses_text(value: Any, text: str) -> bool:
-    """Whether YAML drops a part of an unquoted scalar."""
+    """Return whether YAML drops a part of an unquoted scalar."""
     if text.startswith(("'", '"')):
         return False
     return value != text if isinstance(value, str) else "#" in text
 
 
 def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
-    """The dataclass of a field ``Kind | None``; None if there is a choice, or it needs arguments."""
+    """Return the dataclass of a field ``Kind | None``, or None if there are several or it needs arguments."""
     annotation = field_types(cast("type[Any]", type(owner))).get(name)
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     if len(kinds) != 1 or not dataclasses.is_dataclass(kinds[0]) or hasattr(kinds[0], "__one_of_several__"):
@@ -257,7 +257,7 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
 
 
 def _leaves(config: Any, request: _Request) -> list[_Request]:
-    """A mapping that is given to a group sets the members of the group; anything else is one leaf.
+    """Split a mapping for a group into the members of the group; any other value is one leaf.
 
     A mapping that names another class than the group's own replaces the group.
     """
@@ -274,7 +274,7 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
 
 
 def _tree(owner: Any) -> Any:
-    """The values of a config as nested mappings and lists, for references."""
+    """Return the values of a config as nested mappings and lists, for references."""
     if is_group(owner):
         return {entry.name: _tree(getattr(owner, entry.name)) for entry in config_fields(owner)}
     if isinstance(owner, dict):
@@ -287,7 +287,7 @@ def _tree(owner: Any) -> Any:
 
 
 def _expand_home(value: Any) -> Any:
-    """A path in the home directory: the shell leaves the ``~`` of ``key=~/path`` as it is."""
+    """Expand the ``~`` of ``key=~/path``, which the shell does not expand."""
     if isinstance(value, (str, Path)) and str(value).startswith("~/"):
         return type(value)(Path(value).expanduser())
     return value
@@ -295,7 +295,7 @@ def _expand_home(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place that holds a value: a field of a dataclass, or an item of a dict, list or tuple."""
+    """The place of a value: a field of a dataclass, or an item of a dict, list or tuple."""
 
     key: str
     owner: Any
@@ -309,7 +309,7 @@ class _Slot:
         return None if value is _MISSING else value
 
     def set(self, value: Any) -> Callable[[], None]:
-        """Set the value; returns what undoes it."""
+        """Set the value, and return a function that undoes it."""
         old, owner = _child(self.owner, self.name), self.owner
         if is_group(owner):
             setattr(owner, self.name, value)
@@ -330,7 +330,7 @@ class _Slot:
                 raise UserError(f"{self.key} {error}") from None
         except UserError as error:
             raise UserError(f"{self.key}: {error}") from None
-        # an environment variable holds text: read it as if it had been typed on the command line
+        # an environment variable is text: parse it like a value on the command line
         return self.typed(_Request(self.key, yaml_text.read(request.value, self.key), request.value))
 
     def _typed(self, raw: Any, text: str | None) -> Any:
@@ -353,7 +353,7 @@ def _restore(owner: dict[str, Any], name: str, old: Any) -> None:
 
 
 def _find(config: Any, key: str) -> _Slot:
-    """The slot that ``key`` names, which must be there and may be set; an error names the nearest keys."""
+    """Return the slot of ``key``, which must exist and be settable; an error names the nearest keys."""
     names = key.split(".")
     owner, slot = config, _Slot("", None, "", Any, False, None)
     for depth, name in enumerate(names):
@@ -371,11 +371,11 @@ def _find(config: Any, key: str) -> _Slot:
 
 
 def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
-    """The type that a member must have by the ``annotation`` of its owner, and whether None is its default."""
+    """Return the type of a member from the ``annotation`` of its owner, and whether None is its default."""
     if is_group(owner):
         entry = next(entry for entry in config_fields(owner) if entry.name == name)
         return field_types(cast("type[Any]", type(owner))).get(name, Any), entry.default is None
-    for kind in (annotation, *get_args(annotation)):  # of a union
+    for kind in (annotation, *get_args(annotation)):  # the members of a union
         if (args := get_args(kind)) and get_origin(kind) is type(owner):
             if isinstance(owner, tuple):
                 return args[0 if args[-1] is Ellipsis else int(name)], False
@@ -415,7 +415,7 @@ def _value_at(config: Any, key: str) -> Any:
 
 
 def _holds(now: Any, given: Any) -> bool:
-    """Whether ``now`` is what was given; of a block that was given whole, a None may have been derived."""
+    """Return whether ``now`` equals the given value; in a block that was given whole, a None may have been derived."""
     if now is given or repr(now) == repr(given) or bool(now == given):
         return True
     if not is_group(given) or type(now) is not type(given):

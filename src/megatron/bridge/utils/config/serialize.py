@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclasses to plain data and YAML, and back, exactly.
+"""Convert dataclasses to plain data and YAML, and back, exactly.
 
-A dataclass becomes a mapping whose ``_target_`` is its public name (``names.PUBLIC_NAMES``) or its dotted one. What is
-referred to by name (functions, classes, enum members, torch dtypes) becomes ``{_target_: name, _call_: false}``; a
+A dataclass becomes a mapping whose ``_target_`` is its public name (``names.PUBLIC_NAMES``) or its dotted name. Named
+objects (functions, classes, enum members, torch dtypes) become ``{_target_: name, _call_: false}``; a
 ``functools.partial`` over an initializer becomes ``{_target_: name, _partial_: {...}}``; tuples and paths become
 ``{_tuple_: [...]}`` and ``{_path_: ...}``. Reading builds dataclasses with public names and calls nothing else, so
 a config file that came with a checkpoint cannot run code.
 
-A dataclass may name fields that are wiring of a running process, not configuration, in a class attribute
-``__not_config__`` (a set of names); they are left out.
+A dataclass may list fields that are run-time state, not configuration, in a class attribute ``__not_config__`` (a
+set of names); these fields are left out.
 """
 
 import copy
@@ -23,12 +23,12 @@ from megatron.bridge.utils.config.names import MARKERS, TARGET, importing, is_dt
 from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
 from megatron.bridge.utils.storage_paths import shown
 
-# A partial is called with arguments that the file chooses; only initializers are let through.
+# A partial is called with arguments from the file, so only initializers are allowed.
 PARTIAL_HOMES = ("torch.nn.init.",)
 
 
 def to_plain(value: object) -> Any:
-    """Plain data from which ``from_plain`` rebuilds ``value``; an error names every field that cannot be written."""
+    """Convert ``value`` to plain data for ``from_plain``; an error names every field that cannot be written."""
     problems: list[str] = []
     plain = _write(value, "", problems)
     refuse(problems)
@@ -36,10 +36,10 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(data: object, trust: bool = False) -> Any:
-    """Rebuild what ``to_plain`` wrote.
+    """Rebuild the value from the plain data of ``to_plain``.
 
-    With ``trust``, every class and function that the data name is imported, which can run code; else only names that
-    ``names.locate`` knows.
+    With ``trust``, every class and function in the data is imported, which can run code; otherwise only names that
+    ``names.locate`` knows are allowed.
     """
     problems: list[str] = []
     with importing(trust):
@@ -49,19 +49,19 @@ def from_plain(data: object, trust: bool = False) -> Any:
 
 
 def dump_yaml(value: object) -> str:
-    """``value`` as YAML text; ``load_yaml`` gives it back."""
+    """Return ``value`` as YAML text for ``load_yaml``."""
     return yaml_text.write(to_plain(value))
 
 
 def load_yaml(text: str, source: str = "the YAML text", trust: bool = False) -> Any:
-    """Rebuild what ``dump_yaml`` wrote; ``source`` names the text in messages, ``trust`` is as in ``from_plain``."""
+    """Rebuild the value from YAML; messages call the text ``source``, and ``trust`` is as in ``from_plain``."""
     return from_plain(interpolation.resolve_tree(yaml_text.read(text, source)), trust)
 
 
 def copy_config(value: Any) -> Any:
-    """A copy of a config down to its leaves: blocks and lists of blocks are copied, all else is shared.
+    """Copy the blocks and lists of blocks of a config; the copy shares the leaves.
 
-    ``copy.deepcopy`` would copy whatever hooks and datasets hold on to.
+    ``copy.deepcopy`` would also copy the objects that hooks and datasets refer to.
     """
     if isinstance(value, list):
         return [copy_config(item) if is_group(item) else item for item in _items(value)]
@@ -70,7 +70,7 @@ def copy_config(value: Any) -> Any:
     if not is_group(value):
         return value
     copied = copy.copy(value)
-    # hooks that are registered on the copy stay there
+    # a hook that is registered on the copy does not change the original
     for name, held in cast(dict[str, Any], vars(copied)).items():
         if isinstance(held, list):
             object.__setattr__(copied, name, list(_items(held)))
@@ -80,7 +80,7 @@ def copy_config(value: Any) -> Any:
 
 
 def config_fields(owner: object) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass (or instance) that are configuration: settable, public, not run-time wiring."""
+    """Return the configuration fields of a dataclass (or instance): settable, public, not run-time state."""
     skipped: Iterable[str] = getattr(owner, "__not_config__", ())
     return [
         entry
@@ -141,7 +141,7 @@ def _write_dataclass(value: Any, path: str, problems: list[str]) -> dict[str, An
 
 
 def phantom_attributes(value: Any, path: str = "") -> list[str]:
-    """A sentence for each attribute that was set from outside on a dataclass instance but is no field of it."""
+    """Return a sentence for each attribute that a user set on a dataclass instance but that is not a field."""
     fields = {entry.name for entry in dataclasses.fields(value)}
     kind = cast("type[Any]", type(value))
     extra = [
@@ -158,7 +158,7 @@ def phantom_attributes(value: Any, path: str = "") -> list[str]:
 
 @functools.cache
 def _own_attributes(kind: type[Any]) -> frozenset[str]:
-    """Names that the methods of ``kind`` use: Megatron's ``__post_init__`` sets attributes that are no fields."""
+    """Return names that the methods of ``kind`` use: Megatron's ``__post_init__`` sets attributes without a field."""
     methods = (item for base in kind.__mro__ for item in vars(base).values())
     codes = (getattr(method, "__code__", None) for method in methods)
     return frozenset(name for code in codes if code is not None for name in code.co_names)
@@ -198,7 +198,7 @@ def _read_target(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any
 
 def _read_named(mapping: dict[Any, Any], target: Any, path: str, problems: list[str]) -> Any:
     if mapping["_call_"] is not False or len(mapping) != 2:
-        problems.append(f"{_or_top(path)}: a name is written as {{_target_: {mapping[TARGET]}, _call_: false}}")
+        problems.append(f"{_or_top(path)}: write the name as {{_target_: {mapping[TARGET]}, _call_: false}}")
     if not is_named(target) and not is_dtype(target):
         problems.append(f"{_or_top(path)}: {mapping[TARGET]} is not a function, class, enum member or dtype")
     return target

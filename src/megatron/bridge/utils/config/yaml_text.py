@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML as people expect it in configs: ``1e-4`` is a number, a key given twice is an error, a date is a string.
+"""Read and write YAML with rules for configs: ``1e-4`` is a number, a date a string, a duplicate key an error.
 
-PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``1:30`` is ninety and the second of two equal keys wins.
-Reading and writing share one set of rules, so that every scalar comes back as what it was.
+PyYAML follows YAML 1.1, where ``1e-4`` is a string, ``1:30`` is ninety, and the second of two equal keys wins.
+Reading and writing share one set of rules, so that every scalar keeps its type and value.
 """
 
 import re
@@ -54,7 +54,7 @@ class _Dumper(_BaseDumper):
 
 
 def _represent_mapping(dumper: Any, data: dict[Any, Any]) -> Any:
-    """A mapping on lines of its own, except what stands for a single value: a name, a tuple, a path."""
+    """Write a mapping on separate lines, unless it stands for a single value: a name, a tuple, a path."""
     single = bool(_SINGLE & data.keys())
     return dumper.represent_mapping("tag:yaml.org,2002:map", data, flow_style=single)
 
@@ -66,12 +66,12 @@ for _tag, _pattern, _first in _RULES:
 
 
 def write(plain: Any) -> str:
-    """Plain data as YAML, keys in their given order."""
+    """Write plain data as YAML, with the keys in their order."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
 
 
 def _check_size(text: str, source: str) -> None:
-    """Refuse a text that would exhaust the stack or, by aliases of aliases, the memory."""
+    """Refuse a text that would exhaust the stack or, through nested aliases, the memory."""
     values, anchors, open_nodes = 0, dict[str, int](), list[tuple[str | None, int]]()
     for event in cast(Any, yaml).parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
@@ -95,13 +95,13 @@ def _check_size(text: str, source: str) -> None:
 
 
 def tables_beside(module: str) -> dict[str, Any]:
-    """The tables of constants in the YAML file of a module, whose ``__file__`` is given."""
+    """Read the tables of constants in the YAML file beside the module with this ``__file__``."""
     path = Path(module).with_suffix(".yaml")
     return read(path.read_text(), path.name)
 
 
 def read(text: str, source: str = "the YAML text") -> Any:
-    """Plain data from YAML; ``source`` names the text in messages.
+    """Read plain data from YAML; messages call the text ``source``.
 
     Example:
         >>> read("lr: 1e-4")
@@ -118,7 +118,7 @@ def read(text: str, source: str = "the YAML text") -> Any:
         raise UserError(f"{source} is not valid YAML: {error}") from error
     except UserError:
         raise
-    except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot read
+    except UnicodeEncodeError as error:  # bytes of the command line that the locale cannot decode
         raise UserError(f"{source} is not UTF-8: {text!r}") from error
     except ValueError as error:
         raise UserError(f"{source} has a number with thousands of digits") from error

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a bridge declares: config fields, and blocks of parameter names."""
+"""The declarations of a bridge: config fields, and blocks of parameter names."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an architecture: each names Megatron's parameters once, in every spelling that a layer spec may use.
+"""Parts of an architecture: each block names Megatron's parameters once, under all names of layer specs.
 
-A normalization weight is a module of its own, or fused into the linear that follows it; a block lists both, and a
+A normalization weight is a separate module, or fused into the linear that follows it; a block lists both, and a
 model has one of them.
 """
 
@@ -65,7 +65,7 @@ def attention(
         block += fused_norm("decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}")
     if not qk_norm:
         return block
-    # whole on every rank if it is one head's, cut like the heads if it is over all of them
+    # replicated if it is for one head, sharded like the heads if it is for all heads
     name = qk_norm if isinstance(qk_norm, str) else "norm"
     names_of = {role: f"{role}_{name}" for role in "qk"}
     if isinstance(qk_norm, tuple):
@@ -163,7 +163,7 @@ def fused_norm(separate: str, linear: str, hf: str) -> Block:
 
 
 def replace_blocks(blocks: tuple[Block | SizedBlock, ...], *own: Block) -> tuple[Block | SizedBlock, ...]:
-    """``blocks`` with an architecture's ``own`` in place of the mappings of the same parameters."""
+    """Return ``blocks``, in which an architecture's ``own`` replace the mappings of the same parameters."""
     taken = {mapping.megatron_param for block in own for mapping in block}
     kept = (it if callable(it) else tuple(m for m in it if m.megatron_param not in taken) for it in blocks)
     return (*kept, *own)

@@ -48,7 +48,7 @@ def _activation_name(function: Any, _: Any) -> str:
 
 
 def _rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
-    """What ``_partial_rope`` gives, for architectures that read a rotated share and rotate whole heads."""
+    """Return ``_partial_rope`` for architectures that read a rotated share and rotate whole heads."""
     values = _partial_rope(parameters, config)
     if values[2] != 1.0:
         raise UserError(f"partial_rotary_factor={values[2]} must be 1: this architecture rotates whole heads")
@@ -56,10 +56,10 @@ def _rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | 
 
 
 def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
-    """(scaling without its base, base, rotated share of a head); no scaling at all is None."""
+    """Return (scaling without its base, base, rotated share of a head); scaling is None if there is none."""
     parameters = dict(parameters or {})
     check_parameters(parameters)
-    if parameters.get("rope_type") == NTK_ALPHA:  # a kind of ours, which transformers does not have
+    if parameters.get("rope_type") == NTK_ALPHA:  # a kind of this package, which transformers does not have
         raise UserError(f"rope_parameters.rope_type={NTK_ALPHA!r} is not a kind that transformers computes")
     parameters.pop("type", None)
     base = parameters.pop("rope_theta", None)
@@ -67,7 +67,7 @@ def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str,
         base = config.get("rope_theta") or 10000.0
     scaling = {key: value for key, value in parameters.items() if value is not None}
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    if share == 1.0:  # as good as not said
+    if share == 1.0:  # the same as no entry
         scaling.pop("partial_rotary_factor", None)
     plain = scaling.get("rope_type", "default") == "default"
     return None if plain else scaling, base, share
@@ -80,12 +80,12 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
 
 
 def _partial_rope_back(values: tuple[dict[str, Any] | None, float, float], provider: Any) -> dict[str, Any]:
-    # said even if it is all of a head: these architectures have another default
+    # written even for whole heads: these architectures have another default
     return {**_rope_back(values, provider), "partial_rotary_factor": values[2]}
 
 
 def _rope_of_text(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
-    """Without what tells how positions on three axes share the angles: the axes of a text are the same."""
+    """Remove the keys that divide the angles among positions on three axes: the axes of a text are equal."""
     own = dict(parameters or {})
     for key in ("mrope_section", "mrope_interleaved"):
         own.pop(key, None)
@@ -93,13 +93,13 @@ def _rope_of_text(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The same, and by how much queries grow beyond the length of the first training."""
+    """Return the scaling, base and rotated share, and beta: queries are scaled beyond the original length."""
     own = dict(parameters or {})
     for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-        if own.get(key) is None:  # transformers has no answer without them
+        if own.get(key) is None:  # transformers fails without them
             raise UserError(f"rope_parameters.{key} is missing: this architecture scales its queries by it")
     beta = own.pop("llama_4_scaling_beta")
-    own.pop("max_position_embeddings", None)  # a copy of the config's, which nothing reads
+    own.pop("max_position_embeddings", None)  # an unused copy of the config's value
     return *_rope(own, config), beta
 
 
@@ -109,7 +109,7 @@ def _scaled_query_rope_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
 
 
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """(scaling, base and rotated share of layers without a window, everything of those with one)."""
+    """Return (scaling, base, rotated share) of layers without a window, and the parameters of layers with one."""
     if sorted(parameters or ()) != sorted(_LAYER_TYPES):
         raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
     everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
@@ -122,7 +122,7 @@ def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
 
 
 def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What ``_rope`` gives; the kind ``dynamic`` with an ``alpha`` has fixed numbers, in spite of its name."""
+    """Extend ``_rope`` by the kind ``dynamic`` with an ``alpha``, whose numbers are fixed in spite of its name."""
     own = dict(parameters or {})
     if own.get("rope_type") != "dynamic" or not own.get("alpha"):
         return _rope(own, config)
@@ -138,13 +138,13 @@ def _ntk_alpha_back(values: Any, _: Any) -> dict[str, Any]:
 
 
 def _from_scale(scale: float, _: Any) -> float | int:
-    """The integer that was meant, if one gives the same scale."""
+    """Return the original integer, if an integer gives the same scale."""
     scalar = scale**-2
     return round(scalar) if round(scalar) ** -0.5 == scale else scalar
 
 
 def _precision(dtype: Any, _: Mapping[str, Any]) -> tuple[torch.dtype, bool, bool]:
-    """(dtype of the parameters, bf16, fp16)."""
+    """Return (dtype of the parameters, bf16, fp16)."""
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 
     found = to_dtype(dtype) or torch.float32
@@ -170,18 +170,18 @@ def _head_width(width: Any, config: Mapping[str, Any]) -> int:
 
 
 def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(this bias, whether the model has any): Megatron-Core has one switch, refined by the provider's two."""
+    """Return (this bias, whether the model has any): Megatron-Core has one switch, the provider two more."""
     return own, bool(config.get("attention_bias") or config.get("mlp_bias"))
 
 
 def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:
-    """Values of ``_PART_BIASES``; ``add_bias_linear`` only where needed: not all backends remove a bias."""
+    """Return values of ``_PART_BIASES``; ``add_bias_linear`` only if needed: not all backends remove a bias."""
     qkv, out, mlp = (bool(config.get(key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
     return (False, True, qkv, out, mlp) if out or mlp else (qkv, False, None, None, None)
 
 
 def _has_bias(part: int) -> Callable[[Any, Any], bool]:
-    """Whether linear layers have biases, and the switch at ``part`` of ``_PART_BIASES`` is not off."""
+    """Return a function: whether linear layers have biases, and switch ``part`` of ``_PART_BIASES`` is not off."""
 
     def back(values: tuple[bool | None, ...], _: Any) -> bool:
         return bool(values[1]) and values[part] is not False
@@ -198,7 +198,7 @@ def _inverse(scale: float | None, _: Any) -> float:
 
 
 def _inverse_back(divisor: float, _: Any) -> float:
-    return float(f"{1.0 / divisor:.15g}")  # the number that was written, not its last bit
+    return float(f"{1.0 / divisor:.15g}")  # the original number, without a rounding error in the last bit
 
 
 def _first(values: tuple[Any, ...], _: Any) -> Any:
@@ -206,7 +206,7 @@ def _first(values: tuple[Any, ...], _: Any) -> Any:
 
 
 def _window(width: Any, _: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(keys seen before, keys seen after) a query; Hugging Face counts the query's own key as well."""
+    """Return (number of earlier keys, of later keys) that a query sees; Hugging Face also counts its own key."""
     if width is None:
         return None
     if width < 1:
@@ -219,7 +219,7 @@ def _window_back(window: tuple[int, int] | None, _: Any) -> int | None:
 
 
 def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    """1 for each layer with a window, 0 for each without."""
+    """Return 1 for each layer with a window, 0 for each without."""
     for kind in sorted(set(kinds) - set(_LAYER_TYPES)):
         raise UserError(f"layer_types={kind!r} is not supported: {' and '.join(_LAYER_TYPES)} are")
     if len(kinds) != config["num_hidden_layers"]:
@@ -260,7 +260,7 @@ def _windowed_back(pattern: Any, provider: Any) -> list[str]:
 
 
 def _without_rope(rotated: list[int], config: Mapping[str, Any]) -> list[int]:
-    """1 for each layer without; Hugging Face has a 1 for each layer with."""
+    """Return 1 for each layer without a rotary embedding; Hugging Face has 1 for each layer with one."""
     layers = config["num_hidden_layers"]
     if len(rotated) < layers:
         raise UserError(f"no_rope_layers has {len(rotated)} layers, num_hidden_layers={layers}")
@@ -283,10 +283,10 @@ ROPE = Field(
 )
 
 PARTIAL_ROPE = replace(ROPE, to=_partial_rope, back=_partial_rope_back)
-"""A share of each head is rotated, ``partial_rotary_factor``; the others rotate whole heads."""
+"""Rotary embedding of a share of each head, ``partial_rotary_factor``."""
 
 PARTIAL_ROPE_OF_TEXT = replace(PARTIAL_ROPE, to=_rope_of_text)
-"""The same in a model with images, which may say how positions on three axes share the angles."""
+"""Rotary embedding of a share of each head, in a model with images and positions on three axes."""
 
 LAYER_ROPE = Field(
     "rope_parameters",
@@ -294,10 +294,10 @@ LAYER_ROPE = Field(
     to=_ropes,
     back=_ropes_back,
 )
-"""One rotary embedding for layers with a window and one for those without."""
+"""Separate rotary embeddings for layers with and without a window."""
 
 NTK_ALPHA_ROPE = replace(ROPE, to=_ntk_alpha, back=_ntk_alpha_back)
-"""A rotary embedding whose kind ``dynamic`` is Hunyuan's: a base that ``alpha`` makes larger."""
+"""Rotary embedding with Hunyuan's kind ``dynamic``, whose ``alpha`` increases the base."""
 
 SCALED_QUERY_ROPE = Field(
     "rope_parameters",
@@ -305,7 +305,7 @@ SCALED_QUERY_ROPE = Field(
     to=_scaled_query_rope,
     back=_scaled_query_rope_back,
 )
-"""A rotary embedding, and queries that grow with their position."""
+"""Rotary embedding, and scaling of queries with their position."""
 
 ACTIVATION = Field("hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name)
 
@@ -330,13 +330,13 @@ DENSE: tuple[Field, ...] = (
 ATTENTION_BIAS = Field(
     "attention_bias", ("attention_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first
 )
-"""All four projections of attention have a bias; that the feed-forward layer has none is for ``fixed`` to say."""
+"""Biases of all four projections of attention; set the feed-forward layer's bias in ``fixed``."""
 
 BIASES: tuple[Field, ...] = (
     ATTENTION_BIAS,
     Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_with_any_bias, back=_first),
 )
-"""Attention (output projection included) and feed-forward biases, each on its own switch."""
+"""Biases of attention (output projection included) and of the feed-forward layer, with separate switches."""
 
 _PART_BIASES = ("add_qkv_bias", "add_bias_linear", "attention_bias", "attention_output_bias", "mlp_bias")
 
@@ -345,66 +345,66 @@ PART_BIASES: tuple[Field, ...] = (
     Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(3)),
     Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(4)),
 )
-"""Biases of queries, keys and values; of the output projection; of the feed-forward layer."""
+"""Biases of queries, keys and values, of the output projection, and of the feed-forward layer, separately."""
 
 ALL_BIASES = Field("use_bias", "add_bias_linear", default=False)
 """One switch for the biases of attention and feed-forward layer."""
 
 LOGIT_SCALE = Field("logit_scale", "logits_scaling", default=1.0, to=_inverse, back=_inverse_back)
-"""What the logits are multiplied by; the provider divides them."""
+"""Factor of the logits; the provider has its inverse."""
 
 ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
-"""Queries, keys and values have a bias, always, and nothing else has."""
+"""Only queries, keys and values have a bias, in all models."""
 
 QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=lambda scalar, _: scalar**-0.5, back=_from_scale)
-"""Attention's scores are divided by the root of this, not of the head's width."""
+"""Number whose root divides the attention scores, instead of the root of the head's width."""
 
 WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)
-"""Every layer sees a window of this many keys, its own included; null is all keys."""
+"""Width of the window of all layers, including the query's own key; null means all keys."""
 
 LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back)
-"""Which layers have the window."""
+"""Layers with the window."""
 
 WINDOWED_ROPE = Field(
     "layer_types", ("window_attn_skip_freq", "no_rope_freq"), to=_windowed_rope, back=_windowed_rope_back
 )
-"""The same, where only layers with a window have a rotary embedding."""
+"""Layers with the window, which alone have a rotary embedding."""
 
 WINDOWED_ROPE_IF_ANY = replace(WINDOWED_ROPE, to=_windowed_rope_if_any)
-"""The same, but every layer has a rotary embedding where ``sliding_window`` is null."""
+"""Layers with the window, which alone have a rotary embedding, unless ``sliding_window`` is null."""
 
 NO_ROPE_LAYERS = Field("no_rope_layers", "no_rope_freq", to=_without_rope, back=_rotated)
-"""Which layers have a rotary embedding, a 1 for each; null is all of them."""
+"""Layers with a rotary embedding, as 1; null means all layers."""
 
 WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
-"""A window in the layers that ``layer_types`` names."""
+"""Window in the layers that ``layer_types`` names."""
 
 SWITCHED_WINDOWS: tuple[Field, ...] = (
     Field("use_sliding_window", "window_size", False, _switched_window, lambda window, _: window is not None),
     Field("sliding_window", "window_size", default=None, to=_switched_window, back=_window_back),
     Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
 )
-"""The same, behind a switch."""
+"""Window in the layers that ``layer_types`` names, with a switch."""
 
 
 def parallel_residual(kind: str, default: bool) -> Field:
-    """A switch ``use_parallel_residual``: attention and MLP read the same input, with norms of this ``kind``."""
+    """Return a field for the switch ``use_parallel_residual``: attention and MLP read the same input."""
     return named("use_parallel_residual", "parallel_residual", {True: kind, False: None}, default)
 
 
 NORM_EPS = Field("layer_norm_eps", "layernorm_epsilon", default=1e-5)
-"""The epsilon of architectures with LayerNorms."""
+"""Epsilon of architectures with LayerNorms."""
 
 LLAMA_LIKE: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
-    # only as many rows of padding as the tensor-parallel ranks need: fewer numbers that Hugging Face has not
+    # only as many rows of padding as the tensor-parallel ranks need, because Hugging Face has no padding
     "should_pad_vocab": True,
     "make_vocab_size_divisible_by": 1,
 }
-"""What these architectures imply and do not spell."""
+"""Values that architectures like Llama imply without a key."""
 
 LAYER_NORM_LIKE: dict[str, Any] = {**LLAMA_LIKE, "normalization": "LayerNorm", "layernorm_bias": True}
-"""The same with LayerNorms."""
+"""Values that architectures like Llama imply without a key, but with LayerNorms."""

@@ -26,7 +26,7 @@ def _groups_back(groups: int, provider: Any) -> int:
 
 
 def _norms(parallel: bool, config: Mapping[str, Any]) -> str | None:
-    """Two norms beside each other, one for both parts of a layer, or one before each part."""
+    """Two parallel norms, one norm for both parts of a layer, or one norm before each part."""
     if not config.get("new_decoder_architecture"):
         return "shared_norm" if parallel else None
     count = config.get("num_ln_in_parallel_attn")
@@ -39,7 +39,7 @@ def _norms(parallel: bool, config: Mapping[str, Any]) -> str | None:
 
 
 def _is_new(provider: Any) -> bool:
-    """The older of two architectures that compute the same."""
+    """Field of the older of two architectures with the same computation."""
     several = 1 < provider.num_query_groups < provider.num_attention_heads
     return provider.parallel_residual == "own_norms" or (provider.parallel_residual == "shared_norm" and several)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of a Hugging Face config and the provider's attributes they stand for, converted in both directions.
+"""Convert keys of a Hugging Face config to the provider's attributes, and back.
 
 Every key of a config is claimed by a field, listed as irrelevant, or refused by name: ignoring a key could change what
 the model computes.
@@ -13,10 +13,10 @@ from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling
 
 REQUIRED: Any = object()
-"""Marks a field whose key must be there."""
+"""Marks a field whose key is required."""
 
 ABSENT: Any = object()
-"""What a field writes for a key that is not to be there."""
+"""Marks a key that a field leaves out of the config."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class Field:
     megatron: str | tuple[str, ...]
     """Attribute of the provider, or several."""
     default: Any = REQUIRED
-    """Value of an absent key."""
+    """Value to use if the key is missing."""
     to: Callable[[Any, Mapping[str, Any]], Any] | None = None
-    """(value, whole Hugging Face config) -> value, or values, of ``megatron``; None takes it as it is."""
+    """(value, whole Hugging Face config) -> value, or values, of ``megatron``; None copies the value."""
     back: Callable[[Any, Any], Any] | None = None
-    """(value or values, provider) -> value of ``hf``; None takes the first as it is."""
+    """(value or values, provider) -> value of ``hf``; None copies the first value."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The provider's attributes."""
+        """Return the names of the provider's attributes."""
         return (self.megatron,) if isinstance(self.megatron, str) else self.megatron
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The provider's attributes as ``config`` sets them.
+        """Return the provider's attributes from ``config``.
 
         Raises:
             UserError: the key is missing, or its value cannot be represented.
@@ -55,7 +55,7 @@ class Field:
         return dict(zip(self.megatron, values, strict=True))
 
     def write(self, provider: Any) -> Any:
-        """The key's value as ``provider`` has it."""
+        """Return the key's value from ``provider``."""
         values = tuple(getattr(provider, name) for name in self.names)
         value = values[0] if isinstance(self.megatron, str) else values
         if self.back:
@@ -64,7 +64,7 @@ class Field:
 
 
 def constant(key: str, *values: Any) -> Field:
-    """A key that has one of ``values`` in every model of an architecture; the first is written to configs."""
+    """Field for a key that has one of ``values`` in all models of an architecture; configs get the first value."""
 
     def check(value: Any, _: Mapping[str, Any]) -> tuple[()]:
         _refuse_others(key, value, values)
@@ -74,7 +74,7 @@ def constant(key: str, *values: Any) -> Field:
 
 
 def named(key: str, megatron: str, names: Mapping[Any, Any], default: Any = REQUIRED) -> Field:
-    """A key whose values have other names in the provider: Hugging Face's name -> the provider's."""
+    """Field for a key with names as values: Hugging Face's name -> the provider's name."""
 
     def to(value: Any, _: Any) -> Any:
         _refuse_others(key, value, names)
@@ -92,12 +92,12 @@ def _refuse_others(key: str, value: Any, known: Iterable[Any]) -> None:
 
 
 def optional(key: str, megatron: str, default: int = 0) -> Field:
-    """A number where 0 means none."""
+    """Field for a number of which 0 means None."""
     return Field(key, megatron, default=default, to=lambda count, _: count or None, back=lambda count, _: count or 0)
 
 
 def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
-    """A key that other fields read in their ``to``; ``back`` gets the provider."""
+    """Field for a key that the ``to`` of other fields reads; ``back`` gets the provider."""
 
     def nothing(_: Any, __: Any) -> tuple[()]:
         return ()
@@ -106,16 +106,16 @@ def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
 
 
 def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
-    """``fields``, with an architecture's ``own`` in place of those that set the same attributes."""
+    """Return ``fields``, in which an architecture's ``own`` replace the fields for the same attributes."""
     taken = {name for field in own for name in field.names}
     return (*(field for field in fields if not taken & set(field.names)), *own)
 
 
 def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: Mapping[str, Any]) -> list[int]:
-    """The index in ``known`` of each layer's kind, which ``key`` of the config lists.
+    """Return each layer's kind from ``key`` of the config, as an index in ``known``.
 
     Raises:
-        UserError: a kind is not known, or the list is not as long as the model.
+        UserError: a kind is not known, or the list does not have one kind per layer.
     """
     layers = config["num_hidden_layers"]
     if len(kinds) != layers or not set(kinds) <= set(known):
@@ -124,7 +124,7 @@ def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: M
 
 
 def layers_of_kind(key: str, megatron: str, kinds: tuple[str, str]) -> Field:
-    """A field for the kind of each layer: 1 in the provider for the second of ``kinds``."""
+    """Return a field for the kind of each layer: 1 in the provider for the second of ``kinds``."""
     return Field(
         key,
         megatron,
@@ -134,7 +134,7 @@ def layers_of_kind(key: str, megatron: str, kinds: tuple[str, str]) -> Field:
 
 
 _TABLES = yaml_text.tables_beside(__file__)
-# key -> the values with which it changes nothing; None: with no value does it change anything
+# key -> the values without effect; None: no value has an effect
 IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(key for keys in _TABLES["unused"] for key in keys),
     **{key: tuple(values) for key, values in _TABLES["harmless"].items()},
@@ -142,10 +142,10 @@ IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
 
 
 HarmlessKeys = Mapping[str, tuple[Any, ...] | None]
-"""Keys that change nothing: always (None), or with the listed values only."""
+"""Keys without effect: always (None), or only with the listed values."""
 
 KeyHint = Callable[[str, Iterable[str]], str]
-"""(unknown key, known keys) -> how a sentence about the unknown one ends."""
+"""(unknown key, known keys) -> end of the sentence about the unknown key."""
 
 
 def _hint(key: str, claimed: Iterable[str]) -> str:
@@ -155,10 +155,10 @@ def _hint(key: str, claimed: Iterable[str]) -> str:
 def read_all(
     fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys = IRRELEVANT, hint: KeyHint = _hint
 ) -> dict[str, Any]:
-    """The provider's attributes that ``config`` sets.
+    """Return the provider's attributes that ``config`` sets.
 
     Raises:
-        UserError: keys that are unknown, missing, out of range or at odds, all in one message.
+        UserError: keys are unknown, missing, out of range or contradict each other; one message lists all.
     """
     fields = tuple(fields)
     problems = unknown_keys(fields, config, irrelevant, hint)
@@ -186,7 +186,7 @@ def read_all(
 def unknown_keys(
     fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys, hint: KeyHint = _hint
 ) -> list[str]:
-    """One phrase for each key that no field claims and that could change the computation."""
+    """Return a phrase for each key that no field claims and that could change the computation."""
     claimed = {field.hf for field in fields}
     problems: list[str] = []
     for key, value in config.items():
@@ -200,13 +200,13 @@ def unknown_keys(
 
 
 def write_all(fields: Iterable[Field], provider: Any) -> dict[str, Any]:
-    """The Hugging Face config, as far as the fields cover it."""
+    """Return the part of the Hugging Face config that the fields cover."""
     written = {field.hf: field.write(provider) for field in fields}
     return {key: value for key, value in written.items() if value is not ABSENT}
 
 
 def changed_keys(fields: Iterable[Field], provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys whose value in ``config`` no longer means what ``provider`` has, with their new values."""
+    """Return new values for the keys whose values in ``config`` differ from ``provider``."""
     changed: dict[str, Any] = {}
     for field in fields:
         meant = field.read(config)

@@ -16,7 +16,7 @@ _KINDS = ("full_attention", "linear_attention")
 
 
 def _linear(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
-    """1 for each gated delta net; or after how many layers attention comes again, if that is regular."""
+    """Return 1 for each gated delta net, or the period of attention layers if it is regular."""
     pattern = kind_indices("layer_types", kinds, _KINDS, config)
     layers = len(pattern)
     interval = pattern.index(0) + 1 if 0 in pattern else layers + 1
@@ -35,7 +35,7 @@ def _only_silu(name: Any, config: Mapping[str, Any]) -> Any:
 
 
 SILU = replace(ACTIVATION, to=_only_silu)
-"""The activation of feed-forward layers, and of the convolutions of gated delta nets and Mamba-2 mixers."""
+"""Activation of feed-forward layers and of the convolutions of gated delta nets and Mamba-2 mixers."""
 
 DELTA_NET: tuple[Field, ...] = (
     Field("layer_types", "linear_attention_freq", to=_linear, back=_linear_back),
@@ -50,7 +50,7 @@ DELTA_NET: tuple[Field, ...] = (
         )
     ),
 )
-"""Which layers have a gated delta net, and its sizes."""
+"""Layers with a gated delta net, and its sizes."""
 
 KIMI_DELTA: tuple[Field, ...] = (
     SILU,
@@ -59,7 +59,7 @@ KIMI_DELTA: tuple[Field, ...] = (
     Field("linear_num_heads", ("linear_num_key_heads", "linear_num_value_heads"), default=32),
     Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
 )
-"""Which layers have Kimi delta attention, and its sizes."""
+"""Layers with Kimi delta attention, and its sizes."""
 
 
 def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False) -> Block:

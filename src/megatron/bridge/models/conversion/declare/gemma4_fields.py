@@ -37,7 +37,7 @@ def _own_share(read: Any, own: Mapping[str, Any]) -> Any:
 
 
 def _unlike(layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """(head width, key heads) of all layers without a window."""
+    """Return (head width, key heads) of all layers without a window."""
     full = [index for index, kind in enumerate(config["layer_types"]) if kind == _FULL]
     own = {int(layer): values for layer, values in (layers or {}).items()}
     if own and sorted(own) != full:
@@ -66,7 +66,7 @@ _EXPERTS = {
     "top_k_experts": "moe_router_topk",
     "moe_intermediate_size": "moe_ffn_hidden_size",
 }
-# what dense models have, and those with experts: nothing balances them
+# values of dense models, and of models with experts, which have no load balancing
 _DENSE: dict[str, Any] = {
     "experts_beside_mlp": False,
     "moe_router_load_balancing_type": "aux_loss",
@@ -94,7 +94,7 @@ SHARED_KV: tuple[Field, ...] = (
     Field("num_kv_shared_layers", "shared_kv_layers", default=0, to=_shared, back=lambda layers, _: sum(layers or ())),
     Field("use_double_wide_mlp", "shared_kv_wide_mlp", default=False),
 )
-"""KV sharing, keys as values, and layers without a window with heads of another width."""
+"""KV sharing, keys that serve as values, and another head width in layers without a window."""
 
 PER_LAYER_INPUTS: tuple[Field, ...] = (
     optional("hidden_size_per_layer_input", "hidden_size_per_layer_input", default=256),
@@ -106,7 +106,7 @@ PER_LAYER_INPUTS: tuple[Field, ...] = (
         lambda it, _: it or 262_144,
     ),
 )
-"""Per-layer embeddings (PLE): a further embedding of each token for each layer."""
+"""Per-layer embeddings (PLE): one more embedding of each token for each layer."""
 
 EXPERTS_BESIDE: tuple[Field, ...] = (
     Field(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that are described one by one: config field, and weights of what may stand for a part of a layer."""
+"""Layers with a description each: config field, and weights of linear layers that replace a part of a layer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of hybrid architectures: which layer does what, Mamba-2 mixers, experts in some models of a family."""
+"""Fields of hybrid architectures: kinds of layers, Mamba-2 mixers, experts in some models of a family."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ _OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 
 
 def _layers(config: Mapping[str, Any]) -> str:
-    """A symbol for each layer, from the list of names or, without one, the older string."""
+    """Return a symbol for each layer, from the list of names or from the older string."""
     names, symbols = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if names is None:
         if symbols is None:
@@ -66,21 +66,21 @@ def _width(_: Any, config: Mapping[str, Any]) -> int:
 
 
 def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """(this bias, whether Megatron-Core's one switch for all linear layers is on)."""
+    """Return (this bias, value of Megatron-Core's one switch for all linear layers)."""
     if own and EXPERTS in _layers(config):
         raise UserError("mlp_bias=True is not supported with layers of experts, which would have none")
     return own, own
 
 
 class _OfExperts(Field):
-    """A field of models that have layers of experts; in others the key changes nothing."""
+    """A field of models with layers of experts; in other models the key has no effect."""
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing where no layer has experts."""
+        """Set nothing if no layer has experts."""
         return super().read(config) if EXPERTS in _layers(config) else {}
 
     def write(self, provider: Any) -> Any:
-        """The key's value, ``ABSENT`` where no layer has experts."""
+        """Return the key's value, or ``ABSENT`` if no layer has experts."""
         return super().write(provider) if EXPERTS in provider.layer_kinds else ABSENT
 
 
@@ -88,7 +88,7 @@ _KINDS = ("full_attention", "linear_attention")
 
 
 def _mixers(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
-    """1 for each layer with a Mamba-2 mixer."""
+    """Return 1 for each layer with a Mamba-2 mixer."""
     older = {"attention": _KINDS[0], "mamba": _KINDS[1]}
     names = [older.get(name, name) for name in names or [_KINDS[1]] * config["num_hidden_layers"]]
     return kind_indices("layer_types", names, _KINDS, config)
@@ -114,13 +114,13 @@ def _groups(count: int, config: Mapping[str, Any]) -> int:
 
 
 def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
-    """1 for each layer of a kind that comes once in a period."""
+    """Return 1 for each layer of a kind that occurs once per period."""
     period, offset = config.get(f"{kind}_layer_period", period), config.get(f"{kind}_layer_offset", offset)
     return [int(layer % period == offset) for layer in range(config["num_hidden_layers"])]
 
 
 def _period(layers: Sequence[int]) -> tuple[int, int]:
-    """(period, offset) of the layers that are 1."""
+    """Return (period, offset) of the layers with 1."""
     for period in range(1, len(layers) + 2):
         for offset in range(period):
             if [int(layer % period == offset) for layer in range(len(layers))] == list(layers):
@@ -155,7 +155,7 @@ LAYER_KINDS: tuple[Field, ...] = (
     Field(_PATTERN, _PATTERN, None, lambda _, config: _layers(config), lambda _, provider: provider.layer_kinds),
     Field("num_hidden_layers", "num_layers", default=None, to=_number_of_layers),
 )
-"""What each layer does, as a list of names or as a string of symbols."""
+"""Kind of each layer, as a list of names or as a string of symbols."""
 
 MAMBA_SIZES: tuple[Field, ...] = (
     Field("mamba_num_heads", "mamba_num_heads"),
@@ -173,11 +173,11 @@ STEP_LIMIT = Field(
     to=lambda limit, _: (limit[0], None if limit[1] == inf else limit[1]),
     back=lambda limit, _: [limit[0], inf if limit[1] is None else limit[1]],
 )
-"""Bounds of the steps of a trained model."""
+"""Limits of the step sizes of a trained model."""
 
 ALL_MAMBA: tuple[Field, ...] = (
     Field("num_hidden_layers", ("num_layers", "hybrid_override_pattern"), to=lambda count, _: (count, MAMBA * count)),
-    # Megatron-Core's config asks for heads of attention
+    # Megatron-Core's config requires attention heads
     Field("num_heads", ("mamba_num_heads", "num_attention_heads")),
     Field("head_dim", "mamba_head_dim"),
     Field("state_size", "mamba_state_dim"),
@@ -192,17 +192,17 @@ ALL_MAMBA: tuple[Field, ...] = (
     constant("use_bias", False),
     constant("use_conv_bias", True),
 )
-"""Sizes and steps of a model that has only Mamba-2 mixers."""
+"""Sizes and step limits of a model with only Mamba-2 mixers."""
 
 MAMBA_STEPS: tuple[Field, ...] = (
-    # transformers bounds the steps of a trained model by what it draws those of a new one from
+    # transformers limits the steps of a trained model to the range of initial steps
     Field("time_step_min", ("mamba_first_step_min", "mamba_smallest_step")),
     Field("time_step_max", "mamba_first_step_max"),
     Field("time_step_floor", "mamba_first_step_floor"),
 )
 
 MAMBA_LAYERS = replace(layers_of_kind("layer_types", "mamba_layers", _KINDS), default=None, to=_mixers)
-"""Which layers have a Mamba-2 mixer in the place of attention."""
+"""Layers with a Mamba-2 mixer instead of attention."""
 
 ONE_GROUP_MAMBA: tuple[Field, ...] = (
     SILU,
@@ -216,7 +216,7 @@ ONE_GROUP_MAMBA: tuple[Field, ...] = (
     constant("mamba_conv_bias", True),
     constant("mamba_proj_bias", False),
 )
-"""Sizes of Mamba-2 mixers in the place of attention, all of whose heads are one group."""
+"""Sizes of Mamba-2 mixers that replace attention, with all heads in one group."""
 
 _BESIDE = "mamba_beside_attention"
 
@@ -260,13 +260,13 @@ SELECTIVE_MAMBA: tuple[Field, ...] = (
     constant("mamba_conv_bias", True),
     constant("mamba_proj_bias", False),
 )
-"""Mamba-1 mixers but for one layer in a period, which has attention, and their sizes."""
+"""Mamba-1 mixers and their sizes; one layer per period has attention."""
 
 PERIODIC_EXPERTS: tuple[Field, ...] = (
     Field("expert_layer_period", "moe_layer_freq", 2, _sparse, _sparse_back(0)),
     Field("expert_layer_offset", "moe_layer_freq", 1, _sparse, _sparse_back(1)),
 )
-"""Experts in one layer of a period; none where there is but one."""
+"""Experts in one layer per period; no experts if there is only one."""
 
 ONE_GROUP: dict[str, Any] = {"mamba_num_groups": 1}
 
@@ -274,7 +274,7 @@ ATTENTION_WIDTH: tuple[Field, ...] = (
     Field("head_dim", "kv_channels", default=None, to=_width),
     Field("attention_head_dim", "kv_channels", default=None, to=_width),
 )
-"""The width of a head, by its present and its older name."""
+"""Width of a head, under its current and its older name."""
 
 MLP_BIAS = Field(
     "mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias, back=lambda values, _: values[0]
@@ -284,5 +284,5 @@ MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
 
 
 def of_experts(*fields: Field) -> tuple[Field, ...]:
-    """``fields`` that count only where a layer has experts."""
+    """Return ``fields`` that apply only if a layer has experts."""
     return tuple(_OfExperts(field.hf, field.megatron, field.default, field.to, field.back) for field in fields)

@@ -13,7 +13,7 @@ _SCALING = ("query_scaling_beta", "query_scaling_length")
 
 
 def _chunked(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    """1 for each layer with chunks."""
+    """Return 1 for each layer with chunks."""
     if unknown := sorted(set(kinds) - set(_KINDS)):
         raise UserError(f"layer_types={unknown[0]!r} is not supported: {' and '.join(_KINDS)} are")
     if _KINDS[1] in kinds and config.get("attention_chunk_size", 8192) is None:
@@ -36,7 +36,7 @@ def _chunk_back(values: tuple[Any, bool], _: Any) -> int | None:
 
 
 def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | None]:
-    """(beta, length), both None where queries do not grow."""
+    """Return (beta, length), both None if queries are not scaled."""
     if not config.get("attn_temperature_tuning", True):
         return None, None
     return config.get("attn_scale", 0.1), config.get("floor_scale", 8192)
@@ -64,14 +64,14 @@ CHUNKS: tuple[Field, ...] = (
     Field("attention_chunk_size", ("window_size", "chunked_attention"), default=8192, to=_chunk, back=_chunk_back),
     Field("layer_types", "window_attn_skip_freq", to=_chunked, back=_chunked_back),
 )
-"""Layers in which tokens attend to those of their own chunk."""
+"""Layers in which tokens attend only to tokens of their chunk."""
 
 QUERY_GROWTH: tuple[Field, ...] = (
     Field("attn_temperature_tuning", _SCALING, default=True, to=_scaling, back=lambda it, _: it[0] is not None),
     Field("attn_scale", _SCALING, default=0.1, to=_scaling, back=lambda it, _: 0.1 if it[0] is None else it[0]),
     Field("floor_scale", _SCALING, default=8192, to=_scaling, back=lambda it, _: it[1] or 8192),
 )
-"""Queries that grow with their position in layers without a rotary embedding."""
+"""Scaling of queries with their position, in layers without a rotary embedding."""
 
 LISTED_EXPERTS: tuple[Field, ...] = (
     Field("moe_layers", "moe_layer_freq", to=_listed, back=_listed_back),
@@ -80,4 +80,4 @@ LISTED_EXPERTS: tuple[Field, ...] = (
     Field("intermediate_size", ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
     Field("intermediate_size_mlp", "ffn_hidden_size"),
 )
-"""A shared expert and the best one of the others in the layers of a list, wider feed-forward layers elsewhere."""
+"""A shared expert and one routed expert per token in listed layers, wider feed-forward layers elsewhere."""

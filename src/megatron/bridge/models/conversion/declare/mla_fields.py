@@ -16,7 +16,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def _rotated(width: Any, config: Mapping[str, Any]) -> int:
-    """The width with positions; keys that transformers derives from it must not say otherwise."""
+    """Return the width with positions; keys that transformers derives from it must agree."""
     whole = config["qk_nope_head_dim"] + width
     for key, derived in (("head_dim", width), ("qk_head_dim", whole)):
         if config.get(key, derived) != derived:
@@ -41,7 +41,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 
 def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """(groups of experts, groups that a token may choose from); (None, None) for all."""
+    """Return (groups of experts, groups that a token may choose from), or (None, None) for all."""
     method, groups, chosen = config.get("topk_method", "greedy"), config.get("n_group"), config.get("topk_group")
     if method not in _METHODS:
         raise UserError(f"topk_method={method!r} is not supported: {' and '.join(_METHODS)} are")
@@ -69,7 +69,7 @@ _KINDS = ("dense", "sparse")
 
 
 def _listed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    """1 for each layer with experts, 0 for each without."""
+    """Return 1 for each layer with experts, 0 for each without."""
     return kind_indices("mlp_layer_types", kinds, _KINDS, config)
 
 
@@ -85,7 +85,7 @@ def _sparse_back(_: Any, provider: Any) -> list[str]:
 
 
 def _of_indexers(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[int, int]:
-    """(layers from one indexer to the next, the first of these layers) with Megatron-Core's meaning."""
+    """Return (period of layers with an indexer, the first of them) with Megatron-Core's meaning."""
     found = kind_indices("indexer_types", kinds or ["full"] * config["num_hidden_layers"], _INDEXERS, config)
     layers = range(1, len(found) + 1)
     for offset in layers:
@@ -112,7 +112,7 @@ _INDEXED = "indexed_attention"
 
 # ---- groups that families share ---------------------------------------------------------------------------------
 
-_OWN = ("num_key_value_heads", "head_dim")  # of DENSE; they mean something else here
+_OWN = ("num_key_value_heads", "head_dim")  # fields of DENSE with another meaning here
 
 LATENT: tuple[Field, ...] = (
     *(field for field in DENSE if field.hf not in _OWN),
@@ -123,12 +123,12 @@ LATENT: tuple[Field, ...] = (
     Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated),
     Field("v_head_dim", "v_head_dim"),
 )
-"""Everything about a decoder with latent attention but its experts."""
+"""All settings of a decoder with latent attention, except its experts."""
 
 NOT_ROTATED = Field(
     "qk_rope_head_dim", "qk_pos_emb_head_dim", to=lambda width, config: _rotated(width, {**config, "head_dim": width})
 )
-"""The width that others rotate, in architectures without positions, where ``head_dim`` means nothing."""
+"""Width without rotation, in architectures without positions, in which ``head_dim`` has no effect."""
 
 BEST_GROUPS: tuple[Field, ...] = (
     Field("topk_method", "moe_router_num_groups", default="greedy", to=_number_of_groups, back=_method_back),
@@ -141,19 +141,19 @@ BALANCING: tuple[Field, ...] = (
     Field("aux_loss_alpha", "moe_aux_loss_coeff", default=0.0),
     named("seq_aux", "moe_router_load_balancing_type", {True: "seq_aux_loss", False: "aux_loss"}, default=True),
 )
-"""The auxiliary loss, over each sequence or over the batch; transformers has none."""
+"""Auxiliary loss, over each sequence or over the batch; transformers does not have it."""
 
 SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_sparse_back)
-"""Which layers have experts, by name."""
+"""Layers with experts, by name."""
 
 SPARSE_AFTER_DENSE: tuple[Field, ...] = (
     replace(SPARSE_LAYERS, to=_listed),
     read_by_others("first_k_dense_replace", None, leading_dense),
 )
-"""The same beside the number of dense layers, which transformers reads only where these names are missing."""
+"""Layers with experts, by name, or by the number of dense layers, which is read if the names are missing."""
 
 NEXT_TOKENS = optional("num_nextn_predict_layers", "mtp_num_layers")
-"""Layers of multi-token prediction, after those of the decoder."""
+"""Layers of multi-token prediction, after the decoder's layers."""
 
 INDEXER: tuple[Field, ...] = (
     Field("index_n_heads", "dsa_indexer_n_heads"),
@@ -161,7 +161,7 @@ INDEXER: tuple[Field, ...] = (
     Field("index_topk", "dsa_indexer_topk"),
     Field("layer_types", (), default=None, to=_all_sparse, back=lambda _, model: [_INDEXED] * model.num_layers),
 )
-"""Sizes of the indexer of sparse attention, which all layers have."""
+"""Sizes of the indexer of sparse attention in all layers."""
 
 INDEXERS = Field(
     "indexer_types",
@@ -170,26 +170,26 @@ INDEXERS = Field(
     to=_of_indexers,
     back=_indexers_back,
 )
-"""Which layers have an indexer; the others attend to what the one before them has chosen."""
+"""Layers with an indexer; other layers attend to the keys that the last indexer before them chose."""
 
 LATENT_LIKE: dict[str, Any] = {
     **LLAMA_LIKE,
     "qk_layernorm": True,
     "add_bias_linear": False,
     "rope_type": "rope",
-    # transformers norms the latents with its default, whatever rms_norm_eps says
+    # transformers normalizes the latents with its default, independent of rms_norm_eps
     "latent_layernorm_epsilon": 1e-6,
 }
-"""What these architectures imply and do not spell."""
+"""Values that these architectures imply without a key."""
 
 SPARSE_LIKE: dict[str, Any] = {
     **LATENT_LIKE,
     "experimental_attention_variant": "dsa",
     "dsa_indexer_k_norm_epsilon": 1e-6,
-    # a rotation of queries and keys alike, which makes them easier to quantize and changes no score
+    # the same rotation of queries and keys, which eases quantization and does not change scores
     "dsa_indexer_rotate_activation": False,
 }
-"""What architectures with sparse attention imply."""
+"""Values that architectures with sparse attention imply without a key."""
 
 PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
     **DROPLESS,
@@ -201,7 +201,7 @@ PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
 """Weights are a softmax over all experts, in fp32 from the logits on."""
 
 ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-"""Keys with which ``SIGMOID_ROUTING`` is spelled."""
+"""Keys that describe ``SIGMOID_ROUTING``."""
 
 UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
     "attention_bias": (False,),
@@ -212,4 +212,4 @@ UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
     "mlp_bias": (False,),
     "rope_interleave": (True,),
 }
-"""Keys of these architectures that change nothing with the values given."""
+"""Keys of these architectures without effect, with the given values."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a mixture-of-experts layer: experts, router, shared experts.
 
-Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or modules of their own
+Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or separate modules
 (``experts.local_experts.3.linear_fc1.weight``); a block lists both spellings, and a model has one of them.
 """
 
@@ -43,7 +43,7 @@ def experts(
 def stacked_experts(
     names: str, up: str = "gate_up_proj", down: str = "down_proj", layers: str = "model.layers.*", turned: bool = False
 ) -> Block:
-    """Experts that two tensors of a layer hold together, gate and up projection in one."""
+    """All experts of a layer in two tensors, of which one has gate and up projections."""
     parent = f"{layers}.{names}"
     first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
     second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
@@ -53,7 +53,7 @@ def stacked_experts(
 def as_stacked(
     registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry], layers: str, names: str = "mlp.experts"
 ) -> MegatronMappingRegistry:
-    """``registry`` for a checkpoint whose experts are stacked, either way round; as it is for any other."""
+    """Adapt ``registry`` to a checkpoint with stacked experts, in either orientation; otherwise return it unchanged."""
     ends = (f".{names}.gate_up_proj", f".{names}.down_proj")
     up, down = (next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends)
     if up is None or down is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that mixtures of experts share: how many experts, which layers have them, and how tokens are routed.
+"""Fields that mixtures of experts share: the number of experts, their layers, and the routing of tokens.
 
 The auxiliary loss follows the coefficient of the config; it acts on gradients in training and never on the logits.
 """
@@ -16,7 +16,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def _of_all_layers(number: int | list[int]) -> Any:
-    """One number for a list that says the same for each layer."""
+    """Return the number of a list with equal numbers for all layers."""
     return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
 
 
@@ -54,7 +54,7 @@ def _not(value: Any, _: Any) -> bool:
 
 
 def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
-    """(groups, groups that a token may choose from, what ranks them); one group is no restriction."""
+    """Return (groups, groups that a token may choose from, their score); one group is no restriction."""
     chosen, experts = config["topk_group"], config["num_experts_per_tok"]
     check_groups(count or 1, chosen, config)
     if count in (None, 1):
@@ -64,7 +64,7 @@ def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | No
 
 
 def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> None:
-    """Refuse groups that the experts cannot be cut into, or more chosen ones than there are."""
+    """Refuse a number of groups that does not divide the experts, or more chosen groups than groups."""
     key = "n_routed_experts" if "n_routed_experts" in config else "num_experts"
     if config[key] % count:
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")
@@ -99,17 +99,17 @@ def _shared_count(width: int | None, provider: Any) -> int | None:
 
 
 def _as_frequency(pattern: list[int]) -> int | list[int]:
-    """1 for experts in every layer, which stays right if the number of layers is changed."""
+    """Return 1 for experts in every layer, which stays valid if the number of layers changes."""
     return pattern if 0 in pattern else 1
 
 
 def leading_dense(provider: Any) -> int:
-    """Layers before the first one with experts."""
+    """Return the number of layers before the first one with experts."""
     return [*moe_pattern(provider), 1].index(1)
 
 
 def dense_before_sparse(key: str) -> Field:
-    """A field for the number of dense layers at the start."""
+    """Return a field for the number of dense layers at the start."""
 
     def after(dense: Any, config: Mapping[str, Any]) -> int | list[int]:
         layers = config["num_hidden_layers"]
@@ -125,7 +125,7 @@ def dense_before_sparse(key: str) -> Field:
 
 
 def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
-    """Every ``moe_layer_interval``-th layer from the start index to the end index has experts."""
+    """Return 1 for every ``moe_layer_interval``-th layer from the start index to the end index: it has experts."""
     first, last, step = (config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
     layers = config["num_hidden_layers"]
     last = last if last >= 0 else layers - 1
@@ -144,7 +144,7 @@ def _last_sparse(_: Any, provider: Any) -> int:
 
 
 def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
-    """Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` names it."""
+    """Return 1 for every ``decoder_sparse_step``-th layer (with experts), unless ``mlp_only_layers`` names it."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     pattern = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
@@ -182,13 +182,13 @@ def expert_sizes(
 AUX_LOSS = Field("router_aux_loss_coef", "moe_aux_loss_coeff", default=0.0)
 
 NORM_TOPK = Field("norm_topk_prob", "moe_router_pre_softmax", default=False, to=_not, back=_not)
-"""Softmax over the chosen experts only is the same as normalizing what a softmax over all gives them."""
+"""Softmax over the chosen experts, which equals the normalized weights of a softmax over all experts."""
 
 DENSE_AMONG_SPARSE: tuple[Field, ...] = (
     Field("decoder_sparse_step", "moe_layer_freq", default=1, to=_sparse, back=_step),
     Field("mlp_only_layers", "moe_layer_freq", default=(), to=_sparse, back=_exceptions),
 )
-"""Dense layers by a step and a list of exceptions."""
+"""Dense layers, from a step and a list of exceptions."""
 
 DENSE_BEFORE_SPARSE = dense_before_sparse("first_k_dense_replace")
 """Dense layers at the start."""
@@ -198,18 +198,18 @@ SPARSE_BETWEEN: tuple[Field, ...] = (
     Field("moe_layer_end_index", "moe_layer_freq", to=_between, back=_last_sparse),
     Field("moe_layer_interval", "moe_layer_freq", to=_between, back=_step),
 )
-"""Experts in every so many of the layers between two."""
+"""Experts in layers at an interval between two indices."""
 
 NORM_SIGMOIDS = Field("norm_topk_prob", "moe_router_norm_topk", default=True)
-"""Whether the sigmoids of the chosen experts are divided by their sum."""
+"""Normalization of the sigmoids of the chosen experts by their sum."""
 
 ATTENTION_BIAS_OF_EXPERTS = Field("attention_bias", ("add_qkv_bias", "attention_output_bias"), default=False)
-"""All four projections of attention have a bias, and no expert has one."""
+"""Biases of all four projections of attention, but not of experts."""
 
 SHARED_EXPERTS = Field(
     "n_shared_experts", "moe_shared_expert_intermediate_size", default=None, to=_shared_width, back=_shared_count
 )
-"""Shared experts, each as wide as one of the others, together one feed-forward layer."""
+"""Shared experts with the width of routed experts, as one feed-forward layer."""
 
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score")
 
@@ -220,14 +220,14 @@ GROUPS: tuple[Field, ...] = (
 """A token chooses among the experts of a few groups; groups are ranked by their two best experts."""
 
 SCALING = Field("routed_scaling_factor", "moe_router_topk_scaling_factor", default=1.0)
-"""What the weights of the chosen experts are multiplied by."""
+"""Factor of the weights of the chosen experts."""
 
 ROUTED_AND_SHARED: tuple[Field, ...] = (*expert_sizes("n_routed_experts"), SHARED_EXPERTS, SCALING)
-"""Experts under the keys of DeepSeek."""
+"""Experts with DeepSeek's keys."""
 
 DROPLESS: dict[str, Any] = {
     "moe_grouped_gemm": True,
-    # no capacity: every token reaches the experts that it chose
+    # no capacity limit: every token reaches its chosen experts
     "moe_token_dispatcher_type": "alltoall",
 }
 

@@ -12,7 +12,7 @@ _MULTIPLE = 256
 
 
 def _width(_: Any, config: Mapping[str, Any]) -> int:
-    """What transformers makes of the four keys together."""
+    """Return the width that transformers derives from the four keys."""
     width: int = config["intermediate_size"]
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
@@ -34,7 +34,7 @@ SHORT_CONV: tuple[Field, ...] = (
     Field("conv_L_cache", "linear_conv_kernel_dim"),
     layers_of_kind("layer_types", "short_conv_layers", ("full_attention", "conv")),
 )
-"""Which layers have a convolution instead of attention, and over how many tokens."""
+"""Layers with a convolution instead of attention, and the convolution's number of tokens."""
 
 ADJUSTED_WIDTH: tuple[Field, ...] = (
     Field("intermediate_size", "ffn_hidden_size", to=_width, back=_width_back),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that declarations are made of, looked up from the other side: by config key and by parameter."""
+"""Look up fields by config key, and settings by parameter, for messages."""
 
 import importlib
 import pkgutil
@@ -27,11 +27,11 @@ MADE_BY = {
     "**.bias": "attention_bias, mlp_bias or add_bias_linear",
     "output_layer.weight": "share_embeddings_and_output_weights",
 }
-"""Patterns of Megatron parameters, the first that fits, and the settings of a provider that make them."""
+"""Patterns of Megatron parameters -> the settings of a provider that create them; the first match counts."""
 
 
 def made_by(parameter: str) -> str:
-    """A sentence fragment with the settings that give a model ``parameter``; nothing where that is not known."""
+    """Return a sentence fragment with the settings that create ``parameter``; empty if they are not known."""
     found = (settings for pattern, settings in MADE_BY.items() if patterns.match(pattern, parameter) is not None)
     settings = next(found, "")
     return f"; {settings} makes it" if settings else ""
@@ -39,7 +39,7 @@ def made_by(parameter: str) -> str:
 
 @cache
 def field_groups() -> dict[str, tuple[Field, ...]]:
-    """The fields and groups of fields that bridges share, by their names in ``models.families``."""
+    """Return the fields and groups of fields that bridges share, by their names in ``models.families``."""
     found: dict[str, tuple[Field, ...]] = {}
     for module in pkgutil.iter_modules(importlib.import_module(_DECLARE).__path__):
         for name, value in vars(importlib.import_module(f"{_DECLARE}.{module.name}")).items():
@@ -50,13 +50,13 @@ def field_groups() -> dict[str, tuple[Field, ...]]:
 
 
 def groups_with(key: str) -> list[str]:
-    """Names of the fields and groups that read a config key, the smallest first."""
+    """Return the names of the fields and groups that read a config key, the smallest first."""
     groups = field_groups()
     return sorted((name for name in groups if any(f.hf == key for f in groups[name])), key=lambda n: len(groups[n]))
 
 
 def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
-    """What to do about a config key that is not among those ``claimed`` by an architecture, but by ``families``."""
+    """Suggest what to do about a config key that is not ``claimed`` by an architecture, but by ``families``."""
     if meant := misspelling(key, claimed):
         return meant
     readers = " or ".join(groups_with(key)[:2])
