@@ -72,6 +72,7 @@ CHANGES = {
     "model.hidden_dropout": ("llama", {}, 0.1),
     "model.layernorm_zero_centered_gamma": ("llama", {}, True),
     "model.gated_linear_unit": ("llama", {"bias_activation_fusion": False}, False),
+    "model.attn_logit_softcapping": ("gemma2", {}, None),
     "model.activation_func_clamp_value": ("llama", {"bias_activation_fusion": False}, 7.0),
     "model.num_moe_experts": ("qwen3_moe", {}, 4),
     "model.window_size": ("llama", {}, (64, 0)),

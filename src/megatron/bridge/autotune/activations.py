@@ -34,6 +34,7 @@ from torch import nn
 from megatron.bridge.autotune.layers import INTO_RESIDUAL, is_dispatched, keeps_input, layers_of, trained, weight_shape
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
+from megatron.bridge.backends.attention.torch_attention import CUDA_SCORES
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 
@@ -62,6 +63,7 @@ class Sizes:
     separate_gradients: bool  # kernels do not add weight gradients to the buffer themselves
     logit: int  # bytes of a logit while the loss is computed
     masks: bool  # of dropout
+    scores: int  # that soft-capped attention computes at a time
     joined: tuple[str, ...]  # linear layers whose output is put together anew, by attention
     gathered: int  # context ranks whose keys and values are kept
     recomputed: tuple[str, ...]  # modules
@@ -195,10 +197,21 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         separate_gradients=not model.gradient_accumulation_fusion,
         logit=_logit_bytes(model),
         masks=model.hidden_dropout > 0,
+        scores=_scores_of_tile(config, tokens),
         joined=_joined(model),
         gathered=model.context_parallel_size if gathers else 1,
         recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
     )
+
+
+def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
+    """Scores that the torch backend computes at a time where they are soft-capped; 0 where a kernel computes them."""
+    model: Any = config.model
+    if getattr(model, "attn_logit_softcapping", None) is None:
+        return 0
+    heads, batch = model.num_attention_heads // model.tensor_model_parallel_size, config.train.micro_batch_size
+    row = batch * heads * config.dataset.seq_length
+    return row * min(tokens // batch, max(16, CUDA_SCORES // row))
 
 
 def images_of_row(config: ConfigContainer) -> int:
@@ -280,7 +293,7 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     return LayerCounts(
         _kept_bytes(layer, sizes, recomputed=()),
         _kept_bytes(layer, sizes, sizes.recomputed),
-        _working_bytes(layer, sizes),
+        max(_working_bytes(layer, sizes), _scored_bytes(layer, sizes)),
     )
 
 
@@ -441,6 +454,16 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
     """The gathered input, the gradient of the residual stream, and those of the widest linear layer."""
     stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
     return stream + max((_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0)
+
+
+def _scored_bytes(layer: Any, sizes: Sizes) -> int:
+    """Gradients of soft-capped attention, when the MLP behind it has freed what it kept.
+
+    Results of tanh and softmax, and gradients of both, in fp32.
+    """
+    if not sizes.scores:
+        return 0
+    return 2 * sizes.stream + 4 * _FP32 * sizes.scores - kept_inside("mlp", layer.mlp, sizes)
 
 
 def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:

@@ -54,7 +54,7 @@ from megatron.bridge.utils.errors import UserError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _SCORES = 2**24  # elements of the score matrix of a tile without a fused kernel: 64 MB
-_CUDA_SCORES = 2**26  # 256 MB; with 16 heads and 8,192 tokens, a quarter of the launches
+CUDA_SCORES = 2**26  # 256 MB; with 16 heads and 8,192 tokens, a quarter of the launches
 
 
 class TorchAttention(MegatronModule):
@@ -369,7 +369,7 @@ class _TileAttention:
     def limit(self, q: Tensor, k: Tensor, masked: bool) -> int | None:
         """Return the maximum height of a tile, which limits the memory of scores or masks; None means no limit."""
         if not self.fused(q.device):
-            scores = _CUDA_SCORES if q.is_cuda else _SCORES
+            scores = CUDA_SCORES if q.is_cuda else _SCORES
             return max(16, scores // (q.size(0) * q.size(1) * k.size(2)))
         return MASKED_ROWS if masked else None
 

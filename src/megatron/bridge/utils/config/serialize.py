@@ -79,14 +79,16 @@ def copy_config(value: Any) -> Any:
     return copied
 
 
-def config_fields(owner: object) -> list[dataclasses.Field[Any]]:
+def config_fields(owner: object) -> tuple[dataclasses.Field[Any], ...]:
     """Return the configuration fields of a dataclass (or instance): settable, public, not run-time state."""
-    skipped: Iterable[str] = getattr(owner, "__not_config__", ())
-    return [
-        entry
-        for entry in dataclasses.fields(cast(Any, owner))
-        if entry.init and not entry.name.startswith("_") and entry.name not in skipped
-    ]
+    return _fields_of(owner if isinstance(owner, type) else type(owner))
+
+
+@functools.cache
+def _fields_of(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
+    skipped: Iterable[str] = getattr(kind, "__not_config__", ())
+    fields = [entry for entry in dataclasses.fields(kind) if entry.init and not entry.name.startswith("_")]
+    return tuple(entry for entry in fields if entry.name not in skipped)
 
 
 def is_group(value: object) -> bool:
