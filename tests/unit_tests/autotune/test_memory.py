@@ -202,3 +202,21 @@ def test_a_model_is_whole_before_it_is_sharded(on_host, torch_fsdp2):
     whole = 2 * rank.parameters
     assert (rank.unsharded >= whole) == (not on_host or not torch_fsdp2)
     assert rank.total >= rank.unsharded
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
+def test_quantized_layers_keep_their_inputs_in_one_byte(recipe):
+    """Both norms' results and the input of the MLP's last layer; delayed scaling adds a copy of attention's output."""
+    model = provider("llama", 1, bf16=True)
+    config = configured(model)
+    (((chunk,),)) = meta_model.stage_chunks(config.model)
+    (layer,) = chunk.decoder.layers
+    plain = activations.counts_of_layer(layer, activations.sizes_of(config)).kept
+    model.fp8, model.fp8_recipe = "e4m3", recipe
+    found = activations.counts_of_layer(layer, activations.sizes_of(config)).kept
+    tokens = SEQUENCE * config.train.micro_batch_size
+    added = tokens * model.hidden_size * 33 // 32 if recipe == "delayed" else 0
+    saved = tokens * (2 * model.hidden_size + model.ffn_hidden_size) * (64 - 33) // 32
+    assert plain - found == saved - added
+    model.first_last_layers_bf16 = True
+    assert activations.counts_of_layer(layer, activations.sizes_of(config)).kept == plain

@@ -184,7 +184,7 @@ def test_value_that_the_dataclass_refuses_is_named():
         ({"_target_": "torch.nn.functional.sliu", "_call_": False}, "nothing named 'sliu'; did you mean silu"),
         ({"_target_": "no_such_package.x", "_call_": False}, "no module named 'no_such_package'"),
         ({"_target_": "math.pi", "_call_": False}, "is not a function, class"),
-        ({"_target_": "math.sin", "_call_": True}, "is written as"),
+        ({"_target_": "math.sin", "_call_": True}, "_target_: math.sin, _call_: false"),
         ({"_target_": "nonsense"}, "nonsense.*public name"),
     ],
 )

@@ -157,7 +157,7 @@ def put(key, value, config):
         (partial(put, "audio_config", {}), r"key audio_config=\{\} is not known"),
         (lambda config: put("model_type", "llama", config["text_config"]), "model_type='llama' is not supp"),
         (lambda config: put("window", 3, config["text_config"]), "key window=3 is not known"),
-        (partial(put, "quantization_config", {"quant_method": "awq"}), "quant_method='awq' cannot be read"),
+        (partial(put, "quantization_config", {"quant_method": "awq"}), "quant_method='awq' is not supported"),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path, change, message):

@@ -114,7 +114,7 @@ MUTATIONS = {
     ),
     "unsupported key": (
         lambda hf: edit_config(hf, quantization_config={"bits": 4}),
-        "quantization_config.quant_method=None cannot be read",
+        "quantization_config.quant_method=None is not supported",
     ),
     "unknown activation": (lambda hf: edit_config(hf, hidden_act="snake"), "hidden_act='snake' is not supported"),
     "tied": (lambda hf: edit_config(hf, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens"),

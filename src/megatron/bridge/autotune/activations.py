@@ -50,6 +50,8 @@ class Sizes:
     images: int  # tokens of images that a rank encodes
     between: int
     number: int
+    saved: float  # bytes of a number in the input that a linear layer keeps
+    copied: tuple[str, ...]  # linear layers that keep a quantized input beside the one that another module keeps
     tensor: int
     hidden: int
     chosen: int  # tokens of all experts of a rank
@@ -179,11 +181,14 @@ def sizes_of(config: ConfigContainer) -> Sizes:
     gathers = model.backend != "transformer_engine" and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
     number = 2 if model.bf16 or model.fp16 else _FP32
+    quantized = _is_quantized(model)
     return Sizes(
         tokens=tokens,
         images=_image_tokens(config),
         between=between,
         number=number,
+        saved=33 / 32 if quantized else number,
+        copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",)) if quantized else (),
         tensor=tensor,
         hidden=model.hidden_size,
         chosen=between * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
@@ -202,6 +207,15 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         gathered=model.context_parallel_size if gathers else 1,
         recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
     )
+
+
+def _is_quantized(model: Any) -> bool:
+    """Whether all linear layers of ``model`` keep their inputs in FP8 or FP4.
+
+    Transformer Engine quantizes them before it saves them, in MXFP8 with one byte of scale for 32 numbers; FP4 takes
+    less. Megatron-Core lets attention's last layer save what the kernel keeps anyway, but not with delayed scaling.
+    """
+    return bool(model.fp8 or model.fp4) and not model.first_last_layers_bf16
 
 
 def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
@@ -335,7 +349,9 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():
         if name in _BLOCKS and not isinstance(part, IdentityOp):
-            total += sizes.stream * ("layernorm" not in recomputed and _keeps_own_input(part, sizes))
+            own = sizes.number if hasattr(part, "router") else sizes.saved
+            keeps = "layernorm" not in recomputed and _keeps_own_input(part, sizes)
+            total += int(sizes.between * sizes.hidden * own) * keeps
             whole = "moe" if hasattr(part, "router") else name  # the module of which nothing inside is kept
             total += 0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
@@ -384,23 +400,24 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     if type(module).__name__.endswith("Router"):
         return sizes.between * (shape[0] * 20 + module.topk * 16)
     beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
-    return (_linear(path, shape, sizes, keeps_input(module)) + beside) * sizes.number
+    inputs, others = _linear(path, shape, sizes, keeps_input(module))
+    return int(inputs * sizes.saved) + (others + beside) * sizes.number
 
 
-def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> int:
-    """Numbers that a linear layer keeps; its weight is [out, in]."""
+def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tuple[int, int]:
+    """Numbers of its input that a linear layer keeps, and numbers beside it; its weight is [out, in]."""
     tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
-        return tokens * shape[1] * (keeps + sizes.activation + sizes.weighting * dispatched)
+        return tokens * shape[1] * keeps, tokens * shape[1] * (sizes.activation + sizes.weighting * dispatched)
     if path.endswith(INTO_RESIDUAL):  # attention's kernel keeps its output in any case
-        return tokens * shape[1]
+        return tokens * shape[1] * (keeps and path.endswith(sizes.copied)), tokens * shape[1]
     if dispatched:
-        return tokens * (shape[0] + shape[1] * keeps)
+        return tokens * shape[1] * keeps, tokens * shape[0]
     if path.endswith(sizes.joined):
-        return sizes.between * shape[1]
+        return sizes.between * shape[1], 0
     # the block's own is counted with it
     inputs = 0 if shape[1] == sizes.hidden or not keeps else sizes.between * shape[1]
-    return tokens * shape[0] + inputs
+    return inputs, tokens * shape[0]
 
 
 def _of_adapter(module: Any, outputs: int) -> int:

@@ -57,15 +57,13 @@ def memory_per_rank(config: ConfigContainer, world_size: int, teacher: ModelProv
 
     ``config`` is validated for ``world_size``.
     """
-    # quantised products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
-    plain = replace(config, model=without_quantization(config.model))
-    copies = quantized_bytes(config.model)
-    stages = meta_model.stage_chunks(plain.model, plain.peft)
-    found = [_memory(plain, chunks, stage, world_size, copies) for stage, chunks in enumerate(stages)]
+    # quantized products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
+    stages = meta_model.stage_chunks(without_quantization(config.model), config.peft)
+    found = [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)]
     if teacher is None:
         return found
     beside = enumerate(meta_model.stage_chunks(teacher))
-    taught = [_of_teacher(plain, teacher, chunks, stage, world_size) for stage, chunks in beside]
+    taught = [_of_teacher(config, teacher, chunks, stage, world_size) for stage, chunks in beside]
     return [replace(rank, teacher=more) for rank, more in zip(found, taught, strict=True)]
 
 
@@ -90,17 +88,15 @@ class _Replicas:
         return cls(max(dense // instances, 1), max(expert // instances, 1))
 
 
-def _memory(
-    config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int, copies: int
-) -> RankMemory:
-    model, replicas = config.model.resolved(), _Replicas.of(config, world_size)
+def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int) -> RankMemory:
+    model, replicas = without_quantization(config.model).resolved(), _Replicas.of(config, world_size)
     for chunk in chunks:
         if model.bf16 or model.fp16:
             chunk.to(model.params_dtype)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
     weights = sum(tensor.nbytes for tensor in (*parameters, *buffers))
-    weights += copies * sum(map(_quantised, chunks))
+    weights += quantized_bytes(config.model) * sum(map(_quantized_numbers, chunks))
     gradients = optimizer = unsharded = 0
     if config.ddp.use_megatron_fsdp or (config.dist.use_torch_fsdp2 and not config.model.use_cpu_initialization):
         unsharded = weights
@@ -186,7 +182,7 @@ def quantized_bytes(model: Any) -> int:
     return (2 if model.fp8 else 1 if model.fp4 else replaced) - replaced
 
 
-def _quantised(chunk: nn.Module) -> int:
+def _quantized_numbers(chunk: nn.Module) -> int:
     """Numbers in the matrices of layers."""
     return sum(weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1)
 
