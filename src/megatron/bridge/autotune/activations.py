@@ -389,7 +389,7 @@ def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
 
 def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     """Bytes that one module keeps, its children left out."""
-    for mark, count in _MIXERS.items():
+    for mark, count in _BY_ATTRIBUTE.items():
         if hasattr(module, mark):
             return count(module, sizes)
     shape = weight_shape(module)
@@ -398,7 +398,7 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     if len(shape) == 1:  # a norm; those of heads and latents read what is kept anyway
         return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
-        return sizes.between * (shape[0] * 20 + module.topk * 16)
+        return sizes.between * shape[0] * 12
     beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
     inputs, others = _linear(path, shape, sizes, keeps_input(module))
     return int(inputs * sizes.saved) + (others + beside) * sizes.number
@@ -463,8 +463,18 @@ def _delta_net(net: Any, sizes: Sizes) -> int:
     return sizes.tokens * numbers * sizes.number
 
 
-_MIXERS = {"core_attention": _attention, "d_inner_local_tp": _mamba, "num_v_heads_local_tp": _delta_net}
-"""By an attribute that only its modules have."""
+def _dispatcher(layer: Any, sizes: Sizes) -> int:
+    """The map of tokens to experts, their order, and their weights."""
+    return sizes.between * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
+
+
+_BY_ATTRIBUTE = {
+    "token_dispatcher": _dispatcher,
+    "core_attention": _attention,
+    "d_inner_local_tp": _mamba,
+    "num_v_heads_local_tp": _delta_net,
+}
+"""Modules that keep more than inputs and outputs of linear layers, by an attribute that only they have."""
 
 
 def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
