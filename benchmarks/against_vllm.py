@@ -5,7 +5,7 @@ vLLM needs an environment of its own, so that two processes take turns; each pri
 
     python -m benchmarks against_vllm make FOLDER --dtype bfloat16
     python -m benchmarks against_vllm here FOLDER --dtype bfloat16
-    VLLM_ENV/bin/python benchmarks/against_vllm.py vllm FOLDER --dtype bfloat16
+    VLLM_ENV/bin/python -P benchmarks/against_vllm.py vllm FOLDER --dtype bfloat16  # -P: vLLM imports another "kernels"
 
 One thread, CPU milliseconds. A step of decoding is the difference of two calls that differ by 24 tokens.
 """
