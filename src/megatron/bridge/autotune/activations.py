@@ -369,7 +369,7 @@ def _keeps_own_input(block: nn.Module, sizes: Sizes) -> bool:
 
 
 def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
-    """Bytes that a part of a layer keeps, without recomputation; ``path`` is its place in the layer."""
+    """Return the bytes that a part of a layer keeps without recomputation; ``path`` is its name in the layer."""
     return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
 
 

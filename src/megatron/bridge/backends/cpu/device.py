@@ -217,15 +217,6 @@ _FACTORIES = (
 )
 
 
-def patch_linear(module: Any) -> None:
-    """Let layers multiply with the library that is faster on this processor."""
-    from megatron.bridge.backends.kernels import onednn_linear
-
-    if onednn_linear.is_faster():
-        for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
-            setattr(module, name, onednn_linear.replacing(getattr(module, name)))
-
-
 def _keep_device_contexts() -> None:
     """Let torch list its own factories before they are wrapped.
 
@@ -422,6 +413,15 @@ def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Ca
             return plain(self, *args, **kwargs)
 
     return call
+
+
+def patch_linear(module: Any) -> None:
+    """Let layers multiply with the library that is faster on this processor."""
+    from megatron.bridge.backends.kernels import onednn_linear
+
+    if onednn_linear.is_faster():
+        for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+            setattr(module, name, onednn_linear.replacing(getattr(module, name)))
 
 
 def patch_results_queue(module: Any) -> None:
