@@ -228,13 +228,13 @@ class Pricer:
             held = np.sum([stage_weights(chunks, setting, frozen=True), tower], 0)
             trained = np.sum([stage_weights(chunks, setting), tower], 0)
             found.append(int(sum(self._state_bytes(held, trained, candidate, config)) + most))
-        return tuple(map(self.reserve(candidate).around, found))
+        return tuple(map(self.reserve(candidate, config).around, found))
 
-    def reserve(self, candidate: Candidate) -> Reserve:
+    def reserve(self, candidate: Candidate, config: ConfigContainer | None = None) -> Reserve:
         """What a GPU holds beside tensors; a CPU of a profile has neither a context nor NCCL."""
         if self.profile is not None and self.profile.cores:
             return Reserve({})
-        return reserve_of(self.configured(candidate), self.world_size, self.card)
+        return reserve_of(config or self.configured(candidate), self.world_size, self.card)
 
     def forward_only(self, candidate: Candidate) -> int:
         """Bytes of a pass that keeps nothing, weights left out."""
