@@ -15,7 +15,7 @@ from tests.unit_tests.autotune.test_memory import configured
 def searched(family, gigabytes, **values):
     config = configured(provider(family, 8, **values)).resolve(8).config
     search = Search(config, 8, "H100 80GB", int(gigabytes * 1e9), {"micro_batch": 1}, switches=False)
-    search.pricer.reserve = lambda candidate: Reserve({}, 0.0)  # a hundred times what toys need
+    search.pricer.reserve = lambda *_: Reserve({}, 0.0)  # a hundred times what toys need
     return search
 
 
