@@ -136,6 +136,7 @@ def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
     def fail():
         raise RuntimeError(message)
 
+    monkeypatch.setattr(errors, "_rank", lambda: (0, False))
     with pytest.raises(RuntimeError):  # no group, so something else
         errors.exit_code(fail)
     monkeypatch.setattr(errors, "_rank", lambda: (1, True))

@@ -19,6 +19,7 @@ from megatron.bridge.inference.engine import Detokenizer
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.prompts import PromptImages, TokensWithImages, end_tokens
 from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
 from tests.families.vision.rows import ROWS as VISION_ROWS
@@ -150,6 +151,13 @@ def test_bad_options_are_named(model_dir, options, words):
     with pytest.raises(UserError) as caught:
         LLM(str(model_dir), **options)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("options", [{"adapter": "/no"}, {"adapters": {"one": "/no"}}, {"tokenizer": "/no"}])
+def test_wrong_paths_are_named_before_the_model_is_built(model_dir, monkeypatch, options):
+    monkeypatch.setattr(GPTModelProvider, "provide_distributed_model", None)
+    with pytest.raises(UserError, match="/no"):
+        LLM(str(model_dir), **options)
 
 
 def test_a_path_that_is_no_model_is_named(tmp_path):

@@ -79,10 +79,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    directories, damaged = _to_verify(args), 0  # before anything slow is imported
     from megatron.bridge.checkpoint.verification import verify
 
-    damaged = 0
-    for directory in _to_verify(args):
+    for directory in directories:
         try:
             verify(directory, "fast" if args.fast else "full")
             hashed = (directory / manifest.NAME).is_file()
@@ -131,13 +131,13 @@ def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from megatron.bridge.checkpoint.inspection import convert_checkpoint
-
-    source = paths.resolve(args.path)
+    source = paths.resolve(args.path)  # before anything slow is imported
     kept = args.run_config or source / paths.RUN_CONFIG
     if args.run_config is not None and not kept.is_file():
         raise UserError(f"--run-config {kept} is not a file")
     config = yaml_text.read(kept.read_text(), str(kept)) if kept.is_file() else None
+    from megatron.bridge.checkpoint.inspection import convert_checkpoint
+
     say(str(convert_checkpoint(source, args.target, config)))
     return 0
 

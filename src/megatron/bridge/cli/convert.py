@@ -4,17 +4,18 @@
 import argparse
 
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError
 
 
 def run(args: argparse.Namespace) -> int:
+    hub.local_folder(args.hf_model)  # before anything slow is imported
+    sizes = model_options.parallel_sizes(args)
+    if hub.is_hf_model(args.megatron_path):
+        raise UserError(f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder")
     from megatron.bridge import AutoBridge
-    from megatron.bridge.models.hf_pretrained.hub import is_hf_model
     from megatron.bridge.utils.console import console
 
-    sizes = model_options.parallel_sizes(args)
-    if is_hf_model(args.megatron_path):
-        raise UserError(f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder")
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
     provider = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(provider, sizes)

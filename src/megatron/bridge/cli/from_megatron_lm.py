@@ -9,10 +9,12 @@ from megatron.bridge.utils.errors import UserError
 
 
 def run(args: argparse.Namespace) -> int:
+    command = _command(args.source)  # before anything slow is imported
     from megatron.bridge.cli.migrate.megatron_lm import translate
+
+    found = translate(command, args.world_size)
     from megatron.bridge.cli.migrate.megatron_lm_config import build
 
-    found = translate(_command(args.source), args.world_size)
     text = "".join(f"{line}\n" for line in found.translation.overrides()) if args.overrides else build(found).to_yaml()
     found.translation.show(text, args.output)
     return 0

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.bridge.cli.support import model_options, text_format
+from megatron.bridge.models.hf_pretrained import hub
 
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
@@ -40,12 +41,13 @@ def count_kinds(tasks: "Iterable[WeightConversionTask]") -> Counter[Kind]:
 
 
 def run(args: argparse.Namespace) -> int:
+    hub.local_folder(args.hf_model)  # before anything slow is imported
+    sizes = model_options.parallel_sizes(args)
     from rich.table import Column, Table
 
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils import distributed
 
-    sizes = model_options.parallel_sizes(args)
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
     has_weights = any(bridge.hf_pretrained.directory.glob("*.safetensors"))
     if not has_weights:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support.text_format import say
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, first_problems
 
@@ -17,14 +18,14 @@ _FILES = yaml_text.tables_beside(__file__)
 
 def run(args: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # numbers are compared in float32 on the CPU
-    from megatron.bridge.testing import draft
-
     config = _config(args.model)
     kind = config.model_type
     names = (f"{kind}_bridge.py", f"test_{kind}.py", f"{kind}_recipe.py")
     paths = [args.output / name for name in names] if args.output else []
     if there := [str(path) for path in paths if path.exists()]:
         raise UserError(f"{there[0]} exists: choose another --output, or move it away")
+    from megatron.bridge.testing import draft
+
     with tempfile.TemporaryDirectory() as folder:
         found, row, problems = draft.best(config, Path(folder))
     say("\n".join((*found.report, *([first_problems(problems)] if problems else []))))
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _config(name: str) -> Any:
+    if not Path(name).is_file():
+        hub.local_folder(name)  # before anything slow is imported
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.cli.support import tune_probe, tune_rl
 from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import Job, prepare
+from megatron.bridge.recipes import catalog
 from megatron.bridge.utils.config.serialize import dump_yaml
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.startup import without_gc
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--calibrated scales by the runs of --ledger: give it, or leave --calibrated out")
     if args.ledger and not args.calibrated:
         return _ledger(args)
+    _check_words(args)
     from megatron.bridge.models import model_provider
 
     with without_gc(), model_provider.silenced(model_provider):  # of what this machine lacks
@@ -49,6 +51,21 @@ def run(args: argparse.Namespace) -> int:
         search = _search(job, args)
         sys.stdout.write(_text(job, search, args))
     return 0
+
+
+def _check_words(args: argparse.Namespace) -> None:
+    """Check the options' words before anything slow is imported."""
+    from megatron.bridge.autotune.search.candidate import FREE
+
+    if args.recipe is not None:
+        catalog.find(args.recipe)
+    for name in args.free:
+        if name not in FREE:
+            raise UserError(f"--free {name}: write {' or '.join(FREE)}, which change the numbers of a run")
+    if not 1 <= args.imbalance <= 100:
+        raise UserError(f"--imbalance {args.imbalance:g} is no factor of at least 1: 1.3 is 30 % more than the average")
+    _budgets(args.budget)
+    _values(args.fixed, "--fixed")
 
 
 def _ledger(args: argparse.Namespace) -> int:
@@ -98,7 +115,6 @@ def _measure(job: Job, args: argparse.Namespace) -> int:
 def _search(job: Job, args: argparse.Namespace) -> "Search":
     from megatron.bridge.autotune.gpus import gpu, gpu_name, read_cluster
     from megatron.bridge.autotune.profile import read
-    from megatron.bridge.autotune.search.candidate import FREE
     from megatron.bridge.autotune.search.search import Search
 
     profile = None if args.profile is None else read(args.profile)
@@ -113,13 +129,8 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
     kind = profile.device if profile else gpu_name(name)
     if profile and args.gpu and gpu_name(args.gpu).split()[0] not in kind:
         raise UserError(f"--profile {args.profile} is of {kind}, not of --gpu {args.gpu}: leave one out")
-    for name in args.free:
-        if name not in FREE:
-            raise UserError(f"--free {name}: write {' or '.join(FREE)}, which change the numbers of a run")
     budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
     search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile, args.free)
-    if not 1 <= args.imbalance <= 100:
-        raise UserError(f"--imbalance {args.imbalance:g} is no factor of at least 1: 1.3 is 30 % more than the average")
     search.pricer.imbalance = args.imbalance
     search.pricer.factor = _correction(args) if args.calibrated else 1.0
     return search

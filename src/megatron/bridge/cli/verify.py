@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import logits, model_options
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,12 +19,14 @@ _SHOWN = 5
 
 
 def run(args: argparse.Namespace) -> int:
+    hub.local_folder(args.hf_model)  # before anything slow is imported
+    paths.resolve(args.megatron_path)
+    if args.certificate:
+        _check_target(args.certificate)
+    sizes = model_options.parallel_sizes(args)
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils import distributed
 
-    sizes = model_options.parallel_sizes(args)
-    if args.certificate:
-        _check_target(args.certificate)
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
     certificate = _certificate(bridge, args, sizes)
     if distributed.rank() == 0:

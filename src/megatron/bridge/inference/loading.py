@@ -65,12 +65,17 @@ def load(
     path, adapter, run = _on_base(path, adapter)
     if adapter is not None and adapters:
         raise UserError(f"--adapter {adapter} applies to all requests: remove it, or remove --adapters")
+    for folder in (adapter, *(adapters or {}).values()):
+        if folder is not None and not _is_peft(Path(folder)):
+            paths.resolve(folder)
     source = _Source.of(path, sizes, trust_remote_code)
     provider, bridge = source.provider, source.bridge
     if getattr(provider, "head", None) is not None:
         raise UserError(
             f"{path} has head={provider.head} and does not generate tokens: call the model of AutoBridge directly"
         )
+    used = tokenizer or (tokenizer_of(path) if bridge is None else None)
+    hf = _tokenizer(source.folder, used, trust_remote_code)
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision)
@@ -79,8 +84,6 @@ def load(
     names = add_adapters(chunks, adapters, partial(_add_adapter, bridge, chunks)) if adapters else None
     for chunk in chunks:
         chunk.eval()
-    used = tokenizer or (tokenizer_of(path) if bridge is None else None)
-    hf = _tokenizer(source.folder, used, trust_remote_code)
     media = None
     if getattr(provider, "vision", None) is not None:
         media = _media_rules(run, (tokenizer, source.folder, used), media_root or "/")
@@ -160,10 +163,16 @@ def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) 
     return load_hf_tokenizer(str(folder), trust_remote_code)
 
 
-def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
+def _is_peft(path: Path) -> bool:
+    """Return whether ``path`` is an adapter in the format of the peft library; download one from object storage."""
     path = storage.local(path)
     storage.pull(path, {"adapter_config.json", "adapter_model.safetensors"})
-    if (path / "adapter_config.json").is_file():
+    return (path / "adapter_config.json").is_file()
+
+
+def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
+    path = storage.local(path)
+    if _is_peft(path):
         if bridge is None:
             raise UserError(f"the adapter {path} is in the format of peft, which needs a Hugging Face base model")
         hf_adapter.peft_for(bridge, path)(chunks, training=False)

@@ -4,9 +4,12 @@
 import argparse
 from dataclasses import fields
 from math import lcm, prod
+from pathlib import Path
 from typing import Any
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
@@ -77,7 +80,16 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 _SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
 
 
+def check_model(model: str) -> None:
+    """Refuse a model that is not there, before anything slow is imported."""
+    if Path(model).is_dir() and not hub.is_hf_model(model):
+        paths.resolve(model)
+    else:
+        hub.local_folder(model)
+
+
 def load(args: argparse.Namespace, **options: Any) -> Any:
+    check_model(args.model)
     from megatron.bridge.inference.llm import LLM
 
     return LLM(args.model, **llm_options(args), **options)

@@ -68,16 +68,22 @@ def resolve(model: str | Path, *, weights: bool, revision: str | None = None, ca
     path = storage.local(model).expanduser()
     unwanted = () if weights else WEIGHT_PATTERNS
     storage.pull(path, lambda name: not any(fnmatch(name, pattern) for pattern in unwanted), deep=True, exact=weights)
-    if path.is_dir():
-        if not is_hf_model(path):
-            raise UserError(f"{path} is not a Hugging Face model: it has no config.json")
+    return local_folder(model) or _download(str(model), weights, revision, cache_dir)
+
+
+def local_folder(model: str | Path) -> Path | None:
+    """Return the directory of a model on this machine, or None if ``model`` can be a hub id; refuse anything else."""
+    path = storage.local(model).expanduser()
+    if is_hf_model(path):
         check_folder(path)
         return path
+    if path.is_dir():
+        raise UserError(f"{path} is not a Hugging Face model: it has no config.json")
     if path.exists():
         raise UserError(f"{path} is a file: give the directory of the model, or a hub id")
     if not is_hub_id(model):
         raise UserError(f"{path} does not exist: give the directory of a model, or a hub id")
-    return _download(str(model), weights, revision, cache_dir)
+    return None
 
 
 def check_folder(directory: Path) -> None:
