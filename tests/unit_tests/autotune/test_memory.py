@@ -11,6 +11,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.autotune.gpus import GPUS, gpu
 from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
+from megatron.bridge.cli.migrate.megatron_lm import translate
+from megatron.bridge.cli.migrate.megatron_lm_config import build
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.optim.optimizer import build_optimizer, torch_optimizers
 from megatron.bridge.utils.errors import UserError
@@ -220,3 +222,27 @@ def test_quantized_layers_keep_their_inputs_in_one_byte(recipe):
     assert plain - found == saved - added
     model.first_last_layers_bf16 = True
     assert activations.counts_of_layer(layer, activations.sizes_of(config)).kept == plain
+
+
+PUBLISHED = """
+pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention
+--num-query-groups 8 --untie-embeddings-and-output-weights --global-batch-size 8 --seq-length 8192
+--max-position-embeddings 8192 --train-iters 25 --tokenizer-type NullTokenizer --mock-data --lr 0.00015
+--transformer-impl transformer_engine --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--no-gradient-accumulation-fusion --bf16
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "gigabytes"),
+    [
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --vocab-size 131073", 60.58),
+        ("--tensor-model-parallel-size 4 --micro-batch-size 2 --vocab-size 131072", 57.85),
+    ],
+    ids=["PP4 VP8 on H100", "TP4 on GB200"],
+)
+def test_published_peaks_of_gpus(options, gigabytes):
+    """The tests gpt3_7b_*_memory_speed of Megatron-LM publish what the last of 8 GPUs allocated, here the mean."""
+    config = build(translate(f"{PUBLISHED} {options}", 8)).resolve(8).config
+    estimate = memory_per_rank(config, 8)[-1]
+    assert estimate.total / 1e9 == pytest.approx(gigabytes, rel=0.03)

@@ -29,6 +29,7 @@ def stage_config(family, layers, **values):
 
 CASES = [
     ("llama", 4, {}, 0),
+    ("llama", 4, {"position_embedding_type": "none"}, 0),
     ("llama", 4, {PP: 2}, 0),
     ("llama", 4, {PP: 2}, 1),
     ("llama", 8, {PP: 2, VP: 2}, 0),

@@ -446,6 +446,8 @@ def _attention(attention: Any, sizes: Sizes) -> int:
         numbers += heads * width
     if sizes.rotates:  # copies of queries and keys
         numbers += heads * width + groups * width
+    elif heads > groups and not config.qk_layernorm:  # queries lie apart between keys and values
+        numbers += heads * width
     if sizes.gathered > 1:  # keys and values of all context ranks
         numbers += groups * width * (2 * sizes.gathered - int(sizes.rotates))
     return sizes.tokens * (numbers * sizes.number + heads * _FP32)
