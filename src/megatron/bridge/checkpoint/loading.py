@@ -144,6 +144,8 @@ def _check_format(directory: Path) -> None:
     if not directory.is_dir():
         raise UserError(f"checkpoint {directory} does not exist; give a directory that was saved")
     file = directory / CONFIG_FNAME
+    if not file.exists() and (directory / "config.json").is_file():
+        raise UserError(f"{directory} is a Hugging Face model: give it as checkpoint.pretrained_checkpoint")
     if not file.exists():
         raise UserError(f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved")
     try:

@@ -213,6 +213,7 @@ VALUES = [
     dry("warm-up that never ends", ["scheduler.lr_warmup_fraction=1.5"], "lr_warmup_fraction=1.5", "[0, 1)"),
     dry("two warm-ups", ["scheduler.lr_warmup_iters=5"], "lr_warmup_fraction=", "and scheduler.lr_warmup_iters=5"),
     dry("WSD without its decay", ["scheduler.lr_decay_style=WSD"], "lr_wsd_decay_iters=None"),
+    dry("a window of less than nothing", ["model.window_size=[-5,0]"], "model.window_size=(-5, 0)", "at least -1"),
     dry("dropout of one", ["model.hidden_dropout=1.0"], "hidden_dropout=1.0", "[0, 1)"),
     dry("a negative seed", ["rng.seed=-1"], "rng.seed=-1", "at least 0"),
     dry("no steps", ["train.train_iters=0"], "train.train_iters=0", "at least 1"),
@@ -317,6 +318,13 @@ FILES = [
         base=[*TUNE, *[item for item in SMALL if "ffn" not in item], "tokenizer.vocab_size=96"],
     ),
     ran("a folder to load that is not there", ["checkpoint.load={tmp}/none"], "{tmp}/none"),
+    ran("a model for a checkpoint", ["checkpoint.load={tmp}/llama"], "llama", "checkpoint.pretrained_checkpoint"),
+    ran(
+        "a TensorBoard folder in a file",
+        ["logger.tensorboard_dir={tmp}/binary.yaml/run"],
+        "logger.tensorboard_dir",
+        "choose another folder",
+    ),
     ran("a damaged checkpoint", ["checkpoint.save={tmp}/damaged", "checkpoint.when_damaged=refuse"], "damaged"),
     ran(
         "a checkpoint of another model",

@@ -171,7 +171,8 @@ class TensorBoardOutput:
         """Start an event file; it replaces what a killed run wrote after ``step``."""
         from torch.utils.tensorboard.writer import SummaryWriter  # 1 s to import
 
-        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
+        with refuse_unwritable(f"logger.tensorboard_dir={self._folder}"):
+            self._writer = SummaryWriter(self._folder, purge_step=step + 1)
 
     def write(self, step: int, kind: str, numbers: Metrics) -> None:
         for name, value in numbers.items():

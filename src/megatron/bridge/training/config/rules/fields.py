@@ -37,7 +37,7 @@ class Range:
 
 BELOW_ONE = Range("lie in [0, 1)", least=0, below=1)
 _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
-ELEMENTWISE = ("train.iterations_to_skip",)
+ELEMENTWISE = ("train.iterations_to_skip", "model.window_size")
 """Lists of numbers; other lists are patterns, such as ``model.moe_layer_freq``."""
 RANGES = {key: Range(rule, **row["bounds"]) for rule, row in _TABLES["ranges"].items() for key in row["settings"]}
 
@@ -78,7 +78,7 @@ def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
 
 def _numbers(key: str, value: Any) -> list[float]:
     """The numbers of a setting, if it has any; another rule refuses NaN."""
-    values = value if key in ELEMENTWISE else [value]
+    values = (value or ()) if key in ELEMENTWISE else [value]
     numbers = [item for item in values if isinstance(item, int | float) and not isinstance(item, bool)]
     return [number for number in numbers if not math.isnan(number)]
 
