@@ -145,7 +145,7 @@ def test_one_rank_alone(two_workers, tmp_path, capsys):
 def test_traces_that_cannot_be_merged_are_named(run, tmp_path):
     (tmp_path / "traces").mkdir()
     source = run / "traces" / "steps_2-3"
-    with pytest.raises(UserError, match=r"holds no traces \(rank_0.json.gz\): train with profiling"):
+    with pytest.raises(UserError, match=r"has no traces \(rank_0.json.gz\): train with profiling"):
         profiler_traces.find_traces(tmp_path)
     first, second = (tmp_path / "traces" / f"rank_{rank}.json.gz" for rank in (0, 1))
     first.write_bytes((source / "rank_0.json.gz").read_bytes())

@@ -188,9 +188,9 @@ def test_gpus():
     assert gpu("H200 141GB").memory == 141 * 10**9
     assert all(card.bf16 > 1e14 for card in GPUS.values())
     assert gpu("h100") == gpu("H100 80GB")
-    with pytest.raises(UserError, match="there is no GPU 'H101 80GB' in the table; did you mean H100 80GB"):
+    with pytest.raises(UserError, match="GPU 'H101 80GB' is not in the table; did you mean H100 80GB"):
         gpu("H101 80GB")
-    with pytest.raises(UserError, match="'A100' is one of A100 40GB, A100 80GB: give the whole name"):
+    with pytest.raises(UserError, match="'A100' matches A100 40GB, A100 80GB: give the full name"):
         gpu("A100")
 
 

@@ -77,7 +77,7 @@ def test_what_fits_is_never_above_the_card():
 def test_a_card_without_a_measurement_says_whose_it_has():
     config = resolved(1, {})
     lines = {card: "\n".join(reserve_of(config, 1, card).lines(10**10, card)) for card in GPUS}
-    told = "not measured on B200 180GB: context, libraries and NCCL are those of H100 80GB"
+    told = "not measured on B200 180GB: context, libraries and NCCL are the values for H100 80GB"
     assert told in lines["B200 180GB"]
     assert "not measured" not in lines["H100 80GB"]
     assert lines["H100 80GB"].splitlines()[0] == "    7.6 GB  tensors"

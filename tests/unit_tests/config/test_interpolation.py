@@ -152,7 +152,7 @@ BAD = [
     ("counts[2]=5", "there is no counts.2: counts has 2 items, counted from 0; set counts itself"),
     ("counts[0]=x", "counts.0 must be an integer, not 'x'"),
     ("blend[0]=x", "cannot be set: blend is None, which has no members; set blend itself"),
-    ("label=???", "label: ??? marks a value that must be given; give one"),
+    ("label=???", "label: ??? marks a required value; set it"),
 ]
 
 

@@ -170,7 +170,7 @@ def test_other_processes_are_left_alone(environment):
 
 def test_a_part_of_a_step_is_refused():
     environment = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
-    with pytest.raises(UserError, match="SLURM_LOCALID is missing in the environment, though"):
+    with pytest.raises(UserError, match="SLURM_LOCALID is missing in the environment, although"):
         adopt_slurm_step(environment)
     assert "RANK" not in environment
 

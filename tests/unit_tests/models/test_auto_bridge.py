@@ -95,7 +95,7 @@ def test_a_model_that_no_config_can_describe_is_not_written_with_one(hf, tmp_pat
     provider = bridge.to_megatron_provider()
     provider.window_size, provider.rotary_interleaved = (7, 0), True
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    with pytest.raises(UserError, match=r"cannot say rotary_interleaved=True, window_size=\(7, 0\), so"):
+    with pytest.raises(UserError, match=r"cannot express rotary_interleaved=True, window_size=\(7, 0\), so"):
         bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     assert not (tmp_path / "out").exists()
     bridge.save_hf_weights(model, tmp_path / "out", show_progress=False)

@@ -60,7 +60,7 @@ def test_dense_layers_first(dense):
 def test_dense_layers_behind_sparse_ones_have_no_key():
     provider = provider_of("Glm4MoeForCausalLM")
     provider.moe_layer_freq = [1, 0, 1, 1, 1, 1]
-    with pytest.raises(UserError, match="first_k_dense_replace cannot say so"):
+    with pytest.raises(UserError, match="which first_k_dense_replace cannot express"):
         bridge_for(config_of("Glm4MoeForCausalLM")).megatron_to_hf_config(provider)
 
 
@@ -87,14 +87,14 @@ def test_groups(experts, groups, chosen, megatron):
 def test_another_rank_of_groups_has_no_key(score):
     provider = provider_of("Glm4MoeForCausalLM", num_experts_per_tok=8, n_group=8, topk_group=2)
     provider.moe_router_group_score = score
-    with pytest.raises(UserError, match=f"moe_router_group_score='{score}' cannot be said here"):
+    with pytest.raises(UserError, match=f"moe_router_group_score='{score}' is not supported here"):
         bridge_for(config_of("Glm4MoeForCausalLM")).megatron_to_hf_config(provider)
 
 
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "are 4 experts, num_experts_per_tok=8 are more"),
+        ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "have 4 experts, fewer than num_experts_per_tok=8"),
         ("Glm4MoeForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=True"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [*range(6)]}, "leave no layer for experts"),
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 7}, "decoder_sparse_step=7 .* leave no layer for experts"),

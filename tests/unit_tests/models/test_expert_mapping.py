@@ -240,5 +240,5 @@ def test_a_stack_of_another_number_of_experts_is_refused(tmp_path):
     save_file({"up": torch.randn(EXPERTS + 1, 2, 2)}, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)
     made = plan.build_plan(MegatronMappingRegistry(mapping), [chunk], checkpoint.entries)
-    with pytest.raises(UserError, match=r"has shape \[4, 2, 2\], the config means \[3, 2, 2\]"):
+    with pytest.raises(UserError, match=r"has shape \[4, 2, 2\], the config requires \[3, 2, 2\]"):
         load.load(MegatronModelBridge(), made, checkpoint)

@@ -92,7 +92,7 @@ def test_a_user_who_wants_the_layers_is_told_that_they_are_not_there(as_saved):
     bridge = AutoBridge.from_hf_pretrained(as_saved.checkpoint)
     provider = bridge.to_megatron_provider()
     provider.mtp_num_layers = 1
-    with pytest.raises(UserError, match="set mtp_num_layers to None in the provider to do without") as caught:
+    with pytest.raises(UserError, match="set mtp_num_layers to None in the provider to skip them") as caught:
         provider.provide_distributed_model(wrap_with_ddp=False)
     assert "enorm.weight is missing" in str(caught.value)
 

@@ -85,7 +85,7 @@ MUTATIONS = {
     ),
     "transposed": (
         lambda hf: edit(hf, DOWN, lambda t: {DOWN: t.T.contiguous()}),
-        rf"tensor {DOWN} in model-.* has shape \[72, 48\], the config means \[48, 72\]",
+        rf"tensor {DOWN} in model-.* has shape \[72, 48\], the config requires \[48, 72\]",
     ),
     "reshaped": (lambda hf: edit(hf, Q, lambda t: {Q: t[:-16].clone()}), f"tensor {Q} .* has shape"),
     "half precision": (

@@ -104,7 +104,7 @@ def test_who_writes(tmp_path):
 def test_tasks_under_either_keyword(bridge):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     assert len(bridge.get_conversion_tasks(megatron_model=model)) == len(bridge.get_conversion_tasks(model[0]))
-    with pytest.raises(UserError, match="model and megatron_model"):
+    with pytest.raises(UserError, match="model or megatron_model"):
         bridge.get_conversion_tasks()
     with pytest.raises(UserError, match=r"skip_temp_dist_context=False .*destroy_process_group"):
         bridge.load_megatron_model("nowhere", skip_temp_dist_context=False)

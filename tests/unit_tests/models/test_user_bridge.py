@@ -253,7 +253,7 @@ def test_a_hook_adds_and_drops_no_tensors_without_being_seen(registered, tmp_pat
             return converted_weights_dict | {"model.extra": torch.ones(2)} if extra else {}
 
     _, bridge, model = without_source(tmp_path, Adding, registered)
-    with pytest.raises(UserError, match=r"model\.extra.*has no place" if extra else r"not make model\.norm\.weight,"):
+    with pytest.raises(UserError, match=r"model\.extra.*has no place" if extra else r"not produce model\.norm\.weight"):
         bridge.save_hf_weights(model, tmp_path / "out", show_progress=False, **options)
 
 

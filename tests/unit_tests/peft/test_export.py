@@ -184,7 +184,7 @@ def test_an_adapter_of_a_wider_base_is_refused(models, tmp_path, wider):
 
 def test_layers_that_peft_takes_for_experts_are_refused(family_case, tmp_path):
     bridge, model = adapted(family_case("glm4_moe").checkpoint, LoRA(dim=4), ddp=False)
-    with pytest.raises(UserError, match=r"layers of experts are called \w+, too: leave it out"):
+    with pytest.raises(UserError, match=r"layers of experts are also called \w+: leave it out"):
         bridge.save_hf_adapter(model, tmp_path / "adapter")
 
 

@@ -10,6 +10,6 @@ def test_tables_are_current():
 
 def test_known_rows():
     text = vocabulary.table()
-    assert "| `mlp(layers, norm, names, gated, fused, projections, turned)` | Feed-forward layer, and" in text
+    assert "| `mlp(layers, norm, names, gated, fused, projections, turned)` | Feed-forward layer and" in text
     assert "| `WINDOWS` | `sliding_window`, `layer_types` | Window in the layers that" in text
     assert "| `norm_placement` | " in text

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations of a rank, estimated from the modules that it would build.
+"""Estimate the activation memory of a rank from the modules that the rank would build.
 
 The count follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
-section 4: what autograd keeps for the backward pass, module by module (docs/tuner.md), with these differences:
+section 4: the tensors that autograd saves for the backward pass, module by module (docs/tuner.md). It differs in:
 
-* widths are those of the real modules (grouped queries, latents, experts, gates), not multiples of one size;
-* attention runs in kernels that keep no scores (scaled_dot_product_attention, Transformer Engine), so there is no
-  term with the square of the sequence, and recomputing the core of attention alone saves nothing;
-* tokens are taken to be shared out evenly over the experts.
+* widths: they come from the real modules (grouped queries, latents, experts, gates), not from multiples of one size;
+* attention: its kernels save no scores (scaled_dot_product_attention, Transformer Engine), so no term grows with the
+  square of the sequence length, and recomputing only core attention saves nothing;
+* experts: the estimate assumes that the router distributes tokens evenly over them.
 
-A chunk of layers is held once for each microbatch in flight, as ``time.schedule`` lists them. Full recomputation
-keeps the input of each layer (with the uniform method, of each ``recompute_num_layers`` layers) and holds what one
-such piece keeps while it runs backward.
+The rank holds a chunk of layers once for each microbatch in flight (see ``time.schedule``). Full recomputation saves
+the input of each layer (with the uniform method, of each group of ``recompute_num_layers`` layers), and during the
+backward pass of one layer or group it also holds everything that this layer or group saves.
 
-The most memory is needed at one of these moments; each counts what is held then, and what works beside it:
+Memory peaks at one of these moments. Each counts the saved activations plus the temporary tensors of:
 
-* the backward pass of a chunk: its widest layer's gathered input, the gradients of the residual
-  stream, of its widest output and, without ``gradient_accumulation_fusion``, of its weight; of experts, the gradients
-  of inputs and of all weights on the rank, or those of the product with their weights in fp32;
-* the loss: T x vocabulary/t x bytes of a logit. The torch backend writes the gradient over the logits (4 bytes on
-  a CPU, measured 2026-11-20); Megatron-Core's own loss holds logits, and exponentials in fp32 (2 + 4).
+* the backward pass of a chunk: the gathered input of its widest layer and the gradients of the residual stream, of
+  the widest output and, without ``gradient_accumulation_fusion``, of its weight. For experts: the gradients of the
+  inputs and of all weights on the rank, or those of the product with the router's probabilities in fp32;
+* the loss: T x vocabulary/t x bytes per logit. The torch backend writes the gradient over the logits (4 bytes on
+  a CPU, measured 2026-11-20); Megatron-Core's own loss holds the logits and fp32 exponentials (2 + 4).
 
-Without the kernels of mamba-ssm and flash-linear-attention, PyTorch keeps several times as much of such layers.
+Without the kernels of mamba-ssm and flash-linear-attention, PyTorch saves several times as much for such layers.
 """
 
 import math
@@ -44,50 +44,50 @@ _BLOCKS = ("self_attention", "mlp", "mixer")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The symbols of the formulas above, and what decides which of them apply."""
+    """The symbols of the formulas above, and the settings that decide which terms apply."""
 
     tokens: int
-    images: int  # tokens of images that a rank encodes
+    images: int  # image tokens that a rank encodes
     between: int
     number: int
-    saved: float  # bytes of a number in the input that a linear layer keeps
-    copied: tuple[str, ...]  # linear layers that keep a quantized input beside the one that another module keeps
+    saved: float  # bytes per element of the input that a linear layer saves
+    copied: tuple[str, ...]  # linear layers that save a quantized copy of an input that another module also saves
     tensor: int
     hidden: int
-    chosen: int  # tokens of all experts of a rank
-    experts: int  # on a rank
-    together: int  # of them, with one kernel for all
-    activation: int  # tensors that the activation of an MLP keeps beside its result
-    weighting: int  # the same of the product with an expert's weight
-    wide: bool  # that weight is in fp32
-    norm: int  # bytes of a number of a norm's input
+    chosen: int  # token copies that the experts of a rank process
+    experts: int  # experts on a rank
+    together: int  # experts that one grouped kernel runs
+    activation: int  # tensors that the activation function of an MLP saves in addition to its output
+    weighting: int  # tensors that the product with the router's probabilities saves in addition to its output
+    wide: bool  # the router's probabilities are in fp32
+    norm: int  # bytes per element of a norm's input
     rotates: bool  # whether queries and keys have rotary embeddings
-    separate_gradients: bool  # kernels do not add weight gradients to the buffer themselves
-    logit: int  # bytes of a logit while the loss is computed
-    masks: bool  # of dropout
-    scores: int  # that soft-capped attention computes at a time
-    joined: tuple[str, ...]  # linear layers whose output is put together anew, by attention
-    gathered: int  # context ranks whose keys and values are kept
-    recomputed: tuple[str, ...]  # modules
+    separate_gradients: bool  # weight gradients are separate tensors: kernels do not add them to the gradient buffer
+    logit: int  # bytes per logit while the loss is computed
+    masks: bool  # dropout saves masks
+    scores: int  # attention scores that soft-capped attention computes at a time
+    joined: tuple[str, ...]  # linear layers whose output attention copies into a new tensor
+    gathered: int  # context-parallel ranks whose keys and values are saved
+    recomputed: tuple[str, ...]  # modules that selective recomputation recomputes
 
     @property
     def stream(self) -> int:
-        """Bytes of the residual stream, between two layers."""
+        """Bytes of the residual stream between two layers."""
         return self.between * self.hidden * self.number
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Bytes of a layer for one microbatch."""
+    """Activation bytes of a layer for one microbatch."""
 
-    full: int  # kept for the backward pass without recomputation
-    kept: int  # kept with selective recomputation
-    working: int  # held by the backward pass beside them
+    full: int  # saved for the backward pass without recomputation
+    kept: int  # saved with selective recomputation
+    working: int  # temporary tensors of the backward pass
 
 
 @dataclass(frozen=True)
 class ChunkCounts:
-    """The layers of a chunk, whether the loss follows them, and the vision tower in front of them."""
+    """The layers of a chunk, whether the loss follows them, and the vision tower before them."""
 
     layers: list[LayerCounts]
     has_loss: bool
@@ -95,16 +95,16 @@ class ChunkCounts:
 
 
 def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
-    """Bytes of activations on a rank of pipeline stage ``stage`` at the fullest moment of a step.
+    """Return the activation bytes of a rank of pipeline stage ``stage`` at the peak of a step.
 
-    ``config`` is validated for ``world_size``; ``chunks`` are what the rank holds, of ``meta_model.stage_chunks``.
+    ``config`` is validated for ``world_size``; ``chunks`` are the rank's chunks from ``meta_model.stage_chunks``.
     """
     return max(moment.total for moment in moments(config, chunks, stage, world_size))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes that chunks hold for the microbatches in flight, and those that one pass needs beside them."""
+    """The bytes that chunks hold for the microbatches in flight, and the temporary bytes of one pass."""
 
     name: str
     held: int
@@ -116,7 +116,7 @@ class Moment:
 
 
 def moments(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> list[Moment]:
-    """The fullest moment of each kind on a rank of pipeline stage ``stage``; arguments as ``activation_bytes``."""
+    """Return the peak of each kind on a rank of ``stage``; the arguments are those of ``activation_bytes``."""
     sizes = sizes_of(config)
     counted = [chunk_counts(chunk, sizes) for chunk in chunks]
     return stage_moments(config.model, counted, sizes, pipeline_of(config, world_size), stage)
@@ -125,10 +125,10 @@ def moments(config: ConfigContainer, chunks: list[Any], stage: int, world_size: 
 def stage_moments(
     model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
 ) -> list[Moment]:
-    """The fullest moment of each kind on a rank of ``stage``, from the counts of its chunks."""
+    """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
     kept, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
     losses = [logits_of(model, sizes) * sizes.logit if chunk.has_loss else 0 for chunk in chunks]
-    # the input that arrived ahead of its pass and a gradient, and outputs where they are not deallocated
+    # an input that arrived before its pass, a gradient, and the outputs that are not deallocated
     received = 2 * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
     received += sum(rotary_bytes(model, sizes, len(chunk.layers)) for chunk in chunks)
     fullest: dict[str, Moment] = {}
@@ -145,12 +145,12 @@ def stage_moments(
 
 
 def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
-    """What a teacher adds on a rank of pipeline stage ``stage``: it runs forward only, and keeps nothing of it.
+    """Return the bytes that a teacher adds on a rank of pipeline stage ``stage``; it only runs forward passes.
 
-    One layer works at a time. A later stage holds what it received of the teacher, beside its own, for each
-    microbatch in flight. The last stage holds the teacher's logits until the loss is known, then the gradient of
-    the divergence in their place, which its backward pass makes wider: T x vocabulary/t x (4 + e).
-    ``config`` is that of the run, with the teacher as its model.
+    Only one layer runs at a time. A later stage also holds the teacher's input, next to its own, for each microbatch
+    in flight. The last stage holds the teacher's logits until the loss is computed. The gradient of the divergence then
+    replaces them, and its backward pass needs a wider type: T x vocabulary/t x (4 + e) bytes.
+    ``config`` is the config of the run with the teacher as its model.
     """
     sizes = sizes_of(config)
     widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in layers_of(chunk)), default=0)
@@ -162,14 +162,14 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
 
 
 def rotary_bytes(model: Any, sizes: Sizes, layers: int = 1) -> int:
-    """Angles in fp32, their cosines and sines: once for a chunk; the angles for each layer with latent attention."""
+    """Return the bytes of fp32 angles, cosines and sines of a chunk; latent attention stores angles for each layer."""
     if model.multi_latent_attention:
         return sizes.tokens * model.qk_pos_emb_head_dim * _FP32 * layers
     return sizes.tokens * (model.kv_channels or 0) * (_FP32 + 2 * sizes.number) * sizes.rotates
 
 
 def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
-    """How many microbatches each chunk of a rank of ``stage`` holds at once, if chunks are equal."""
+    """Return how many microbatches each chunk of a rank of ``stage`` holds at once, if all chunks have equal size."""
     return list(most_held(short_pipeline(pipeline_of(config, world_size)), stage))
 
 
@@ -210,16 +210,16 @@ def sizes_of(config: ConfigContainer) -> Sizes:
 
 
 def _is_quantized(model: Any) -> bool:
-    """Whether all linear layers of ``model`` keep their inputs in FP8 or FP4.
+    """Return whether all linear layers of ``model`` save their inputs in FP8 or FP4.
 
-    Transformer Engine quantizes them before it saves them, in MXFP8 with one byte of scale for 32 numbers; FP4 takes
-    less. Megatron-Core lets attention's last layer save what the kernel keeps anyway, but not with delayed scaling.
+    Transformer Engine quantizes the inputs before it saves them. MXFP8 adds one byte of scale for 32 elements; FP4
+    takes less. The output projection of attention reuses the tensor that the kernel saves, except with delayed scaling.
     """
     return bool(model.fp8 or model.fp4) and not model.first_last_layers_bf16
 
 
 def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
-    """Scores that the torch backend computes at a time where they are soft-capped; 0 where a kernel computes them."""
+    """Return how many scores the torch backend computes at a time with soft-capping, or 0 if a kernel computes them."""
     model: Any = config.model
     if getattr(model, "attn_logit_softcapping", None) is None:
         return 0
@@ -229,12 +229,12 @@ def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
 
 
 def images_of_row(config: ConfigContainer) -> int:
-    """Tokens of images that a row may have."""
+    """Return the maximum number of image tokens in a row."""
     return getattr(config.dataset, "max_image_tokens", None) or config.dataset.seq_length
 
 
 def _image_tokens(config: ConfigContainer) -> int:
-    """As many as samples may have, shared out evenly over the ranks that share images; at least one whole image."""
+    """Return the maximum image tokens per rank: split evenly over ranks that share images, but at least one image."""
     model: Any = config.model
     if getattr(model, "vision", None) is None:
         return 0
@@ -244,12 +244,12 @@ def _image_tokens(config: ConfigContainer) -> int:
 
 
 def _tokens_of_image(config: ConfigContainer) -> int:
-    """Tokens of the largest image where ``dataset.max_pixels`` tells them, else 0."""
+    """Return the tokens of the largest image that ``dataset.max_pixels`` allows, or 0 if that limit is unknown."""
     model: Any = config.model
     tower, limit = model.vision.get("vision_config") or {}, getattr(config.dataset, "max_pixels", None)
     if limit is None or "patch_size" not in tower:
         return 0
-    # the limit of GLM counts the pixels of all frames in a patch
+    # GLM's limit counts the pixels of all frames in a patch
     frames = tower["temporal_patch_size"] if "glm4v" in model.vision["model_type"] else 1
     return limit // (frames * (tower["patch_size"] * tower.get("spatial_merge_size", 1)) ** 2)
 
@@ -270,7 +270,7 @@ def _logit_bytes(model: ModelProvider) -> int:
 
 
 def _joined(model: Any) -> tuple[str, ...]:
-    """Rotated parts are put behind the others; values stay views unless they are padded."""
+    """Return the layers whose outputs attention copies to append rotated parts; values are views unless padded."""
     if not model.multi_latent_attention:
         return ()
     keys = ("linear_kv_up_proj",) if _pads_values(model) else ()
@@ -282,7 +282,7 @@ def _pads_values(model: Any) -> bool:
 
 
 def _of_activation(model: ModelProvider) -> int:
-    """Megatron-Core's plain gate: a value, an offset input, and two clamped ones where there is a clamp."""
+    """Return how many tensors Megatron-Core's unfused gate saves: value, offset input, and two clamped ones if any."""
     if _is_fused(model) or not model.gated_linear_unit:
         return 0
     return 2 if model.activation_func_clamp_value is None else 4
@@ -297,13 +297,13 @@ def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
 
 
 def counts_of_tower(chunk: Any, tokens: int) -> TowerCounts:
-    """What the vision tower of ``chunk``, on the meta device, keeps and holds for ``tokens`` tokens of images."""
+    """Count the bytes that the vision tower of ``chunk`` (on the meta device) needs for ``tokens`` image tokens."""
     tower = getattr(chunk, "vision", None)
     return NO_TOWER if tower is None else tower_counts(tower, tokens)
 
 
 def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
-    """What ``layer``, on the meta device, keeps and holds."""
+    """Count the activation bytes of ``layer``, which is on the meta device."""
     return LayerCounts(
         _kept_bytes(layer, sizes, recomputed=()),
         _kept_bytes(layer, sizes, sizes.recomputed),
@@ -312,7 +312,7 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
 
 
 def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
-    """Bytes that the layers of a chunk keep for one microbatch, and those that one holds while it runs backward."""
+    """Return the bytes that a chunk saves for one microbatch, and the temporary bytes of its backward pass."""
     full, kept = [layer.full for layer in chunk.layers], [layer.kept for layer in chunk.layers]
     last = 2 * sizes.stream * chunk.has_loss  # inputs of the final norm and of the output layer
     ends = last + _output(model, sizes) + chunk.tower.kept
@@ -326,19 +326,19 @@ def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int,
     else:
         pieces = [full[start : start + count] for start in range(0, len(full), count)]
         held, again = len(pieces) * sizes.stream, max(map(sum, pieces), default=0)
-    # the layers run backward when what follows them has, and the tower after them
+    # the layers run their backward pass after the output layer's, and the tower after the layers
     return ends + held, max(gradients + again, chunk.tower.working - held) - last
 
 
 def _output(model: ModelProvider, sizes: Sizes) -> int:
-    """The output of a chunk, until its backward pass, unless it is deallocated after it has been sent."""
+    """Return the bytes of a chunk's output, which is held until its backward pass unless it is deallocated."""
     if model.pipeline_model_parallel_size == 1 or model.deallocate_pipeline_outputs:
         return 0
     return sizes.stream
 
 
 def logits_of(model: Any, sizes: Sizes) -> int:
-    """Numbers in the logits of a rank."""
+    """Return the number of logits on a rank."""
     return sizes.tokens * model.padded_vocab_size // sizes.tensor
 
 
@@ -352,24 +352,24 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
             own = sizes.number if hasattr(part, "router") else sizes.saved
             keeps = "layernorm" not in recomputed and _keeps_own_input(part, sizes)
             total += int(sizes.between * sizes.hidden * own) * keeps
-            whole = "moe" if hasattr(part, "router") else name  # the module of which nothing inside is kept
+            whole = "moe" if hasattr(part, "router") else name  # saves nothing inside if it is recomputed
             total += 0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
-        else:  # a norm, or a linear layer
+        else:  # a norm or a linear layer
             total += sum(_of_module(path, module, sizes) for path, module in part.named_modules(prefix=name))
     return total
 
 
 def _keeps_own_input(block: nn.Module, sizes: Sizes) -> bool:
-    """Whether a layer that reads the input of ``block`` keeps it."""
+    """Return whether a layer that reads the input of ``block`` saves this input."""
     modules = [module for path, module in block.named_modules() if not is_dispatched(path)]
     readers = [module for module in modules if (weight_shape(module) or ())[1:] == (sizes.hidden,)]
     return any(map(keeps_input, readers)) or not readers or hasattr(block, "router")
 
 
 def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
-    """Return the bytes that a part of a layer keeps without recomputation; ``path`` is its name in the layer."""
+    """Return the bytes that a part of a layer saves without recomputation; ``path`` is its name in the layer."""
     return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
 
 
@@ -388,14 +388,14 @@ def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
 
 
 def _of_module(path: str, module: Any, sizes: Sizes) -> int:
-    """Bytes that one module keeps, its children left out."""
+    """Return the bytes that one module saves without its children."""
     for mark, count in _BY_ATTRIBUTE.items():
         if hasattr(module, mark):
             return count(module, sizes)
     shape = weight_shape(module)
     if shape is None:
         return 0
-    if len(shape) == 1:  # a norm; those of heads and latents read what is kept anyway
+    if len(shape) == 1:  # a norm; norms of heads and latents read tensors that are saved anyway
         return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
@@ -405,35 +405,35 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
 
 
 def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tuple[int, int]:
-    """Numbers of its input that a linear layer keeps, and numbers beside it; its weight is [out, in]."""
+    """Return the input elements that a linear layer saves, and its other elements; its weight is [out, in]."""
     tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
         return tokens * shape[1] * keeps, tokens * shape[1] * (sizes.activation + sizes.weighting * dispatched)
-    if path.endswith(INTO_RESIDUAL):  # attention's kernel keeps its output in any case
+    if path.endswith(INTO_RESIDUAL):  # the attention kernel saves its output in any case
         return tokens * shape[1] * (keeps and path.endswith(sizes.copied)), tokens * shape[1]
     if dispatched:
         return tokens * shape[1] * keeps, tokens * shape[0]
     if path.endswith(sizes.joined):
         return sizes.between * shape[1], 0
-    # the block's own is counted with it
+    # the caller counts the input of the block itself
     inputs = 0 if shape[1] == sizes.hidden or not keeps else sizes.between * shape[1]
     return inputs, tokens * shape[0]
 
 
 def _of_adapter(module: Any, outputs: int) -> int:
-    """Numbers of a token that an adapter keeps: those between its factors, and DoRA's outputs with experts' scales."""
+    """Return the elements per token that an adapter saves: between its factors, and the outputs that DoRA scales."""
     adapter = getattr(module, "adapter", None)
     return 0 if adapter is None else adapter.shape.rank + outputs * adapter.scales_outputs
 
 
 def _tokens(path: str, sizes: Sizes) -> int:
-    if "local_experts" in path:  # one after the other
+    if "local_experts" in path:  # experts run one after another
         return sizes.chosen // sizes.experts
     return sizes.chosen if is_dispatched(path) else sizes.tokens
 
 
 def _attention(attention: Any, sizes: Sizes) -> int:
-    """What attention keeps beside the inputs and outputs of its linear layers."""
+    """Return the bytes that attention saves in addition to the inputs and outputs of its linear layers."""
     config = attention.config
     heads = attention.num_attention_heads_per_partition
     groups = attention.num_query_groups_per_partition
@@ -454,19 +454,19 @@ def _attention(attention: Any, sizes: Sizes) -> int:
 
 
 def _mamba(mixer: Any, sizes: Sizes) -> int:
-    """What the scan returns, gated; the convolution and the states are computed again."""
+    """Return the bytes of the scan's output and its gated output; convolution and states are recomputed."""
     return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
 
 
 def _delta_net(net: Any, sizes: Sizes) -> int:
-    """The convolved, queries and keys for each value head, the inverse of each chunk's system, the recalled."""
+    """Count the convolution's output, queries and keys per value head, the inverse per chunk, and the output."""
     heads = net.num_v_heads_local_tp
     numbers = net.conv_dim_local_tp + heads * (2 * net.key_head_dim + 64) + net.v_dim_local_tp
     return sizes.tokens * numbers * sizes.number
 
 
 def _dispatcher(layer: Any, sizes: Sizes) -> int:
-    """The map of tokens to experts, their order, and their weights."""
+    """Return the bytes of the token-to-expert map, the permutation, and the router's probabilities."""
     return sizes.between * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
 
 
@@ -476,19 +476,19 @@ _BY_ATTRIBUTE = {
     "d_inner_local_tp": _mamba,
     "num_v_heads_local_tp": _delta_net,
 }
-"""Modules that keep more than inputs and outputs of linear layers, by an attribute that only they have."""
+"""Modules that save more than inputs and outputs of linear layers, by an attribute that only they have."""
 
 
 def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
-    """The gathered input, the gradient of the residual stream, and those of the widest linear layer."""
+    """Return the bytes of the gathered input and of the gradients of the residual stream and the widest layer."""
     stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
     return stream + max((_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0)
 
 
 def _scored_bytes(layer: Any, sizes: Sizes) -> int:
-    """Gradients of soft-capped attention, when the MLP behind it has freed what it kept.
+    """Return the fp32 bytes that the backward pass of soft-capped attention needs beyond the MLP's freed tensors.
 
-    Results of tanh and softmax, and gradients of both, in fp32.
+    These are the results of tanh and softmax and the gradients of both.
     """
     if not sizes.scores:
         return 0
@@ -496,17 +496,17 @@ def _scored_bytes(layer: Any, sizes: Sizes) -> int:
 
 
 def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
-    """Bytes of gradients of a linear layer: of output and weight, before that is added up; an expert's input, too."""
+    """Return the bytes of a linear layer's gradients: of output, weight and, for experts, input."""
     shape, tokens = weight_shape(module), _tokens(path, sizes)
     if shape is None:
         return 0
     own = math.prod(shape) * sizes.separate_gradients * trained(module)
-    if not is_dispatched(path):  # behind the first layer of an MLP, the activation's result and a factor of it
+    if not is_dispatched(path):  # after linear_fc1: the activation's output and one factor of it
         return (tokens * shape[0] + max(own, tokens * shape[0] // 2 * path.endswith("linear_fc1"))) * sizes.number
-    inner = 1 + sizes.activation + sizes.weighting  # what is kept behind the first layer, freed before its turn
+    inner = 1 + sizes.activation + sizes.weighting  # saved after linear_fc1 and freed before its backward pass
     freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
-    beside = tokens * shape[1] * hasattr(module, "adapter")  # the adapter's gradient of the input, before the sum
+    beside = tokens * shape[1] * hasattr(module, "adapter")  # the adapter's input gradient before the sum
     found = (tokens * sum(shape) + beside + own * sizes.together - freed) * sizes.number
-    # of the product with weights in fp32: its gradient, and those of both factors, when the layer's input is freed
+    # in fp32: the gradient of the product with probabilities and of both factors; the input of linear_fc2 is freed
     weighting = tokens * shape[1] * 3 * _FP32 * sizes.weighting if path.endswith("linear_fc2") and sizes.wide else 0
     return max(found, weighting)

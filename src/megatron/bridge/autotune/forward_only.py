@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a forward pass that keeps nothing for a backward pass: scoring in reinforcement learning, evaluation.
+"""Estimate the memory of a pass without a backward pass: log-probabilities in reinforcement learning, evaluation.
 
-A layer holds its inputs, and what its widest moment makes: projected, rotated and attended tokens in attention; both
-products and the activation between them in an MLP, once for each token of an expert.
+A layer holds its inputs and the tensors of its largest moment: in attention the projected, rotated and attended
+tokens; in an MLP both products and the activation between them, for experts once for each routed copy of a token.
 """
 
 from typing import Any
@@ -14,20 +14,20 @@ from megatron.bridge.autotune.layers import is_dispatched, matrices
 
 
 def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
-    """Bytes that a forward pass through ``layers`` holds at most, weights left out; the loss follows them."""
+    """Return the peak bytes of a forward pass through ``layers`` and the loss, without weights."""
     loss = 2 * sizes.stream + logits_of(model, sizes) * (sizes.number + 4)
     return rotary_bytes(model, sizes, len(layers)) + max(loss, *(_of_layer(layer, sizes) for layer in layers))
 
 
 def _gathered(sizes: Sizes) -> int:
-    """Numbers of a token that sequence parallelism gathers before a product."""
+    """Return the elements per token that sequence parallelism gathers before a matrix product."""
     return sizes.hidden * (sizes.between < sizes.tokens)
 
 
 def _of_layer(layer: Any, sizes: Sizes) -> int:
-    """The model's input and the layer's own, the normed input, behind attention the residual stream, and a block."""
+    """Return the peak bytes of a layer: inputs of model and layer, normed input, residual stream, and one block."""
     attention: Any = getattr(layer, "self_attention", None)
-    if not hasattr(attention, "core_attention"):  # a scan, of which the kernels decide
+    if not hasattr(attention, "core_attention"):  # a scan, whose memory depends on its kernels
         return sizes.stream + counts_of_layer(layer, sizes).full
     return max(
         3 * sizes.stream + _attention(attention, sizes) * sizes.tokens * sizes.number,
@@ -36,7 +36,7 @@ def _of_layer(layer: Any, sizes: Sizes) -> int:
 
 
 def _attention(attention: Any, sizes: Sizes) -> int:
-    """Numbers of a token."""
+    """Return the elements per token."""
     config, heads = attention.config, attention.num_attention_heads_per_partition
     if config.multi_latent_attention:
         plain, rotated, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
@@ -51,15 +51,15 @@ def _attention(attention: Any, sizes: Sizes) -> int:
 
 
 def _mlp(mlp: nn.Module, sizes: Sizes) -> int:
-    """Numbers of all tokens."""
+    """Return the elements of all tokens."""
     shapes = {path: (matrix.rows, matrix.columns) for path, matrix in matrices(mlp)}
     total = 0
     for path in (path for path in shapes if path.endswith("linear_fc2")):
         first, inner = shapes[f"{path[:-1]}1"][0], shapes[path][1]
         activated = first + (1 + sizes.activation) * inner
-        if is_dispatched(path):  # tokens as they came, and in the order of experts
+        if is_dispatched(path):  # tokens in their original order and in the order of experts
             total += sizes.chosen * (2 * sizes.hidden + activated)
-        elif "shared_experts" in path:  # what they return, while the others run
+        elif "shared_experts" in path:  # their output, while the routed experts run
             total += sizes.between * sizes.hidden
         else:
             total += sizes.tokens * max(_gathered(sizes) + first, activated, inner + sizes.hidden)

@@ -13,22 +13,22 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """One type of GPU. Rates are per second; links count one direction."""
+    """A type of GPU. Rates are per second; links count one direction."""
 
-    memory: int  # bytes that the data sheet gives
-    bf16: float  # operations a second of dense bf16 matrix products, at most
+    memory: int  # bytes, from the data sheet
+    bf16: float  # peak operations per second of dense bf16 matrix products
     fp8: float  # the same in FP8; 0 if the GPU has none
     fp4: float  # the same in FP4; 0 if the GPU has none
-    bandwidth: float  # bytes a second of its memory
-    nvlink: float  # bytes a second to the other GPUs of its NVLink domain
-    network: float  # bytes a second of its network adapter
-    domain: int = 8  # GPUs that NVLink joins
+    bandwidth: float  # bytes per second of its memory
+    nvlink: float  # bytes per second to the other GPUs of its NVLink domain
+    network: float  # bytes per second of its network adapter
+    domain: int = 8  # GPUs that NVLink connects
 
 
 def _gpu(
     name: str, memory: int, fp8: float, fp4: float, bandwidth: float, nvlink: int, network: int, domain: int = 8
 ) -> Gpu:
-    """A row of the table, with GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
+    """Return a row of the table from GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
     peak = BF16_TFLOPS[name] * 1e12
     rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
     return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain)
@@ -42,7 +42,7 @@ def gpu(name: str) -> Gpu:
 
 
 def gpu_name(name: str) -> str:
-    """The name in the table for ``name``, which may leave out the memory or the case.
+    """Return the full name in the table for ``name``, which may omit the memory size and ignores case.
 
     Example:
         >>> gpu_name("h100"), gpu_name("A100 40GB")
@@ -55,18 +55,18 @@ def gpu_name(name: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"GPU {name!r} is one of {', '.join(found)}: give the whole name")
-    raise UserError(f"there is no GPU {name!r} in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}")
+        raise UserError(f"GPU {name!r} matches {', '.join(found)}: give the full name")
+    raise UserError(f"GPU {name!r} is not in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}")
 
 
 _CLUSTER = {"memory": 1e9, "nvlink": 1e9, "network": 1e9, "domain": 1}
-"""Keys of a cluster's file that replace those of its GPU, and their units."""
+"""Keys of a cluster file that replace the values of its GPU, and their units."""
 
 
 def read_cluster(path: Path) -> tuple[str, int | None]:
-    """Name and number of the GPUs of a cluster, whose own links and memory the table then has under that name.
+    """Return the name and the number of the GPUs in a cluster file, and add its values to the table under that name.
 
-    The file reads ``{"gpu": "h100", "gpus": 1024, "network": 25}``: GB, and GB/s in one direction.
+    The file contains ``{"gpu": "h100", "gpus": 1024, "network": 25}``: GB, and GB/s in one direction.
     """
     found, known = strict_json.read(path), ("gpu", "gpus", *_CLUSTER)
     if not isinstance(found, dict) or "gpu" not in found:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the modules of a rank on the meta device to plain numbers that can be priced in microseconds."""
+"""Convert the modules of a rank on the meta device to plain numbers whose time can be predicted."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,13 @@ INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 
 
 def layers_of(chunk: Any) -> list[nn.Module]:
-    """The decoder layers of a chunk, those of multi-token prediction last."""
+    """Return the decoder layers of a chunk, with multi-token prediction layers last."""
     ahead = getattr(chunk, "mtp", None)
     return [*chunk.decoder.layers, *(ahead.layers if ahead is not None else ())]
 
 
 def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
-    """The work of ``layer``, on the meta device, on one rank; attention has sequences of ``length`` tokens."""
+    """Return the work of ``layer`` (on the meta device) on one rank for sequences of ``length`` tokens."""
     pairs = list(matrices(layer))
     dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not _is_router(path)]
     experts = [matrix for path, matrix in pairs if is_dispatched(path)]
@@ -45,7 +45,7 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
 
 
 def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
-    """All weights of two dimensions with their paths; of experts, those of the first."""
+    """Yield all two-dimensional weights with their paths; for experts, only those of the first expert."""
     for path, module in layer.named_modules():
         weight = _weight(module)
         if weight is None or weight.dim() != 2 or ("local_experts." in path and "local_experts.0." not in path):
@@ -54,13 +54,13 @@ def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
 
 
 def weight_shape(module: Any) -> tuple[int, ...] | None:
-    """Of the weight; of grouped experts, of each one's."""
+    """Return the shape of the weight; for grouped experts, the shape of each expert's weight."""
     weight = _weight(module)
     return None if weight is None else tuple(weight.shape)
 
 
 def keeps_input(module: Any) -> bool:
-    """Whether the gradient of a linear layer's weight, or of its adapter, needs what the layer read."""
+    """Return whether the gradient of a linear layer's weight, or of its adapter, needs the layer's input."""
     return hasattr(module, "adapter") or trained(module)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs took, beside what is predicted for them.
+"""Compare the measured time and memory of runs with the predictions.
 
-A run's folder holds all of it: its resolved config, the machine, and the time and memory of its steps.
+The folder of a run contains its resolved config, the machine, and the time and memory of its steps.
 """
 
 import json
@@ -23,12 +23,12 @@ from megatron.bridge.utils.config.interpolation import resolve_tree
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
-_WARM = 2  # first steps that are left out: they allocate and compile
+_WARM = 2  # the first steps are excluded: they allocate and compile
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run: seconds of a step, and on a GPU bytes of the fullest rank, measured and predicted."""
+    """One run: its measured and predicted step time and, on a GPU, the bytes of its fullest rank."""
 
     run: str
     device: str
@@ -45,7 +45,7 @@ class Entry:
 
 
 def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[Entry | str]:
-    """The runs below folders, oldest name first; a sentence for each that cannot be compared."""
+    """Yield the runs below ``places``, sorted by name, or a message for each run that cannot be compared."""
     folders = sorted({path.parent for place in places for path in place.rglob(loss_curves.METRICS)})
     if not folders:
         raise UserError(f"--ledger {places[0]} holds no runs: give a folder that logger.log_dir named")
@@ -89,12 +89,12 @@ def _environment(folder: Path) -> dict[str, Any]:
 
 
 def correction(entries: Sequence[Entry]) -> float:
-    """Median of measured over predicted times."""
+    """Return the median ratio of measured to predicted time."""
     return statistics.median(entry.measured / entry.predicted for entry in entries)
 
 
 def spread(errors: Sequence[float]) -> str:
-    """Median and 90th percentile of relative errors, in words."""
+    """Describe the median and the 90th percentile of relative errors."""
     sizes = sorted(map(abs, errors))
     ninth = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
     return f"error {statistics.median(sizes):.1%} in the median, {ninth:.1%} at the 90th percentile"

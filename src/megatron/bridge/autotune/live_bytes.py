@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes of tensors are alive, counted storage by storage as they are made and freed."""
+"""Count the bytes of live tensors, storage by storage, as they are allocated and freed."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered: bytes of the storages that this thread has made since and that are still there."""
+    """Count the bytes of live storages that this thread allocated since it entered the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class LiveBytes(TorchDispatchMode):
         given = {storage._cdata for storage in _storages((args, kwargs))}
         found = func(*args, **(kwargs or {}))
         for storage in {storage._cdata: storage for storage in _storages(found)}.values():
-            if storage._cdata not in given:  # views, and what is written in place, are there already
+            if storage._cdata not in given:  # views and in-place results use existing storages
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._freed, storage.nbytes())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a GPU for a config: counted on the real sharded model, but for the activations, which are estimated.
+"""Compute the memory of a GPU for a config: counted on the sharded model, except activations, which are estimated.
 
-Weights, gradients and optimizer state are those of the chunks that a rank would build (``ranks``), laid out in the
-buffers of Megatron-Core's data parallelism, padding included; see ``activations`` for the rest, and ``reserve`` for
-what a GPU holds beside tensors.
+Weights, gradients and optimizer state come from the chunks that a rank would build (``ranks``), in the buffers of
+Megatron-Core's data parallelism, including padding. See ``activations`` for the activations and ``reserve`` for
+the memory that is not in tensors.
 """
 
 from collections.abc import Sequence
@@ -32,32 +32,32 @@ class RankMemory:
     """Bytes of each rank of one pipeline stage."""
 
     stage: int  # pipeline rank
-    parameters: int  # numbers that a rank holds, frozen ones included
-    weights: int  # of the model, in the precision of the computation
-    gradients: int  # their buffers
+    parameters: int  # parameters on a rank, including frozen ones
+    weights: int  # of the model in the compute precision
+    gradients: int  # gradient buffers
     optimizer: int  # fp32 copies of the weights and the moments of the optimizer: this rank's share
-    activations: int  # kept for the backward pass, and held by it, at the fullest moment of a step (an estimate)
-    teacher: int = 0  # weights of a teacher, and what it adds to the activations (an estimate)
-    # weights of a whole model, which a GPU holds before fully sharded data parallelism divides them
+    activations: int  # peak of a step: saved for the backward pass, and its temporary tensors (an estimate)
+    teacher: int = 0  # weights of a teacher, and what the teacher adds to the activations (an estimate)
+    # weights of the full model, which a GPU holds before fully sharded data parallelism shards them
     unsharded: int = 0
 
     @property
     def states(self) -> int:
-        """What is there between two steps of the model that is trained."""
+        """Bytes that the trained model needs between two steps."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """At the fullest moment of a step, or of the set-up if that is fuller."""
+        """Bytes at the peak of a step, or of the setup if that needs more."""
         return max(self.states + self.activations + self.teacher, self.unsharded)
 
 
 def memory_per_rank(config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None) -> list[RankMemory]:
-    """Memory of a rank of each pipeline stage, first stage first; a ``teacher`` runs in the model's layout.
+    """Return the memory of a rank of each pipeline stage; a ``teacher`` uses the model's layout.
 
     ``config`` is validated for ``world_size``.
     """
-    # quantized products leave the weights in bf16, and Megatron-Core builds them only where Transformer Engine is
+    # quantization keeps the weights in bf16, and Megatron-Core can build such layers only with Transformer Engine
     stages = meta_model.stage_chunks(without_quantization(config.model), config.peft)
     found = [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)]
     if teacher is None:
@@ -68,13 +68,13 @@ def memory_per_rank(config: ConfigContainer, world_size: int, teacher: ModelProv
 
 
 def fullest_stage(memory: Sequence[RankMemory]) -> RankMemory:
-    """The rank that decides whether a layout fits."""
+    """Return the rank with the highest total, which decides whether a layout fits."""
     return max(memory, key=lambda rank: rank.total)
 
 
 @dataclass(frozen=True)
 class _Replicas:
-    """Ranks with the same weights, which share the optimizer's state."""
+    """Numbers of ranks with the same weights, which share the optimizer state."""
 
     dense: int
     expert: int
@@ -122,9 +122,9 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
 
 
 def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state where each rank has a part of the rows.
+    """Return the bytes of weights, gradients and optimizer state if each rank has a shard of the rows (FSDP2).
 
-    What is trained is in fp32. At the fullest moment, the weights contain gathered layers and their gradients.
+    Trained parameters are in fp32. At the peak, the weights include gathered layers and their gradients.
     """
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     experts = {id(parameter) for chunk in chunks for parameter in expert_parameters(chunk)}
@@ -145,9 +145,9 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replic
 
 
 def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], replicas: int) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state where each rank has equal parts of padded buffers.
+    """Return the bytes of weights, gradients and optimizer state if each rank has an equal part of padded buffers.
 
-    At the fullest moment, they contain those that are gathered or wait to be reduced.
+    At the peak, they include the buffers that are gathered or wait for the reduction.
     """
     ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
     buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)]
@@ -174,23 +174,23 @@ def _of_teacher(
 
 
 def quantized_bytes(model: Any) -> int:
-    """Bytes for each number in the matrices of layers, beside two of bf16, or instead of them with ``fp8_param``.
+    """Return the bytes per matrix element in addition to two for bf16, or instead of them with ``fp8_param``.
 
-    Transformer Engine has each matrix twice, as it is and transposed: a byte each in FP8, half a byte in FP4.
+    Transformer Engine stores each matrix as is and transposed: one byte each in FP8, half a byte in FP4.
     """
     replaced = 2 if model.fp8_param or model.fp4_param else 0
     return (2 if model.fp8 else 1 if model.fp4 else replaced) - replaced
 
 
 def _quantized_numbers(chunk: nn.Module) -> int:
-    """Numbers in the matrices of layers."""
+    """Return the number of matrix elements in the layers."""
     return sum(weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1)
 
 
 def _distributed(
     config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas
 ) -> tuple[int, int, int]:
-    """Bytes of the padding of buffers, of gradients and of optimizer state, for the trained parameters of a chunk."""
+    """Return the bytes of buffer padding, gradients and optimizer state for the trained parameters of a chunk."""
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     wide = bool(config.ddp.grad_reduce_in_fp32)
     groups = group_params_for_buffers(parameters, wide)
@@ -214,12 +214,12 @@ def _distributed(
 
 
 def bucket_size(config: ConfigContainer, replicas: int) -> int:
-    """Parameters of a bucket of gradients, as Megatron-Core chooses it."""
+    """Return the number of parameters in a gradient bucket, as Megatron-Core chooses it."""
     return config.ddp.bucket_size or max(40_000_000, 1_000_000 * replicas)
 
 
 def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
-    """For one trained parameter on its device: its fp32 copy, unless it is fp32 itself, and the moments."""
+    """Return the bytes per trained parameter on its device: an fp32 copy, unless it is fp32, and the moments."""
     optimizer = config.optimizer
     copy, moments = 0 if dtype == torch.float32 else _FP32, _FP32 * len(STATE_NAMES[optimizer.optimizer])
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model chunks of any rank of any layout, built in this process on the meta device: shapes, no memory.
+"""Build the model chunks of any rank in any layout on the meta device, in this process and without memory.
 
-Megatron-Core asks its process groups for nothing but size and rank while it builds a model. For the time of a
-build, ``parallel_state`` therefore holds plain objects that know both, and torch a group that sends nothing.
+While it builds a model, Megatron-Core only asks its process groups for size and rank. During the build,
+``parallel_state`` therefore holds plain objects with both, and torch a group that sends nothing.
 A chunk of Llama 3.1 405B takes 15 ms, all of DeepSeek-V3 on one rank 0.5 s.
 """
 
@@ -23,11 +23,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
 from megatron.bridge.utils.config import yaml_text
 
-_GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # how parallel_state spells its state
+_GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # names of parallel_state's global variables
 
 
 class _Group:
-    """As much of a process group as building a model needs."""
+    """The part of a process group that building a model needs."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self._size, self._rank = size, rank
@@ -43,9 +43,9 @@ _ALONE: dict[str, Any] = {**yaml_text.tables_beside(__file__), **EVEN_STAGES}
 
 
 def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronModule]]:
-    """The bare chunks of each pipeline stage, on the meta device, of a provider whose layout has been checked.
+    """Build the chunks of each pipeline stage on the meta device, without wrappers, for a provider with a valid layout.
 
-    All ranks of a stage hold equally many parameters; these are the chunks of the first. ``peft`` adds its adapters.
+    All ranks of a stage hold the same number of parameters; these are the chunks of the first. ``peft`` adds adapters.
     """
     stages = [_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
     if peft is not None:
@@ -55,45 +55,45 @@ def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronMo
 
 
 def whole_model(model: ModelProvider) -> MegatronModule:
-    """The model on one rank, on the meta device, without rows and heads of padding."""
+    """Build the full model as one rank on the meta device, without padding of vocabulary and heads."""
     (chunk,) = _chunks(unsplit(model), stage=0)
     return chunk
 
 
 def as_only_rank(model: ModelProvider) -> AbstractContextManager[None]:
-    """Let Megatron-Core take this process for the only rank of ``model``."""
+    """Make Megatron-Core treat this process as the only rank of ``model``."""
     return as_stage(unsplit(model), stage=0)
 
 
 def unsplit(model: ModelProvider) -> ModelProvider:
-    """A copy of a provider for one rank."""
+    """Return a copy of a provider that runs on one rank."""
     alone = copy.copy(model.declared)
     for name, value in _ALONE.items():
         if hasattr(alone, name):
             setattr(alone, name, value)
     pattern = getattr(alone, "hybrid_override_pattern", None)
     if pattern:
-        alone.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # borders of stages
+        alone.__dict__["hybrid_override_pattern"] = pattern.replace("|", "")  # stage boundaries
     return alone
 
 
 def parameter_count(model: ModelProvider) -> int:
-    """Parameters of the whole model, tied embeddings counted once, without rows and heads of padding."""
+    """Return the parameters of the full model, with tied embeddings counted once and without padding."""
     return sum(parameter.numel() for parameter in whole_model(model).parameters())
 
 
 def _chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
     with as_stage(model, stage), silenced(language_module), nothing_random(), torch.device("meta"):
         config = copy.copy(model.resolved())
-        config.perform_initialization = False  # there is nothing to fill
+        config.perform_initialization = False  # meta tensors have no values
         return config.build_chunks()
 
 
 @contextmanager
 def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator[None]:
-    """Let Megatron-Core take this process for the first rank of pipeline stage ``stage``.
+    """Make Megatron-Core treat this process as the first rank of pipeline stage ``stage``.
 
-    ``several`` tells whether there are other stages to ask.
+    ``several`` tells whether the pipeline has other stages.
     """
     state: Any = parallel_state
     before = {name: value for name, value in vars(state).items() if _GLOBAL.match(name)}
@@ -111,7 +111,7 @@ def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator
 
 
 def _neutral(name: str) -> Any:
-    """A group of one, but no group for embeddings: then tied weights are not sent around."""
+    """Return a group of one rank, or none for embeddings, so that tied weights are not communicated."""
     if name.endswith("_GROUPS"):
         return {} if name == "_HYBRID_DP_CP_GROUPS" else None
     is_group = name.endswith("_GROUP") or "_GROUP_WITH" in name
@@ -144,7 +144,7 @@ def _state(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
 
 @contextmanager
 def nothing_random() -> Iterator[None]:
-    """Let a state-space mixer, which fills its parameters in any case, do so without seeded random states."""
+    """Skip the random states that a state-space mixer needs to initialize its parameters, which it always does."""
     tracker: Any = get_cuda_rng_tracker()
     tracker.fork = lambda *_: nullcontext()
     try:
@@ -155,7 +155,7 @@ def nothing_random() -> Iterator[None]:
 
 @contextmanager
 def _readable_groups() -> Iterator[None]:
-    """Let torch, too, tell size and rank of a ``_Group``: the hybrid model asks there."""
+    """Let ``torch.distributed`` also read size and rank of a ``_Group``: the hybrid model asks there."""
     before = dist.get_rank, dist.get_world_size
 
     def size(group: Any = None) -> int:
@@ -173,14 +173,14 @@ def _readable_groups() -> Iterator[None]:
 
 @contextmanager
 def _default_group() -> Iterator[None]:
-    """A group without messages, for as long as there is no other: without any, sizes of groups are taken for 1."""
+    """Provide a default group that sends nothing if there is none; without a group, Megatron-Core takes sizes as 1."""
     if dist.is_initialized():
         yield
         return
-    # registers the backend "fake", which ships with torch
+    # registers the "fake" backend of torch
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # pyright: ignore
 
-    hook = sys.excepthook  # torch nests it once more each time
+    hook = sys.excepthook  # each call of torch wraps this hook once more
     dist.init_process_group("fake", store=cast(Any, dist.HashStore()), rank=0, world_size=2)
     sys.excepthook = hook
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a step of a config: its layers, counted on the meta device, priced by ``time.step``."""
+"""Predict the step time of a config: its layers are counted on the meta device and timed by ``time.step``."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -19,8 +19,8 @@ from megatron.bridge.autotune.time.work import LayerShape, Run, operations_per_t
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
-# Part of a layer's forward time in norms and in the activations of experts, by which selective recomputation
-# lengthens the backward pass; both are bound by memory bandwidth.
+# Fraction of a layer's forward time in norms and in the activations of experts, by which selective recomputation
+# lengthens the backward pass; memory bandwidth limits both.
 _SMALL = {"layernorm": 0.03, "moe_act": 0.03}
 _MODULES = {
     "mlp": ("linear_fc1", "linear_fc2"),
@@ -36,9 +36,9 @@ def predict(
     stages: Sequence[Sequence[MegatronModule]] | None = None,
     profile: Profile | None = None,
 ) -> Prediction:
-    """The time of a training step of a resolved config on GPUs named ``card`` in ``gpus.GPUS``.
+    """Predict the time of a training step of a resolved config on GPUs named ``card`` in ``gpus.GPUS``.
 
-    ``stages`` are the chunks of all stages, if they have been built; times are those of ``profile``, if there is one.
+    ``stages`` are the chunks of all stages, if they are already built. ``profile`` replaces data sheets.
     """
     model = without_quantization(config.model)
     plan = plan_of(config, meta_model.stage_chunks(model, config.peft) if stages is None else stages)
@@ -46,7 +46,7 @@ def predict(
 
 
 def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]]) -> Plan:
-    """The layers of all stages as numbers."""
+    """Describe the layers of all stages as numbers."""
     hidden, length = config.model.hidden_size, config.dataset.seq_length
     losses = 1 + (getattr(config.model, "mtp_num_layers", None) or 0)
 
@@ -58,7 +58,7 @@ def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]])
 
 
 def roofline_of(config: ConfigContainer, card: str, profile: Profile | None = None, world_size: int = 1) -> Roofline:
-    """The kernels of GPU ``card`` in the precision of the config's matrix products, or those of a profile."""
+    """Return the kernels of GPU ``card`` in the precision of the config's matrix products, or those of a profile."""
     if profile is not None:
         return MeasuredKernels(profile.card(), profile=profile, world_size=world_size)
     model = config.model
@@ -118,7 +118,7 @@ def run_of(config: ConfigContainer) -> Run:
 
 
 def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
-    """Part of a layer's forward pass that the backward pass repeats, by the layer and its index in its chunk."""
+    """Return a function of a layer and its index in its chunk: the fraction of the forward pass that is recomputed."""
     model = config.model
     if model.recompute_granularity == "selective":
         modules = tuple(model.recompute_modules or ("core_attn",))
@@ -144,4 +144,4 @@ def _selected(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
         if module == "moe":
             again += sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k / run.tensor
         again += _SMALL.get(module, 0.0) * whole
-    return min(1.0, again / whole) if whole else 0.0  # a layer of no operations, after architecture search
+    return min(1.0, again / whole) if whole else 0.0  # architecture search may remove all operations of a layer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prediction does with each setting: the table ``priced.yaml``."""
+"""How a prediction treats each setting: the table ``priced.yaml``."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,7 +14,7 @@ TABLE = yaml_text.tables_beside(__file__)
 
 
 def kind_of(key: str) -> str | None:
-    """``counted``, ``unpriced`` or ``neutral``, whichever lists the name of ``key`` first; None for no kind."""
+    """Return ``counted``, ``unpriced`` or ``neutral``: the first that lists the name of ``key``, or None."""
     block, _, name = key.partition(".")
     groups = {"counted": [TABLE["counted"]], "unpriced": [TABLE["unpriced"]], "neutral": TABLE["neutral"].values()}
     for kind, found in groups.items():
@@ -25,7 +25,7 @@ def kind_of(key: str) -> str | None:
 
 
 def unpriced(config: ConfigContainer) -> Iterator[str]:
-    """``key=value`` of the settings of a config that its prediction ignores, though a run does not."""
+    """Yield ``key=value`` of the settings of a config that affect a run but not its prediction."""
     for block in BLOCKS:
         for entry in fields(getattr(config, block)):
             key = f"{block}.{entry.name}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured times of kernels and collectives of a machine, which predictions use in place of data sheets.
+"""Measured times of kernels and collectives of a machine, which replace data sheets in predictions.
 
-A profile is a JSON file: the device, versions and date, and samples of an amount (operations or bytes) with its
-seconds. A time between two samples is interpolated in log space; beyond the first and the last, the rate of the
-nearest one holds.
+A profile is a JSON file with the device, the versions, the date, and samples: amounts (operations or bytes) and their
+seconds. Between two samples, times are interpolated in log space; outside the samples, the rate of the nearest one
+applies.
 """
 
 import itertools
@@ -31,22 +31,22 @@ Shape = tuple[int, int, int]
 
 @dataclass
 class Profile:
-    """What was measured."""
+    """The measurements of one machine."""
 
     device: str
     dtype: str  # of the matrix products
     memory: int  # bytes of the device
-    cores: int  # that the processes share; 0 on a GPU
-    processes: int  # that ran at once
+    cores: int  # cores that the processes share; 0 on a GPU
+    processes: int  # processes that ran at once
     versions: dict[str, str] = field(default_factory=dict[str, str])
     date: str = ""
     shapes: list[tuple[Shape, float]] = field(default_factory=list[tuple[Shape, float]])  # products, seconds
-    kernels: dict[str, Samples] = field(default_factory=dict[str, Samples])  # forward, backward attention; moved
+    kernels: dict[str, Samples] = field(default_factory=dict[str, Samples])  # forward, backward attention; bytes moved
     layers: dict[str, Samples] = field(default_factory=dict[str, Samples])  # ``attention forward``: operations, seconds
     messages: dict[str, Samples] = field(default_factory=dict[str, Samples])  # ``all_gather of 2``: bytes, seconds
 
     def card(self) -> Gpu:
-        """The device as the table of GPUs has it."""
+        """The device as a row of the table of GPUs."""
         rate = max(2.0 * math.prod(shape) / seconds for shape, seconds in self.shapes)
         bandwidth = max(amount / seconds for amount, seconds in self.kernels["moved"])
         link = max((size / seconds for found in self.messages.values() for size, seconds in found), default=bandwidth)
@@ -54,7 +54,7 @@ class Profile:
 
 
 def read(path: Path) -> Profile:
-    """The profile in a file that ``write`` made."""
+    """Read a profile that ``write`` created."""
     found = strict_json.read(path)
     try:
         profile = Profile(**found)
@@ -63,7 +63,7 @@ def read(path: Path) -> Profile:
         ]
         profile.card()
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"--profile {path} is no profile: write one with `megatron-bridge tune --measure`") from error
+        raise UserError(f"--profile {path} is not a profile: write it with `megatron-bridge tune --measure`") from error
     return profile
 
 
@@ -73,7 +73,7 @@ def write(profile: Profile, path: Path) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeasuredKernels(Roofline):
-    """Times of a profile, for a job of ``world_size`` processes."""
+    """Kernel times of a profile, for a job of ``world_size`` processes."""
 
     profile: Profile
     world_size: int = 1
@@ -84,7 +84,7 @@ class MeasuredKernels(Roofline):
 
     @property
     def crowding(self) -> float:
-        """Processes for each core: so much longer takes what all of them compute at once."""
+        """Processes per core, by which computation slows down if all processes compute at once."""
         return max(1.0, self.world_size / self.profile.cores) if self.profile.cores else 1.0
 
     @cached_property
@@ -119,7 +119,7 @@ class MeasuredKernels(Roofline):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredLinks(AlphaBeta):
-    """Times of messages by kind and size of the group; of the nearest group that was measured."""
+    """Times of messages by kind and group size; unmeasured sizes use the nearest measured group size."""
 
     messages: dict[str, Samples]
 
@@ -149,7 +149,7 @@ class MeasuredLinks(AlphaBeta):
 
 
 def interpolated(samples: Sequence[tuple[float, float]], amount: float) -> float:
-    """Seconds for ``amount``, between samples by a power law, beyond them at the rate of the nearest.
+    """Interpolate the seconds for ``amount`` by a power law; outside the samples, use the rate of the nearest one.
 
     Example:
         >>> interpolated([(1.0, 1.0), (4.0, 2.0)], 2.0) == 2**0.5, interpolated([(1.0, 1.0)], 3.0)
@@ -157,7 +157,7 @@ def interpolated(samples: Sequence[tuple[float, float]], amount: float) -> float
     """
     first, last = samples[0], samples[-1]
     if amount <= first[0]:
-        return first[1]  # what a call costs at least
+        return first[1]  # the minimum cost of a call
     if amount >= last[0]:
         return last[1] * amount / last[0]
     low, high = next((low, high) for low, high in itertools.pairwise(samples) if amount <= high[0])

@@ -9,15 +9,15 @@ from megatron.bridge.autotune.time.step import Prediction
 from megatron.bridge.utils.config import yaml_text
 
 KINDS: dict[str, str] = yaml_text.tables_beside(__file__)
-"""Kinds of time in the split of a step, in words."""
+"""Display names of the kinds of time in a step."""
 
-_WIDTH, _ROW = 1200, 22  # of the picture, in pixels
-_SPANS = 20000  # at most in one picture; a longer schedule is cut off and the page says so
+_WIDTH, _ROW = 1200, 22  # of the picture in pixels
+_SPANS = 20000  # at most in one picture; a longer schedule is truncated and the page says so
 _COLORS = {"forward": ("#4878a8", "#8fb3d4"), "backward": ("#c8743c", "#e6b48f")}  # by even and odd chunk
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the largest unit of which there are two or more."""
+    """Format seconds in the largest unit that gives a value of two or more."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -25,7 +25,7 @@ def duration(seconds: float) -> str:
 
 
 def time_lines(prediction: Prediction, steps: int, gpus: str) -> Iterator[str]:
-    """A summary of a predicted step, in a run of ``steps``; ``gpus`` is a number and a name, ``8 x H100 80GB``."""
+    """Summarize a predicted step in a run of ``steps``; ``gpus`` is a number and a name, such as ``8 x H100 80GB``."""
     seconds = prediction.seconds
     yield (
         f"time: {duration(seconds)} per step ({duration(prediction.low)} to {duration(prediction.high)}), "
@@ -42,7 +42,7 @@ def _largest(split: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def page(title: str, prediction: Prediction, sections: Iterable[tuple[str, str]]) -> str:
-    """An HTML page; ``sections`` are headings and the HTML below them, after the timeline of ``prediction``."""
+    """Return an HTML page with the timeline of ``prediction`` and ``sections``, pairs of a heading and HTML."""
     body = "".join(f"<h2>{escape(heading)}</h2>{html}" for heading, html in sections)
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
@@ -59,7 +59,7 @@ _STYLE = (
 
 
 def split_table(prediction: Prediction) -> str:
-    """Seconds by kind; they add up to the step."""
+    """Return a table of seconds by kind, which add up to the step."""
     rows = [
         (KINDS[kind], f"{part:.4f}", f"{part / prediction.seconds:.1%}")
         for kind, part in _largest(prediction.split)
@@ -75,7 +75,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:
-    """An SVG picture of layouts as GB against seconds; the first ``front`` are joined by a line."""
+    """Return an SVG plot of layouts, GB against seconds; a line connects the first ``front`` points."""
     widest, longest = 1.05 * max(x for x, _, _ in points), 1.05 * max(y for _, y, _ in points)
     at = [(300 * x / widest + 40, 200 - 180 * y / longest, words) for x, y, words in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in at[:front])
@@ -91,7 +91,7 @@ def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:
 
 
 def timeline(prediction: Prediction) -> str:
-    """An SVG picture with one row for each stage: forward passes blue, backward passes orange."""
+    """Return an SVG picture with one row per stage: forward passes blue, backward passes orange."""
     spans = prediction.timeline()
     shown = sorted(spans, key=lambda span: span.start)[:_SPANS]
     end = max(span.end for span in shown)

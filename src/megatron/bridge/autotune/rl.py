@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts for reinforcement learning: passes for log-probabilities and updates over packed samples.
+"""Layouts for reinforcement learning, which computes log-probabilities and updates over packed samples.
 
-A step of PPO or GRPO computes log-probabilities of a batch (the policy that wrote it and a reference, forward only) and
-then trains on it. Samples of a data-parallel rank are packed into rows of at most as many tokens as a budget allows,
-so the number of microbatches follows from the lengths of the samples; all ranks wait for the one with the most rows.
+A step of PPO or GRPO computes log-probabilities of a batch (forward passes of the policy and of a reference) and then
+trains on it. Each data-parallel rank packs its samples into rows of at most ``max_token_len`` tokens, so the lengths
+of the samples decide the number of microbatches. All ranks wait for the rank with the most rows.
 """
 
 import copy
@@ -27,38 +27,38 @@ from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
 OFFLOADS = ("params", "grads", "optimizer", "reference")
-"""What can be in the memory of the host while it is not needed."""
+"""What can be offloaded to host memory while it is not needed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a step does."""
+    """The workload of a step."""
 
-    lengths: np.ndarray  # tokens of each sample of a step, prompt and response
-    max_token_len: int  # of a packed row in the update
-    log_prob_max_token_len: int  # of a packed row in forward-only passes
+    lengths: np.ndarray  # tokens of each sample of a step, prompt plus response
+    max_token_len: int  # maximum tokens of a packed row in the update
+    log_prob_max_token_len: int  # maximum tokens of a packed row in forward-only passes
     critic: bool = False  # a second model of the same size is trained
-    reference: bool = True  # a frozen copy of the model gives log-probabilities, too
-    offload: tuple[str, ...] = ()  # of ``OFFLOADS``
-    engine: float = 0.5  # part of a GPU's memory that the inference engine takes while it generates
+    reference: bool = True  # a frozen copy of the model also computes log-probabilities
+    offload: tuple[str, ...] = ()  # names from ``OFFLOADS``
+    engine: float = 0.5  # fraction of GPU memory that the inference engine uses during generation
 
     @property
     def effective_length(self) -> int:
-        """Length at which attention costs as much for each token as over all samples."""
+        """The sequence length with the same average attention cost per token as the samples."""
         lengths = self.lengths.astype(float)
         return max(1, round(float((lengths**2).sum() / lengths.sum())))
 
 
 @dataclass(frozen=True)
 class Step:
-    """The price of a step of reinforcement learning, without generation; times are seconds."""
+    """The cost of a step of reinforcement learning without generation; times are seconds."""
 
     job: Job
     price: Price  # of the update
     log_probs: float  # forward passes of the policy, the reference and the critic
     update: float
-    rows: tuple[int, int]  # packed rows of the fullest rank: of the update with balanced ranks, and without balancing
-    unbalanced: float  # the update where ranks take the samples in order
+    rows: tuple[int, int]  # packed rows in the update on the rank with the most: with and without balancing
+    unbalanced: float  # time of the update if ranks take the samples in order
 
     @property
     def seconds(self) -> float:
@@ -66,18 +66,18 @@ class Step:
 
 
 def read_lengths(path: Path) -> np.ndarray:
-    """Tokens of samples, one number a line."""
+    """Read the token counts of samples, one per line."""
     lines = read_text(path, f"--lengths {path}").split()
     if not lines or not all(line.isascii() and line.isdecimal() and int(line) for line in lines):
-        raise UserError(f"--lengths {path}: write the tokens of a sample in each line, numbers of at least 1")
+        raise UserError(f"--lengths {path}: write the number of tokens of one sample per line, at least 1")
     return np.array([int(line) for line in lines])
 
 
 def drawn_lengths(count: int, prompt: int, response: int, seed: int = 0) -> np.ndarray:
-    """Lengths of ``count`` samples: prompts up to ``prompt`` tokens, responses up to ``response``, both log-normal.
+    """Draw lengths of ``count`` samples: log-normal prompts and responses, truncated at ``prompt`` and ``response``.
 
-    Their medians are half and a quarter of the limits, with a standard deviation of 0.5 and 0.8 of the logarithm:
-    most responses of a reasoning model are short, some reach the limit. Assumed, give measured lengths instead.
+    The medians are half and a quarter of the limits, and the standard deviations of the logarithm are 0.5 and 0.8: most
+    responses of a reasoning model are short, some reach the limit. These are assumptions; prefer measured lengths.
     """
     random = np.random.default_rng(seed)
     prompts = np.minimum(random.lognormal(np.log(prompt / 2), 0.5, count), prompt)
@@ -86,7 +86,7 @@ def drawn_lengths(count: int, prompt: int, response: int, seed: int = 0) -> np.n
 
 
 def shares(lengths: np.ndarray, ranks: int, balance: bool) -> list[np.ndarray]:
-    """The samples of each data-parallel rank: in order or, to ``balance``, the longest first to the emptiest rank."""
+    """Assign samples to data-parallel ranks: in order, or with ``balance`` the longest first to the least loaded."""
     if not balance:
         return [lengths[rank::ranks] for rank in range(ranks)]
     found: list[list[int]] = [[] for _ in range(ranks)]
@@ -99,12 +99,12 @@ def shares(lengths: np.ndarray, ranks: int, balance: bool) -> list[np.ndarray]:
 
 
 def rows(lengths: np.ndarray, ranks: int, capacity: int, balance: bool = True) -> list[int]:
-    """Packed rows of each rank, as the packer of fine-tuning makes them."""
+    """Return the number of packed rows of each rank, as the packer of fine-tuning creates them."""
     return [len(pack(share, capacity)) for share in shares(lengths, ranks, balance)]
 
 
 class RLSearch:
-    """The fastest layouts for a step of ``job``; the other arguments are those of ``Search``."""
+    """Search the fastest layouts for a step of ``job``; the other arguments are those of ``Search``."""
 
     def __init__(self, config: ConfigContainer, world_size: int, card: str, job: Job, fixed: dict[str, Any]) -> None:
         if job.lengths.max() > min(job.max_token_len, job.log_prob_max_token_len):
@@ -132,7 +132,7 @@ class RLSearch:
         return sorted(found, key=lambda step: step.seconds)[:top]
 
     def rows(self, candidate: Candidate, capacity: int, balance: bool = True) -> int:
-        """Microbatches of a step on the rank with the most rows."""
+        """Return the microbatches of a step on the rank with the most rows."""
         ranks = self.world_size // (candidate.tensor * candidate.pipeline * candidate.context)
         key = (ranks, capacity, balance)
         if key not in self._rows:
@@ -141,7 +141,7 @@ class RLSearch:
         return -(-count // group) * group
 
     def fits(self, price: Price) -> bool:
-        """Whether a GPU has room for training, for scoring, and for generation, beside what stays there."""
+        """Return whether a GPU has memory for each of training, scoring and generation, with what stays on the GPU."""
         memory, kept = gpu(self.card).memory, set(OFFLOADS) - set(self.job.offload)
         weights, gradients, optimizer = self.search.pricer.parts(price.candidate)
         models = 1 + self.job.critic
@@ -175,7 +175,7 @@ class RLSearch:
 
 
 def _of_row(config: ConfigContainer, tokens: int, world_size: int) -> ConfigContainer:
-    """The config with one row of ``tokens`` as its microbatch, and a batch that any layout divides."""
+    """Return the config with one row of ``tokens`` as its microbatch and a batch size that suits any layout."""
     config = copy.copy(config)
     config.dataset, config.train = copy.copy(config.dataset), copy.copy(config.train)
     config.dataset.seq_length = tokens
@@ -184,7 +184,7 @@ def _of_row(config: ConfigContainer, tokens: int, world_size: int) -> ConfigCont
 
 
 def settings(step: Step) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The layout and budgets as keys of verl and of NeMo-RL; verl counts tokens for each context rank."""
+    """Yield layout and token budgets as keys of verl and of NeMo-RL; verl counts tokens per context rank."""
     job, candidate = step.job, step.price.candidate
     sizes: dict[str, Any] = {
         "tensor_model_parallel_size": candidate.tensor,

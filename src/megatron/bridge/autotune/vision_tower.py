@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and operations of a vision tower for images, counted on tensors without memory.
+"""Memory and FLOPs of a vision tower for images, counted on meta tensors.
 
-A tower is transformers' own code, for which there are no formulas. Its forward and its backward pass run on the meta
-device, and the storages that are alive are counted. Attention keeps what fused kernels keep: no scores.
+A tower is code of transformers, so no formulas exist for it. Its forward and backward passes run on the meta device
+while the live storages are counted. Attention saves the tensors that fused kernels save, without scores.
 """
 
 import math
@@ -24,21 +24,21 @@ _NAME = "megatron_bridge_counted"
 
 @dataclass(frozen=True)
 class TowerCounts:
-    """Bytes of a tower for one microbatch."""
+    """Activation bytes of a tower for one microbatch."""
 
-    kept: int  # from its forward to its backward pass
-    working: int  # held by the backward pass beside them
+    kept: int  # saved by the forward pass for the backward pass
+    working: int  # temporary tensors of the backward pass
 
 
 NO_TOWER = TowerCounts(0, 0)
 
 
 def tower_counts(tower: Any, tokens: int) -> TowerCounts:
-    """Count what ``tokens`` tokens of images need.
+    """Count the bytes that a tower needs for ``tokens`` image tokens.
 
     Args:
-        tower: What ``build_tower`` made, on the meta device.
-        tokens: Tokens of the decoder that features replace.
+        tower: A tower from ``build_tower`` on the meta device.
+        tokens: Decoder tokens that image features replace.
     """
     if not tokens:
         return NO_TOWER
@@ -53,7 +53,7 @@ def tower_counts(tower: Any, tokens: int) -> TowerCounts:
 
 
 def tower_flops(tower: Any, tokens: int) -> float:
-    """Operations of a forward and a backward pass for ``tokens`` tokens of images; see ``tower_counts``."""
+    """Return the FLOPs of a forward and a backward pass for ``tokens`` image tokens; see ``tower_counts``."""
     if not tokens:
         return 0.0
     with FlopCounterMode(display=False) as counter, _HostSizes(tower), _dropped_gradients(tower):
@@ -64,7 +64,7 @@ def tower_flops(tower: Any, tokens: int) -> float:
 
 
 def _images(tower: Any, tokens: int) -> dict[str, Tensor]:
-    """One image of about ``tokens`` tokens; the smallest one where all images have the same size."""
+    """Create one image of about ``tokens`` tokens, or the smallest image if all images have the same size."""
     dtype, height = next(tower.parameters()).dtype, math.isqrt(tokens)
     width = -(-tokens // height)
     media = {name: value.cpu() for name, value in dummy_media(tower).items()}
@@ -80,7 +80,7 @@ def _images(tower: Any, tokens: int) -> dict[str, Tensor]:
 
 @contextmanager
 def _dropped_gradients(tower: nn.Module) -> Iterator[None]:
-    """Gradients of parameters are freed as they come: their buffers are counted with the states."""
+    """Free gradients of parameters as soon as they exist: the optimizer state already counts their buffers."""
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
         for parameter in tower.parameters()
@@ -93,10 +93,10 @@ def _dropped_gradients(tower: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _fused_attention(tower: nn.Module) -> Iterator[None]:
-    """Let the tower's attention keep what a fused kernel keeps; those of the meta device keep scores."""
+    """Make the tower's attention save what a fused kernel saves; PyTorch's kernels for meta tensors save scores."""
     import transformers
 
-    name = f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME  # what has "flash" in its name gets no mask
+    name = f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME  # transformers passes no mask to "flash"
     transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
     found = [getattr(part, "config", None) for part in tower.modules()]
     configs = {id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)}
@@ -117,12 +117,12 @@ def _attend(
 
 
 class _HostSizes(TorchFunctionMode):
-    """What transformers reads of images: sizes stay on the host, and no image, and no part of one, is padding."""
+    """Answer data-dependent calls of transformers: sizes stay on the host, and images have no padding."""
 
     def __init__(self, tower: Any) -> None:
         super().__init__()
         radio: Any = getattr(tower, "vision_model", None)
-        self._picks_rows = hasattr(radio, "summary_idxs")  # by sizes of images, and by this buffer
+        self._picks_rows = hasattr(radio, "summary_idxs")  # by image sizes on the host and by this buffer
         if self._picks_rows:
             radio.summary_idxs = torch.tensor(tower.config.vision_config.summary_idxs, device="cpu")
 
@@ -138,13 +138,13 @@ class _HostSizes(TorchFunctionMode):
                 return args[0].clone() if name == "__getitem__" else None
             if name == "tolist":  # images of each sample
                 return [1] * len(args[0])
-            if name == "__bool__":  # whether all of a mask is set
+            if name == "__bool__":  # whether all mask elements are true
                 return True
         return func(*args, **(kwargs or {}))
 
 
 class _Attention(torch.autograd.Function):
-    """Attention [b, t, h, d] of [b, h, t, d]: keeps its inputs and output, and a sum of exponentials a row."""
+    """Attention from [b, h, t, d] to [b, t, h, d] that saves its inputs, its output, and one sum per row."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge tune``: the fastest parallel layout that fits, predicted without a GPU."""
+"""``megatron-bridge tune``: predict the fastest parallel layout that fits, without a GPU."""
 
 import argparse
 import json
@@ -30,18 +30,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
     if "=" in str(args.fix_oom):
         args.overrides, args.fix_oom = [*args.overrides, args.fix_oom], True
-    for words in (args.fixed, args.explain or [], args.free):  # they take all words up to the next option
+    for words in (args.fixed, args.explain or [], args.free):  # these options take all words up to the next option
         args.overrides += [word for word in words if "." in word.partition("=")[0]]
         words[:] = [word for word in words if word not in args.overrides]
     is_rl, args.mode = args.mode == "rl", None if args.mode == "rl" else args.mode
     if args.calibrated and not args.ledger:
-        raise UserError("--calibrated scales by the runs of --ledger: give it, or leave --calibrated out")
+        raise UserError("--calibrated needs measured runs: add --ledger DIR, or leave --calibrated out")
     if args.ledger and not args.calibrated:
         return _ledger(args)
     _check_words(args)
     from megatron.bridge.models import model_provider
 
-    with without_gc(), model_provider.silenced(model_provider):  # of what this machine lacks
+    with without_gc(), model_provider.silenced(model_provider):  # warnings about missing kernels
         job = prepare(args)
         if is_rl:
             sys.stdout.write(tune_rl.text(job, _search(job, args), args))
@@ -61,9 +61,9 @@ def _check_words(args: argparse.Namespace) -> None:
         catalog.find(args.recipe)
     for name in args.free:
         if name not in FREE:
-            raise UserError(f"--free {name}: write {' or '.join(FREE)}, which change the numbers of a run")
+            raise UserError(f"--free {name}: unknown dimension; known: {', '.join(FREE)}")
     if not 1 <= args.imbalance <= 100:
-        raise UserError(f"--imbalance {args.imbalance:g} is no factor of at least 1: 1.3 is 30 % more than the average")
+        raise UserError(f"--imbalance {args.imbalance:g} must be from 1 to 100: 1.3 is 30 % more than the average")
     _budgets(args.budget)
     _values(args.fixed, "--fixed")
 
@@ -85,7 +85,7 @@ def _ledger(args: argparse.Namespace) -> int:
 
 
 def _entries(args: argparse.Namespace) -> tuple[list["Entry"], list[str]]:
-    """The runs of ``--ledger``, and why others cannot be compared."""
+    """Return the runs of ``--ledger`` that can be compared, and why the others cannot."""
     from megatron.bridge.autotune.ledger import Entry, read_entries
     from megatron.bridge.autotune.profile import read
 
@@ -128,7 +128,7 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
     config = _resolved(job, gpus)
     kind = profile.device if profile else gpu_name(name)
     if profile and args.gpu and gpu_name(args.gpu).split()[0] not in kind:
-        raise UserError(f"--profile {args.profile} is of {kind}, not of --gpu {args.gpu}: leave one out")
+        raise UserError(f"--profile {args.profile} is a profile of {kind}, not of --gpu {args.gpu}: leave one out")
     budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
     search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile, args.free)
     search.pricer.imbalance = args.imbalance
@@ -137,7 +137,7 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
 
 
 def _resolved(job: Job, gpus: int) -> Any:
-    """The config as it is, or on as many GPUs as its recipe was made for: a search replaces its layout."""
+    """Resolve the config on ``gpus`` GPUs or, if rules refuse that, on the number that its recipe specifies."""
     try:
         return job.resolve(gpus).config
     except UserError:
@@ -147,10 +147,10 @@ def _resolved(job: Job, gpus: int) -> Any:
 
 
 def _budget(words: list[str], kind: str, memory: int) -> int | None:
-    """Bytes of a GPU to use."""
+    """Return the bytes of a GPU that the layout may use."""
     given = _budgets(words)["memory"]
     if given is not None and not 0 < given * 1e9 <= memory:
-        raise UserError(f"--budget memory={given:g}GB: {kind} has {memory / 1e9:.0f} GB, give at most that")
+        raise UserError(f"--budget memory={given:g}GB: {kind} has {memory / 1e9:.0f} GB, give at most this")
     return None if given is None else int(given * 1e9)
 
 
@@ -166,7 +166,7 @@ def _budgets(words: list[str]) -> dict[str, float | None]:
 
 
 def _values(words: Iterable[str], option: str) -> dict[str, Any]:
-    """``tensor=8`` as a dict of candidate fields."""
+    """Parse ``tensor=8`` into a dict of candidate fields."""
     from megatron.bridge.autotune.search.candidate import NAMES
 
     found: dict[str, Any] = {}
@@ -174,12 +174,12 @@ def _values(words: Iterable[str], option: str) -> dict[str, Any]:
         name, _, value = word.partition("=")
         if name not in NAMES:
             raise UserError(
-                f"{option} {word}: there is no dimension {name}{did_you_mean(name, NAMES)}; known: {', '.join(NAMES)}"
+                f"{option} {word}: unknown dimension {name}{did_you_mean(name, NAMES)}; known: {', '.join(NAMES)}"
             )
         if not value.isdecimal() or not int(value):
-            raise UserError(f"{option} {word}: {name} is a number of at least 1, such as {name}=2")
+            raise UserError(f"{option} {word}: {name} must be a number of at least 1, such as {name}=2")
         if found.get(name, int(value)) != int(value):
-            raise UserError(f"{option} {word}: {name} was already fixed at {found[name]}: give one value")
+            raise UserError(f"{option} {word}: {name} is already fixed at {found[name]}: give one value")
         found[name] = int(value)
     return found
 
@@ -193,7 +193,7 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     valid = (each for price in found.best if (each := _valid(job, search, price)))
     best = [*islice(valid, args.top)]
     if found.best and not best:
-        tune_probe.with_layout(job, search, found.best[0]).resolve(search.world_size)  # says what refuses it
+        tune_probe.with_layout(job, search, found.best[0]).resolve(search.world_size)  # raises the error
     found = replace(found, best=best)
     if args.probe:
         found = replace(found, best=tune_probe.run(job, search, found.best[: args.probe]))
@@ -211,7 +211,7 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
 
 
 def _correction(args: argparse.Namespace) -> float:
-    """Measured over predicted time of the runs of ``--ledger``."""
+    """Return the ratio of measured to predicted time of the runs of ``--ledger``."""
     from megatron.bridge.autotune.ledger import correction
 
     entries, problems = _entries(args)
@@ -229,7 +229,7 @@ def _nothing_fits(search: "Search", found: "Found") -> str:
     if found.tried:
         return f"no layout fits into {budget}: weights and optimizer state alone need more; give more GPUs"
     rule, times = found.refused.most_common(1)[0]
-    return f"the rules refuse all layouts on {search.world_size} GPUs, {times} of them: {rule}"
+    return f"rules refuse all layouts on {search.world_size} GPUs; the most frequent rule, {times} times: {rule}"
 
 
 def _ranking(search: "Search", found: "Found", probed: bool) -> Iterator[str]:
@@ -293,7 +293,7 @@ def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> st
         lines.append(_line(reason(search, best, candidate)))
     else:
         lines += [_line(each) for each in alternatives(search, best)]
-        lines += ["", "no other layout is both faster and smaller than one of these:"]
+        lines += ["", "the layouts that no other layout beats in both time and memory:"]
         lines += [
             f"  {each.seconds:.3f} s, {each.fullest / 1e9:.1f} GB: {each.candidate.label()}"
             for each in pareto(found.best)
@@ -354,7 +354,7 @@ def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
 
 
 def _valid(job: Job, search: "Search", price: "Price") -> "Price | None":
-    """A layout that all rules of a run allow, without its switches if need be; the search asks some rules only."""
+    """Return a layout that all rules of a run allow, if need be without switches; the search checks only some rules."""
     try:
         tune_probe.with_layout(job, search, price).resolve(search.world_size)
     except UserError:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation, chat and log-probabilities with any checkpoint, under any layout."""
+"""Generate text, chat, and compute log-probabilities with any checkpoint in any parallel layout."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several adapters on one base model: each text of a step is computed with its own adapter."""
+"""Use several adapters on one base model: each text of a step uses its own adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +19,12 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 
 class AdapterNames:
-    """The adapters of a model, and the rows of the current step that use each."""
+    """The adapters of a model, and the rows of the current step that use each adapter."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
         self.parts: list[tuple[str, Tensor | None, int]] = []
-        """Name, rows (None for all of them), and the number of rows that are not padding."""
+        """Name, rows (None for all rows), and the number of rows that are not padding."""
 
     def check(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -32,7 +32,7 @@ class AdapterNames:
             raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")
 
     def begin(self, plan: Plan, device: torch.device) -> None:
-        """Prepare for a pass over ``plan``."""
+        """Prepare for a forward pass over ``plan``."""
         rows: dict[str | None, list[int]] = {}
         for work in plan.work:
             rows.setdefault(work.text.adapter, []).extend(range(work.row, work.row + work.count))
@@ -45,12 +45,12 @@ class AdapterNames:
 
 
 def _padded(rows: list[int], device: torch.device) -> Tensor:
-    """The rows, padded to the number with which matrix products give each row the same bits in any batch."""
+    """Pad the rows to a number for which matrix products compute each row identically in any batch."""
     return torch.tensor(rows + [0] * (padded_rows(len(rows)) - len(rows)), device=device)
 
 
 class AdapterBank(nn.Module):
-    """The adapters of one layer, used like a single one; an adapter may have no weights in this layer."""
+    """The adapters of one layer, with the interface of a single adapter; an adapter may not change this layer."""
 
     scales_outputs = False
 
@@ -62,7 +62,7 @@ class AdapterBank(nn.Module):
 
     def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
         """Add each row's adapter to ``base``, the layer's outputs [rows, 1, outputs] without adapters."""
-        # PyTorch multiplies a transposed view with a different kernel than the rows selected from it
+        # PyTorch uses different kernels for a transposed view and for rows selected from it
         x = x.reshape(len(x), -1)[:, None]
         for name, rows, count in self._names.parts:
             if name not in self._index:
@@ -76,7 +76,7 @@ class AdapterBank(nn.Module):
 
 
 def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]) -> AdapterNames:
-    """Attach several adapters, directories by name, to this rank's chunks; ``add`` attaches and loads one."""
+    """Attach several adapters (directories by name) to this rank's chunks; ``add`` attaches and loads one."""
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
     for name, path in adapters.items():

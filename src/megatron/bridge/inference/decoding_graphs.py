@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of decoding: a step in which each text gets one token replays the kernels of a captured pass.
+"""CUDA graphs for decoding: a step with one token per text replays the kernels of a captured forward pass.
 
-There is a graph for each power of two, and the number of texts is rounded up to one. The rows that this adds compute
-tokens that are discarded.
+There is a graph for each power of two, and the number of texts is rounded up to the next one. The additional rows
+compute tokens that are discarded.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron.bridge.inference.scheduler import Plan
 
 
 class DecodingGraphs:
-    """The graphs of one model, by their number of rows; ``longest`` is the maximum length of a text."""
+    """The graphs of one model by number of rows; ``longest`` is the maximum length of a text."""
 
     def __init__(self, chunk: nn.Module, state: DecodingState, longest: int) -> None:
         self._chunk, self._state, self._longest = chunk, state, longest
@@ -27,16 +27,16 @@ class DecodingGraphs:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], state: DecodingState, longest: int) -> Self | None:
-        """The graphs, if this is the only process and its steps always launch the same kernels; else None."""
+        """Return the graphs if this is the only process and its steps always launch the same kernels; else None."""
         alone = len(chunks) == 1 and (not dist.is_initialized() or dist.get_world_size() == 1)
         return cls(chunks[0], state, longest) if alone and state.repeats_kernels else None
 
     def can_run(self, plan: Plan) -> bool:
-        """Whether every text gets exactly one new token."""
+        """Return whether every text gets exactly one new token."""
         return bool(plan.work) and all(work.count == 1 and work.samples and not work.scored for work in plan.work)
 
     def run(self, plan: Plan) -> Tensor:
-        """Logits [rows, vocabulary], text after text."""
+        """Return the logits [rows, vocabulary], text after text."""
         rows = max(ROW_MULTIPLE, 1 << (len(plan.work) - 1).bit_length())
         if rows not in self._graphs:
             self._graphs[rows] = _Graph(rows, self._state, self._longest, self._chunk, self._pool)
@@ -44,7 +44,7 @@ class DecodingGraphs:
 
 
 class _Graph:
-    """A captured pass over ``rows`` texts; its input [3, rows] holds tokens, positions, and where the keys begin."""
+    """A captured forward pass over ``rows`` texts; its input [3, rows] has tokens, positions, and starts of keys."""
 
     def __init__(self, rows: int, state: DecodingState, longest: int, chunk: nn.Module, pool: Any) -> None:
         self._numbers = torch.zeros(3, rows, dtype=torch.long, device=state.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches and recurrent states of a model that decodes, attached to the layers that it trains with.
+"""Caches and recurrent states for decoding, attached to the layers of the model that is also trained.
 
-No layer is replaced by another implementation: it reads earlier tokens from its ``cache``, so generated
-log-probabilities equal those of training. Caches are attached explicitly and removed again.
+No layer is replaced by another implementation: each layer reads earlier tokens from its ``cache``, so generated
+log-probabilities equal those of training. Caches are attached explicitly and can be removed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,11 +46,11 @@ _RECURRENT = (TorchMambaMixer, DeltaNet, ShortConv, Mamba1Mixer, KimiDeltaAttent
 
 
 class DecodingState:
-    """Caches of all layers of this rank's chunks.
+    """Caches for all layers of this rank's chunks.
 
-    The caches have room for ``tokens`` tokens of all requests together, and for the recurrent states of ``requests``
-    requests. With ``pack``, on CPUs, weights are stored in oneDNN's packed format while the caches are attached, and
-    the parameters are empty.
+    The caches hold ``tokens`` tokens of all requests together, and the recurrent states of ``requests`` requests. With
+    ``pack``, weights on CPUs are stored in oneDNN's packed format while the caches are attached; meanwhile, the
+    parameters are empty.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DecodingState:
         device = torch.device(torch.cuda.current_device())
         kept = Kept.of(self.bare, rings)
         self._cores = [it.replaces for it in kept if it.replaces is not None]
-        self.spare = tokens  # a slot of the caches that belongs to no text, for idle ranks
+        self.spare = tokens  # a cache slot that no text uses, for idle ranks
         made = [(it.modules, it.make(tokens + 1, requests, device)) for it in kept]
         self._caches = [(module, cache) for modules, cache in made for module in modules]
         self._rotary = [(it, _Angles(it, self)) for it in _modules(self.bare, RotaryEmbedding)]
@@ -81,7 +81,7 @@ class DecodingState:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The layers have their caches inside the context."""
+        """Attach the caches to the layers inside the context."""
         with _Changes() as changes, self._packing:
             for layer, core in self._cores:
                 changes.set(layer, "core_attention", core)
@@ -104,12 +104,12 @@ class DecodingState:
                 changes.set(chunk.config, "mtp_num_layers", None)
                 if getattr(chunk, "output_layer", None) is not None:
                     changes.callback(chunk.output_layer.register_forward_pre_hook(self._select_rows).remove)
-                    changes.set(chunk.output_layer, "sequence_parallel", False)  # the hook has gathered
+                    changes.set(chunk.output_layer, "sequence_parallel", False)  # the hook has already gathered them
             yield
 
     @contextmanager
     def plain_weights(self) -> Iterator[None]:
-        """The parameters hold their values inside the context, and may be changed."""
+        """Restore the values of the parameters inside the context, where they may be changed."""
         self._packing.close()
         try:
             yield
@@ -121,7 +121,7 @@ class DecodingState:
         kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
         for chunk in self.bare:
             output = getattr(chunk, "output_layer", None)
-            if output is not None and output.weight is None:  # its weight is the embedding's, which stays
+            if output is not None and output.weight is None:  # it uses the embedding's weight, which stays
                 weight = chunk.shared_embedding_or_output_weight()
                 kept.add(id(output))
                 if can_pack(weight):
@@ -129,7 +129,7 @@ class DecodingState:
         for module in _modules(self.bare, _PARALLEL_LINEAR):
             if id(module) not in kept and can_pack(module.weight):
                 packed = _set_packed(changes, module, module.weight)
-                if _is_plain(module):  # an adapter may need the weight itself
+                if _is_plain(module):  # an adapter may need the unpacked weight
                     changes.empty(module.weight, packed)
         for module in _modules(self.bare, GroupedLinear):
             if _is_plain(module) and all(can_pack(weight) for weight in module.weights()):
@@ -139,15 +139,15 @@ class DecodingState:
                     changes.empty(weight, stored)
 
     def begin(self, step: Step, rows: Sequence[int] | None) -> None:
-        """Prepare for a pass over ``step`` that computes the logits of ``rows``, or of all rows if None."""
+        """Prepare for a forward pass over ``step`` that computes the logits of ``rows``, or of all rows if None."""
         self._step = step
         for _, cache in self._caches:
             cache.step = step
         if rows is None:
             self._rows = None
             return
-        # PyTorch computes the last elements of a tensor, up to 63, with scalar code that rounds differently: they must
-        # not belong to a row that is used, so an odd vocabulary needs one more row
+        # PyTorch computes up to 63 elements at the end of a tensor with scalar code that rounds differently. They must
+        # not belong to a row that is used, so an odd vocabulary size needs one more row.
         spare = 1 if self._vocabulary % ROW_MULTIPLE else 0
         padding = padded_rows(len(rows) + spare) - len(rows)
         self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
@@ -159,7 +159,7 @@ class DecodingState:
 
     @property
     def repeats_kernels(self) -> bool:
-        """Whether steps of single tokens launch the same kernels, so that a CUDA graph can replay them."""
+        """Return whether single-token steps always launch the same kernels, so that a CUDA graph can replay them."""
         plain = all(
             type(cache) is AttentionCache and isinstance(core, TorchAttention) and cache.attends_at_once(core)
             for core, cache in self._caches
@@ -169,7 +169,7 @@ class DecodingState:
         return plain and same_angles and not config.num_moe_experts and getattr(config, "vision", None) is None
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The hidden states of the rows whose logits are used, which most rows of a prompt are not."""
+        """Select the hidden states of the rows whose logits are needed; most rows of a prompt are not needed."""
         hidden, *others = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=module.tp_group)
@@ -177,22 +177,22 @@ class DecodingState:
 
 
 class _Changes(ExitStack):
-    """Changes to modules that are undone when it is closed."""
+    """Changes to modules, which closing undoes."""
 
     def set(self, thing: Any, name: str, value: Any) -> None:
-        """Set an attribute of the instance; closing restores the old one, or removes it to uncover the class's."""
+        """Set an attribute of the instance; closing restores the old value, or removes the attribute if it was new."""
         had, old = name in vars(thing), vars(thing).get(name)
         object.__setattr__(thing, name, value)
         self.callback(lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name))
 
     def empty(self, weight: nn.Parameter, packed: PackedWeight) -> None:
-        """Free the memory of a weight that is stored packed."""
+        """Free the memory of a weight that is stored in packed format."""
         weight.data = weight.data.new_empty(0)
         self.callback(lambda: setattr(weight, "data", packed.unpacked()))
 
 
 def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
-    """Make a parallel linear layer multiply with packed weights."""
+    """Make a parallel linear layer use packed weights."""
     packed = PackedWeight(weight)
     if _is_plain(layer) and layer.tp_group.size() == 1:
         changes.set(layer, "forward", PackedLayer(layer, packed))
@@ -202,19 +202,19 @@ def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a linear layer has no adapter: an adapted layer is of a subclass."""
+    """Return whether a linear layer has no adapter; layers with an adapter belong to a subclass."""
     return type(layer) in (*_PARALLEL_LINEAR, ColumnParallelGroupedLinear, RowParallelGroupedLinear)
 
 
 def _apply_shared_gate(module: Any, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Megatron-Core's gate, one number per row, padded so that no row is rounded by scalar code."""
+    """Apply Megatron-Core's gate, one value per row, with padding so that scalar code rounds no row that is used."""
     logits = nn.functional.linear(args[0], module.gate_weight)
     gates = nn.functional.pad(logits.flatten(), (0, -logits.numel() % 64)).sigmoid()
     return output * gates[: logits.numel()].view_as(logits)
 
 
 class _Angles:
-    """Replaces the forward pass of a rotary embedding: each position of the step times the angles of position 1."""
+    """Replacement for the forward pass of a rotary embedding: multiplies positions by the angles of position 1."""
 
     def __init__(self, module: Any, state: DecodingState) -> None:
         self._module, self._state = module, state
@@ -230,7 +230,7 @@ class _Angles:
 
     def _compute(self, step: Step) -> Any:
         if self._unit is None:
-            found = self._module.get_emb(1, 1)  # [1, 1, 1, d], with YaRN's factor if it has one
+            found = self._module.get_emb(1, 1)  # [1, 1, 1, d], including YaRN's factor if there is one
             self._unit = found if isinstance(found, tuple) else (found, None)
         unit, factor = self._unit
         positions = step.positions.float().view(-1, 1, 1, 1)
@@ -244,29 +244,29 @@ class _Angles:
 
 
 def original_length(module: nn.Module) -> int | None:
-    """Texts longer than this have different rotary frequencies; None if all texts have the same."""
+    """Return the length above which texts have different rotary frequencies, or None if they never change."""
     reference: Any = getattr(module, "_reference", None)
     if reference is None or reference.rope_parameters["rope_type"] != "longrope":
         return None
     return int(reference.rope_parameters["original_max_position_embeddings"])
 
 
-# ---- what a model consists of -----------------------------------------------------------------------------------
+# ---- parts of a model -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kept:
-    """One cache, and the layers that share it."""
+    """A cache and the layers that share it."""
 
-    modules: tuple[Any, ...]  # layers whose ``cache`` it becomes
-    make: Callable[[int, int, torch.device], Any]  # makes it from (tokens of all texts, texts, device)
-    per_token: int = 0  # bytes
+    modules: tuple[Any, ...]  # layers whose ``cache`` attribute it becomes
+    make: Callable[[int, int, torch.device], Any]  # creates the cache from (tokens of all texts, texts, device)
+    per_token: int = 0  # bytes per token
     per_request: int = 0
-    replaces: tuple[Any, TorchAttention] | None = None  # a layer, and the core attention that replaces its own
+    replaces: tuple[Any, TorchAttention] | None = None  # a layer, and the core attention that replaces the layer's own
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
-        """The caches of this rank's layers; with ``rings``, a layer with a window caches only the window's tokens."""
+        """Return the caches of this rank's layers; with ``rings``, a layer with a window caches only the window."""
         bare = [unwrap(chunk) for chunk in chunks]
         latent = [_latent(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for kept in latent for module in kept.modules}
@@ -323,7 +323,7 @@ def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
 
 
 def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Layers that cache latents; where the up projection is sharded or has an adapter, layers cache keys instead."""
+    """Yield layers that cache latents; layers with a sharded or adapted up projection cache keys instead."""
     for layer in _modules(chunks, TorchLatentAttention):
         up = layer.linear_kv_up_proj
         if _is_plain(up) and not isinstance(up.weight, DTensor):
@@ -359,14 +359,14 @@ def check_layers(chunks: Sequence[Any]) -> None:
 
 
 def _foreign_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
-    """Layers with Megatron-Core's or Transformer Engine's attention."""
+    """Yield the layers with Megatron-Core's or Transformer Engine's attention."""
     for layer in _modules(chunks, SelfAttention):
         if not isinstance(layer.core_attention, TorchAttention):
             yield layer
 
 
 def _torch_core(layer: Any) -> TorchAttention:
-    """A core attention to decode with in place of the layer's own, with the same sinks and hooks."""
+    """Return a core attention for decoding that replaces the layer's own, with the same sinks and hooks."""
     own = layer.core_attention
     scale = getattr(own, "softmax_scale", None)
     made = TorchAttention(layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale)
@@ -378,7 +378,7 @@ def _torch_core(layer: Any) -> TorchAttention:
 
 
 def switch_length(chunks: Sequence[nn.Module]) -> int | None:
-    """Length above which a text has different rotary frequencies; see ``original_length``."""
+    """Return the length above which a text has different rotary frequencies; see ``original_length``."""
     for module in _modules([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
         limit = original_length(module)
         if limit is not None:

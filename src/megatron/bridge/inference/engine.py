@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: requests in, tokens out, step by step, the same on every rank.
+"""The inference engine: it takes requests and generates tokens step by step, identically on every rank.
 
 All ranks call the same methods with the same arguments. Each data-parallel rank computes its own lane of requests, and
 every rank tracks the state of all lanes.
@@ -33,25 +33,25 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Turns tokens into pieces of text that concatenate to the whole text.
+    """Convert tokens to pieces of text that concatenate to the full text.
 
-    A piece is held back while its last character may be incomplete, or while it may be the start of a stop text.
+    A piece is withheld while its last character may be incomplete, or while it may be the start of a stop text.
     """
 
     def __init__(self, hf: Any, stop: Sequence[str] = ()) -> None:
         self._hf = hf
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._first = 0  # the tokens from here on are decoded together, so that spaces between words are right
-        self._read = 0  # tokens whose text is known
+        self._first = 0  # tokens from here on are decoded together, so that spaces between words are correct
+        self._read = 0  # number of tokens whose text is known
         self._held = ""
         self.text = ""
         """The text returned so far."""
         self.stopped = False
-        """Whether a stop text has ended the text."""
+        """Whether the text has reached a stop text."""
 
     def add(self, token: int) -> str:
-        """Add a token; returns the text that is now certain."""
+        """Add a token and return the text that can no longer change."""
         self._ids.append(token)
         return self._give_out(self._decode_new(final=False), final=False)
 
@@ -85,7 +85,7 @@ class Detokenizer:
         return piece
 
     def _possible_stop(self) -> int:
-        """The number of last characters that may be the start of a stop text."""
+        """Return the number of characters at the end that may be the start of a stop text."""
         longest = 0
         for text in self._stop:
             for length in range(min(len(text) - 1, len(self._held)), longest, -1):
@@ -96,29 +96,29 @@ class Detokenizer:
 
 
 Running = Literal["abort", "finish", "keep"]
-"""What to do with running texts when the weights change: end them at once, finish them first, or continue them with
-the new weights and the caches that the old weights filled."""
+"""What to do with running texts when the weights change: end them immediately, finish them first, or continue them
+with the new weights and the caches that the old weights filled."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits of the engine, and facts about the model."""
+    """Limits of the engine, and properties of the model."""
 
     max_context: int  # tokens of a prompt and its completion
-    vocabulary: int  # number of token ids that may be in a prompt or be generated
+    vocabulary: int  # size of the vocabulary without padding
     ends: frozenset[int] = frozenset()  # tokens that end a text
     kv_memory: int = 4 << 30  # bytes for keys, values and states on each rank
     max_requests: int = 32  # texts that are computed at the same time
-    chunk: int = 256  # tokens of a prompt that are computed together
-    rows: int = 1024  # new tokens of a step
-    window_rings: bool = False  # layers with a window cache only its tokens; caches are then not reused
-    cuda_graphs: bool = False  # on one GPU, replay steps of single tokens where a model's kernels allow it
+    chunk: int = 256  # tokens of a prompt that one step computes together
+    rows: int = 1024  # maximum new tokens in a step
+    window_rings: bool = False  # layers with a window cache only the window; texts then do not share caches
+    cuda_graphs: bool = False  # on one GPU, replay single-token steps if the model's kernels allow it
     pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
 
 @dataclass(eq=False)
 class Job:
-    """A completion that is being computed."""
+    """A completion in progress."""
 
     completion: Completion
     sampling: Sampling
@@ -133,10 +133,10 @@ class Job:
 
 
 class Engine(AbstractContextManager["Engine"]):
-    """Cached decoding; the caches exist inside the context.
+    """Generate with caches; the caches exist only inside the context.
 
-    ``chunks`` are this rank's, in evaluation mode. Without ``hf``, a tokenizer of transformers, completions have no
-    text and stop texts are refused. Without ``pixels``, images are refused.
+    ``chunks`` are this rank's chunks in evaluation mode. ``hf`` is a transformers tokenizer; without it, completions
+    have no text and stop texts are refused. Without ``pixels``, images are refused.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Engine(AbstractContextManager["Engine"]):
     # ---- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
-        """Check a prompt and queue it: ``sampling.n`` jobs."""
+        """Check a prompt and queue it as ``sampling.n`` jobs."""
         self.check(prompt, sampling)
         return self.enqueue(prompt, sampling)
 
@@ -234,20 +234,20 @@ class Engine(AbstractContextManager["Engine"]):
         return job
 
     def cancel(self, job: Job) -> None:
-        """End a job; its completion keeps the tokens so far."""
+        """End a job; its completion keeps the tokens generated so far."""
         if not job.is_over:
             self._finish(job, "cancelled")
 
     def plain_weights(self) -> AbstractContextManager[None]:
-        """The parameters hold their values inside the context; see ``EngineConfig.pack``."""
+        """Restore the values of the parameters inside the context; see ``EngineConfig.pack``."""
         return self._state.plain_weights()
 
     @contextmanager
     def new_weights(self, running: Running = "abort") -> Iterator[None]:
-        """Change the parameters inside the context, on all ranks; do nothing else meanwhile.
+        """Change the parameters inside the context, on all ranks; call nothing else meanwhile.
 
-        Texts that have not started keep waiting. Caches are not reused across the change. ``running`` says what
-        to do with running texts.
+        Waiting texts stay in the queue. Caches from before the change are not reused. ``running`` says what to do with
+        running texts.
         """
         if running not in get_args(Running):
             raise UserError(f"running={running!r} must be one of {', '.join(get_args(Running))}")
@@ -270,7 +270,7 @@ class Engine(AbstractContextManager["Engine"]):
         return all(lane.is_idle for lane in self.lanes)
 
     def step(self) -> list[Job]:
-        """Compute one step of every lane; returns the jobs that got a token or ended."""
+        """Compute one step of every lane; return the jobs that got a token or ended."""
         plans = [lane.plan() for lane in self.lanes]
         wanted = [self._outputs(plan) for plan in plans]
         width = width_of([output for outputs, _ in wanted for output in outputs])
@@ -290,7 +290,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(dict.fromkeys(jobs))
 
     def run(self) -> Iterator[Job]:
-        """Step until nothing is left, and yield each job when it ends."""
+        """Run steps until no job is left, and yield each job when it ends."""
         while not self.is_idle:
             yield from (job for job in self.step() if job.is_over)
 
@@ -332,7 +332,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._finish(job, "length")
 
     def _finish_prompts(self, plans: Sequence[Plan]) -> None:
-        """End the jobs that only score their prompt."""
+        """End the jobs that only compute log-probabilities of their prompt."""
         for plan in plans:
             for text in {id(work.text): work.text for work in plan.work}.values():
                 if text.limit == text.prompt_length and text.computed == text.chunked:
@@ -355,12 +355,12 @@ def _output(job: Job, row: int, target: int | None) -> Output:
 
 
 def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
-    """The limits that fit into the memory of every rank."""
+    """Return the limits that fit into the memory of every rank."""
     kept = decoding_state.Kept.of(chunks, config.window_rings)
     each, states = sum(it.per_token for it in kept), sum(it.per_request for it in kept)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states
-    tokens = min(most, room // each - 1) if each else most * (room >= 0)  # one token is for idle ranks
+    tokens = min(most, room // each - 1) if each else most * (room >= 0)  # one token is reserved for idle ranks
     if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks must make the same plans
         least = torch.tensor([tokens, -states], device=torch.cuda.current_device())
         dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LLM``: generation, chat, and log-probabilities of texts.
+"""``LLM``: generate text, chat, and compute log-probabilities.
 
-A plain script that needs one rank loads the model in its own process; if it needs more ranks, ``LLM`` starts them.
-Under torchrun, every rank makes the same ``LLM`` and calls the same methods.
+In a plain script, a model that needs one rank is loaded in the script's process; for more ranks, ``LLM`` starts
+processes. Under torchrun, every rank creates the same ``LLM`` and calls the same methods.
 """
 
 import math
@@ -25,28 +25,28 @@ _ENGINE = ("max_requests", "kv_memory", "window_rings", "cuda_graphs", "chunk", 
 
 
 class LLM:
-    """A model at a path.
+    """A model for inference.
 
     Args:
-        path: Hugging Face directory or hub id, or a Megatron checkpoint.
+        path: Hugging Face directory or hub id, or Megatron checkpoint.
         tp: tensor-parallel ranks.
         pp: pipeline stages.
-        ep: expert-parallel ranks; they compute different requests.
-        etp: tensor-parallel ranks of the experts.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; that of the checkpoint when None.
-        adapter: a run with adapters, one of its checkpoints, or a directory in the format of the peft library.
+        ep: expert-parallel ranks, which compute different requests.
+        etp: expert-tensor-parallel ranks.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; None uses the dtype of the checkpoint.
+        adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format.
         adapters: several adapters by name; ``Sampling.adapter_name`` chooses one for each prompt.
         tokenizer: directory or hub id of another tokenizer.
         template: chat template to use instead of the tokenizer's.
         media_root: folder that must contain the images of prompts; None allows any path.
-        max_context: tokens of a prompt and its completion; the model's maximum when None.
+        max_context: tokens of a prompt and its completion; None uses the model's maximum.
         max_requests: texts that are computed at the same time.
         kv_memory: bytes for keys, values and states on each rank.
-        window_rings: layers with a sliding window cache only the window, so more texts fit, but prefixes are not
-            shared.
+        window_rings: layers with a sliding window cache only the window, so more texts fit, but texts do not share
+            prefixes.
         cuda_graphs: on one GPU, replay decoding steps if the model always launches the same kernels.
-        chunk: tokens of a prompt that are computed together.
-        rows: new tokens of a step; 1,024 on a CPU and 8,192 on a GPU when None.
+        chunk: tokens of a prompt that one step computes together.
+        rows: maximum new tokens in a step; None is 1,024 on a CPU and 8,192 on a GPU.
         trust_remote_code: run Python code of the model's repository.
         trust_checkpoint: unpickle all classes in a Megatron checkpoint, which can run code.
     """
@@ -126,7 +126,7 @@ class LLM:
         return self.reader.hf
 
     def facts(self) -> Iterator[tuple["PromptReader", int, set[int]]]:
-        """Prompt reader, maximum context and end tokens, for a process that has not loaded the model."""
+        """Yield prompt reader, maximum context and end tokens, for a process that has not loaded the model."""
         yield self.reader, self.max_context, self.declared_ends
 
     def __enter__(self) -> Self:
@@ -136,7 +136,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Detach the caches and end the processes that ``LLM`` started."""
+        """Detach the caches and end the processes that this object started."""
         self._cleanup.close()
 
     # ---- methods ------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class LLM:
     def generate(
         self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[list[Completion]]:
-        """The ``n`` completions of each text or list of token ids; ``sampling`` is one for all or one for each."""
+        """Return ``n`` completions for each text or list of token ids; ``sampling`` is shared or one per prompt."""
         from megatron.bridge.inference.prompts import as_list
 
         return list(self.generate_each(as_list(prompts), sampling))
@@ -155,10 +155,10 @@ class LLM:
         sampling: Sampling | Sequence[Sampling] | None = None,
         places: Sequence[str] | None = None,
     ) -> Iterator[list[Completion]]:
-        """Continue prompts and answer conversations.
+        """Complete texts and answer conversations.
 
-        Yields the completions of each prompt, in order, as soon as they are complete. A ``UserError`` is raised before
-        anything is computed; ``places`` are the names of the prompts in its message.
+        Yields the completions of each prompt, in order, as soon as they are complete. Invalid prompts raise a
+        ``UserError`` before any computation; its message uses ``places`` as the names of the prompts.
         """
         if self._workers is not None:
             yield from self._workers.iterate("generate_each", (prompts, sampling, places))
@@ -173,13 +173,13 @@ class LLM:
         yield from self._complete(tokens, how)
 
     def chat(self, messages: "Messages", sampling: Sampling | None = None) -> Completion:
-        """The answer to a conversation, whose messages have ``role`` and ``content`` as in OpenAI's API."""
+        """Answer a conversation, whose messages have ``role`` and ``content`` as in OpenAI's API."""
         return next(iter(self.generate_each([messages], sampling)))[0]
 
     def stream(
         self, prompt: "Prompt | Messages", sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
     ) -> Iterator[str | Completion]:
-        """Yield pieces of a completion, then the whole; rank 0 calls ``stopped`` at each step to end it early."""
+        """Yield pieces of a completion, then the completion; rank 0 calls ``stopped`` at each step to end it early."""
         if self._workers is not None:
             yield from self._workers.iterate("stream", (prompt, sampling), stopped)
             return
@@ -197,20 +197,20 @@ class LLM:
         yield job.completion
 
     def logprobs(self, texts: "Prompt | Sequence[Prompt]", top: int = 0) -> list[list[TokenLogprob]]:
-        """The log-probability of each token but the first, and of the ``top`` most likely tokens at its position."""
+        """Return the log-probability of each token after the first, with the ``top`` most likely tokens there."""
         scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
         return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def replace_weights(self, step: "WeightStep") -> None:
-        """Apply one step of new weights on all ranks; ``refit.sender.Refit`` sends all steps."""
+        """Apply one step of a weight update on all ranks; ``refit.sender.Refit`` sends all steps."""
         steps = self.weight_step(step) if self._workers is None else self._workers.iterate("weight_step", (step,))
         for _ in steps:
             pass
 
     def weight_step(self, step: "WeightStep") -> Iterator[None]:
-        """``replace_weights`` on each rank."""
+        """Apply ``replace_weights`` on each rank."""
         from megatron.bridge.inference.refit.replacement import Replacement
 
         if self._bridge is None:
@@ -221,7 +221,7 @@ class LLM:
         yield from ()
 
     def _tokens(self, prompt: "Prompt | Messages", where: str, sampling: Sampling) -> list[int]:
-        """The tokens of a prompt or a conversation, which the engine accepts."""
+        """Return the tokens of a prompt or a conversation after the engine has checked them."""
         tokens = self.reader.tokens(prompt, where)
         try:
             self.engine.check(tokens, sampling)
@@ -242,13 +242,13 @@ class LLM:
 
 
 def ranks_of(options: dict[str, Any]) -> int:
-    """The number of processes that an ``LLM`` with these options uses."""
+    """Return the number of processes that an ``LLM`` with these options uses."""
     defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1}
     return _check(*(options.get(name, value) for name, value in defaults.items()))
 
 
 def _check(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
-    """Check the sizes; returns the number of processes of the layout."""
+    """Check the sizes and return the number of processes of the layout."""
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("etp", etp or 1)):
         if size < 1:
             raise UserError(f"{name}={size}: a parallel size must be at least 1")

@@ -29,11 +29,11 @@ class LoadedModel:
     """A model in evaluation mode, with its tokenizer and limits."""
 
     chunks: list[Any]  # of this rank
-    hf: Any  # tokenizer of transformers; None without tokenizer files
-    folder: Path | None  # where the tokenizer and ``generation_config.json`` are
-    vocabulary: int  # tokens without padding
+    hf: Any  # transformers tokenizer; None if the model has no tokenizer files
+    folder: Path | None  # folder of the tokenizer and ``generation_config.json``
+    vocabulary: int  # size of the vocabulary without padding
     max_context: int  # maximum number of tokens of a text
-    bridge: AutoBridge | None = None  # of the architecture; None for a Megatron checkpoint
+    bridge: AutoBridge | None = None  # bridge of the architecture; None for a Megatron checkpoint
     adapters: AdapterNames | None = None  # adapters that requests choose by name
     media: MediaRules | None = None  # how images are processed; None for a model without a vision tower
 
@@ -48,14 +48,14 @@ def load(
     trust_remote_code: bool = False,
     media_root: str | None = None,
 ) -> LoadedModel:
-    """Load a model under the parallel sizes of the running processes.
+    """Load a model with the parallel sizes of the running processes.
 
     Args:
-        path: directory or hub id of a Hugging Face model, or a Megatron checkpoint. For a checkpoint of adapters, the
-            base model is loaded, too.
+        path: directory or hub id of a Hugging Face model, or a Megatron checkpoint. For a checkpoint of adapters, this
+            also loads the base model.
         sizes: parallel sizes by the names of the provider's fields.
-        dtype: of weights and caches; that of the checkpoint when None.
-        adapter: a run with adapters, one of its checkpoints, or a directory in the format of the peft library.
+        dtype: dtype of weights and caches; None uses the dtype of the checkpoint.
+        adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format.
         adapters: several adapters by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
         media_root: folder that must contain the images; None allows any path.
@@ -92,12 +92,12 @@ def load(
 
 @dataclass(frozen=True)
 class _Source:
-    """A model on disk, before it is built."""
+    """A model on disk before it is built."""
 
     bridge: AutoBridge | None
     provider: Any
     folder: Path | None
-    hook: Any  # loads the weights of a Megatron checkpoint; a bridge loads its own
+    hook: Any  # loads the weights of a Megatron checkpoint; a bridge loads its own weights
 
     @classmethod
     def of(cls, path: str | Path, sizes: Mapping[str, Any], trust_remote_code: bool) -> "_Source":
@@ -113,7 +113,7 @@ def _is_megatron(path: str | Path) -> bool:
 
 
 def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, str | Path | None, str | Path | None]:
-    """Paths of the model, its adapter and its run, for a path that may be a checkpoint of adapters."""
+    """Return the paths of model, adapter and run for a path that may be a checkpoint of adapters."""
     if not _is_megatron(path):
         return path, adapter, None
     _, base = saved_base(path)
@@ -125,7 +125,7 @@ def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, 
 
 
 def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], root: str) -> MediaRules | None:
-    """The image processor beside a tokenizer, or else the run's, with the limits of the run."""
+    """Return the image processor next to a tokenizer, or else the run's, with the image limits of the run."""
     data: dict[str, Any] = {}
     if run is not None and model_io.has_run_config(paths.resolve(run)):
         data = model_io.read_run_config(run).get("dataset") or {}
@@ -137,7 +137,7 @@ def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], ro
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
-    """Set the layout, and turn off what only training needs."""
+    """Set the layout, and turn off training-only settings."""
     for name, value in sizes.items():
         setattr(provider, name, value)
     provider.backend = "torch"
@@ -148,7 +148,7 @@ def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
 
 
 def _context(provider: Any) -> int:
-    """The maximum number of tokens of a text."""
+    """Return the maximum number of tokens of a text."""
     limit = provider.max_position_embeddings or provider.seq_length
     if provider.position_embedding_type == "learned_absolute":
         return min(limit, provider.seq_length)

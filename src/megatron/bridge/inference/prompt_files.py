@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of prompts and of completions: one line per prompt, in the same order, resumable."""
+"""Read files of prompts and write files of completions: one line per prompt in the same order; can be resumed."""
 
 import json
 import os
@@ -16,23 +16,23 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PROMPTS = ("prompt", "text", "input", "messages")
 _OVERRIDES = tuple(field.name for field in fields(Sampling))
-_SEEDS = 1_000_003  # distance between the seeds of the command, each of which gives every line its own seed
+_SEEDS = 1_000_003  # distance between seeds of the command, from which each line derives its own seed
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts."""
+    """A line of a file of prompts."""
 
     id: str | int  # the line's ``id``, or else its number, starting at 1
     prompt: Prompt | Messages  # a text, token ids, or messages
-    sampling: Sampling  # that of the command, with the line's own values
+    sampling: Sampling  # sampling of the command, updated with the line's own values
     where: str  # file and line number
 
 
 def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) -> list[PromptLine]:
-    """The prompts of a file: JSON objects in ``.jsonl``, else one text per line.
+    """Read the prompts of a file: JSON objects in ``.jsonl``, otherwise one text per line.
 
-    ``defaults`` are the sampling parameters of the command; ``chat`` turns a text into a user's message. The seed of a
+    ``defaults`` are the sampling parameters of the command; ``chat`` converts texts to user messages. The seed of a
     line is derived from the command's seed and the line number, unless the line has its own.
     """
     lines = list(_lines(path, defaults, chat))
@@ -95,7 +95,7 @@ def _is_prompt(value: Any) -> bool:
 
 
 class CompletionFile:
-    """The completions of ``lines``, appended in whole lines to those that a killed command left."""
+    """The completions of ``lines``, written line by line after those that an interrupted command left."""
 
     def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:
         self.path = path
@@ -110,7 +110,7 @@ class CompletionFile:
             raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
-        """Write one line; it is on disk when this returns."""
+        """Write one line and flush it to disk."""
         self._file.write((json.dumps(as_record(line, completions), ensure_ascii=False) + "\n").encode())
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -120,7 +120,7 @@ class CompletionFile:
 
 
 def _check_done(path: Path, old: Sequence[bytes], lines: Sequence[PromptLine]) -> int:
-    """The number of lines that are done; refuses lines that do not belong to the prompts."""
+    """Return the number of completed lines; refuse a file whose lines do not match the prompts."""
     for number, raw in enumerate(old, start=1):
         record = parse_record(raw, f"{path}:{number}")
         if number > len(lines) or record.get("id") != lines[number - 1].id:
@@ -132,7 +132,7 @@ def _check_done(path: Path, old: Sequence[bytes], lines: Sequence[PromptLine]) -
 
 
 def as_record(line: PromptLine, completions: Sequence[Completion]) -> dict[str, Any]:
-    """The output line: the fields of a single completion, or a list of several ``completions``."""
+    """Return the output line: the fields of a single completion, or a list of several ``completions``."""
     found = [_record(completion, line.sampling) for completion in completions]
     return {"id": line.id, **(found[0] if line.sampling.n == 1 else {"completions": found})}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From texts and conversations to tokens, and which tokens end an answer.
+"""Convert texts and conversations to tokens, and find the tokens that end an answer.
 
-End tokens come from the generation config, the tokenizer and the chat template. Each of the three alone is often
+End tokens come from the generation config, the tokenizer and the chat template, because each of them is often
 incomplete: a chat model's ``eos_token`` may only end documents, while its template ends turns with another token.
 
 For prompts with images, the engine needs to know where their tokens are, and which tokens attend to later ones.
@@ -37,11 +37,11 @@ class PromptImages:
     """The images and videos of a prompt."""
 
     references: tuple[MediaReference, ...]
-    rows: NDArray[np.int64]  # [prompt], the row of the features that replaces each embedding; -1 for text
-    positions: Positions | None = None  # [3, prompt], for models whose positions have three axes
+    rows: NDArray[np.int64]  # [prompt], index of the feature row that replaces each embedding; -1 for text
+    positions: Positions | None = None  # [3, prompt], for models with three position axes
 
     def positions_of(self, start: int, count: int) -> Positions:
-        """Positions [3, count] from token ``start`` on; generated tokens continue the positions of the prompt."""
+        """Return positions [3, count] from token ``start`` on; generated tokens continue the prompt's positions."""
         assert self.positions is not None
         known = self.positions[:, start : start + count]
         length = self.positions.shape[1]
@@ -50,7 +50,7 @@ class PromptImages:
 
 
 class TokensWithImages(list[int]):
-    """The token ids of a prompt, with placeholders for the tokens of its ``images``."""
+    """The token ids of a prompt with ``images``, which have placeholder tokens."""
 
     def __init__(self, tokens: Sequence[int], images: PromptImages) -> None:
         super().__init__(tokens)
@@ -58,7 +58,7 @@ class TokensWithImages(list[int]):
 
 
 class PromptSight:
-    """What the tokens of a prompt attend to besides earlier tokens: images and later tokens."""
+    """What the tokens of a prompt attend to in addition to earlier tokens: images and later tokens."""
 
     def __init__(self, config: Any, has_processor: bool) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class PromptSight:
         self.placeholders = frozenset(token for token in tokens if token is not None)
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse images without a tower, placeholders without images, and attention beyond a window."""
+        """Refuse images without a vision tower, placeholders without images, and attention beyond a window."""
         images = getattr(prompt, "images", None)
         if images is not None and not (self.placeholders and self._has_processor):
             raise UserError("the prompt has images, but the model has no vision tower: remove them")
@@ -79,15 +79,15 @@ class PromptSight:
             )
         if sampling.prompt_logprobs is not None and getattr(self._config, "bidirectional_prompt", False):
             raise UserError(
-                "prompt_logprobs: the prompt has bidirectional attention, so its tokens are not predicted from earlier "
-                "ones: remove it"
+                "prompt_logprobs: the prompt has bidirectional attention, so earlier tokens alone do not predict its "
+                "tokens: remove it"
             )
         ahead = self._ahead(prompt)
         if ahead is not None and self._config.window_size is not None:
             looking_ahead(torch.tensor([ahead]), AttentionWindow(self._config.window_size[0], 0))
 
     def facts(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """``images`` and ``ahead`` of ``scheduler.Text``."""
+        """Return ``images`` and ``ahead`` of ``scheduler.Text``."""
         return {"images": getattr(prompt, "images", None), "ahead": self._ahead(prompt)}
 
     def _ahead(self, prompt: Sequence[int]) -> list[int] | None:
@@ -102,7 +102,7 @@ class PromptSight:
 Prompt = str | list[int]  # a text, or token ids
 Messages = list[dict[str, Any]] | Mapping[str, Any]
 """Messages with ``role`` and ``content``, or a record with ``messages`` and ``images``."""
-_MARKER = "\ue000"  # in Unicode's private use area, so that no template writes it
+_MARKER = "\ue000"  # in Unicode's private use area, so no template contains it
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -112,17 +112,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
-    """A user's question about the images at the given paths."""
+    """Return a user message with a question about the images at the given paths."""
     parts = [{"type": "image", "image": str(Path(image).absolute())} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}] if parts else question}]
 
 
 class PromptReader:
-    """Converts prompts to token ids.
+    """Convert prompts to token ids.
 
-    ``hf`` is the tokenizer of transformers, if there is one. ``template`` overrides those of the image processor and
-    the tokenizer. ``media`` is None for a model without images. ``share`` is (rank, size) of the ranks among which
-    images are divided.
+    ``hf`` is the transformers tokenizer, if there is one. ``template`` overrides the templates of image processor and
+    tokenizer. ``media`` is None for a model without images. ``share`` is (rank, size) in the group of ranks that divide
+    the images.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class PromptReader:
 
     @cached_property
     def processor(self) -> MediaProcessor:
-        """Loaded with the first image."""
+        """The image processor, loaded for the first image."""
         assert self.media is not None, "tokens() has refused images"
         return MediaProcessor(self.media, self.hf)
 
     def tokens(self, prompt: Prompt | Messages, where: str) -> list[int]:
-        """Token ids of a text with its tokenizer's special tokens, or of a conversation; ``where`` is for errors."""
+        """Return the token ids of a text with special tokens, or of a conversation; ``where`` is for error messages."""
         if isinstance(prompt, Mapping) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
             return self._of_chat(prompt, where)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
@@ -154,7 +154,7 @@ class PromptReader:
         if self.hf is None:
             raise UserError(f"{where} is a text, but the model has no tokenizer: give token ids, or --tokenizer")
         bos = self.hf.bos_token
-        # a rendered template may already begin with the token that the tokenizer would add
+        # a rendered template may already begin with the BOS token
         return self.hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
 
     def _of_chat(self, messages: Messages, where: str) -> list[int]:
@@ -182,7 +182,7 @@ class PromptReader:
         return TokensWithImages(tokens.tolist(), PromptImages(tuple(found), rows, positions))
 
     def _check_images(self, media: Sequence[MediaReference], length: int, placeholders: int, where: str) -> None:
-        """Refuse bad images now, on all ranks, and not while a step computes; check the cheap limits first."""
+        """Refuse invalid images now and on all ranks, not during a step; check the cheap limits first."""
         if self.max_context is not None and length > self.max_context:
             raise UserError(
                 f"{where}: the prompt with its images has {length} tokens, more than the context of "
@@ -199,11 +199,11 @@ class PromptReader:
             self.processor.pixels([item])
 
     def end_of_turn(self, before: list[dict[str, Any]] | None = None) -> set[int]:
-        """``end_of_turn`` of the reader's template."""
+        """Return ``end_of_turn`` with the reader's template."""
         return end_of_turn(self.hf, self.template, before, parts=self.media is not None)
 
     def pixels(self, media: Sequence[MediaReference]) -> dict[str, Tensor]:
-        """The tensors of the images and videos that this rank encodes."""
+        """Return the tensors of the images and videos that this rank encodes."""
         self.processor.share = self._share
         try:
             return self.processor.pixels(media)
@@ -219,7 +219,7 @@ def parse_chat(messages: Messages, where: str) -> Chat:
 
 
 def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
-    """The end tokens of the tokenizer, its chat template, and the config files in the folder."""
+    """Return the end tokens of the tokenizer, its chat template, and the config files in ``folder``."""
     found = declared_ends(folder)
     if hf is not None:
         found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
@@ -228,7 +228,7 @@ def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
 
 
 def declared_ends(folder: Path | None) -> set[int]:
-    """The end tokens of ``generation_config.json``, or else of ``config.json``, as in transformers."""
+    """Return the end tokens of ``generation_config.json``, or else of ``config.json``, as transformers does."""
     names = ("generation_config.json", "config.json")
     files = [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
     try:
@@ -242,14 +242,14 @@ def declared_ends(folder: Path | None) -> set[int]:
 def end_of_turn(
     hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None, parts: bool = False
 ) -> set[int]:
-    """The special token that the chat template writes after an answer to ``before``; renders one to find it."""
+    """Return the special token that the chat template writes after an answer to ``before``, by rendering one."""
     if template is None and not hf.chat_template:
         return set()
     messages = [*(before or [{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": _MARKER}]
     try:
         chat = parse_chat(messages, "a sample")
         text = ChatTemplate(hf, template, parts=parts).render(chat, "everything", "a sample").text
-    except UserError:  # a template that needs more than a question
+    except UserError:  # the template needs more than a question
         return set()
     _, marker, rest = text.rpartition(_MARKER)
     ids = hf.encode(rest.lstrip(), add_special_tokens=False) if marker else []

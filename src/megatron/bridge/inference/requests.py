@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the engine, and its answers."""
+"""Requests to the engine, and the results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,21 +14,21 @@ MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt. The defaults are greedy."""
+    """How to continue a prompt; the defaults are greedy."""
 
-    max_new_tokens: int = 256  # tokens to generate at most; 0 only computes log-probabilities of the prompt
+    max_new_tokens: int = 256  # maximum tokens to generate; 0 only computes log-probabilities of the prompt
     temperature: float = 0.0  # divides the logits; below 1e-6, the most likely token is chosen
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the most likely tokens whose probabilities sum up to this
+    top_p: float = 1.0  # keep the most likely tokens with this total probability
     min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens that occurred
+    repetition_penalty: float = 1.0  # divides positive logits and multiplies negative logits of tokens in the text
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
     frequency_penalty: float = 0.0  # subtracted from the logits of generated tokens, once per occurrence
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
-    adapter_name: str | None = None  # a named adapter; None computes with the base model, or its only adapter
-    seed: int | None = None  # gives the same text in any batch and layout; None draws a random seed
+    adapter_name: str | None = None  # name of an adapter; None uses the base model or its only adapter
+    seed: int | None = None  # reproduces the text in any batch and layout; None draws a random seed
     n: int = 1  # number of completions of the prompt
-    stop: Sequence[str] = ()  # end at one of these texts, which is not part of the completion
+    stop: Sequence[str] = ()  # end at one of these texts, which the completion does not include
     stop_ids: Sequence[int] = ()  # end at one of these tokens, in addition to the model's own end tokens
     ignore_eos: bool = False  # continue after the model's own end tokens
     # return log-probabilities of generated tokens, and of this many most likely tokens at each position
@@ -66,13 +66,13 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether penalties or biases change the logits before sampling."""
+        """Whether penalties or biases change the logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         return penalties or bool(self.logit_bias)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "") -> "Sampling":
-        """The sampling with these fields; the message of a ``UserError`` begins with ``where``."""
+        """Create a sampling from fields; the message of a ``UserError`` begins with ``where``."""
         names = [it.name for it in fields(cls)]
         for name in values:
             if name not in names:
@@ -109,7 +109,7 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of a token under the model, before temperature and other changes."""
+    """The model's log-probability of a token, before temperature and other changes."""
 
     token: int
     logprob: float
@@ -122,11 +122,11 @@ class Completion:
     """One continuation of a prompt."""
 
     prompt_tokens: list[int]
-    tokens: list[int] = field(default_factory=list)  # generated tokens, with the one that ended the text
-    text: str = ""  # text of the tokens without special tokens, up to a stop text
+    tokens: list[int] = field(default_factory=list)  # generated tokens, including the token that ended the text
+    text: str = ""  # text without special tokens, up to a stop text
     finish_reason: FinishReason | None = None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``
     seed: int = 0
     choice: int = 0  # index among the ``n`` completions of the prompt
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of ``tokens``, if asked for
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on, if asked for
-    weight_versions: list[int] = field(default_factory=list)  # weight replacements before each of ``tokens``
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of ``tokens``, if requested
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on, if requested
+    weight_versions: list[int] = field(default_factory=list)  # number of weight updates before each of ``tokens``

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step on this rank: a forward pass through the pipeline stages, and the sampled tokens.
+"""Run one step on this rank: a forward pass through the pipeline stages, then sampling.
 
-The last stage gathers the logits of the rows that are needed and samples once. An all-reduce then gives all ranks the
-result, so ranks cannot disagree.
+The last stage gathers the logits of the rows that are needed and samples once. An all-reduce then gives the result to
+all ranks, so ranks cannot disagree.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
 
 Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
-"""Converts references to images and videos to the inputs of a vision tower."""
+"""Convert references to images and videos to the inputs of a vision tower."""
 
 
 class Runner:
-    """The model of this rank, in evaluation mode, with its caches; ``vocabulary`` is without padding."""
+    """The model of this rank in evaluation mode with its caches; ``vocabulary`` is the size without padding."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Runner:
         return tokens, spans
 
     def _inputs(self, plan: Plan, step: Step) -> dict[str, Any]:
-        """The arguments of the model other than token ids."""
+        """Return the arguments of the model other than token ids."""
         if getattr(self._config, "vision", None) is None:
             return {"position_ids": step.positions[None], "attention_mask": None}
         rows = np.full((1, step.rows), -1)
@@ -103,7 +103,7 @@ class Runner:
         }
 
     def _media(self, images: Any) -> dict[str, Tensor] | None:
-        """The tensors of a prompt's images, on the stage with the vision tower; sizes stay on the host."""
+        """Return the tensors of a prompt's images on the stage with the vision tower; sizes stay on the host."""
         if images is None or self._stages.rank() > 0:
             return None
         assert self._pixels is not None, "Engine.check has refused images"
@@ -112,7 +112,7 @@ class Runner:
         return {name: it.to(device, dtype) if it.is_floating_point() else it for name, it in found.items()}
 
     def _forward(self, ids: Tensor, step: Step, inputs: dict[str, Any]) -> Tensor | None:
-        """Logits [1, rows, vocabulary] on the last stage, None on the others."""
+        """Return the logits [1, rows, vocabulary] on the last stage, and None on the others."""
         first, last = self._stages.rank() == 0, self._stages.rank() == self._stages.size() - 1
         output: Tensor | None = None
         for index, chunk in enumerate(self._chunks):
@@ -137,7 +137,7 @@ class Runner:
 
 
 def _three_axes(plan: Plan, step: Step) -> Tensor:
-    """Positions [3, 1, rows]: equal on all three axes for text, those of prompts with images by one transfer."""
+    """Return positions [3, 1, rows] for text (equal on all axes) and prompts with images, in one transfer."""
     positions = step.positions.expand(3, 1, -1)
     work = [it for it in plan.work if it.text.images is not None and it.text.images.positions is not None]
     if not work:
@@ -150,12 +150,12 @@ def _three_axes(plan: Plan, step: Step) -> Tensor:
 
 
 def _answers() -> bool:
-    """Whether this rank of the last stage samples for all; context-parallel ranks have the same logits."""
+    """Return whether this rank of the last stage samples; context-parallel ranks have the same logits."""
     return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
 
 
 def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:
-    """The results of all lanes [rows, width] on every rank; this rank's own start at row ``offset``."""
+    """Return the results of all lanes [rows, width] on every rank; this rank's rows start at ``offset``."""
     whole = torch.zeros(rows, width, dtype=torch.float64, device=device)
     if table is not None:
         whole[offset : offset + len(table)] = table

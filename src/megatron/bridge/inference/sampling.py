@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens and log-probabilities, as a table that is sent to all ranks.
+"""Convert logits to tokens and log-probabilities, in a table that is sent to all ranks.
 
-Logits processors and their order are those of transformers. A token is then sampled by inverting the cumulative
-distribution at a uniform number that is a hash of (seed, position, choice). No random number generator has state, so a
-text does not depend on the rest of the batch, the layout or a restart.
+Logits processors and their order are those of transformers. To sample a token, the cumulative distribution is inverted
+at a uniform number that is a hash of (seed, position, choice). No random number generator has state, so a text does not
+depend on the rest of the batch, the layout, or a restart.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megatron.bridge.inference.requests import Sampling, TokenLogprob
 
-FIXED = 3  # columns before the most likely tokens: the token, its log-probability, the most likely token
+FIXED = 3  # columns before the most likely tokens: token, its log-probability, most likely token
 
 
 def uniform(seed: int, position: int, choice: int) -> float:
-    """A pseudorandom number in [0, 1).
+    """Return a pseudorandom number in [0, 1).
 
     Example:
         >>> uniform(1, 2, 0) == uniform(1, 2, 0) != uniform(1, 3, 0)
@@ -33,7 +33,7 @@ def uniform(seed: int, position: int, choice: int) -> float:
 def choose(
     logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int, seed: int, choice: int
 ) -> Tensor:
-    """The next token [] after ``tokens``, the first ``prompt_length`` of which are the prompt; does not sync a GPU."""
+    """Sample the next token [] after ``tokens``, which begin with the prompt; does not synchronize a GPU."""
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
     if sampling.is_greedy:
@@ -42,12 +42,12 @@ def choose(
     sums = probabilities.cumsum(-1)
     place = uniform(seed, len(tokens), choice) * sums[-1]
     token = torch.searchsorted(sums, place, right=True)
-    last = (probabilities > 0).cumsum(-1).argmax()  # the first place of the highest count
+    last = (probabilities > 0).cumsum(-1).argmax()  # first index with the highest count
     return torch.minimum(token, last)
 
 
 def penalized(logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int) -> Tensor:
-    """The logits [vocabulary] with biases and penalties."""
+    """Return the logits [vocabulary] with biases and penalties."""
     logits = logits.clone()
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
@@ -65,7 +65,7 @@ def penalized(logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_
 
 
 def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The logits [vocabulary], minus infinity for tokens that top-k, top-p or min-p leave out."""
+    """Return the logits [vocabulary], minus infinity for tokens that top-k, top-p or min-p exclude."""
     if 0 < sampling.top_k < logits.numel():
         smallest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -84,23 +84,23 @@ def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
 class Output:
     """What to compute from one row of logits."""
 
-    row: int  # of the step
-    sampling: Sampling  # of the request
-    tokens: Sequence[int]  # the text so far
-    prompt_length: int  # how many of its tokens are the prompt's
-    seed: int  # of the text
+    row: int  # index of the row in the step
+    sampling: Sampling  # sampling of the request
+    tokens: Sequence[int]  # tokens of the text so far
+    prompt_length: int  # number of prompt tokens
+    seed: int  # seed of the text
     choice: int  # index of the completion
-    target: int | None  # score this token instead of choosing one
+    target: int | None  # return the log-probability of this token instead of sampling
     top: int | None  # number of most likely tokens to return; None for no log-probabilities
 
 
 def width_of(outputs: Sequence[Output]) -> int:
-    """Number of columns of the table of ``outputs``."""
+    """Return the number of columns of the table of ``outputs``."""
     return FIXED + 2 * max((output.top or 0 for output in outputs), default=0)
 
 
 def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Tensor:
-    """The table [outputs, width] of logits [outputs, vocabulary]: float64 holds token ids exactly."""
+    """Return a table [outputs, width] from logits [outputs, vocabulary]: float64 holds token ids exactly."""
     table = torch.zeros(len(outputs), width, dtype=torch.float64, device=logits.device)
     if not outputs:
         return table
@@ -131,7 +131,7 @@ def _score(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
 
 
 def _ordered(logprobs: Tensor) -> Tensor:
-    """Numbers with the order of ``logprobs``, where the first of equal ones, which bf16 has many of, ranks highest."""
+    """Return integers with the order of ``logprobs`` in which the first of equal values (common in bf16) is highest."""
     magnitude = logprobs.view(torch.int32).long() & 0x7FFFFFFF  # log-probabilities are not positive
     return (-magnitude << 20) - torch.arange(logprobs.size(-1), device=logprobs.device)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of which texts the next step computes. Without torch, so that thousands of schedules can be tested.
+"""Choose the tokens that the next step computes; without torch, so that tests can run thousands of schedules.
 
-Every rank runs the same scheduler on the same events, so ranks exchange only sampled tokens. Prompts are cut into
-chunks at multiples of ``chunk`` positions, whatever the load, and a preempted text is computed again exactly as
-before: its prompt in the same chunks, its generated tokens one by one. A prompt with images, or whose tokens attend to
-later ones, is one chunk, and does not share its caches. So a text does not depend on the rest of the batch.
+Every rank runs the same scheduler on the same events, so ranks exchange only sampled tokens. Prompts are always split
+into chunks at multiples of ``chunk`` positions. A preempted text is recomputed exactly as before: its prompt in the
+same chunks, its generated tokens one by one. A prompt with images, or with tokens that attend to later tokens, is one
+chunk and does not share its caches. Therefore, a text does not depend on the rest of the batch.
 """
 
 from bisect import bisect_left, insort
@@ -35,11 +35,11 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Number of tokens that are not taken, contiguous or not."""
+        """Number of free tokens, contiguous or not."""
         return sum(length for _, length in self._holes)
 
     def take(self, count: int) -> int | None:
-        """The first token of a new range of at least ``count`` tokens; None if no hole is large enough."""
+        """Return the first token of a new range of at least ``count`` tokens, or None if no hole is large enough."""
         wanted = rounded(count)
         for index, (start, length) in enumerate(self._holes):
             if length >= wanted:
@@ -49,7 +49,7 @@ class Arena:
         return None
 
     def grow(self, start: int, count: int) -> bool:
-        """Enlarge the range at ``start`` to ``count`` tokens if the tokens behind it are free."""
+        """Extend the range at ``start`` to ``count`` tokens if the tokens after it are free."""
         length, wanted = self._taken[start], rounded(count)
         end = start + length
         index = bisect_left(self._holes, (end, 0))
@@ -63,7 +63,7 @@ class Arena:
     def give_back(self, start: int) -> None:
         insort(self._holes, (start, self._taken.pop(start)))
         index = bisect_left(self._holes, (start, 0))
-        for left in (index, index - 1):  # join with the hole behind, then with the one before
+        for left in (index, index - 1):  # join with the hole after it, then with the hole before it
             if 0 <= left < len(self._holes) - 1 and sum(self._holes[left]) == self._holes[left + 1][0]:
                 joined = self._holes[left][0], self._holes[left][1] + self._holes[left + 1][1]
                 self._holes[left : left + 2] = [joined]
@@ -77,7 +77,7 @@ class Arena:
 
 
 def rounded(count: int) -> int:
-    """``count``, rounded up to a multiple of ``ALIGNMENT``."""
+    """Return ``count`` rounded up to a multiple of ``ALIGNMENT``."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
@@ -86,30 +86,30 @@ class Text:
     """A prompt and what was generated after it."""
 
     tokens: list[int]  # all known tokens
-    prompt_length: int  # how many of them are the prompt's
+    prompt_length: int  # number of prompt tokens
     limit: int  # maximum length of the text
     wants_prompt: bool = False  # whether the logits of the prompt's tokens are needed
     switch: int | None = None  # length above which rotary frequencies differ; None if they never change
     long: bool = False  # whether the text has the frequencies of long texts
-    scored: int = 0  # tokens of the prompt whose successor has been scored
-    chunked: int = 0  # number of first tokens that are computed in chunks instead of one by one
-    computed: int = 0  # tokens that the caches hold
+    scored: int = 0  # number of prompt tokens whose successor has a log-probability
+    chunked: int = 0  # number of tokens at the start that are computed in chunks instead of one by one
+    computed: int = 0  # number of tokens in the caches
     extent: int | None = None  # first token in the caches; None without memory
     slot: int | None = None  # index of recurrent states; None without memory
     shares: bool = True  # whether other texts may reuse its caches
-    adapter: str | None = None  # name of the adapter that it is computed with
-    images: Any = None  # of the prompt
-    ahead: list[int] | None = None  # how many later tokens each token of the prompt attends to; None if it is causal
+    adapter: str | None = None  # name of its adapter
+    images: Any = None  # images of the prompt
+    ahead: list[int] | None = None  # number of later tokens that each prompt token attends to; None if causal
 
     def __post_init__(self) -> None:
-        # the last token of a text that is only scored has no successor
+        # if a text is only scored, its last token has no successor
         all_needed = self.needs_sample or self.is_whole
         self.chunked = self.prompt_length if all_needed else max(1, self.prompt_length - 1)
         self.shares = self.shares and not self.is_whole
         self.long = self.switch is not None and self.chunked > self.switch
 
     def begin_again(self) -> bool:
-        """Whether the next token exceeds ``switch``, so that the whole text must be computed again."""
+        """Return whether the next token exceeds ``switch``, so that the full text must be recomputed."""
         if self.switch is None or self.long or self.computed < self.switch:
             return False
         self.long, self.chunked, self.computed = True, self.computed, 0
@@ -127,7 +127,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Work:
-    """``count`` tokens of one text, starting at position ``start`` of the text and row ``row`` of the step."""
+    """``count`` tokens of one text, from position ``start`` of the text, in rows of the step that begin at ``row``."""
 
     text: Text
     row: int
@@ -136,12 +136,12 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """Whether the step samples the next token of the text."""
+        """Whether this step samples the next token of the text."""
         return self.start + self.count == len(self.text.tokens) and self.text.needs_sample
 
     @property
     def scored(self) -> range:
-        """Positions whose next token belongs to the prompt and is scored."""
+        """Positions whose next token is a prompt token with a requested log-probability."""
         start = max(self.start, self.text.scored)
         stop = min(self.start + self.count, self.text.prompt_length - 1) if self.text.wants_prompt else 0
         return range(start, max(start, stop))
@@ -149,7 +149,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Copy:
-    """``count`` tokens of the caches to be copied before the step."""
+    """``count`` tokens of the caches to copy before the step."""
 
     source: int
     target: int
@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def images(self) -> Any:
-        """The images of the one text that has images, if there is one."""
+        """The images of the only text with images, if there is one."""
         return next((work.text.images for work in self.work if work.start == 0 and work.text.images is not None), None)
 
 
@@ -181,14 +181,14 @@ class Limits:
 
     tokens: int  # tokens of the caches
     requests: int  # texts that are computed at the same time
-    chunk: int = 256  # tokens of a prompt that are computed together
-    rows: int = 1024  # new tokens in a step, unless one chunk alone is longer
-    reserve: int = 256  # generated tokens that a text gets memory for at first; it grows when needed
+    chunk: int = 256  # tokens of a prompt that one step computes together
+    rows: int = 1024  # maximum new tokens in a step, unless a single chunk is longer
+    reserve: int = 256  # generated tokens for which a text initially gets memory; it grows when needed
     reuses: bool = True  # whether a text can reuse the caches of another text with the same prefix
 
 
 class Scheduler:
-    """Texts that wait, run, or have ended with their caches still in memory."""
+    """Texts that wait, run, or have ended while their caches are still in memory."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -196,15 +196,15 @@ class Scheduler:
         self.waiting: deque[Text] = deque()
         self.running: list[Text] = []
         self._slots = list(range(limits.requests))[::-1]
-        self._over: OrderedDict[int, Text] = OrderedDict()  # by extent, the oldest first
-        self._chunks: dict[int, Text] = {}  # hash of a prompt's beginning -> a text whose caches begin with it
+        self._over: OrderedDict[int, Text] = OrderedDict()  # by extent, oldest first
+        self._chunks: dict[int, Text] = {}  # hash of a prompt's prefix -> a text whose caches begin with it
 
     def add(self, text: Text) -> None:
         assert text.limit <= self.arena.size, "Engine.check refuses texts that do not fit into the caches"
         self.waiting.append(text)
 
     def remove(self, text: Text) -> None:
-        """Remove a text that has ended or was cancelled; the caches of its prompt stay while there is room."""
+        """Remove a text that has ended or was canceled; the caches of its prompt stay while there is room."""
         if text in self.waiting:
             self.waiting.remove(text)
         if text not in self.running:
@@ -229,7 +229,7 @@ class Scheduler:
         return sum(self.arena.length(text.extent) for text in self.running if text.extent is not None)
 
     def plan(self) -> Plan:
-        """The next step; empty only when nothing waits or runs."""
+        """Return the next step, which is empty only if no text waits or runs."""
         plan = Plan()
         for text in list(self.running):
             decodes = text.slot is not None and text.computed >= text.chunked and not text.begin_again()
@@ -244,7 +244,7 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """Record that ``plan`` was computed; sampled tokens are appended afterwards."""
+        """Record that ``plan`` was computed; sampled tokens are appended later."""
         for work in plan.work:
             text = work.text
             text.scored = work.scored.stop if work.scored else text.scored
@@ -257,9 +257,9 @@ class Scheduler:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def _has_room(self, plan: Plan, text: Text) -> bool:
-        if text.images is not None and plan.images is not None:  # a step encodes the images of one text
+        if text.images is not None and plan.images is not None:  # a step encodes the images of only one text
             return False
-        if text.is_whole and plan.rows <= len(self.running):  # else a long one would wait until nothing else runs
+        if text.is_whole and plan.rows <= len(self.running):  # long prompts would wait until no text runs
             return True
         chunk = text.chunked if text.is_whole else self.limits.chunk
         return not plan.rows or plan.rows + chunk <= self.limits.rows
@@ -278,13 +278,13 @@ class Scheduler:
     # ---- memory -------------------------------------------------------------------------------------------------
 
     def _admit(self, text: Text, plan: Plan) -> bool:
-        """Give ``text`` memory and let it run; False if there is not enough."""
+        """Allocate memory for ``text`` and let it run; return False if there is not enough."""
         if not self._slots:
             return False
         size = min(text.limit, len(text.tokens) + self.limits.reserve)
         donor, shared = self._donor(text)
         extent = self._take(size, donor)
-        if extent is None and donor is not None:  # not even beside it
+        if extent is None and donor is not None:  # there is no room in addition to the donor
             donor, shared = None, 0
             extent = self._take(size, None)
         if extent is None:
@@ -297,7 +297,7 @@ class Scheduler:
         return True
 
     def _take(self, size: int, keep: Text | None) -> int | None:
-        """An extent; texts that have ended are evicted for it if necessary, the oldest first."""
+        """Allocate an extent; evict texts that have ended if necessary, oldest first."""
         extent = self.arena.take(size)
         while extent is None:
             oldest = next((text for text in self._over.values() if text is not keep), None)
@@ -308,7 +308,7 @@ class Scheduler:
         return extent
 
     def _fits(self, text: Text, size: int, plan: Plan) -> bool:
-        """Whether ``text`` has memory for ``size`` tokens, after preempting other texts if necessary."""
+        """Return whether ``text`` has memory for ``size`` tokens, after preempting other texts if necessary."""
         assert text.extent is not None
         if size <= self.arena.length(text.extent):
             return True
@@ -332,7 +332,7 @@ class Scheduler:
         return True
 
     def _preempt(self, text: Text, plan: Plan) -> None:
-        """Free the memory of a running text, which is computed again later."""
+        """Free the memory of a running text, which is recomputed later."""
         assert text.slot is not None
         self.running.remove(text)
         self._slots.append(text.slot)
@@ -352,7 +352,7 @@ class Scheduler:
         text.extent = None
 
     def forget_caches(self) -> None:
-        """Do not reuse anything computed so far, because the weights change."""
+        """Stop reusing caches that exist now, because the weights change."""
         for text in list(self._over.values()):
             self._release(text)
         self._chunks.clear()
@@ -362,7 +362,7 @@ class Scheduler:
     # ---- shared prefixes ----------------------------------------------------------------------------------------
 
     def _donor(self, text: Text) -> tuple[Text | None, int]:
-        """The text that shares the longest cached prefix with ``text``, and the length of that prefix."""
+        """Return the text with the longest cached prefix of ``text``, and the length of that prefix."""
         found: tuple[Text | None, int] = None, 0
         if not (self.limits.reuses and text.shares):
             return found
@@ -385,7 +385,7 @@ class Scheduler:
 
 
 def _prefixes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Length and hash of each prefix that consists of whole chunks, up to ``stop`` tokens."""
+    """Yield length and hash of each prefix of full chunks, up to ``stop`` tokens."""
     key = hash(text.adapter)
     for end in range(chunk, stop + 1, chunk):
         key = hash((key, *text.tokens[end - chunk : end]))

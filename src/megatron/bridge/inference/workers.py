@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that ``LLM`` starts for a plain script, one per rank."""
+"""Processes that ``LLM`` starts for a plain script, one per rank."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from typing import Any
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.processes import die_with_parent, free_port
 
-BEAT_SECONDS = 2.0  # interval of the heartbeats of a rank in a conversation
+BEAT_SECONDS = 2.0  # heartbeat interval of a rank in a conversation
 SILENT_SECONDS = 25.0  # a rank without a heartbeat for this long is considered hung
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """Processes that each call ``make(path, **options)``, which is ``LLM``, for one rank of a model."""
+    """Processes that each call ``make(path, **options)``, usually ``LLM``, for one rank of a model."""
 
     def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
         context = get_context("spawn")
@@ -49,7 +49,7 @@ class Workers(AbstractContextManager["Workers"]):
             process.join()
 
     def iterate(self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None) -> Iterator[Any]:
-        """Yield what a method of ``LLM`` yields on rank 0; ``stopped`` tells whether to end early."""
+        """Yield the results of a method of ``LLM`` on rank 0; ``stopped`` returns whether to end early."""
         for rank in range(len(self._pipes)):
             self._send(rank, (method, args, stopped is not None))
         kind, value = self._receive(0)
@@ -65,24 +65,24 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def start(self, function: Callable[..., Iterator[Any]], *args: Any) -> None:
-        """Start a conversation on all ranks: each calls ``function(llm, receive, *args)``, a module's function.
+        """Start a conversation on all ranks: each calls the module-level ``function(llm, receive, *args)``.
 
-        On rank 0, ``receive(seconds)`` returns the messages of ``send``, and waits up to that long for the first; on
-        other ranks it returns nothing. ``messages`` yields what rank 0 yields.
+        On rank 0, ``receive(seconds)`` returns the messages of ``send``, and waits up to that long for the first one;
+        on other ranks it returns no messages. ``messages`` yields the values that rank 0 yields.
         """
         for rank in range(len(self._pipes)):
             self._send(rank, (function, args, False))
 
     def send(self, message: Any) -> None:
-        """Send rank 0 a message; blocks while its pipe is full."""
+        """Send a message to rank 0; this blocks while its pipe is full."""
         self._send(0, message)
 
     def messages(self, silence: float = SILENT_SECONDS) -> Iterator[Any]:
-        """Yield what rank 0 yields in a conversation, until all ranks are done.
+        """Yield the values of rank 0 in a conversation until all ranks are done.
 
         Raises:
-            UserError: a rank has ended, or sent nothing for ``silence`` seconds.
-            RuntimeError: a rank failed; the message is its traceback.
+            UserError: a rank has ended, or has sent nothing for ``silence`` seconds.
+            RuntimeError: a rank failed; the message has its traceback.
         """
         heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
         while heard:
@@ -115,7 +115,7 @@ class Workers(AbstractContextManager["Workers"]):
                 )
 
     def _drain(self) -> None:
-        """Stop an iteration that the caller has abandoned."""
+        """End an iteration that the caller has abandoned."""
         self._send(0, "stop")
         kind, value = self._receive(0)
         while kind == "piece":
@@ -123,7 +123,7 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def _answers(self, first: tuple[str, Any] | None = None) -> Any:
-        """Wait for all ranks; returns the answer of rank 0."""
+        """Wait for all ranks and return the answer of rank 0."""
         found = [first or self._receive(0), *(self._receive(rank) for rank in range(1, len(self._pipes)))]
         for kind, value in found:
             if kind == "refused":
@@ -133,18 +133,18 @@ class Workers(AbstractContextManager["Workers"]):
         return found[0][1]
 
     def _send(self, rank: int, message: Any) -> None:
-        with suppress(OSError):  # the rank has ended, which ``_receive`` reports
+        with suppress(OSError):  # the rank has ended, and ``_receive`` reports it
             self._pipes[rank].send(message)
 
     def _receive(self, rank: int) -> tuple[str, Any]:
-        """The next answer of a rank; raises as soon as any process ends."""
+        """Return the next answer of a rank; raise as soon as any process ends."""
         pipe = self._pipes[rank]
         while True:
             ready = connection.wait([pipe, *(process.sentinel for process in self._processes)])
             if pipe in ready:
                 try:
                     return pipe.recv()
-                except (EOFError, OSError):  # a connection reset if the rank left messages unread
+                except (EOFError, OSError):  # the connection is reset if the rank left messages unread
                     pass
             self._refuse_ended()
 
@@ -160,7 +160,7 @@ class Workers(AbstractContextManager["Workers"]):
 
 def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the script's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script handles Ctrl-C
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     llm: Any = None
@@ -173,9 +173,9 @@ def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) 
     while llm is not None:
         try:
             request = pipe.recv()
-        except (EOFError, OSError):  # a connection reset if the script left answers unread
+        except (EOFError, OSError):  # the connection is reset if the script left answers unread
             return
-        if request != "stop":  # a stop that came too late
+        if request != "stop":  # ignore a late stop
             _answer(pipe, partial(_iterate, llm, pipe, rank, *request))
 
 
@@ -184,12 +184,12 @@ def _answer(pipe: Any, function: Callable[[], Any]) -> None:
         pipe.send(("done", function()))
     except UserError as error:
         pipe.send(("refused", str(error)))
-    except Exception:  # raised again in the script
+    except Exception:  # the script raises it
         pipe.send(("failed", traceback.format_exc()))
 
 
 def _iterate(llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool) -> None:
-    """Send what the method or function yields on rank 0."""
+    """Send the values that the method or function yields on rank 0."""
     if callable(method):
         _converse(llm, pipe, rank, method, args)
         return

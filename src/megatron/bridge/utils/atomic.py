@@ -13,7 +13,7 @@ STAGING_SUFFIX = ".incomplete"
 
 
 def staging_path(final: Path) -> Path:
-    """Return the path of ``final`` before it is published: beside it, so that the rename is atomic."""
+    """Return the path of ``final`` before it is published: in the same folder, so that the rename is atomic."""
     return final.with_name(final.name + STAGING_SUFFIX)
 
 
@@ -24,7 +24,7 @@ def refuse_existing(final: Path) -> None:
 
 
 def create_staging(final: Path, overwrite: bool = False) -> Path:
-    """Make an empty directory beside ``final``, and remove the files of an interrupted writer there."""
+    """Create an empty directory next to ``final``, and remove the files of an interrupted writer there."""
     if not overwrite:
         refuse_existing(final)
     staging = staging_path(final)
@@ -39,8 +39,8 @@ def create_staging(final: Path, overwrite: bool = False) -> Path:
 def publish(staging: Path, final: Path) -> None:
     """Flush every file of ``staging`` to disk, then rename it to ``final``, which is replaced.
 
-    A directory cannot be replaced in one step: the old one is moved aside first and removed last, so a kill
-    between the two leaves both copies on disk.
+    A directory cannot be replaced in one step: the old one is moved away first and removed last, so an interruption
+    between these steps leaves both copies on disk.
     """
     flush(staging)
     retired = final.with_name(final.name + ".replaced")
@@ -115,7 +115,7 @@ def read_text(path: Path, what: str) -> str:
 
 @contextmanager
 def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iterator[None]:
-    """Turn an ``OSError`` inside into a ``UserError`` about ``what``, such as ``logger.log_dir=runs``."""
+    """Convert an ``OSError`` inside to a ``UserError`` about ``what``, such as ``logger.log_dir=runs``."""
     try:
         yield
     except OSError as error:

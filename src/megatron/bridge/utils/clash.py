@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of another package with the import name ``megatron.bridge``."""
+"""Detect another package with the import name ``megatron.bridge``."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 _OURS = "utils/clash.py"
-_WAY_OUT = "use an environment of its own for each, or uninstall both and install hf-megatron-bridge last"
+_WAY_OUT = "use a separate environment for each, or uninstall both and install hf-megatron-bridge last"
 
 
 def refuse_others(roots: Iterable[str]) -> None:
@@ -13,7 +13,7 @@ def refuse_others(roots: Iterable[str]) -> None:
     for root in map(Path, roots):
         package = root / "bridge"
         if (package / "__init__.py").is_file() and not (package / _OURS).is_file():
-            raise ImportError(f"{package} is another package megatron.bridge than hf-megatron-bridge: {_WAY_OUT}")
+            raise ImportError(f"{package} is not hf-megatron-bridge, but also has megatron.bridge: {_WAY_OUT}")
         for record in root.parent.glob("megatron_core-*.dist-info/RECORD") if package.is_dir() else ():
             if "megatron/bridge/" in record.read_text(errors="replace"):
-                raise ImportError(f"{record.parent.name} has the modules of hf-megatron-bridge, too: {_WAY_OUT}")
+                raise ImportError(f"{record.parent.name} also has the modules of hf-megatron-bridge: {_WAY_OUT}")

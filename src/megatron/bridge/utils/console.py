@@ -16,7 +16,7 @@ _WIDTH = 80
 
 @cache
 def console() -> Console:
-    """The shared console; ranks above 0 get one that prints nothing."""
+    """Return the shared console; on ranks above 0 it prints nothing."""
     return ensure_width(
         _Terminal(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
     )

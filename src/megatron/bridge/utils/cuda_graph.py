@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the modules that CUDA graphs capture."""
+"""Choose the modules that CUDA graphs capture."""
 
 from collections.abc import Iterable
 from typing import Any

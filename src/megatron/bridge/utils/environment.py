@@ -76,7 +76,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def git_diff(states: dict[str, Any]) -> str:
-    """Return the difference from the commits of ``states`` for ``git apply``; untracked files are left out."""
+    """Return the difference from the commits of ``states`` for ``git apply``, without untracked files."""
     tops = dict.fromkeys(state["top"] for state in states.values() if state is not None and state["dirty"])
     diffs = (git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
     return "".join(_shortened(diff or "") for diff in diffs)
@@ -89,7 +89,7 @@ def _shortened(text: str) -> str:
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """Return the output of a command of git in ``folder``; None if it fails, takes long, or is not installed."""
+    """Return the output of a git command in ``folder``; None if it fails, takes too long, or git is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],

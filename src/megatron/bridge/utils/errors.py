@@ -10,8 +10,8 @@ from megatron.bridge.utils.storage_paths import shown
 class UserError(ValueError):
     """A mistake that the user can fix: the message is one sentence with the key, the value and the fix.
 
-    Command lines print the message alone and exit with code 1; any other exception is a bug and keeps its
-    traceback. Folders that stand for URLs are shown as URLs.
+    Command lines print only the message and exit with code 1; any other exception is a bug and keeps its traceback.
+    Folders that stand for URLs are shown as URLs.
     """
 
     def __str__(self) -> str:
@@ -41,12 +41,12 @@ def first_few(items: Sequence[str], count: int = 3, separator: str = ", ") -> st
 
 
 def first_problems(problems: Sequence[str]) -> str:
-    """Join sentences to one line, at most six of them."""
+    """Join at most six sentences into one line."""
     return first_few(problems, 6, "; ")
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Names from ``candidates`` closest to ``name``, best first, at most ``count``.
+    """Return at most ``count`` names from ``candidates``, the closest to ``name`` first.
 
     Example:
         >>> nearest("train_itres", ["train_iters", "micro_batch_size"])
@@ -56,7 +56,7 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """A sentence fragment naming the nearest candidates, or an empty string if none is near.
+    """Return a phrase with the nearest candidates, or an empty string if none is near.
 
     Example:
         >>> did_you_mean("train_itres", ["train_iters", "seed"])
@@ -66,12 +66,12 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def suggestion(names: Sequence[str]) -> str:
-    """A sentence fragment that proposes ``names``, or an empty string if there are none."""
+    """Return a phrase that proposes ``names``, or an empty string if there are none."""
     return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def nearest_keys(key: str, keys: Iterable[str], count: int = 3) -> list[str]:
-    """Dotted keys closest to ``key``: the same name in another group, else similar names in its group, else in all.
+    """Return keys close to ``key``: the same name in another group, else similar names in its group, else any.
 
     Example:
         >>> nearest_keys("model.seed", ["model.sees", "train.seed"])
@@ -88,7 +88,7 @@ def nearest_keys(key: str, keys: Iterable[str], count: int = 3) -> list[str]:
 
 
 def misspelling(name: str, candidates: Iterable[str]) -> str:
-    """A sentence fragment with the likely spelling of ``name``: one letter in eight differs, at most 3.
+    """Return a phrase with the likely spelling of ``name``: one letter in eight differs, at most 3.
 
     Example:
         >>> misspelling("attention_biass", ["attention_bias", "attention_sink"])

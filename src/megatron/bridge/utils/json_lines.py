@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files to which a run appends a JSON object with its ``step`` per line.
+"""Files to which a run appends JSON objects, one per line, with their ``step``.
 
-A last line without a line end is from a killed process, and is ignored.
+A last line without a line end was written by a killed process and is ignored.
 """
 
 import json
@@ -31,7 +31,7 @@ def _parse(line: str, where: str) -> Row:
 
 
 def text_until(path: Path, step: int) -> str:
-    """Keep the lines up to ``step``: a killed run may have written later ones after its last checkpoint."""
+    """Return the lines up to ``step``: a killed run may have written later lines after its last checkpoint."""
     return to_text([row for row in read(path) if row["step"] <= step]) if step else ""
 
 

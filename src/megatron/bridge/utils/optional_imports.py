@@ -18,7 +18,7 @@ def installed(package: str) -> bool:
 
 
 def import_optional(package: str, key: str, extra: str, is_setting: bool = True) -> Any:
-    """Import the module ``package`` of an extra for ``key``: a key of the config (``is_setting``) or a command."""
+    """Import a ``package`` of an extra for ``key``, which is a key of the config (``is_setting``) or a command."""
     try:
         return import_module(package)
     except ImportError as error:

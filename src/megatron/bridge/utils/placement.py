@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement of ranks: their hosts, and the CPUs and NUMA nodes that they may use."""
+"""Report the placement of ranks: their hosts, and the CPUs and NUMA nodes that they may use."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def announce(debug: bool) -> None:
 
 
 def binding(system: Path = Path("/sys/devices/system/cpu")) -> str:
-    """Return the CPUs of this process and their NUMA nodes; empty if it may use all CPUs of a single node."""
+    """Return the CPUs of this process and their NUMA nodes, or an empty string if it may use all CPUs of one node."""
     cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     pairs = [(int(path.name[4:]), int(path.parent.name[3:])) for path in system.glob("cpu[0-9]*/node[0-9]*")]
     several = len({node for node, _ in pairs}) > 1

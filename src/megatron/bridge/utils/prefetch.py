@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute results in threads while the caller uses earlier ones: with a memory limit, or one result ahead."""
+"""Compute results in threads while the caller uses earlier ones, with a memory limit or one result ahead."""
 
 import atexit
 import threading
@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-PATIENCE = 10.0  # seconds for which the end of the process waits for an unfinished item
+PATIENCE = 10.0  # seconds that the end of the process waits for an unfinished item
 
 _running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any] | None] = weakref.WeakKeyDictionary()
-"""Threads that make items ahead. A permanent thread has a queue, in which None ends it."""
+"""Threads that compute items in advance. A permanent thread has a queue, in which None ends it."""
 
 
 def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: int) -> Iterator[T]:
@@ -46,11 +46,11 @@ def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, thread
 
 
 class PrefetchIterator[T]:
-    """Iterator whose items are made by a thread while the caller uses the previous one.
+    """Iterator whose next item a thread computes while the caller uses the previous one.
 
     Args:
         items: The iterator; its error is raised in place of its item, and again in later calls.
-        keep_thread: One thread makes all items; it ends when this object is garbage-collected. By default, each item
+        keep_thread: One thread computes all items; it ends when this object is garbage-collected. By default, each item
             has its own thread, because a permanent thread that runs tensor operations also keeps its OpenMP threads.
             With more of them than cores, OpenMP no longer spins between operations in any thread, and a training
             step takes 8% longer. Starting a thread takes 0.1 to 1 ms if all cores are busy.
@@ -102,7 +102,7 @@ def _make_all[T](items: Iterator[T], wanted: SimpleQueue[Future[T] | None]) -> N
 
 @atexit.register
 def _end_all() -> None:
-    """End the threads before the interpreter: a thread that frees a tensor during its end aborts the process."""
+    """End the threads before the interpreter: a thread that frees a tensor during shutdown aborts the process."""
     for thread, wanted in list(_running.items()):
         if wanted is not None:
             wanted.put(None)

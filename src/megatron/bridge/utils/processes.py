@@ -14,11 +14,11 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Process:
-    """One process, distinct from later processes with the same number."""
+    """A process, distinguished from later processes with the same pid."""
 
     host: str  # name of the machine
     boot: str  # identifies the boot of the machine and the container, which has its own numbers
-    pid: int  # its number on the host
+    pid: int  # process id on the host
     started: int  # clock ticks between the start of the machine and of the process
 
     @classmethod
@@ -27,7 +27,7 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the number is valid on this machine, so that ``is_alive`` can check it."""
+        """Return whether the pid is valid on this machine, so that ``is_alive`` can check it."""
         return (self.host, self.boot) == (socket.gethostname(), _boot())
 
     @property
@@ -40,7 +40,7 @@ class Process:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the start of a process, in clock ticks after the machine's; None if it has ended or is a zombie."""
+    """Return the start time of a process in clock ticks since boot; None if it has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -65,7 +65,7 @@ def die_with_parent(signum: signal.Signals) -> None:
         os.kill(os.getpid(), signum)
 
 
-# below the ports of outgoing connections on Linux, macOS and Windows, which could take a port before its server
+# below the ports for outgoing connections on Linux, macOS and Windows, which could take a port before its server
 _FIRST, _LAST = 20_000, 32_000
 
 

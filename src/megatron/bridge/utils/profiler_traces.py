@@ -32,7 +32,7 @@ def trace_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MergedTrace:
-    """Facts on merged traces."""
+    """Statistics of merged traces."""
 
     ranks: list[int]  # ranks of the traces
     events: int  # number of events
@@ -43,9 +43,9 @@ def find_traces(place: Path) -> dict[int, Path]:
     """Find the traces by rank, in a run's folder, in its ``traces``, or in a subfolder of ``traces``."""
     folders = sorted({path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)})
     if not folders:
-        raise UserError(f"{place} holds no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
+        raise UserError(f"{place} has no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
     if len(folders) > 1:
-        raise UserError(f"{place} holds several sets of traces: give one of {', '.join(map(str, folders))}")
+        raise UserError(f"{place} has several sets of traces: give one of {', '.join(map(str, folders))}")
     paths = sorted(folders[0].iterdir())
     return dict(sorted((int(name[1]), path) for path in paths if (name := _NAME.fullmatch(path.name))))
 
@@ -58,7 +58,7 @@ def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> Merge
     differ.
 
     Raises:
-        UserError: a trace is missing, damaged, or not of this kind; then nothing is written.
+        UserError: a trace is missing, damaged, or of another kind; nothing is written.
     """
     with refuse_unwritable(str(target), "choose another file"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +122,11 @@ class _TraceMerger:
     def _check(self, rank: int, path: Path, about: dict[str, Any]) -> None:
         told = about.get("rank", rank)
         if told != rank:
-            raise UserError(f"{path} is the trace of rank {told}: give it back its name, {trace_name(told)}")
+            raise UserError(f"{path} is the trace of rank {told}: rename it to {trace_name(told)}")
         missing = [str(other) for other in about.get("ranks", []) if other not in self._traces]
         if missing:
             raise UserError(
-                f"{path.parent} holds no trace of rank {', '.join(missing)}, which was profiled: copy it there"
+                f"{path.parent} has no trace of rank {', '.join(missing)}, which was profiled: copy it there"
             )
 
     def _shift(self, base: int, met: int | None, path: Path) -> float:

@@ -15,7 +15,7 @@ from megatron.bridge.utils.errors import UserError
 
 CONFIG = "run_config.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
-SILENCE = 120.0  # seconds without a new line after which a run with short steps does not count as running
+SILENCE = 120.0  # a run with short steps is not considered running after this many seconds without a new line
 _FORMATS = {"tokens per second": "{:,.0f}", "step time": "{:.3g} s", "MFU": "{:.1%}", "peak memory GB": "{:.2f}"}
 _FORMATS |= {"consumed tokens": "{:,}", "skipped steps": "{}"}
 _TIMER = re.compile(r"time/(.+) rank (\d+)")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable garbage collection during imports, and exclude their objects later: saves a third of the start time."""
+    """Disable garbage collection during imports and exempt their objects later: saves a third of the start time."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

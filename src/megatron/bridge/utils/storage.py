@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files on object storage, through fsspec: list a URL, download to its local folder, and upload from the folder.
+"""Access object storage through fsspec: list a URL, download to its local folder, and upload from the folder.
 
 fsspec's file systems read credentials and endpoints from the environment, transfer large files in parallel parts, and
 retry failed requests with growing pauses. If the retries fail, a ``StorageError`` is raised.
@@ -23,12 +23,12 @@ from megatron.bridge.utils.storage_paths import CACHE, beside, root, split, url_
 
 AT_ONCE = 8  # files to upload (s3fs sends up to 10 parts of 50 MB of each), and ranges to download
 RANGE = 32 << 20
-# 8 tries of a request within about a minute, unless a variable of AWS or fsspec says otherwise
+# 8 tries of a request within about a minute, unless an environment variable of AWS or fsspec overrides it
 _OPTIONS = {"s3": {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 8}}}}
 _PAUSES = random.SystemRandom()
 _NO_STORAGE = ("file", "local", "data", "http", "https")
 
-_OUTSIDE = {".", "..", ""}  # parts of names that lead out of a folder
+_OUTSIDE = {".", "..", ""}  # path components that leave a folder
 
 SizeOf = Callable[[str], int | None]
 
@@ -59,7 +59,7 @@ def local(place: str | Path) -> Path:
     scheme, rest = found
     _filesystem(scheme)
     if _OUTSIDE & set(rest.split("/")):
-        raise UserError(f"{scheme}://{rest} names no folder of a bucket: write {scheme}://BUCKET/FOLDER")
+        raise UserError(f"{scheme}://{rest} has no folder of a bucket: write {scheme}://BUCKET/FOLDER")
     return Path(root(), scheme, rest)
 
 
@@ -165,7 +165,7 @@ def _filesystem(scheme: str) -> Any:
 
     if scheme not in _known():
         hint = misspelling(scheme, _known())
-        raise UserError(f"{scheme}:// is no object storage that fsspec knows: use s3://, gs:// or a path{hint}")
+        raise UserError(f"{scheme}:// is not an object storage of fsspec: use s3://, gs:// or a path{hint}")
     chosen = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys()
     try:
         options = {"use_listings_cache": False, **({} if chosen else _OPTIONS.get(scheme, {})), **conf.get(scheme, {})}
@@ -178,7 +178,7 @@ def _filesystem(scheme: str) -> Any:
 
 
 def _keep_random_state() -> None:
-    """Draw pauses between retries from a separate generator: a run saves and restores the state of Python's."""
+    """Draw the pauses between retries from a separate generator: a run saves and restores Python's random state."""
     for name in ("aiohttp.connector", "botocore.retryhandler", "gcsfs.retry"):
         if name in sys.modules:
             vars(sys.modules[name])["random"] = _PAUSES

@@ -47,7 +47,7 @@ def shown(text: str) -> str:
 
 
 def beside(path: Path, ending: str) -> Path:
-    """Return the path of a note on a downloaded file."""
+    """Return the path of a note about a downloaded file."""
     found = Path(root(), ".state", path.relative_to(root()))
     found.parent.mkdir(parents=True, exist_ok=True)
     return found.with_name(found.name + ending)

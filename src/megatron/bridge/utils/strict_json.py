@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read JSON from other programs: duplicate keys, deep nesting and huge numbers are errors.
 
-Python's ``json`` keeps the last of two equal keys, and raises errors of various types for the other cases.
+Python's ``json`` keeps the last of two equal keys, and raises various types of errors in the other cases.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank of this process, from the environment variables of torchrun, or of srun under torchrun's names."""
+"""Read the rank of this process from the environment variables of torchrun or srun."""
 
 import os
 import re
@@ -16,7 +16,7 @@ def read_number(name: str, default: int | None = None, environment: Mapping[str,
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
         said = f"{name}={text!r} in the environment is not numeric" if text else f"{name} is missing in the environment"
-        raise UserError(f"{said}: torchrun or srun sets it; unset RANK to run as a process of its own")
+        raise UserError(f"{said}: torchrun or srun sets it; unset RANK to run as a single process")
     return int(text)
 
 
@@ -26,7 +26,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     if missing:
         raise UserError(
             f"RANK={environment.get('RANK')} is set without {', '.join(missing)}: start it with torchrun or srun, "
-            f"or unset RANK to run as a process of its own"
+            f"or unset RANK to run as a single process"
         )
     rank, world, port = (read_number(name, environment=environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
@@ -42,15 +42,15 @@ _NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "
 def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set torch.distributed's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ...) from the job step.
 
-    Nothing changes under torchrun, which has set them, nor outside a step: ``sbatch`` also sets ``SLURM_NTASKS`` for
-    the batch script, which is one process.
+    Nothing changes under torchrun, which has already set them, or outside a step: ``sbatch`` also sets ``SLURM_NTASKS``
+    for the batch script, which is a single process.
     """
     if "RANK" in environment or read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     given = {name: _given(environment, name) for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")}
     environment.update({ours: given[name] for ours, name in _NAMES.items()})
     environment.setdefault("MASTER_ADDR", first_host(given["SLURM_STEP_NODELIST"]))
-    # another port after each restart, because the old one may still be in use
+    # use another port after each restart, because the old one may still be in use
     number = 7 * int(given["SLURM_JOB_ID"]) + int(environment.get("SLURM_RESTART_COUNT", "0"))
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
 
@@ -58,7 +58,7 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
 def _given(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         raise UserError(
-            f"{name} is missing in the environment, though SLURM_STEP_NUM_TASKS is set as in a step of srun: "
+            f"{name} is missing in the environment, although srun's SLURM_STEP_NUM_TASKS is set: "
             f"pass on all variables that srun sets, or unset SLURM_STEP_NUM_TASKS"
         )
     return environment[name]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the pickles of a checkpoint without running code that they name.
+"""Read the pickles of a checkpoint without running the code that they name.
 
-A pickle names functions, which Python calls while it reads the pickle. Here it may name only the classes in
+A pickle names functions, which Python calls while it reads the pickle. Here, a pickle may name only classes of
 checkpoints: torch's metadata, tensors, and plain values. An unpickler with a fixed list reads ``.metadata``, and
 torch's weights-only unpickler reads the files of ``torch.save``. All other names are refused, unless the user trusts
 the checkpoint.
@@ -52,7 +52,7 @@ class UntrustedPickleError(UserError):
 
 
 def trust_checkpoints(trust: bool = True) -> None:
-    """Read checkpoints in this process like any pickle: they can run code."""
+    """Allow any pickle in checkpoints that this process reads, which can run code."""
     global _trusted  # noqa: PLW0603 - Megatron-Core reads in threads, where a context variable would be unset
     _trusted = trust
 
@@ -87,7 +87,7 @@ def read_states(data: bytes, source: str, package: str) -> Any:
 
 
 def read_plain(stream: IO[bytes], source: str) -> Any:
-    """Numbers, texts and collections of them."""
+    """Read a pickle of numbers, strings, and collections of them."""
     return _load(stream, source, set())
 
 

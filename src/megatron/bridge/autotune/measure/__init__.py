@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of this machine: of kernels, of messages between processes, and of a model's layers."""
+"""Measure this machine: kernels, messages between processes, and layers of a model."""

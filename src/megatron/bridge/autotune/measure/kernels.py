@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of single kernels on one device."""
+"""Measure single kernels on one device."""
 
 import statistics
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def product(shape: Shape, dtype: torch.dtype) -> float:
 
 
 def attention(length: int, heads: int, width: int, dtype: torch.dtype) -> dict[str, Samples]:
-    """Causal attention over a quarter, half and all of the length."""
+    """Time causal attention over a quarter, half and all of the length."""
     found: dict[str, Samples] = {"forward": [], "backward": []}
     for tokens in sorted({max(16, length // 4), max(16, length // 2), length}):
         leaves = [_random(1, heads, tokens, width, dtype=dtype).requires_grad_() for _ in range(3)]
@@ -34,7 +34,7 @@ def attention(length: int, heads: int, width: int, dtype: torch.dtype) -> dict[s
 
 
 def moved(dtype: torch.dtype) -> Samples:
-    """A norm, which reads and writes each number."""
+    """Time a norm, which reads and writes each element."""
     found: Samples = []
     for rows in (16, 128, 1024, 8192):
         data, weight = _random(rows, 512, dtype=dtype), _random(512, dtype=dtype)

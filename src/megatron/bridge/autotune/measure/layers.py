@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of a model's real layers on one device.
+"""Measure the real layers of a model on one device.
 
-They hold what kernels alone leave out: Python, autograd, the allocator, and operations that no formula counts.
+Their times include what kernel times omit: Python, autograd, the allocator, and operations that no formula counts.
 """
 
 import statistics
@@ -21,27 +21,27 @@ from megatron.bridge.backends.hardware import speed
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
-_CALLS = 4  # of each batch in a round; the first is not counted
-_ROUNDS = 5  # over all batches, so that a slow moment of the machine does not fall on one of them alone
+_CALLS = 4  # of each batch in a round; the first call is not counted
+_ROUNDS = 5  # over all batches, so that a slow moment of the machine does not affect only one of them
 _Size = tuple[int, int]
 _Calls = list[dict[str, list[float]]]
-_SHARE = 4  # the model may fill this part of the device's memory
+_SHARE = 4  # the model may use this fraction of the device memory
 
 
 def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str, Samples]:
-    """Seconds of the passes of each kind of layer, and of what comes before and behind the layers.
+    """Measure the passes of each kind of layer, and of the embedding and the output layer.
 
-    The model has one layer of each kind, one rank, and random weights. Batches are parts of a sequence and up to
-    eight sequences.
+    The model has one layer of each kind, one rank, and random weights. Batches range from parts of a sequence to eight
+    sequences.
 
     Args:
-        config: A resolved config; its layout is left out.
+        config: A resolved config; its layout is ignored.
         memory: Bytes of the device.
-        budget: Seconds, after which no larger batch is begun.
+        budget: Seconds after which no larger batch starts.
 
     Returns:
-        By name, such as ``attention forward`` and ``ends backward``, operations and seconds; nothing where the model
-        does not fit on one device.
+        Samples of operations and seconds by name, such as ``attention forward`` and ``ends backward``. The dict is
+        empty if the model does not fit on one device.
     """
     model: Any = config.model
     chunk, kinds = _short_model(config)
@@ -63,12 +63,12 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
 
 
 def _batches(length: int) -> list[_Size]:
-    """Rows and tokens, from small to large."""
+    """Return batch sizes as rows and tokens, from small to large."""
     return [(1, length // 8), (1, length // 4), (1, length // 2), *((rows, length) for rows in (1, 2, 4, 8))]
 
 
 def _short_model(config: ConfigContainer) -> tuple[Any, list[str]]:
-    """The model on the meta device with one layer of each kind, and their kinds."""
+    """Return the model on the meta device with one layer of each kind, and the kinds."""
     chunk: Any = meta_model.whole_model(without_quantization(config.model))
     first: dict[str, nn.Module] = {}
     for layer in layers_of(chunk)[: len(chunk.decoder.layers)]:
@@ -95,7 +95,7 @@ def _fill(chunk: nn.Module) -> None:
 def _add(
     found: dict[str, Samples], config: ConfigContainer, size: _Size, chunk: Any, kinds: list[str], calls: _Calls
 ) -> None:
-    """Add the medians of the passes of one batch size."""
+    """Add the median times of the passes of one batch size."""
     rows, length = size
     run = replace(run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False)
     operations = [
@@ -110,7 +110,7 @@ def _add(
 
 
 def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
-    """Seconds of each layer forward and backward, and those of the rest of the model last."""
+    """Return the seconds of each layer forward and backward; the rest of the model comes last."""
     tokens = torch.randint(0, chunk.vocab_size, (rows, length), device=speed.device())
     positions = torch.arange(length, device=speed.device()).expand(rows, length)
     marks: dict[tuple[int, str], float] = {}
@@ -137,7 +137,7 @@ def _now() -> float:
 
 
 def _hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) -> list[Any]:
-    """Hooks that write down when the passes of ``layer`` begin and end."""
+    """Register hooks that record when the passes of ``layer`` begin and end."""
 
     def mark(name: str) -> None:
         marks[index, name] = _now()

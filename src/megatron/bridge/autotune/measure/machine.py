@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile of this machine, for a model."""
+"""Measure this machine for a model."""
 
 import math
 import os
@@ -22,13 +22,13 @@ from megatron.bridge.utils import distributed
 
 
 def measure(config: ConfigContainer, shapes: Iterable[Shape], budget: float) -> Profile:
-    """Measure this machine on all ranks of the job, in about ``budget`` seconds and those of the messages.
+    """Measure this machine on all ranks of the job, for about ``budget`` seconds plus the time of the messages.
 
-    On a CPU, as many ranks compute at once as there are cores, and the others wait.
+    On a CPU, only as many ranks compute at once as there are cores; the others wait.
 
     Args:
-        config: A resolved config, for the model's layers, its attention and the type of its weights.
-        shapes: Matrix products, measured from small to large until half of the time is over.
+        config: A resolved config, which decides layers, attention and the type of the weights.
+        shapes: Matrix products, measured from small to large for half of the time.
         budget: Seconds; each kind is measured at least once.
     """
     profile = _empty(config)
@@ -77,7 +77,7 @@ def _processor() -> str:
 
 
 def merged(profiles: Sequence[Profile]) -> Profile:
-    """One profile of those of all ranks: the slowest of each message, and the products of the first."""
+    """Merge the profiles of all ranks: the slowest time of each message, and the products of the first rank."""
     messages: dict[str, Samples] = {}
     for name in profiles[0].messages:
         columns = zip(*(each.messages[name] for each in profiles if name in each.messages), strict=True)

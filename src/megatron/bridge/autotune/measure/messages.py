@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of messages between the processes of this job."""
+"""Measure messages between the processes of this job."""
 
 import statistics
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from megatron.bridge.autotune.profile import Samples
 from megatron.bridge.backends.hardware import speed
 from megatron.bridge.utils import distributed
 
-_CALLS = 25  # of each kind and size; the first is not counted
+_CALLS = 25  # of each kind and size; the first call is not counted
 _SIZES = [1 << bits for bits in range(12, 25, 2)]  # bytes
 
 
 def messages() -> dict[str, Samples]:
-    """Collectives of groups of neighbors, in all groups of a size at once."""
+    """Time collectives in groups of neighboring ranks; all groups of a size run at once."""
     found: dict[str, Samples] = {}
     size, rank = distributed.world_size(), distributed.rank()
     for ranks in [ranks for ranks in (2, 4, 8, 16, 32, 64) if ranks <= size]:
@@ -32,7 +32,7 @@ def messages() -> dict[str, Samples]:
 
 
 def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
-    """The mean, as a step adds up what single messages take, after a product: cores are as busy as in training."""
+    """Return the mean time after a matrix product, so that cores are as busy as in training."""
     data, matrix = torch.ones(size // 4, device=speed.device()), torch.randn(384, 384, device=speed.device())
     dist.barrier(group)
     seconds: list[float] = []
@@ -47,7 +47,7 @@ def _part(data: Tensor, group: Any) -> Tensor:
 
 
 def _send(data: Tensor, group: Any) -> None:
-    """Pairs of neighbors send to each other."""
+    """Exchange data between pairs of neighboring ranks."""
     other = dist.get_global_rank(group, group.rank() ^ 1)
     into = torch.empty_like(data)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, data, other), dist.P2POp(dist.irecv, into, other)]):

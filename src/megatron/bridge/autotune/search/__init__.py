@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The search for the fastest layout that fits: candidates, their prices, and why others lose."""
+"""Search the fastest layout that fits: candidates, their predicted costs, and why others are worse."""

@@ -12,7 +12,7 @@ NAMES = ("tensor", "context", "pipeline", "virtual", "expert", "expert_tensor", 
 """Dimensions that a user can fix."""
 
 FREE: dict[str, tuple[Any, ...]] = {"gradients": (None, "bf16"), "batch": (None, 2, 4)}
-"""Dimensions that change the numbers of a run, and their values: None keeps the config's."""
+"""Dimensions that change the results of a run, and their values: None keeps the config's value."""
 
 SWITCHES: tuple[tuple[str, Any], ...] = (
     ("ddp.overlap_grad_reduce", True),
@@ -21,10 +21,10 @@ SWITCHES: tuple[tuple[str, Any], ...] = (
     ("model.tp_comm_overlap", True),
     *(("model.cp_comm_type", kind) for kind in ("p2p", "a2a", "all_gather")),
 )
-"""Settings of communication that leave the numbers of a run as they are."""
+"""Communication settings that do not change the results of a run."""
 
 Recompute = tuple[str | None, str | None, int | None, tuple[str, ...] | None]
-"""Granularity, method, number of layers, modules."""
+"""Granularity, method, number of layers, and modules."""
 
 NO_RECOMPUTE: Recompute = (None, None, None, None)
 FULL_RECOMPUTE: Recompute = ("full", "uniform", 1, None)
@@ -34,22 +34,22 @@ FULL_RECOMPUTE: Recompute = ("full", "uniform", 1, None)
 class Candidate:
     """One layout."""
 
-    tensor: int = 1  # tensor ranks; with two or more, sequence parallelism is on
-    context: int = 1  # context ranks
+    tensor: int = 1  # tensor-parallel ranks; with two or more, sequence parallelism is on
+    context: int = 1  # context-parallel ranks
     pipeline: int = 1  # pipeline stages
-    virtual: int = 1  # chunks on each stage
-    expert: int = 1  # expert ranks
-    # ranks that share an expert; None for as many as ``tensor``, and for a dense model
+    virtual: int = 1  # model chunks on each stage
+    expert: int = 1  # expert-parallel ranks
+    # expert-tensor-parallel ranks; None for the value of ``tensor``, and for a dense model
     expert_tensor: int | None = None
-    micro_batch: int = 1  # samples of a microbatch
-    recompute: Recompute = NO_RECOMPUTE  # what the backward pass repeats
-    gradients: str | None = None  # bf16 reduces and accumulates them in bf16; None keeps the config's type
-    batch: int | None = None  # times the config's global batch
+    micro_batch: int = 1  # samples per microbatch
+    recompute: Recompute = NO_RECOMPUTE  # recomputation in the backward pass
+    gradients: str | None = None  # bf16 reduces and accumulates gradients in bf16; None keeps the config's type
+    batch: int | None = None  # factor of the config's global batch size
     switches: tuple[tuple[str, Any], ...] = ()  # keys of ``SWITCHES`` and their values
-    layout: str | None = None  # layers of each chunk as Megatron-Core spells them; None splits them evenly
+    layout: str | None = None  # layers of each chunk in Megatron-Core's notation; None splits them evenly
 
     def settings(self) -> dict[str, Any]:
-        """The values of all keys that a candidate decides."""
+        """Return the values of all config keys that a candidate sets."""
         granularity, method, layers, modules = self.recompute
         return {
             "model.tensor_model_parallel_size": self.tensor,
@@ -74,7 +74,7 @@ class Candidate:
         }
 
     def label(self) -> str:
-        """The layout in a few words: ``TP8 PP4 VP5 DP..``, sizes of 1 left out."""
+        """Describe the layout in short form, such as ``TP8 PP4 VP5 DP..``, without sizes of 1."""
         sizes = {
             "TP": self.tensor,
             "CP": self.context,
@@ -94,14 +94,14 @@ class Candidate:
         return " ".join(words)
 
     def changes(self, other: "Candidate") -> list[tuple[str, Any]]:
-        """Fields in which this candidate differs from ``other``, with this one's values."""
+        """Return the fields in which this candidate differs from ``other``, with the values of this candidate."""
         names = [field.name for field in fields(self) if field.name != "layout"]
         return [(name, getattr(self, name)) for name in names if getattr(self, name) != getattr(other, name)]
 
 
 @dataclass(frozen=True)
 class Space:
-    """The values that a search may choose from, by the fields of ``Candidate``; a single one is fixed."""
+    """The values that a search tries for each field of ``Candidate``; a field with a single value is fixed."""
 
     sizes: Mapping[str, tuple[Any, ...]]
 
@@ -114,22 +114,22 @@ class Space:
                 yield candidate
 
     def fixed(self, **values: Any) -> "Space":
-        """The same space with some fields fixed."""
+        """Return the same space with some fields fixed."""
         return replace(self, sizes={**self.sizes, **{name: (value,) for name, value in values.items()}})
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to ``most``."""
+    """Return 1, 2, 4, ... up to ``most``."""
     return tuple(1 << bits for bits in range(max(most, 1).bit_length()))
 
 
 def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
-    """``key=value`` for each setting that differs from the value in ``config``."""
+    """Return ``key=value`` for each setting that differs from the value in ``config``."""
     return [f"{key}={as_yaml(value)}" for key, value in settings.items() if attrgetter(key)(config) != value]
 
 
 def as_yaml(value: Any) -> str:
-    """A value as an override spells it."""
+    """Format a value for an override."""
     if isinstance(value, list):
         return f"[{','.join(value)}]"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why other layouts lose, and the shortest way from a layout that does not fit to one that does."""
+"""Explain why other layouts are worse, and find the fewest changes that make a layout fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a candidate is not the best; seconds and bytes of its fullest rank are None if it is not allowed."""
+    """Why a candidate is not the best; seconds and bytes of its fullest rank are None if a rule refuses it."""
 
     candidate: Candidate
     seconds: float | None
@@ -23,7 +23,7 @@ class Reason:
 
 
 def alternatives(search: Search, best: Price) -> Iterator[Reason]:
-    """What each other value of one field would cost."""
+    """Yield the cost of each other value of each field."""
     plain = replace(best.candidate, layout=None)
     values = {**search.space.sizes, "recompute": search.recomputes}
     for name, choices in values.items():
@@ -33,12 +33,12 @@ def alternatives(search: Search, best: Price) -> Iterator[Reason]:
 
 
 def reason(search: Search, best: Price, candidate: Candidate) -> Reason:
-    """Why ``candidate`` loses against ``best``."""
+    """Explain why ``candidate`` is worse than ``best``."""
     if problems := search.problems(candidate):
         return Reason(candidate, None, None, problems[0])
     price = search.price(candidate)
     if price is None:
-        return Reason(candidate, None, None, "the layers do not fill so many stages")
+        return Reason(candidate, None, None, "there are too few layers for so many stages")
     over = price.fullest - search.budget
     if over > 0:
         stage = price.memory.index(price.fullest)
@@ -57,7 +57,7 @@ def _slower(best: Price, price: Price) -> str:
 
 
 def pareto(prices: list[Price]) -> list[Price]:
-    """The candidates that no other one beats in both time and memory, fastest first."""
+    """Return the candidates that no other one beats in both time and memory, fastest first."""
     front: list[Price] = []
     for price in sorted(prices, key=lambda price: (price.seconds, price.fullest)):
         if not front or price.fullest < front[-1].fullest:
@@ -69,7 +69,7 @@ def pareto(prices: list[Price]) -> list[Price]:
 class Step:
     """One change on the way to a layout that fits: the new value of a field of ``Candidate``.
 
-    It saves bytes of the fullest rank and costs seconds of a step; None between layouts that the rules refuse.
+    ``saved`` bytes of the fullest rank and ``lost`` seconds per step are None if a rule refuses one of the layouts.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Step:
 
 
 def nearest_fit(search: Search) -> Price | None:
-    """The layout that fits with the fewest changes of the config's own, and of those the fastest."""
+    """Return the layout that fits with the fewest changes to the config's layout; of several, the fastest."""
     start = search.current
     ranked: dict[int, list[Candidate]] = {}
     for candidate in search.space.candidates():
@@ -102,7 +102,7 @@ def _priced(search: Search, candidates: list[Candidate]) -> Iterator[Price]:
 
 
 def steps_to(search: Search, goal: Price) -> list[Step]:
-    """The changes from the config's own layout to ``goal``, one by one, with what each saves and costs."""
+    """Return the changes from the config's layout to ``goal``, one by one, with the savings and cost of each."""
     at = search.current
     before = None if search.problems(at) else search.pricer.price(at)
     found: list[Step] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much more memory a run needed than was predicted: from its error, or from a snapshot of the GPU's memory."""
+"""Compute how much more memory a run needed than predicted, from its error or from a memory snapshot."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ _TRIED, _ALLOCATED = re.compile(f"Tried to allocate {_SIZE}"), re.compile(f"{_SI
 
 
 def unpredicted(search: Search, path: Path) -> int:
-    """Bytes that the config's own layout needs beyond its prediction, at least; 0 if it needs less."""
+    """Return at least how many bytes the config's layout needs beyond its prediction; 0 if it needs less."""
     needed = _peak(path) if path.suffix == ".pickle" else _of_error(read_text(path, f"--fix-oom {path}"), path)
     price = None if search.problems(search.current) else search.price(search.current)
     reserve = search.pricer.reserve(search.current)
@@ -23,18 +23,18 @@ def unpredicted(search: Search, path: Path) -> int:
 
 
 def _of_error(text: str, path: Path) -> int:
-    """What was allocated and what was asked for, by PyTorch's message."""
+    """Return the sum of the allocated and the requested bytes in PyTorch's message."""
     tried, allocated = _TRIED.search(text), _ALLOCATED.search(text)
     if tried is None or allocated is None:
         raise UserError(
-            f"--fix-oom {path} has no error of PyTorch (Tried to allocate ..., ... is allocated by PyTorch): give the "
-            "output of the run, or a snapshot whose name ends in .pickle"
+            f"--fix-oom {path} has no memory error of PyTorch (Tried to allocate ..., ... is allocated by PyTorch): "
+            "give the output of the run, or a snapshot whose name ends in .pickle"
         )
     return sum(int(float(size) * _UNITS[unit]) for size, unit in (tried.groups(), allocated.groups()))
 
 
 def _peak(path: Path) -> int:
-    """Most bytes in use at once, of the events that a snapshot recorded."""
+    """Return the peak bytes in use according to the events of a snapshot."""
     with path.open("rb") as file:
         snapshot = unpickling.read_plain(file, f"--fix-oom {path}")
     held = sum(segment["allocated_size"] for segment in snapshot["segments"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The price of a candidate: memory and time from layers that were counted once for each split of their weights."""
+"""Predict memory and time of a candidate from layers that are counted once for each split of their weights."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -37,13 +37,13 @@ from megatron.bridge.models.model_provider import silenced
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
-# Layers of a chunk from which on the output layer and the loss weigh too little to divide layers unevenly.
+# With this many layers per chunk, the output layer and the loss cost too little to divide layers unevenly.
 _MANY = 4
 
 
 @dataclass(frozen=True)
 class Price:
-    """A candidate with its layers divided among stages, bytes of the fullest GPU of each stage, and its step."""
+    """The predicted cost of a candidate: its layers per stage, bytes of each stage's fullest GPU, and its step."""
 
     candidate: Candidate
     memory: tuple[int, ...]
@@ -59,20 +59,20 @@ class Price:
 
     @property
     def rank(self) -> float:
-        """What is smallest for the best candidate: the time of a token."""
+        """The seconds per token, which are lowest for the best candidate."""
         return 1 / self.prediction.tokens_per_second
 
 
 @dataclass(frozen=True)
 class _Layers:
-    """The layers of a model, split over tensor and expert tensor ranks, with one expert each."""
+    """The layers of a model, split over tensor and expert tensor ranks, with a single expert per layer."""
 
     decoder: tuple[tuple[LayerShape, Any], ...]
     ahead: tuple[tuple[LayerShape, Any], ...]
 
 
 class Pricer:
-    """Prices candidates, whose values replace those of a resolved config, on GPUs named ``card`` in ``GPUS``.
+    """Predicts the costs of candidates, whose values replace those of a resolved config, on GPUs named ``card``.
 
     With a ``profile``, times are those of its device.
     """
@@ -81,8 +81,8 @@ class Pricer:
         self.config, self.world_size, self.card, self.profile = config, world_size, card, profile
         self.length = config.dataset.seq_length  # of a sample, for attention
         self.factor = 1.0  # measured over predicted time
-        self.imbalance = 1.0  # tokens of the busiest expert rank over the average
-        self.microbatches: Callable[[Candidate], int] | None = None  # instead of those of the config's batch
+        self.imbalance = 1.0  # tokens of the busiest expert rank divided by the average
+        self.microbatches: Callable[[Candidate], int] | None = None  # replaces the microbatches of the config's batch
         self._layers: dict[tuple[int, int], _Layers] = {}
         self._counted: dict[Any, LayerCounts] = {}
         self._towers: dict[int, TowerCounts] = {}
@@ -94,7 +94,7 @@ class Pricer:
         return roofline_of(self.config, self.card, self.profile, self.world_size)
 
     def shapes(self, candidate: Candidate) -> set[tuple[int, int, int]]:
-        """Tokens, rows and columns of the matrix products of a candidate's layers, forward and backward."""
+        """Return tokens, rows and columns of the matrix products of a candidate's layers, forward and backward."""
         run = run_of(self.configured(candidate))
         found: set[tuple[int, int, int]] = set()
         for layer, _ in self._of(candidate).decoder:
@@ -105,7 +105,7 @@ class Pricer:
         return found | {(tokens, columns, rows) for tokens, rows, columns in found}
 
     def configured(self, candidate: Candidate) -> ConfigContainer:
-        """The config with the values of ``candidate``; what is not a layout is shared with the original."""
+        """Return the config with the values of ``candidate``; blocks without layout settings are shared."""
         config = copy.copy(self.config)
         for block in ("model", "train", "ddp"):
             setattr(config, block, copy.copy(getattr(config, block)))
@@ -124,11 +124,11 @@ class Pricer:
         return config
 
     def states(self, candidate: Candidate, config: ConfigContainer) -> float:
-        """Bytes of weights, gradients and optimizer state of the fullest stage, at least: a quick lower bound."""
+        """Return a lower bound of the bytes of weights, gradients and optimizer state on the fullest stage."""
         return sum(self.parts(candidate, config))
 
     def parts(self, candidate: Candidate, config: ConfigContainer | None = None) -> tuple[float, float, float]:
-        """Bytes of the weights of layers, of their gradients, and of their optimizer state, on an average stage."""
+        """Return the bytes of the layers' weights, gradients and optimizer state on an average stage."""
         config = config or self.configured(candidate)
         shapes = [shape for shape, _ in self._of(candidate).decoder]
         local = (config.model.num_moe_experts or 0) / candidate.expert
@@ -139,7 +139,7 @@ class Pricer:
         return self._state_bytes(np.sum(held, 0), np.sum(trained, 0), candidate, config)
 
     def memory(self, candidate: Candidate) -> tuple[int, ...] | None:
-        """Bytes of the fullest GPU of each stage; None if its stages cannot be filled with layers."""
+        """Return the bytes of each stage's fullest GPU, or None if there are too few layers for the stages."""
         divided = self.divide(candidate)
         if divided is None:
             return None
@@ -151,7 +151,7 @@ class Pricer:
         span: Callable[[Pipeline, PassTimes], float] = bound,
         memory: tuple[int, ...] | None = None,
     ) -> Price | None:
-        """Memory, unless it is known, and time of a candidate; None if its stages cannot be filled with layers."""
+        """Predict time and, unless given, memory of a candidate; None if there are too few layers for the stages."""
         divided = self.divide(candidate)
         if divided is None:
             return None
@@ -166,10 +166,10 @@ class Pricer:
         return Price(candidate, memory, predict_step(plan, setting, self.kernels, span).scaled(self.factor))
 
     def divide(self, candidate: Candidate) -> tuple[Candidate, list[int]] | None:
-        """The candidate with its pipeline layout, and the layers of each chunk; None if layers are too few."""
+        """Return the candidate with its pipeline layout, and the layers per chunk; None if there are too few layers."""
         parts, layers = candidate.pipeline * candidate.virtual, self._of(candidate)
         count, ahead = len(layers.decoder), len(layers.ahead)
-        is_hybrid = hasattr(self.config.model, "has_own_stages")  # its stages are in its pattern, or even
+        is_hybrid = hasattr(self.config.model, "has_own_stages")  # its pattern defines the stages, or they are equal
         if parts == 1 or (count % parts == 0 and not ahead and (is_hybrid or count // parts >= _MANY)):
             return candidate, [count // parts] * parts
         if count < parts - 1 or is_hybrid:
@@ -191,7 +191,7 @@ class Pricer:
         return balanced(times, parts, end)
 
     def _plan(self, candidate: Candidate, counts: list[int]) -> tuple[Plan, list[list[list[Any]]]]:
-        """Shapes and modules of all chunks, by stage."""
+        """Return the shapes and the modules of all chunks by stage."""
         layers = self._of(candidate)
         plan: list[list[Chunk]] = [[] for _ in range(candidate.pipeline)]
         equal: dict[Any, Chunk] = {}
@@ -203,7 +203,7 @@ class Pricer:
             start += count
             stage = position % candidate.pipeline
             chunk = Chunk(tuple(shape for shape, _ in inside), position == 0, (1 + len(layers.ahead)) if last else 0)
-            key = (*map(id, chunk.layers), chunk.embedding, chunk.losses)  # quicker than the hashes of all layers
+            key = (*map(id, chunk.layers), chunk.embedding, chunk.losses)  # faster than hashing all layers
             plan[stage].append(equal.setdefault(key, chunk))
             modules[stage].append([module for _, module in inside])
         return tuple(map(tuple, plan)), modules
@@ -231,20 +231,20 @@ class Pricer:
         return tuple(map(self.reserve(candidate, config).around, found))
 
     def reserve(self, candidate: Candidate, config: ConfigContainer | None = None) -> Reserve:
-        """What a GPU holds beside tensors; a CPU of a profile has neither a context nor NCCL."""
+        """Return the memory outside of tensors; CPUs of a profile have no CUDA context and no NCCL."""
         if self.profile is not None and self.profile.cores:
             return Reserve({})
         return reserve_of(config or self.configured(candidate), self.world_size, self.card)
 
     def forward_only(self, candidate: Candidate) -> int:
-        """Bytes of a pass that keeps nothing, weights left out."""
+        """Return the peak bytes of a forward-only pass without weights."""
         config = self.configured(candidate)
         layers = {id(module): module for _, module in self._of(candidate).decoder}
         return forward_bytes(config.model, list(layers.values()), replace(sizes_of(config), experts=1))
 
     @cached_property
     def _with_tower(self) -> Any:
-        """The model on one rank, if it has a vision tower."""
+        """The full model on one rank if it has a vision tower, else None."""
         return meta_model.whole_model(self.config.model) if getattr(self.config.model, "vision", None) else None
 
     def _count_tower(self, tokens: int) -> TowerCounts:
@@ -261,7 +261,7 @@ class Pricer:
     def _state_bytes(
         self, held: np.ndarray, trained: np.ndarray, candidate: Candidate, config: ConfigContainer
     ) -> tuple[float, float, float]:
-        """Of weights, gradients and optimizer state; numbers of experts stand second."""
+        """Return the bytes of weights, gradients and optimizer state; arrays hold dense, then expert parameters."""
         model, ddp = config.model, config.ddp
         number = 2 if model.bf16 or model.fp16 else 4
         copies = quantized_bytes(model)
@@ -282,14 +282,14 @@ class Pricer:
         return self._layers[key]
 
     def _build(self, tensor: int, expert_tensor: int) -> _Layers:
-        """The whole model on the meta device with one expert; equal layers become one module and one shape."""
+        """Build the full model on the meta device with one expert; equal layers share one module and one shape."""
         model = meta_model.unsplit(without_quantization(self.config.model))
         for name in ("should_pad_vocab", "make_query_groups_divisible_by"):
             setattr(model, name, getattr(self.config.model, name))
         model.tensor_model_parallel_size, model.sequence_parallel = tensor, tensor > 1
         if model.num_moe_experts:
             model.expert_model_parallel_size, model.expert_tensor_parallel_size = (model.num_moe_experts, expert_tensor)
-        with silenced(model_provider):  # it says for each split which kernels this machine lacks
+        with silenced(model_provider):  # each build would warn about missing kernels
             (chunk,) = meta_model.stage_chunks(model, self.config.peft)[0]
         first: dict[LayerShape, Any] = {}
         decoder, ahead = [], []
@@ -307,15 +307,15 @@ def _both(found: Any) -> float:
 
 
 def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | None:
-    """How many layers each part gets, so that the slowest part is as fast as possible.
+    """Distribute layers so that the slowest part is as fast as possible.
 
     Args:
-        times: Of the layers, in order.
-        parts: Chunks of all stages, in the order of layers.
-        last: Time of what follows the last layer: the output layer, the loss, and layers that predict ahead.
+        times: Seconds of each layer, in order.
+        parts: Number of chunks of all stages.
+        last: Seconds of the output layer, the loss, and the multi-token prediction layers.
 
     Returns:
-        A count for each part, at least 1 for all but the last; None if there are too few layers.
+        The layers per part, at least 1 for all but the last, or None if there are too few layers.
 
     Example:
         >>> balanced([1.0] * 10, 4, 1.0)
@@ -331,7 +331,7 @@ def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | Non
 
 
 def _fill(times: Sequence[float], parts: int, last: float, most: float) -> list[int] | None:
-    """Fill parts in order up to ``most`` seconds, with layers left for all that follow."""
+    """Fill parts in order up to ``most`` seconds, but leave at least one layer for each later part except the last."""
     counts, index = [], 0
     for part in range(parts):
         end = part == parts - 1
@@ -346,7 +346,7 @@ def _fill(times: Sequence[float], parts: int, last: float, most: float) -> list[
 
 
 def spelled(counts: Sequence[int], ahead: int) -> str:
-    """The layout in Megatron-Core's spelling: E the embedding, t a layer, m one that predicts ahead, L the loss.
+    """Return the layout in Megatron-Core's notation: E embedding, t layer, m multi-token prediction, L loss.
 
     Example:
         >>> spelled([2, 2, 1], 1)

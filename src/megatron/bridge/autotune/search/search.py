@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fastest layouts that fit: enumerate, ask the rules, bound, price, and simulate the best."""
+"""Search the fastest layouts that fit: enumerate, check rules, estimate, and simulate the best."""
 
 import re
 from bisect import bisect_left
@@ -27,10 +27,10 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.rules import RULES, SIZE_RULES, experts, layout, performance, stages, violations
 from megatron.bridge.utils.errors import UserError
 
-# Rules that read nothing but the layout; the others are asked of the finalists, by ``resolve``.
+# Rules that depend only on the layout; ``resolve`` checks the others for the finalists.
 _LAYOUT_RULES = [rule for rule in RULES if rule.__module__ in {experts.__name__, layout.__name__, stages.__name__}]
 
-# Those of them that must hold before the model can be built.
+# The rules that must hold before the model can be built.
 _EARLY_RULES = [
     *(layout.tp_divides_heads, layout.tp_fits_query_groups, layout.tp_divides_ffn, layout.tp_divides_vocabulary),
     *(rule for rule in _LAYOUT_RULES if rule.__module__ == experts.__name__),
@@ -38,16 +38,16 @@ _EARLY_RULES = [
 _SWITCH_RULES = [rule for rule in RULES if rule.__module__ in {performance.__name__, layout.__name__}]
 _VALUE, _NUMBER = re.compile(r"=\d+\b"), re.compile(r"\b\d+\b")
 
-# Candidates that are simulated: the order by the quick estimate differs from the simulated one by less than this.
+# Number of candidates that are simulated; simulation moves a candidate by fewer places than this.
 FINALISTS = 40
 
-# The part of the time that is left must be this small for a switch to be worth its setting.
+# A switch must reduce the time to this fraction to be worth its setting.
 _WORTH = 0.998
 
-# The fastest of them, for which switches of communication are tried.
+# Number of the fastest finalists for which communication switches are tried.
 _SWITCHED = 12
 
-# Tokens of a sequence that a context rank has at least: shorter parts leave attention too little work.
+# Minimum tokens per context rank: attention over shorter parts is inefficient.
 LONG = 2048
 
 
@@ -55,20 +55,20 @@ LONG = 2048
 class Found:
     """The result of a search."""
 
-    best: list[Price]  # prices of the fastest candidates that fit, fastest first
-    tried: int  # candidates that the rules allow
-    refused: Counter[str]  # sentences of rules, numbers left out, and how many candidates each one refused
-    too_large: int  # allowed candidates that need more memory than there is
-    # bytes and layout of the candidate that needs least memory, where it was counted
+    best: list[Price]  # the fastest candidates that fit, fastest first
+    tried: int  # number of candidates that the rules allow
+    refused: Counter[str]  # messages of rules without numbers, and how many candidates each rule refused
+    too_large: int  # number of allowed candidates that exceed the budget
+    # bytes and layout of the candidate that needs the least memory, if any was counted
     smallest: tuple[int, Candidate] | None
 
 
 class Search:
     """Finds the fastest layouts of a resolved config on ``world_size`` GPUs named ``card``.
 
-    A rank may use ``budget`` bytes; the whole card if None. ``fixed`` gives fields of ``Candidate`` their
-    only value, and dimensions ``free`` of ``FREE`` are searched. ``switches`` lets it switch overlaps of communication.
-    With a ``profile``, times and memory are those of its device.
+    A rank may use ``budget`` bytes; None means all memory of the GPU. ``fixed`` fixes fields of ``Candidate``, and
+    ``free`` names the dimensions of ``FREE`` to search. If ``switches`` is true, the search tries to overlap
+    communication. With a ``profile``, times and memory are those of its device.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Search:
         self.switches = SWITCHES if switches and self.pricer.kernels.overlaps else ()
 
     def run(self, top: int = 10) -> Found:
-        """Search the whole space, for the ``top`` fastest candidates."""
+        """Search the whole space and return the ``top`` fastest candidates."""
         refused: Counter[str] = Counter()
         prices: list[Price] = []
         tried = too_large = 0
@@ -112,7 +112,7 @@ class Search:
         return Found(self._simulated(prices)[:top], tried, refused, too_large, smallest)
 
     def problems(self, candidate: Candidate) -> list[str]:
-        """What the rules of training say about a candidate; nothing if it is allowed."""
+        """Return the rules of training that a candidate violates; none if it is allowed."""
         config = self.pricer.configured(candidate)
         if found := violations(SIZE_RULES, config, self.world_size) or [*self._batch_problems(candidate)]:
             return found
@@ -120,10 +120,10 @@ class Search:
             return found
         try:
             divided = self.pricer.divide(candidate)
-        except UserError as error:  # of a model whose own rules are asked while it is built
+        except UserError as error:  # building the model checks the model's own rules
             return [str(error)]
         if divided is None:
-            return [f"{candidate.pipeline} x {candidate.virtual} stages: there are too few layers to fill them"]
+            return [f"{candidate.pipeline} x {candidate.virtual} stages: there are too few layers for them"]
         return violations(_LAYOUT_RULES, self.pricer.configured(divided[0]), self.world_size)
 
     def price(self, candidate: Candidate) -> Price | None:
@@ -141,7 +141,7 @@ class Search:
             yield "virtual stages need a pipeline"
 
     def _first_that_fits(self, candidate: Candidate) -> tuple[Price | None, tuple[int, Candidate] | None]:
-        """The price with as little recomputation as fits, and the least memory in any case."""
+        """Return the cost with the least recomputation that fits, and the memory and candidate of the last try."""
         if self.pricer.states(candidate, self.pricer.configured(candidate)) > self.budget:
             return None, None
         least = None
@@ -164,21 +164,21 @@ class Search:
         return sorted([*switched, *finalists[_SWITCHED:]], key=lambda price: price.rank)
 
     def _recomputing_least(self, candidate: Candidate) -> Price | None:
-        """The price of the candidate or, if that is faster, with the first layers of each chunk recomputed whole."""
+        """Return the cost of the candidate or, if faster, with full recomputation of some layers of each chunk only."""
         choices = (candidate, *self._with_block(candidate))
         return min(filter(None, map(self.price, choices)), key=lambda price: price.rank, default=None)
 
     def _with_block(self, candidate: Candidate) -> list[Candidate]:
-        """With as few of these layers as fit; nothing if none or all of them must be recomputed."""
+        """Return the candidate with the fewest such layers that fit; none if no or all layers must be recomputed."""
         if candidate.recompute not in self.recomputes[1:] or self.config.model.mtp_num_layers:
-            return []  # Megatron-Core recomputes no blocks of multi-token prediction
+            return []  # Megatron-Core does not support block recomputation with multi-token prediction
         most = -(-self.config.model.num_layers // (candidate.pipeline * candidate.virtual))
         blocks = [replace(candidate, recompute=("full", "block", count, None)) for count in range(1, most)]
         fewest = bisect_left(blocks, True, key=lambda each: max(self.pricer.memory(each) or (0,)) <= self.budget)
         return blocks[fewest : fewest + 1]
 
     def _switched(self, price: Price) -> Price:
-        """The price with the switches that make it faster."""
+        """Return the cost with the switches that make it faster."""
         known = set(self._switch_problems(price.candidate))
         for switch in self.switches:
             before = {key: value for key, value in price.candidate.switches if key != switch[0]}
@@ -216,7 +216,7 @@ def candidate_of(config: ConfigContainer) -> Candidate:
 
 
 def _expert_tensor(model: Any) -> int | None:
-    """As ``Candidate`` spells it: None where experts are split like other layers."""
+    """Return the field of ``Candidate``: None if experts are split like other layers."""
     ranks = model.expert_tensor_ranks
     same = ranks > 1 and ranks == model.tensor_model_parallel_size
     return None if same or not model.num_moe_experts else ranks
@@ -242,7 +242,7 @@ def _space(config: ConfigContainer, world_size: int) -> Space:
 
 
 def _recomputes(config: ConfigContainer) -> tuple[Recompute, ...]:
-    """From none to all, in the order of their cost."""
+    """Return the kinds of recomputation in the order of their cost, from none to full."""
     model: Any = config.model
     if model.num_moe_experts:
         parts = [("layernorm", "moe_act"), ("layernorm", "moe_act", "mla_up_proj")]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of collectives: latency and bandwidth of the slowest link that a group crosses (alpha-beta)."""
+"""Predict the time of collectives from latency and bandwidth of the slowest link of a group (alpha-beta model)."""
 
 from dataclasses import dataclass
 
 from megatron.bridge.autotune.gpus import Gpu
 
-# Reachable part of a link's rate in NCCL's ring collectives, as nccl-tests report for DGX H100: 360 of 450 GB/s
-# within a node, 45 of 50 GB/s a GPU between nodes; set on 2026-11-22.
+# Fraction of a link's rate that NCCL's ring collectives reach, from nccl-tests on DGX H100: 360 of 450 GB/s within
+# a node, 45 of 50 GB/s per GPU between nodes; set on 2026-11-22.
 NVLINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
@@ -14,20 +14,20 @@ NETWORK_EFFICIENCY = 0.9
 # nodes, NCCL about 0.7 of a ring.
 ALL_TO_ALL_EFFICIENCY = 0.7
 
-# Seconds that a collective takes for no bytes: measured by nccl-tests at 8 bytes, within a node and between nodes.
+# Seconds of a collective without data: measured by nccl-tests at 8 bytes, within a node and between nodes.
 NVLINK_LATENCY = 12e-6
 NETWORK_LATENCY = 25e-6
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of a collective in Megatron-Core's rank order, where neighbors differ by ``stride``."""
+    """Ranks of a collective in Megatron-Core's rank order, in which neighbors differ by ``stride``."""
 
     size: int
     stride: int = 1
 
     def inside(self, domain: int) -> int:
-        """Ranks of this group within one NVLink domain."""
+        """Return the number of ranks of this group within one NVLink domain."""
         return max(1, min(self.size, domain // self.stride))
 
 
@@ -38,20 +38,20 @@ class AlphaBeta:
     card: Gpu
 
     def all_gather(self, size: float, group: Group) -> float:
-        """``size`` is that of the result."""
+        """``size`` is the size of the result."""
         if group.size == 1 or not size:
             return 0.0
         return self._ring(size, group) + self._latency(group)
 
     def reduce_scatter(self, size: float, group: Group) -> float:
-        """``size`` is that of the input."""
+        """``size`` is the size of the input."""
         return self.all_gather(size, group)
 
     def all_reduce(self, size: float, group: Group) -> float:
         return 2 * self.all_gather(size, group)
 
     def all_to_all(self, size: float, group: Group) -> float:
-        """``size`` is what one rank holds; a share of it goes to each rank."""
+        """``size`` is the data of one rank, which sends an equal share to each rank."""
         if group.size == 1 or not size:
             return 0.0
         inside = group.inside(self.card.domain)
@@ -65,7 +65,7 @@ class AlphaBeta:
         return size / (self.card.network * NETWORK_EFFICIENCY) + NETWORK_LATENCY
 
     def _ring(self, size: float, group: Group) -> float:
-        """Rings through all GPUs of a node use all its adapters, so each GPU's share crosses its own."""
+        """Rings through all GPUs of a node use all network adapters, so each GPU's share uses its own adapter."""
         inside = group.inside(self.card.domain)
         near = size * (group.size - 1) / group.size / (self.card.nvlink * NVLINK_EFFICIENCY)
         if inside >= group.size:

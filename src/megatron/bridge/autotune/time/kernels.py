@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of kernels by the roofline: operations at a reachable rate, or bytes at a reachable bandwidth."""
+"""Predict the time of kernels by the roofline model: operations or bytes at a reachable rate."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,43 +11,43 @@ from megatron.bridge.autotune.time.work import Cost
 Direction = Literal["forward", "backward"]
 Precision = Literal["bf16", "fp8", "fp4"]
 
-# Part of the data sheet's rate that large matrix products sustain in training, by precision; set on 2026-11-22.
-# Alone, cuBLAS reaches 270 of 312 TFLOP/s on A100, 740 of 989 on H100, 1,700 of 2,250 on B200, in FP8 1,400 of
-# 1,979 and 3,200 of 4,500; the power limit and the gaps between kernels take another 7 to 12 % over a whole step.
+# Fraction of the data sheet's rate that large matrix products sustain in training, by precision; set on 2026-11-22.
+# In isolation, cuBLAS reaches 270 of 312 TFLOP/s on A100, 740 of 989 on H100, 1,700 of 2,250 on B200, and in FP8 1,400
+# of 1,979 and 3,200 of 4,500; the power limit and gaps between kernels cost another 7 to 12 % of a step.
 MATRIX_EFFICIENCY: dict[Precision, float] = {"bf16": 0.70, "fp8": 0.62, "fp4": 0.55}
 A100_MATRIX_EFFICIENCY = 0.80
 
-# Part of that rate in grouped products of experts, whose tokens differ in number: DeepGEMM reports 0.65 to 0.8 of
+# Fraction of that rate for grouped products of experts, whose token counts differ: DeepGEMM reports 0.65 to 0.8 of
 # its dense rate for groups of a few hundred tokens.
 GROUPED_EFFICIENCY = 0.7
 
-# Reachable part of the bf16 rate in fused causal attention. FlashAttention-2 (Dao, 2023) on A100: 190 of 312
+# Fraction of the bf16 rate that fused causal attention reaches. FlashAttention-2 (Dao, 2023) on A100: 190 of 312
 # forward, 170 backward; FlashAttention-3 (Shah et al., 2024) on H100 at 16k tokens: 650 of 989 forward, 550
 # backward.
 ATTENTION_EFFICIENCY = {"forward": 0.66, "backward": 0.56}
 
-# Reachable part of the memory bandwidth of the data sheet, as copies in BabelStream reach on A100 and H100.
+# Fraction of the data sheet's memory bandwidth that copies in BabelStream reach on A100 and H100.
 BANDWIDTH_EFFICIENCY = 0.85
 
-# Seconds from the end of a short kernel to the start of the next: launches of CUDA take 3 to 5 us.
+# Seconds from the end of a short kernel to the start of the next: CUDA launches take 3 to 5 us.
 LAUNCH = 4e-6
 
-# Numbers of a tile of the output that one multiprocessor computes at a time in cuBLAS's large kernels.
+# Elements of the output tile that one multiprocessor computes at a time in cuBLAS's large kernels.
 _TILE = (128, 256)
 _MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Times of kernels on one GPU, in seconds; ``precision`` is that of the matrix products of layers."""
+    """Kernel times on one GPU in seconds; ``precision`` is the precision of the layers' matrix products."""
 
     card: Gpu
     precision: Precision = "bf16"
 
     def matrix(self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True) -> float:
-        """``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows``, in one grouped kernel.
+        """Time ``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows`` in one grouped kernel.
 
-        Those that are not ``quantized`` are computed in bf16.
+        Products that are not ``quantized`` run in bf16.
         """
         precision: Precision = self.precision if quantized else "bf16"
         operations = 2.0 * tokens * rows * columns * count
@@ -56,15 +56,15 @@ class Roofline:
         return max(operations / rate, moved / self.bandwidth) + LAUNCH
 
     def attention(self, operations: float, direction: Direction) -> float:
-        """Fused attention of so many operations."""
+        """Return the time of fused attention with this number of operations."""
         return operations / (self.card.bf16 * ATTENTION_EFFICIENCY[direction]) + LAUNCH
 
     def moved(self, size: float, kernels: int = 1) -> float:
-        """Kernels that do nothing but read and write ``size`` bytes together."""
+        """Return the time of kernels that only read and write ``size`` bytes in total."""
         return size / self.bandwidth + kernels * LAUNCH
 
     def measured(self, name: str, operations: float, cost: Cost) -> Cost:
-        """``cost`` of a real layer's pass, where such passes were measured; that of its kernels otherwise."""
+        """Scale ``cost`` to the measured time of a real layer's pass, if there is one."""
         return cost
 
     @property
@@ -74,12 +74,12 @@ class Roofline:
 
     @property
     def overlaps(self) -> bool:
-        """Whether messages and computation run at the same time."""
+        """Whether communication and computation run at the same time."""
         return True
 
     @property
     def crowding(self) -> float:
-        """Processes that share a core or a GPU."""
+        """Number of processes that share a core or a GPU."""
         return 1.0
 
     @property
@@ -93,7 +93,7 @@ class Roofline:
 
 
 def _filled(tokens: float, rows: int, count: int) -> float:
-    """Part of the multiprocessors that compute, on average over the waves of tiles."""
+    """Return the fraction of multiprocessors that compute, averaged over the waves of tiles."""
     tiles = count * max(tokens / _TILE[0], 1.0) * max(rows / _TILE[1], 1.0)
     waves = tiles / _MULTIPROCESSORS
     # persistent kernels split the last wave, which costs about half of its idle time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a layer's forward and backward pass on one rank."""
+"""Predict the time of a layer's forward and backward pass on one rank."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -8,13 +8,13 @@ from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
 from megatron.bridge.autotune.time.kernels import Direction, Roofline
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, operations_per_token
 
-# Scans of Mamba-2 and gated delta nets reach less of the matrix rate than attention does; assumed until measured.
+# Scans of Mamba-2 and gated delta nets reach a lower fraction of the peak rate than attention (an assumption).
 SCAN_EFFICIENCY = 0.25
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of a layer's two passes."""
+    """Costs of a layer's two passes."""
 
     forward: Cost
     backward: Cost
@@ -48,7 +48,7 @@ def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
 
 
 def _twice(matrix: Matrix, seconds: float) -> float:
-    """Gradients of the input and, if it is trained, of the weight."""
+    """Add the gradients of the input and, if it is trained, of the weight."""
     return seconds * (1 + matrix.trained)
 
 
@@ -62,22 +62,22 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
     if not operations:
         return 0.0
     if shape.quadratic:
-        # the backward kernel computes the scores again: five products where the forward pass has two
+        # the backward kernel recomputes the scores: five products instead of two
         return kernels.attention(operations * (1.0 if direction == "forward" else 2.5), direction)
     return operations * (1 if direction == "forward" else 2) / (kernels.card.bf16 * SCAN_EFFICIENCY)
 
 
 def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
-    """Bytes of kernels beside the products.
+    """Return the time of memory-bound kernels.
 
-    Norms read and write; each block's output is added to the residual stream. Tokens of experts are permuted,
+    Norms read and write, and each block's output is added to the residual stream. Tokens of experts are permuted and
     copied into the buffers of the all-to-all, and back: four reads and four writes.
     """
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
     experts = 8 * run.chosen * run.hidden if shape.experts else 0.0
     experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
-    # Megatron-Core adds the output biases of experts one by one, in fp32 (TEGroupedMLP._apply_bias): 28 bytes a number
+    # Megatron-Core adds the experts' output biases one by one in fp32 (TEGroupedMLP._apply_bias): 28 bytes per element
     experts += 14 * run.chosen * run.hidden * shape.expert_biases
     casts = 0.0 if kernels.precision == "bf16" else 1.5 * sum(each.columns for each in shape.matrices) * run.tokens
     return kernels.moved((stream + inner + experts + casts) * run.number, kernels=8 + 40 * bool(shape.experts))
@@ -87,16 +87,16 @@ def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Directi
     links, forward = kernels.links, direction == "forward"
     tensor = shape.blocks * _around_block(run, kernels, forward)
     if run.tensor_overlap:
-        tensor /= run.tensor  # all parts but the first arrive while others are multiplied
+        tensor /= run.tensor  # all parts but the first arrive during the products of others
     context = _context(shape, run, links, _between(shape, run, kernels, direction), 1.0 if forward else 2.0)
     return Cost(tensor=tensor, context=context, expert=_expert(shape, run, links))
 
 
 def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
-    """A gather before a block and a scatter behind it, or one all-reduce.
+    """Return the time of an all-gather before a block and a reduce-scatter after it, or of one all-reduce.
 
-    Backward, the gradient of a block's output is gathered first. The block's input is gathered again for the gradient
-    of the weight, and the gradient of the input is scattered; both overlap with products where they can.
+    The backward pass first gathers the gradient of the block's output. It then gathers the block's input again for the
+    gradient of the weight and scatters the gradient of the input; both overlap with products if the device allows it.
     """
     links, size, group = kernels.links, run.tokens * run.hidden * run.number, Group(run.tensor)
     gather = links.all_gather(size, group)
@@ -122,7 +122,7 @@ def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, fa
 
 
 def _expert(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
-    """Tokens go to their experts and come back."""
+    """Return the time to send tokens to their experts and back."""
     if not shape.experts:
         return 0.0
     group = Group(run.expert, run.expert_tensor)

@@ -2,7 +2,7 @@
 """The order of the forward and backward passes of a pipeline stage, as Megatron-Core's three schedules run them.
 
 The rules are those of ``megatron.core.pipeline_parallel.schedules`` (version 0.19): no pipeline, 1F1B, and
-interleaved 1F1B with groups of microbatches. A test drives these functions themselves and compares the order.
+interleaved 1F1B with groups of microbatches. A test runs the functions of that module and compares the order.
 """
 
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What decides the order of passes."""
+    """The settings that decide the order of passes."""
 
     stages: int  # pipeline ranks
-    microbatches: int  # of a step, per data-parallel replica
+    microbatches: int  # per step and data-parallel replica
     chunks: int = 1  # virtual stages on each rank
     # ``microbatch_group_size_per_vp_stage``: microbatches that run through one chunk before the next chunk runs
     group: int = 1
     forward_only: bool = False  # evaluation and inference run no backward pass
-    overlap_experts: bool = False  # ``overlap_moe_expert_parallel_comm``, which runs one more forward pass ahead
+    overlap_experts: bool = False  # ``overlap_moe_expert_parallel_comm``, which runs one more forward pass in advance
 
     def warmup(self, stage: int) -> int:
-        """Forward passes of ``stage`` before its first backward pass follows a forward pass."""
+        """Return the number of forward passes of ``stage`` before its first pair of forward and backward passes."""
         total = self.microbatches * self.chunks
         if self.forward_only:
             return total
@@ -51,7 +51,7 @@ class Pipeline:
 
 @lru_cache(maxsize=4096)
 def passes(pipeline: Pipeline, stage: int) -> tuple[Pass, ...]:
-    """The passes of ``stage`` in the order in which they run."""
+    """Return the passes of ``stage`` in the order in which they run."""
     order = _chunk_order(pipeline)
     forward = [Pass("forward", microbatch, chunk) for microbatch, chunk in order]
     if pipeline.forward_only:
@@ -64,7 +64,7 @@ def passes(pipeline: Pipeline, stage: int) -> tuple[Pass, ...]:
 
 
 def _chunk_order(pipeline: Pipeline) -> list[tuple[int, int]]:
-    """Microbatch and chunk of each forward pass: a group of microbatches runs through all chunks in turn."""
+    """Return microbatch and chunk of each forward pass: a group of microbatches runs through all chunks in turn."""
     group = pipeline.group if pipeline.chunks > 1 else pipeline.microbatches
     return [
         (microbatch, chunk)
@@ -75,7 +75,7 @@ def _chunk_order(pipeline: Pipeline) -> list[tuple[int, int]]:
 
 
 def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, ...]]]:
-    """Each pass of ``stage``, and how many microbatches each chunk holds while it runs, its own included."""
+    """Return each pass of ``stage``, and how many microbatches each chunk holds during it, including its own."""
     held, found = [0] * pipeline.chunks, []
     for each in passes(pipeline, stage):
         held[each.chunk] += each.kind == "forward"
@@ -86,21 +86,21 @@ def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, .
 
 @lru_cache(maxsize=4096)
 def distinct_moments(pipeline: Pipeline, stage: int) -> tuple[tuple[Kind, int, tuple[int, ...]], ...]:
-    """The moments that differ in memory: kind and chunk of a pass, and what each chunk holds while it runs."""
+    """Return the moments that differ in memory: kind and chunk of a pass, and the microbatches that chunks hold."""
     return tuple(dict.fromkeys((each.kind, each.chunk, held) for each, held in held_counts(pipeline, stage)))
 
 
 def short_pipeline(pipeline: Pipeline) -> Pipeline:
-    """The same schedule with fewer microbatches that runs through the same moments."""
+    """Return the same schedule with fewer microbatches that has the same distinct moments."""
     group = pipeline.group if pipeline.chunks > 1 else pipeline.stages
     enough = pipeline.warmup(0) // pipeline.chunks // group * group + 3 * group + pipeline.microbatches % group
     return replace(pipeline, microbatches=min(pipeline.microbatches, enough))
 
 
 def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = None) -> tuple[int, ...]:
-    """How many microbatches each chunk holds at the fullest moment of ``stage``.
+    """Return how many microbatches each chunk holds at the peak of ``stage``.
 
-    ``sizes`` are the bytes that each chunk keeps for one microbatch; equal if None.
+    ``sizes`` are the bytes that each chunk saves for one microbatch; None means that they are equal.
     """
     weights = [1.0] * pipeline.chunks if sizes is None else sizes
     mixes = [held for _, _, held in distinct_moments(pipeline, stage)]
@@ -108,7 +108,7 @@ def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = No
 
 
 def pipeline_of(config: ConfigContainer, world_size: int) -> Pipeline:
-    """The schedule that a step of a config runs, whose layout has been checked."""
+    """Return the schedule of a step of a config whose layout has been checked."""
     model, train = config.model, config.train
     stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
     microbatches = train.global_batch_size // (train.micro_batch_size * config.data_parallel_size(world_size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline's timeline: each pass starts when its stage is free and its input has arrived."""
+"""Simulate a pipeline: each pass starts when its stage is free and its input has arrived."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from itertools import starmap
 from megatron.bridge.autotune.time.schedule import Pass, Pipeline, passes
 
 _Input = tuple[str, int, int]
-"""The output of a pass that another one needs: kind, position of its chunk in the model, and microbatch."""
+"""An output that another pass needs: kind of pass, position of its chunk in the model, and microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A pass of a stage, in seconds from the start of the step."""
+    """A pass of a stage; start and end are seconds from the start of the step."""
 
     stage: int
     start: float
@@ -25,32 +25,32 @@ class Span:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of the passes of a pipeline."""
+    """Durations of the passes of a pipeline in seconds."""
 
     forward: tuple[tuple[float, ...], ...]  # by stage and chunk
     backward: tuple[tuple[float, ...], ...]  # by stage and chunk
     message: float = 0.0  # from the end of a pass until its output has arrived at the next stage
-    blocking: bool = False  # the sender waits for its messages, as Megatron-Core does without ``overlap_p2p_comm``
+    blocking: bool = False  # the sender waits for its messages, as in Megatron-Core without ``overlap_p2p_comm``
 
     def busy(self, stage: int) -> float:
-        """Of one microbatch on ``stage``."""
+        """Return the seconds of one microbatch on ``stage``."""
         return sum(self.forward[stage]) + sum(self.backward[stage])
 
 
 def simulate(pipeline: Pipeline, times: PassTimes) -> list[Span]:
-    """All passes of all stages, in the order in which they end."""
+    """Return the passes of all stages in the order in which they end."""
     return sorted(starmap(Span, _run(pipeline, times)), key=lambda span: span.end)
 
 
 def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, float, Pass]]:
-    """Stage, start and end of each pass."""
+    """Yield stage, start and end of each pass."""
     stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
     durations = {"forward": times.forward, "backward": times.backward}
     travel, blocked = (0.0 if stages == 1 else times.message), times.message * times.blocking
     queues = [deque(passes(pipeline, stage)) for stage in range(stages)]
     free = [0.0] * stages
     arrived: dict[_Input | None, float] = {None: 0.0}
-    waiting: dict[_Input, int] = {}  # what a stage needs before it can go on
+    waiting: dict[_Input, int] = {}  # stages by the input that they wait for
     ready = [*range(stages)]
     while ready:
         stage = ready.pop()
@@ -74,7 +74,7 @@ def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, flo
 
 
 def _needed(work: Pass, position: int, last: int) -> _Input | None:
-    """What must have arrived before ``work`` can start; positions of chunks are in the order of layers."""
+    """Return the input that ``work`` needs before it can start; positions of chunks follow the order of layers."""
     if work.kind == "forward":
         return ("forward", position - 1, work.microbatch) if position else None
     if position == last:
@@ -83,9 +83,9 @@ def _needed(work: Pass, position: int, last: int) -> _Input | None:
 
 
 def makespan(pipeline: Pipeline, times: PassTimes) -> float:
-    """Seconds from the first pass to the end of the last.
+    """Return the seconds from the first pass to the end of the last.
 
-    Long schedules repeat: two short ones give the time of a group of microbatches, which is then extrapolated.
+    Long schedules repeat, so the time of a group of microbatches is extrapolated from two short schedules.
     """
     group = pipeline.group if pipeline.chunks > 1 else pipeline.stages
     short = 4 * group + pipeline.microbatches % group
@@ -102,7 +102,7 @@ def _end(pipeline: Pipeline, times: PassTimes) -> float:
 
 
 def bound(pipeline: Pipeline, times: PassTimes) -> float:
-    """A quick estimate of ``makespan``: the busiest stage, and the way through the others."""
+    """Estimate ``makespan`` quickly: the busiest stage plus the path through the others."""
     busy = [times.busy(stage) for stage in range(pipeline.stages)]
     slowest = max(range(pipeline.stages), key=busy.__getitem__)
     others = (sum(busy) - busy[slowest]) / pipeline.chunks

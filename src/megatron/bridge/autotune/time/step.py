@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step: layers, pipeline, data-parallel communication and the optimizer."""
+"""Predict the time of a training step: layers, pipeline, data-parallel communication and the optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ from megatron.bridge.autotune.time.schedule import Pipeline
 from megatron.bridge.autotune.time.simulate import PassTimes, Span, makespan, simulate
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Run, operations_per_token
 
-# Half of the interval that holds the measured step in about 80 of 100 cases, as a part of the step: the spread of
-# published results of one configuration between releases is 6 % in the median and 76 % at most; dense models and
-# mixtures of experts, 2026-11-22.
+# Half width of the interval that contains the measured step in about 80 of 100 cases, as a fraction of the step.
+# Published results of one configuration differ between releases by 6 % in the median and 76 % at most; values for
+# dense models and mixtures of experts, 2026-11-22.
 SPREAD = {False: 0.20, True: 0.35}
 
-# Bytes that AdamW reads and writes for each parameter that a rank owns: gradient, fp32 weight and two moments
-# (16 read, 12 written), the weight in bf16 (2), and the gradient twice more, for its norm and its scale (8).
+# Bytes that AdamW reads and writes per parameter that a rank owns: gradient, fp32 weight and two moments
+# (16 read, 12 written), the bf16 weight (2), and the gradient again for its norm and its scale (8).
 OPTIMIZER_BYTES = 38
 
-# Seconds of a step outside of kernels: reading the loss and the gradient norm, logging, the next batch.
+# Seconds of a step outside of kernels: reading the loss and the gradient norm, logging, loading the next batch.
 FIXED = 5e-3
 
 
@@ -29,8 +29,8 @@ class Chunk:
     """Layers of one virtual stage."""
 
     layers: tuple[LayerShape, ...]  # in order
-    embedding: bool = False  # whether the tokens are looked up here
-    losses: int = 0  # how many times the output layer and the loss run: 0, or 1 and one for each token predicted ahead
+    embedding: bool = False  # whether the chunk has the embedding
+    losses: int = 0  # number of output layers and losses: 0, or 1 plus one for each multi-token prediction layer
 
 
 Plan = tuple[tuple[Chunk, ...], ...]  # the chunks of each pipeline stage
@@ -38,25 +38,25 @@ Plan = tuple[tuple[Chunk, ...], ...]  # the chunks of each pipeline stage
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step does, beside its layers."""
+    """Settings of a step other than its layers."""
 
     pipeline: Pipeline  # the schedule
-    run: Run  # sizes of a layer's work, without recomputation
-    # part of each layer's forward pass that is repeated, by its shape and its index in its chunk
+    run: Run  # sizes that decide a layer's work, without recomputation
+    # fraction of each layer's forward pass that is recomputed, by its shape and its index in its chunk
     recompute: Callable[[LayerShape, int], float]
     vocabulary: int  # rows of the output layer on a rank
-    embedding_weights: int  # parameters of the embedding on a rank, as many as of the output layer
-    tied: bool  # the embedding is the output layer's weight
+    embedding_weights: int  # parameters of the embedding on a rank, same as those of the output layer
+    tied: bool  # whether embedding and output layer share their weight
     world_size: int  # GPUs
-    replicas: int  # ranks that hold the same weights, experts left out
+    replicas: int  # ranks that hold the same dense weights
     expert_replicas: int  # ranks that hold the same experts
     sharded: bool  # the optimizer's state is sharded over replicas
     bucket: int  # parameters in one message of gradients or weights
     gradient: int  # bytes of a gradient in messages
     parameter: int  # bytes of a weight in messages
-    overlap_gradients: bool  # reduced during the backward pass
-    overlap_parameters: bool  # gathered during the forward pass
-    overlap_messages: bool  # messages between stages overlap with passes
+    overlap_gradients: bool  # whether gradients are reduced during the backward pass
+    overlap_parameters: bool  # whether weights are gathered during the forward pass
+    overlap_messages: bool  # whether messages between stages overlap with passes
     tokens: int  # of all GPUs in a step
 
 
@@ -65,23 +65,23 @@ class Prediction:
     """A predicted step."""
 
     seconds: float  # of a step
-    low: float  # the measured step is longer in about nine of ten cases
-    high: float  # it is shorter in about nine of ten cases
+    low: float  # the measured step is slower than this in about nine of ten cases
+    high: float  # the measured step is faster than this in about nine of ten cases
     split: dict[str, float]  # seconds by kind on the busiest stage; they add up to ``seconds``
     busy: tuple[float, ...]  # seconds of each stage in forward and backward passes
     tokens_per_second: float  # of all GPUs
     operations: float  # of the model in a step on all GPUs, without recomputation
-    mfu: float  # part of the bf16 peak that ``operations`` reach
-    times: PassTimes  # of the passes, to draw them
+    mfu: float  # fraction of the bf16 peak that ``operations`` reach
+    times: PassTimes  # of the passes, for the timeline
     pipeline: Pipeline  # their schedule
 
     @property
     def bubble(self) -> float:
-        """Part of the step in which the busiest stage waits."""
+        """Fraction of the step in which the busiest stage is idle."""
         return self.split["bubble"] / self.seconds
 
     def scaled(self, factor: float) -> "Prediction":
-        """The same step, ``factor`` times as long."""
+        """Return the same step with all times multiplied by ``factor``."""
         longer = {name: getattr(self, name) * factor for name in ("seconds", "low", "high")}
         split = {kind: seconds * factor for kind, seconds in self.split.items()}
         rates = {name: getattr(self, name) / factor for name in ("tokens_per_second", "mfu")}
@@ -94,9 +94,9 @@ class Prediction:
 def predict_step(
     plan: Plan, setting: Setting, kernels: Roofline, span: Callable[[Pipeline, PassTimes], float] = makespan
 ) -> Prediction:
-    """The time of a step; ``plan`` holds the layers of all stages.
+    """Predict the time of a step; ``plan`` contains the layers of all stages.
 
-    ``span`` gives the seconds of the pipeline: ``makespan`` simulates, ``bound`` estimates.
+    ``span`` computes the seconds of the pipeline: ``makespan`` simulates, ``bound`` estimates.
     """
     different = {id(chunk): chunk for chunks in plan for chunk in chunks}
     known = {key: _chunk_cost(chunk, setting, kernels) for key, chunk in different.items()}
@@ -111,7 +111,7 @@ def predict_step(
     busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
     passes = _passes(costs, busy, kernels.crowding) * setting.pipeline.microbatches
     split = passes.parts()
-    # where processes share cores, others use the time in which a stage waits, but not that in which it sends
+    # if processes share cores, other processes compute while a stage waits, but not while it sends
     sending = 0.0 if kernels.crowding == 1.0 else _sending(setting.pipeline, times)
     split["bubble"] = max(span(setting.pipeline, times) - passes.total, sending)
     split |= _after(plan, setting, kernels, times)
@@ -119,12 +119,12 @@ def predict_step(
 
 
 def _sending(pipeline: Pipeline, times: PassTimes) -> float:
-    """Of a stage whose passes wait for the messages that they send."""
+    """Return the time that a stage spends on messages that block its passes."""
     return 2 * pipeline.chunks * pipeline.microbatches * times.message * times.blocking
 
 
 def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float) -> Cost:
-    """What a microbatch costs on the busiest stage; where processes share cores, what it costs on average."""
+    """Return the cost of a microbatch on the busiest stage, or the average cost if processes share cores."""
     both = [sum((forward + backward for forward, backward in chunks), Cost()) for chunks in costs]
     if crowding == 1.0:
         return both[max(range(len(busy)), key=busy.__getitem__)]
@@ -152,7 +152,7 @@ def _prediction(
 
 
 def model_operations(plan: Plan, setting: Setting) -> float:
-    """Operations of a step on all GPUs: three times those of the forward pass."""
+    """Return the operations of a step on all GPUs: three times those of the forward pass."""
     run = setting.run
     each = 0.0
     for chunks in plan:
@@ -175,7 +175,7 @@ def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost
 
 
 def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
-    """Looking up tokens, and the output layer with the loss, which runs in bf16."""
+    """Return the cost of the embedding, and of the output layer (in bf16) with the loss."""
     run, forward, backward = setting.run, Cost(), Cost()
     if chunk.embedding:
         moved = kernels.moved(3 * run.tokens * run.hidden * run.number, kernels=3)
@@ -200,7 +200,7 @@ def _message(setting: Setting, kernels: Roofline) -> float:
 
 
 def stage_weights(chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = False) -> tuple[float, float]:
-    """Trained parameters of a rank, and ``frozen`` ones, too, if asked for: those of experts second."""
+    """Return a rank's trained parameters, or all with ``frozen``: dense parameters, then parameters of experts."""
     layers = [layer for chunk in chunks for layer in chunk.layers]
     parts = [1.0 if frozen else layer.trained for layer in layers]
     dense = sum(layer.weights * part for layer, part in zip(layers, parts, strict=True))
@@ -214,7 +214,7 @@ def stage_weights(chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = Fa
 
 
 def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) -> dict[str, float]:
-    """What follows the last pass, on the stage where it takes longest."""
+    """Return the times after the last pass, on the stage where they are longest."""
     found = [_after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)]
     longest = max(found, key=lambda split: sum(split.values()))
     return longest | {"other": FIXED}
@@ -249,9 +249,9 @@ def _exposed(
     bucket: int,
     beside: float | None,
 ) -> float:
-    """Of messages of parameters, ``number`` bytes each, beside passes of one microbatch; None for nothing beside.
+    """Return the exposed time of messages of parameters with ``number`` bytes each.
 
-    Messages that overlap have the size of a bucket, and the last one of each group has nothing left beside it.
+    They overlap in buckets with ``beside`` seconds of passes, if any, except the last bucket of each group.
     """
     if beside is None:
         return sum(gather(size * number, group) for size, group in parts)

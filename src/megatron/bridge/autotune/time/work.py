@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of a layer on one rank, as plain numbers, and the time that it costs."""
+"""The work of a layer on one rank in plain numbers, and the time that it takes."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight on one rank: ``rows`` output features and ``columns`` input features."""
+    """A weight on one rank with ``rows`` output features and ``columns`` input features."""
 
     name: str
     rows: int
@@ -20,23 +20,23 @@ class Matrix:
 class LayerShape:
     """One layer on one rank of a tensor and an expert tensor group."""
 
-    matrices: tuple[Matrix, ...]  # they multiply each token of the rank's part of the sequence
-    router: tuple[Matrix, ...]  # it multiplies the tokens of one sequence-parallel rank
-    experts: tuple[Matrix, ...]  # those of one expert
-    between: float  # forward operations of one token between the matrices: attention, or the scan of a mixer
+    matrices: tuple[Matrix, ...]  # multiply each token of the rank's part of the sequence
+    router: tuple[Matrix, ...]  # multiplies the tokens of one sequence-parallel rank
+    experts: tuple[Matrix, ...]  # matrices of one expert
+    between: float  # forward operations per token between the matrices: attention, or the scan of a mixer
     quadratic: bool  # whether ``between`` is attention, which runs in a fused kernel
-    norms: int  # over the hidden size
-    inner: int  # numbers of a token that activations and rotary embeddings read or write
-    blocks: int  # row-parallel matrices that end in the residual stream, of experts left out
-    keys: int  # width of the keys and values of a token, for context parallelism
-    weights: int  # parameters, those of experts left out
+    norms: int  # norms over the hidden size
+    inner: int  # elements per token that activations and rotary embeddings read or write
+    blocks: int  # row-parallel matrices that write to the residual stream, without experts
+    keys: int  # width of a token's keys and values, for context parallelism
+    weights: int  # parameters without experts
     expert_weights: int  # parameters of one expert
     expert_biases: bool = False  # whether experts have biases
-    trained: float = 1.0  # part of the parameters that get gradients
+    trained: float = 1.0  # fraction of the parameters that are trained
 
     @property
     def kind(self) -> str:
-        """Under which real layers are measured."""
+        """The name under which profiles store measured times of such layers."""
         if self.experts:
             return "experts"
         return "attention" if self.quadratic else "mixer" if self.between else "mlp"
@@ -46,7 +46,7 @@ class LayerShape:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once: a search looks shapes up millions of times."""
+        """The hash, computed once: a search looks up shapes millions of times."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
 
@@ -56,8 +56,8 @@ class Cost:
 
     matrix: float = 0.0  # matrix products
     attention: float = 0.0  # attention and the scans of mixers
-    memory: float = 0.0  # norms, activations, permutations: kernels that are bound by the memory's bandwidth
-    recompute: float = 0.0  # forward work that the backward pass repeats
+    memory: float = 0.0  # norms, activations, permutations: kernels limited by memory bandwidth
+    recompute: float = 0.0  # forward work that the backward pass recomputes
     tensor: float = 0.0  # exposed communication of tensor parallelism
     context: float = 0.0  # exposed communication of context parallelism
     expert: float = 0.0  # exposed communication of expert parallelism
@@ -72,7 +72,7 @@ class Cost:
         return {name: getattr(self, name) for name in _KINDS}
 
     def slowed(self, factor: float) -> "Cost":
-        """The same with computation that takes ``factor`` times as long."""
+        """Return the same cost with computation that takes ``factor`` times as long."""
         names = ("matrix", "attention", "memory", "recompute")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
@@ -90,23 +90,23 @@ _KINDS = tuple(field.name for field in fields(Cost))
 
 @dataclass(frozen=True)
 class Run:
-    """What decides the cost of a layer beside its shape."""
+    """Settings that decide the cost of a layer together with its shape."""
 
-    tokens: int  # of a microbatch on a context rank
-    hidden: int  # size of the residual stream
-    tensor: int = 1  # tensor ranks
-    context: int = 1  # context ranks
-    expert: int = 1  # expert ranks
-    expert_tensor: int = 1  # ranks that share an expert
+    tokens: int  # tokens of a microbatch on a context rank
+    hidden: int  # hidden size
+    tensor: int = 1  # tensor-parallel ranks
+    context: int = 1  # context-parallel ranks
+    expert: int = 1  # expert-parallel ranks
+    expert_tensor: int = 1  # expert-tensor-parallel ranks
     local_experts: int = 1  # experts on a rank
-    top_k: int = 0  # experts of a token
+    top_k: int = 0  # experts per token
     sequence_parallel: bool = False  # whether norms and the residual stream are split over tensor ranks
     tensor_overlap: bool = False  # ``tp_comm_overlap``
     expert_overlap: bool = False  # ``overlap_moe_expert_parallel_comm``
     context_kind: Any = None  # ``cp_comm_type``: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``
-    recompute: float = 0.0  # part of a layer's forward work that the backward pass repeats
-    number: int = 2  # bytes of an activation
-    imbalance: float = 1.0  # tokens of the busiest expert rank over the average
+    recompute: float = 0.0  # fraction of a layer's forward work that the backward pass recomputes
+    number: int = 2  # bytes per activation element
+    imbalance: float = 1.0  # tokens of the busiest expert rank divided by the average
 
     @property
     def between(self) -> float:
@@ -115,13 +115,13 @@ class Run:
 
     @property
     def chosen(self) -> float:
-        """Tokens of all experts of a rank."""
+        """Token copies that the experts of a rank process."""
         split = self.tokens / self.tensor
         return split * self.top_k * self.expert_tensor * self.imbalance
 
 
 def operations_per_token(layer: LayerShape, run: Run) -> float:
-    """Forward operations of a token in ``layer`` on one tensor rank."""
+    """Return the forward operations per token in ``layer`` on one tensor rank."""
     dense = sum(2 * each.rows * each.columns for each in layer.matrices)
     router = sum(2 * each.rows * each.columns for each in layer.router) / run.tensor
     experts = sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from megatron.bridge.autotune.search.price import Price
     from megatron.bridge.autotune.search.search import Search
 
-_FIRST = 4  # steps of the first round, of which two are not counted; each round has twice as many
+_FIRST = 4  # steps of the first round, of which two are not counted; each round doubles them
 _WARM = 2
 
 
 def run(job: Job, search: "Search", prices: "list[Price]") -> "list[Price]":
-    """``prices`` with measured seconds, fastest first; those that lost a round stand behind those that won it."""
+    """Return ``prices`` with measured seconds, fastest first; layouts that lost a round follow the winners."""
     steps, left, out = _FIRST, list(prices), []
     while left:
         measured = sorted((_measured(job, search, price, steps) for price in left), key=lambda price: price.seconds)
@@ -35,7 +35,7 @@ def run(job: Job, search: "Search", prices: "list[Price]") -> "list[Price]":
 
 
 def _measured(job: Job, search: "Search", price: "Price", steps: int) -> "Price":
-    """``price`` with the median time of a step of a real run."""
+    """Return ``price`` with the median step time of a real run."""
     config = with_layout(job, search, price)
     with tempfile.TemporaryDirectory() as folder:
         config.checkpoint.save, config.logger.log_dir, config.logger.log_interval = None, folder, 1
@@ -56,14 +56,14 @@ def _measured(job: Job, search: "Search", price: "Price", steps: int) -> "Price"
 
 
 def with_layout(job: Job, search: "Search", price: "Price") -> Any:
-    """The config of the job in the layout of ``price``."""
+    """Return the config of the job with the layout of ``price``."""
     config = copy_config(job.config)
     apply_layers(config, [Layer("tune", overrides=overrides(search, price))])
     return config
 
 
 def overrides(search: "Search", price: "Price") -> list[str]:
-    """The settings of a layout that differ from the config's, as ``key=value``."""
+    """Return ``key=value`` for each setting of a layout that differs from the config."""
     from megatron.bridge.autotune.search.candidate import as_overrides
 
     settings, configured = price.candidate.settings(), search.pricer.configured(price.candidate)

@@ -19,7 +19,7 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.rl import RLSearch, settings
 
     if not 0 <= args.engine_memory < 1:
-        raise UserError(f"--engine-memory {args.engine_memory:g} is no part of a GPU: give a number from 0 to below 1")
+        raise UserError(f"--engine-memory {args.engine_memory:g} must be from 0 to below 1, a fraction of a GPU")
     fixed = {name: values[0] for name, values in search.space.sizes.items() if len(values) == 1}
     searches = [RLSearch(search.config, search.world_size, search.pricer.card, job, fixed) for job in _jobs(args)]
     found = sorted((step for each in searches for step in each.run(args.top)), key=lambda step: step.seconds)
@@ -35,7 +35,7 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
 
 
 def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
-    """One for each token budget."""
+    """Return one job for each token budget."""
     from megatron.bridge.autotune import rl
 
     limit = args.max_prompt_length + args.max_response_length

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""``LLM`` as a model of lm-evaluation-harness."""
+"""Run ``LLM`` as a model of lm-evaluation-harness."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,7 +22,7 @@ _LONGEST_ANSWER = 256  # the harness's own default
 
 
 class HarnessModel(TemplateLM):
-    """The harness's interface; texts are encoded like those of the harness's ``hf`` model."""
+    """The model interface of the harness; texts are encoded like those of the harness's ``hf`` model."""
 
     backend = "causal"
 
@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.eos_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, with the tokenizer's special tokens unless the text already begins with them."""
+        """Return token ids, with the tokenizer's special tokens unless the text already begins with them."""
         prefix = self.tokenizer.decode([self.prefix_token_id])
         if add_special_tokens is None and not (prefix and string.startswith(prefix)):
             return self.tokenizer.encode(string)
@@ -62,7 +62,7 @@ class HarnessModel(TemplateLM):
         )
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities of each continuation, and whether greedy decoding would give it."""
+        """Return the log-probability of each continuation, and whether greedy decoding would generate it."""
         prompts: list[list[int]] = []
         sampling: list[Sampling] = []
         for _, context, continuation in requests:
@@ -77,7 +77,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of whole texts, in windows as long as the context."""
+        """Return the log-probability of full texts, computed in windows of the context length."""
         windows: list[Any] = []
         bounds = [0]
         for request in requests:
@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):
             if count >= self.max_length:
                 raise UserError(f"max_gen_toks={count} leaves no room in a context of {self.max_length}: lower it")
             prompts.append(self.tok_encode(request.args[0])[-(self.max_length - count) :])
-            # the same end tokens as the harness's own model, where the end of a turn does not end a text
+            # like the harness's own model, in which the end of a turn does not end a text
             ends = {"ignore_eos": True, "stop_ids": sorted(self.llm.declared_ends)}
             sampling.append(_sampling(values, count, stops[-1], ends))
         texts = [completions[0].text for completions in self.llm.generate_each(prompts, sampling)]
@@ -127,10 +127,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run tasks of the harness; all ranks must call this.
 
-    ``tasks`` are names of tasks or groups, also of those in ``include_path``, or YAML files. Each runs on at most
-    ``limit`` examples, with ``few_shot`` examples in the prompt (the task's default when None), and in the chat
-    template with ``chat``. Rank 0 gets the results, with a record of each example under ``samples``; other ranks get
-    an empty dict.
+    ``tasks`` are names of tasks or groups, including those in ``include_path``, or YAML files. Each task runs on at
+    most ``limit`` examples, with ``few_shot`` examples in the prompt (None means the task's default), and with ``chat``
+    in the chat template. Rank 0 returns the results, with a record of each example under ``samples``; other ranks
+    return an empty dict.
     """
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     known = manager.all_tasks

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send the weights of a model in training to an engine that generates."""
+"""Send the weights of a model in training to an inference engine."""

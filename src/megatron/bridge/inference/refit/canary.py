@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that an engine has the weights it was sent: its log-probabilities of fixed texts must equal the trainer's.
+"""Check that an engine has the new weights: its log-probabilities of fixed texts must equal the trainer's.
 
-Engines have been seen to report success and keep their old weights.
+Some engines report success although they keep their old weights.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from megatron.bridge.models.chunk_info import evaluation_mode
 from megatron.bridge.utils.errors import UserError
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a log-probability by the dtype that computes it: two layouts round differently."""
+"""Maximum difference of log-probabilities by compute dtype; two layouts round differently."""
 SCORING = Sampling(max_new_tokens=0, prompt_logprobs=0)
 
 
 class Canary:
-    """Texts, as token ids, whose log-probabilities in trainer and engine must agree up to ``tolerance``."""
+    """Texts, as token ids, for which the log-probabilities of trainer and engine must agree within ``tolerance``."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], tolerance: float | None = None) -> None:
         if not prompts or any(len(prompt) < 2 for prompt in prompts):
@@ -31,7 +31,7 @@ class Canary:
         self._old: list[float] | None = None
 
     def trainer_logprobs(self, chunks: Sequence[Any]) -> list[float]:
-        """Log-probabilities of the live model; all its ranks must call this. Training mode is restored."""
+        """Return log-probabilities of the model in training and restore its mode; all its ranks must call this."""
         config: Any = unwrap(chunks[0]).config
         longest = max(32, *map(len, self.prompts))
         limits = EngineConfig(longest, config.vocab_size, kv_memory=1 << 30, max_requests=len(self.prompts))
@@ -42,31 +42,31 @@ class Canary:
         return [one.logprob for job in jobs for one in job.completion.prompt_logprobs]
 
     def check(self, expected: Sequence[float], found: Sequence[float]) -> float:
-        """Compare the engine's numbers ``found`` with the trainer's; returns the largest difference.
+        """Compare the engine's log-probabilities with the trainer's and return the largest difference.
 
-        The trainer's numbers are kept for the next comparison.
+        ``expected`` is saved for the next comparison.
 
         Raises:
-            UserError: the engine has other weights, or still those of the last time.
+            UserError: the engine has other weights, or still has the previous ones.
         """
         limit = TOLERANCE[self._dtype] if self._tolerance is None else self._tolerance
         worst = _distance(expected, found)
         old, self._old = self._old, list(expected)
         if not worst <= limit:
             raise UserError(
-                f"the engine's log-probabilities of the canary differ from the trainer's by {worst:.2g}, and the "
-                f"limit is {limit:.2g}: it does not have the weights that were sent, so start it again"
+                f"the engine's log-probabilities of the canary differ from the trainer's by {worst:.2g}, more than "
+                f"{limit:.2g}: it does not have the weights that were sent, so restart it"
             )
         if old is not None and _distance(old, expected) > 0 and _mean(old, found) < _mean(expected, found):
             raise UserError(
-                "the engine's log-probabilities of the canary are nearer to those before the trainer's last step "
-                "than to the present ones: it kept its old weights, so start it again from an export"
+                "the engine's log-probabilities of the canary are closer to the trainer's previous values than to the "
+                "current ones: it kept its old weights, so restart it from an export"
             )
         return worst
 
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Largest difference; NaN if a number is."""
+    """Return the largest difference, or NaN if any number is NaN."""
     return float((torch.tensor(one).double() - torch.tensor(other).double()).abs().max())
 
 

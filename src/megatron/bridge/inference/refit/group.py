@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send weights to engines of other projects: broadcast over a group that the engine's processes have joined.
+"""Send weights to engines of other projects by a broadcast over a group that the engine's processes have joined.
 
-vLLM and SGLang get names, dtypes and shapes in a separate call, and receive while it runs. Both use buckets in which
-tensors are contiguous.
+vLLM and SGLang receive names, dtypes and shapes in a separate call, and the weights while it runs. Both use buckets in
+which tensors are contiguous.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +33,12 @@ def join_group(
     name: str = GROUP_NAME,
     timeout: timedelta = timedelta(minutes=10),
 ) -> Any:
-    """Join a group of a trainer's rank 0 and the processes of an engine, in addition to their other groups.
+    """Join a group of the trainer's rank 0 and an engine's processes, in addition to their other groups.
 
-    ``rank`` 0 is the trainer, and ``world_size`` is the number of the engine's processes plus one. All give the same
-    ``backend``, ``nccl`` or ``gloo``, and the ``name`` of ``init_weights_update_group``.
+    ``rank`` 0 is the trainer, and ``world_size`` is the number of the engine's processes plus one. All processes pass
+    the same ``backend``, ``nccl`` or ``gloo``, and the ``name`` of ``init_weights_update_group``.
     """
-    dist: Any = torch_dist  # torch has no public function for a group that is no part of the default one
+    dist: Any = torch_dist  # torch has no public function for a group outside the default group
     meeting = dist.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
     store, *_ = next(meeting)
     store.set_timeout(timeout)
@@ -57,18 +57,18 @@ def broadcast_weights(
     bucket_bytes: int = BUCKET_BYTES,
     changed_only: bool = False,
 ) -> RefitReport:
-    """Send weights once; every rank of the trainer calls this.
+    """Send the weights once; every rank of the trainer must call this.
 
     Args:
-        stream: of the model.
-        group: of ``join_group``, or any other with ``broadcast(tensor, 0)``, such as vLLM's communicator; None on
-            all ranks but 0.
-        call: starts the engine's update with these keywords and returns a function that waits for its end. For
-            vLLM they are ``update_info``, once; for SGLang, those of ``update_weights_from_distributed``, once for
-            each bucket.
-        api: whose call it is.
-        bucket_bytes: a bucket ends with the first tensor that goes beyond this; there are two of them.
-        changed_only: leave out what is as it was at the last call.
+        stream: weights of the model.
+        group: result of ``join_group``, or another object with ``broadcast(tensor, 0)``, such as vLLM's communicator;
+            None on all ranks except 0.
+        call: starts the engine's update with keyword arguments and returns a function that waits for its end. vLLM's
+            update is called once with ``update_info``, SGLang's ``update_weights_from_distributed`` once per bucket
+            with its arguments.
+        api: engine whose update is called.
+        bucket_bytes: the first tensor that exceeds this size ends a bucket; memory holds two buckets.
+        changed_only: skip tensors that have not changed since the last call.
     """
     apis: dict[str, Any] = {"vllm": _to_vllm, "sglang": _to_sglang}
     if api not in apis:
@@ -78,7 +78,7 @@ def broadcast_weights(
 
 
 def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
-    """The contents and offsets of each bucket, as the engines compute them.
+    """Return contents and offsets of each bucket as the engines compute them.
 
     Example:
         >>> infos = [WeightInfo(name, (10,), torch.float32) for name in "abc"]
@@ -93,15 +93,15 @@ def dense_layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Sl
             start = 0
         if start % info.dtype.itemsize:
             raise UserError(
-                f"tensor {info.name} of {info.dtype} would begin at byte {start} of its bucket, where no such "
-                "number can be read: give WeightStream(dtype=), so that all tensors have one dtype"
+                f"tensor {info.name} of {info.dtype} would begin at byte {start} of its bucket, which is not aligned "
+                "for its dtype: give WeightStream(dtype=), so that all tensors have one dtype"
             )
         buckets[-1].append(Slot(info, start))
     return buckets
 
 
 def described(infos: Sequence[WeightInfo], dtypes: str) -> dict[str, Any]:
-    """Names, dtypes (under the key ``dtypes``) and shapes, as both engines take them."""
+    """Return names, dtypes (under the key ``dtypes``) and shapes in the format of both engines."""
     return {
         "names": [info.name for info in infos],
         dtypes: [str(info.dtype).removeprefix("torch.") for info in infos],
@@ -123,7 +123,7 @@ def _to_sglang(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightI
     name = getattr(group, "group_name", GROUP_NAME)
     waits: list[Wait] = []
     for bucket in _broadcast(group, buckets, writes):
-        for wait in waits:  # the engine takes one call after the other
+        for wait in waits:  # the engine handles one call at a time
             wait()
         keywords = described([slot.info for slot in bucket], "dtypes")
         waits = [call({**keywords, "group_name": name, "load_format": "flattened_bucket"})]
@@ -132,7 +132,7 @@ def _to_sglang(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightI
 
 
 def _broadcast(group: Any, buckets: Sequence[Sequence[Slot]], writes: Iterator[Write]) -> Iterator[Sequence[Slot]]:
-    """Yield each bucket when it is filled; it is broadcast while the next one is filled."""
+    """Yield each bucket when it is full; its broadcast overlaps with filling the next bucket."""
     device = torch.cuda.current_device()
     buffers = [torch.empty(buffer_bytes(buckets), dtype=torch.uint8, device=device) for _ in range(2)]
     works: list[Any] = [None, None]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors in one block of memory: one handle for a bucket instead of one for each tensor.
+"""Pack many tensors into one block of memory, which needs one handle per bucket instead of one per tensor.
 
-The memory is shared by processes of one machine and freed when they end.
+Processes of one machine share the memory; it is freed when they end.
 """
 
 import os
@@ -18,7 +18,7 @@ from megatron.bridge.inference.refit.stream import WeightInfo
 from megatron.bridge.utils.errors import UserError
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes, so that each can be viewed in its dtype and read by vectors."""
+"""Tensors begin at multiples of this many bytes, so that they can be viewed in their dtype with vector loads."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Slot:
         return self.start + self.info.bytes
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor in ``buffer``, without a copy."""
+        """Return the tensor in ``buffer`` without a copy."""
         return buffer[self.start : self.stop].view(self.info.dtype).view(self.info.shape)
 
 
 def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
-    """The tensors of each bucket, in order, with their offsets; the same on both sides.
+    """Return the tensors of each bucket, in order, with their offsets; equal on both sides.
 
     Buckets alternate between the start and the end of one buffer, so that one can be filled while the receiver reads
     the other. A tensor larger than half of ``bucket_bytes`` has its own bucket.
@@ -70,12 +70,12 @@ def _aligned(size: int) -> int:
 
 
 def buffer_bytes(buckets: Sequence[Sequence[Slot]]) -> int:
-    """The size of memory that holds any two successive buckets."""
+    """Return the number of bytes that hold any two successive buckets."""
     return max((bucket[-1].stop for bucket in buckets), default=0)
 
 
 def views(buffer: Tensor, bucket: Sequence[Slot]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a bucket, without copies; they are valid until the buffer is filled again."""
+    """Yield (name, tensor) of a bucket without copies; they are valid until the buffer is filled again."""
     for slot in bucket:
         yield slot.info.name, slot.view(buffer)
 
@@ -84,9 +84,9 @@ _MEMORY = Path("/dev/shm")
 
 
 class SharedBuffer:
-    """Bytes in a file in memory, or on disk if there is no room in memory.
+    """Bytes in a memory file, or on disk if memory is full.
 
-    The file is removed when all receivers have opened it; the memory lives as long as a process maps it.
+    The file is removed when all receivers have opened it; the memory exists while any process maps it.
     """
 
     def __init__(self, size: int) -> None:
@@ -100,7 +100,7 @@ class SharedBuffer:
 
 
 def attached(path: Path, size: int) -> Tensor:
-    """The bytes [size] of a buffer that another process has created."""
+    """Return the bytes [size] of a buffer that another process created."""
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receiving side, which replaces weights step by step, between two steps of the engine.
+"""The receiving side of a weight update, which replaces weights between two steps of the engine.
 
-A sender sends ``Begin``, a ``Bucket`` for each bucket, and ``Finish``; to another process, over a
+A sender sends ``Begin``, a ``Bucket`` for each bucket, and ``Finish``. Another process receives them over a
 ``multiprocessing.connection.Connection``.
 """
 
@@ -26,18 +26,18 @@ from megatron.bridge.utils.errors import UserError, first_few
 
 
 class _Arrived(dict[str, Tensor]):
-    """Received tensors, with the interface of a checkpoint for ``load.fill``."""
+    """Received tensors with the interface of a checkpoint for ``load.fill``."""
 
     def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
         tensor = self[name]
         target.copy_(tensor[index] if tensor.ndim else tensor)
 
     def release(self, name: str, row: int | None = None) -> None:
-        """Do nothing: tensors are dropped when no task needs them."""
+        """Do nothing: ``_forget`` drops tensors that no task needs."""
 
 
 class NativeReceiver:
-    """Loads tensors into the parameters of a model."""
+    """Load tensors into the parameters of a model."""
 
     def __init__(self, bridge: AutoBridge, model: Any) -> None:
         plan = bridge.plan(model)
@@ -51,19 +51,19 @@ class NativeReceiver:
                 self._users.setdefault(name, []).append(task)
 
     def begin(self, infos: Sequence[WeightInfo], partial: bool = False) -> None:
-        """Prepare for tensors; with ``partial``, only changed ones are sent, and the rest keep their values."""
+        """Prepare for tensors; with ``partial``, only changed tensors arrive, and the rest keep their values."""
         names = {info.name for info in infos}
         missing = [] if partial else sorted(self._names - names)
         surplus = sorted(names - self._names - self._left_out - set(self._ties))
         if missing or surplus:
-            what = f"lack {first_few(missing)}" if missing else f"hold {first_few(surplus)} besides"
-            raise UserError(f"the weights of the trainer {what}: generate with the model that is trained")
+            what = f"lack {first_few(missing)}" if missing else f"have {first_few(surplus)} in addition"
+            raise UserError(f"the weights of the trainer {what}: load the model that is trained into the engine")
         self._arrived = _Arrived()
         self._left = {id(task): set(task.mapping.hf_names) & names for task in self._tasks}
         self._waiting = {name: len(self._users.get(name, ())) for name in names}
 
     def receive(self, name: str, weight: Tensor) -> None:
-        """Take a tensor, which the caller may overwrite afterwards."""
+        """Take a tensor, which the caller may overwrite after the call."""
         users = self._users.get(name, [])
         if not users:
             return
@@ -85,24 +85,24 @@ class NativeReceiver:
     def finish(self) -> None:
         missing = sorted({name for names in self._left.values() for name in names})
         if missing:
-            raise UserError(f"the weights ended before {first_few(missing)}: send all that was announced")
+            raise UserError(f"the weights ended before {first_few(missing)}: send all tensors of begin()")
 
 
 @dataclass(frozen=True)
 class Begin:
-    """New weights are coming."""
+    """Announces new weights."""
 
     infos: list[Any]  # ``WeightInfo`` of each tensor, in order
-    bucket_bytes: int  # as ``packing.layout`` takes it, so that both sides know what a bucket holds
-    path: Path  # of the shared buffer
-    size: int  # of the shared buffer
-    partial: bool  # only tensors that changed are coming
-    running: Any = "abort"  # what becomes of texts that run, as ``Engine.new_weights`` takes it
+    bucket_bytes: int  # argument of ``packing.layout``, with which both sides compute the contents of a bucket
+    path: Path  # path of the shared buffer
+    size: int  # size of the shared buffer
+    partial: bool  # only changed tensors arrive
+    running: Any = "abort"  # what to do with running texts, as in ``Engine.new_weights``
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The buffer holds the tensors of bucket ``index``; it may be overwritten after the answer."""
+    """Bucket ``index`` is in the buffer, which may be overwritten after the response."""
 
     index: int
 
@@ -116,7 +116,7 @@ WeightStep = Begin | Bucket | Finish
 
 
 class Receiver(Protocol):
-    """Takes tensors: ``NativeReceiver``, ``TransformersReceiver``, or your own class."""
+    """Interface of receivers: ``NativeReceiver``, ``TransformersReceiver``, or your own class."""
 
     def begin(self, infos: Any, partial: bool = False) -> None: ...
     def receive(self, name: str, weight: Any) -> None: ...
@@ -124,7 +124,7 @@ class Receiver(Protocol):
 
 
 class BucketReader:
-    """Passes the tensors of each bucket to a receiver."""
+    """Pass the tensors of each bucket to a receiver."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -139,7 +139,7 @@ class BucketReader:
             self._buffer = attached(step.path, step.size)
             return
         if self._buckets is None or (isinstance(step, Bucket) and step.index != self._next):
-            raise UserError(f"weights came out of order ({step}): begin again")
+            raise UserError(f"weights arrived out of order ({step}): restart the update")
         if isinstance(step, Finish):
             self._receiver.finish()
             self._buckets, self._buffer = None, torch.empty(0)
@@ -150,7 +150,7 @@ class BucketReader:
 
 
 class Replacement:
-    """Applies the steps to an engine of this project."""
+    """Apply the steps to an engine of this project."""
 
     def __init__(self, engine: Engine, bridge: AutoBridge, chunks: list[Any]) -> None:
         self._engine = engine
@@ -159,9 +159,9 @@ class Replacement:
             self._reader = BucketReader(NativeReceiver(bridge, chunks))
 
     def take(self, step: WeightStep) -> None:
-        """Apply one step; the engine has its new weights after ``Finish``."""
+        """Apply one step; after ``Finish``, the engine uses the new weights."""
         if isinstance(step, Begin):
-            self._open.close()  # of a sender that has given up
+            self._open.close()  # the sender of the previous update has stopped
             self._reader.take(step)
             self._open.enter_context(self._engine.new_weights(step.running))
             return
@@ -171,7 +171,7 @@ class Replacement:
 
 
 class RemoteReceiver:
-    """Passes the steps of ``send_weights`` to another process, which calls ``receive_weights``."""
+    """Pass the steps of ``send_weights`` to another process, which calls ``receive_weights``."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -182,13 +182,13 @@ class RemoteReceiver:
             self._connection.send(step)
             problem = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise UserError("the process that receives weights has ended: start it again from an export") from error
+            raise UserError("the process that receives weights has ended: restart it from an export") from error
         if problem is not None:
             raise UserError(problem)
 
 
 def receive_weights(connection: Any, reader: BucketReader) -> None:
-    """Take all steps of one refit from another process, which is told about errors."""
+    """Take all steps of an update from another process, and report errors to it."""
     step = None
     while not isinstance(step, Finish):
         step = connection.recv()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sending side: send a live Megatron model's weights to engines on this machine, through shared memory."""
+"""The sending side of a weight update: send weights to engines on this machine through shared memory."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +22,12 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(frozen=True)
 class RefitReport:
-    """Statistics of what was sent."""
+    """Statistics of an update."""
 
-    tensors: int  # how many
-    bytes: int  # of them
-    seconds: float  # that it took, without the canary
-    difference: float | None = None  # largest difference of the canary's log-probabilities; None without a canary
+    tensors: int  # number of tensors
+    bytes: int  # size of all tensors
+    seconds: float  # duration without the canary
+    difference: float | None = None  # largest difference of the canary's log-probabilities, if there is a canary
 
 
 def send_weights(
@@ -37,11 +37,11 @@ def send_weights(
     changed_only: bool = False,
     running: Running = "abort",
 ) -> RefitReport:
-    """Send weights once; every rank of the trainer calls this.
+    """Send the weights once; every rank of the trainer must call this.
 
-    ``take`` passes a step to the receiver and returns when it is done; it is None on all ranks but 0. ``bucket_bytes``
-    of shared memory hold two buckets; a larger tensor takes what it needs. ``changed_only`` skips tensors that have not
-    changed since the last call; ``running`` says what to do with running texts.
+    ``take`` passes a step to the receiver and returns when it is done; it is None on all ranks except 0. Shared memory
+    of ``bucket_bytes`` holds two buckets; a larger tensor uses as much as it needs. ``changed_only`` skips tensors that
+    have not changed since the last call; ``running`` says what to do with running texts.
     """
     push = None if take is None else partial(_send, take, bucket_bytes, changed_only, running)
     return sent(stream, push, changed_only)
@@ -52,7 +52,7 @@ def sent(
 ) -> RefitReport:
     """Call ``push`` on rank 0 with the functions of ``WeightStream.writes``; other ranks send their parts."""
     if push is not None and rank() != 0:
-        raise UserError(f"rank {rank()} of the trainer has a receiver: weights come to rank 0, so give it there")
+        raise UserError(f"rank {rank()} of the trainer has a receiver: give it on rank 0, which gets the weights")
     start = time.perf_counter()
     tasks = stream.changed() if changed_only else None
     infos = stream.metadata(tasks)
@@ -60,7 +60,7 @@ def sent(
     try:
         if push is not None and infos:
             push(infos, writes)
-    finally:  # the other ranks wait for this one, also after an error
+    finally:  # also after an error, because other ranks wait for this one
         for _ in writes:
             pass
     if changed_only:
@@ -95,7 +95,7 @@ def _send(
 
 
 class Refit:
-    """Keeps an engine, which some ranks of the trainer own, at the weights of a model that trains, and proves it."""
+    """Update an engine, which some ranks of the trainer own, with the weights in training, and verify the result."""
 
     def __init__(
         self, llm: Any, stream: WeightStream, chunks: Sequence[Any], canary: Canary, bucket_bytes: int = BUCKET_BYTES
@@ -104,7 +104,7 @@ class Refit:
         self._bucket_bytes = bucket_bytes
 
     def __call__(self, changed_only: bool = False, running: Running = "abort") -> RefitReport:
-        """Send the weights, or those that changed since the last such call; every rank of the trainer calls this."""
+        """Send the weights, or only those changed since the last call; every rank of the trainer must call this."""
         expected = self._canary.trainer_logprobs(self._chunks)
         take = None if self._llm is None else self._llm.replace_weights
         report = send_weights(self._stream, take, self._bucket_bytes, changed_only, running)

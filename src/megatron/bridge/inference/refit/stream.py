@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights that a trainer sends: their names, shapes and dtypes first, then the tensors in the same order."""
+"""The weights that a trainer sends: first names, shapes and dtypes, then the tensors in the same order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.utils.distributed import rank, reduce_numbers
 from megatron.bridge.utils.errors import UserError
 
-BUCKET_BYTES = 64 << 20  # what ranks exchange at a time
+BUCKET_BYTES = 64 << 20  # bytes that ranks exchange at a time
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class WeightInfo:
 
 
 class WeightStream:
-    """The Hugging Face tensors of a live Megatron model, which can be sent repeatedly.
+    """The Hugging Face tensors of a model in training, which can be sent repeatedly.
 
-    A tensor that is tied to another one is sent once, under the first name. Every rank of the model makes one; only the
-    constructor's first call and iteration communicate. ``dtype`` converts floating-point tensors; None leaves them as
-    they are. Ranks exchange ``bucket_bytes`` at a time.
+    A tensor that is tied to another one is sent once, under the first name. Every rank of the model creates a stream;
+    only its creation and iteration communicate. ``dtype`` converts floating-point tensors; None keeps their dtypes.
+    Ranks exchange ``bucket_bytes`` at a time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightStream:
         self._new: dict[str, str] = {}
 
     def metadata(self, tasks: Sequence[WeightConversionTask] | None = None) -> list[WeightInfo]:
-        """Names, shapes and dtypes of ``tasks`` (default: all) in the order of iteration; does not communicate."""
+        """Return names, shapes and dtypes of ``tasks`` (default: all) in iteration order; does not communicate."""
         if tasks is None:
             return list(self._all)
         return [info for task, names in _completed(tasks) for info in self._infos(task, names)]
@@ -73,12 +73,12 @@ class WeightStream:
         return self.send()
 
     def send(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) as in ``metadata``, on every rank; all ranks must iterate.
+        """Yield (name, tensor) in the order of ``metadata`` on every rank; all ranks must iterate.
 
-        ``tasks`` are those of ``changed``; all when None.
+        ``tasks`` is the result of ``changed``; None means all.
 
         Raises:
-            UserError: a tensor is not as announced, because its mapping computes another shape.
+            UserError: a tensor differs from its metadata, because its mapping computes another shape.
         """
         named: Any = self._bridge.export_hf_weights(
             self._model,
@@ -92,10 +92,10 @@ class WeightStream:
             yield name, weight
 
     def writes(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[Callable[[Tensor], None]]:
-        """Functions that copy the tensors, in the order of ``metadata``, to a destination on rank 0.
+        """Yield functions that copy the tensors, in the order of ``metadata``, to a destination on rank 0.
 
         They copy and convert directly from the shards, and are valid until the next one is requested. Other ranks must
-        iterate, too, and ignore the values. The arguments and errors are those of ``send``.
+        also iterate, and ignore the values. Arguments and errors are those of ``send``.
         """
         hook = bridge_for(self._bridge.hf_config)
         if hook.computes_on_export:
@@ -111,13 +111,13 @@ class WeightStream:
             _check(info, name, weight)
             yield partial(_put, weight)
 
-    # ---- what changed -------------------------------------------------------------------------------------------
+    # ---- changes ----------------------------------------------------------------------------------------------------
 
     def changed(self) -> list[WeightConversionTask]:
-        """The tasks whose parameter, on any rank, differs from that of the last ``mark_sent``.
+        """Return the tasks whose parameter, on any rank, differs from the last ``mark_sent``.
 
-        Parameters are hashed locally, before anything is exchanged. A parameter with an adapter always counts as
-        changed. All ranks must call this.
+        Each rank hashes its parameters before any communication. A parameter with an adapter always counts as changed.
+        All ranks must call this.
         """
         tasks = self._plan.tasks
         self._new = {task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None}
@@ -133,15 +133,15 @@ class WeightStream:
         return name in self._new and self._new[name] != self._hashes.get(name)
 
     def mark_sent(self) -> None:
-        """Record that the values seen by the last ``changed`` have arrived."""
+        """Record that the receiver has the values of the last ``changed``."""
         self._hashes |= self._new
 
 
 def _check(info: WeightInfo, name: str, weight: Any, same_dtype: bool = True) -> None:
     if (name, tuple(weight.shape)) != (info.name, info.shape) or not same_dtype:
         raise UserError(
-            f"tensor {name} came as {list(weight.shape)} {weight.dtype} where {info.name} "
-            f"{list(info.shape)} {info.dtype} was announced: export the model to files instead"
+            f"tensor {name} is {list(weight.shape)} {weight.dtype}, but the metadata says {info.name} "
+            f"{list(info.shape)} {info.dtype}: export the model to files instead"
         )
 
 
@@ -151,7 +151,7 @@ def _put(weight: Tensor | Unjoined, target: Tensor) -> None:
 
 
 def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightConversionTask, list[str]]]:
-    """Each exported task, with the tensors that are complete after it."""
+    """Yield each exported task with the tensors that are complete after it."""
     missing: dict[str, int] = {}
     for task in tasks:
         if task.is_copy:
@@ -169,7 +169,7 @@ def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightCo
 
 @torch.no_grad()
 def _hash(task: WeightConversionTask) -> str:
-    """The hash of this rank's part of a parameter."""
+    """Return a hash of this rank's part of a parameter."""
     assert task.param_weight is not None
     local = sharded_rows.local_rows(task.param_weight).detach().contiguous().cpu()
     return xxhash.xxh3_128_hexdigest(local.flatten().view(torch.uint8).numpy())

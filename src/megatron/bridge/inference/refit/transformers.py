@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load received weights into a transformers model, in place."""
+"""Load received weights into a transformers model in place."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron.bridge.inference.refit.stream import WeightInfo
 from megatron.bridge.utils.errors import UserError, first_few
 
-# transformers keeps the experts of a layer in one parameter, checkpoints keep each for itself
+# transformers stores the experts of a layer in one parameter, checkpoints store them separately
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class TransformersReceiver:
-    """Loads tensors into the parameters of ``model`` in place, so that existing references see them."""
+    """Load tensors into the parameters of ``model`` in place, so that existing references see them."""
 
     def __init__(self, model: Any) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -27,10 +27,10 @@ class TransformersReceiver:
         """Prepare for tensors.
 
         Args:
-            partial: only what changed comes; the rest stays as it is.
+            partial: only changed tensors arrive; the rest keep their values.
 
         Raises:
-            UserError: they are not those of the model; nothing has changed.
+            UserError: the tensors do not match the model; no value has changed.
         """
         filled: set[int] = set()
         problems: list[str] = []
@@ -42,14 +42,14 @@ class TransformersReceiver:
             filled |= {id(tensor) for tensor in self._parameters_of(info.name)}
         missing = [name for name, identity in self._needed.items() if identity not in filled and not partial]
         if problems or missing:
-            what = f"hold {first_few(problems)} besides" if problems else f"lack {first_few(missing)}"
+            what = f"have {first_few(problems)} in addition" if problems else f"lack {first_few(missing)}"
             raise UserError(
-                f"the weights of the trainer {what}: transformers stores this model otherwise, so load an export"
+                f"the weights of the trainer {what}: transformers stores this model differently, so load an export"
             )
 
     @torch.no_grad()
     def receive(self, name: str, weight: Tensor) -> None:
-        """Take a tensor, which the caller may overwrite afterwards."""
+        """Take a tensor, which the caller may overwrite after the call."""
         target = self._target(name)
         assert target is not None
         target.copy_(weight)
@@ -58,7 +58,7 @@ class TransformersReceiver:
     def finish(self) -> None:
         if self._expected:
             raise UserError(
-                f"the weights ended before {first_few(sorted(self._expected))}: send all that was announced"
+                f"the weights ended before {first_few(sorted(self._expected))}: send all tensors of begin()"
             )
 
     def _target(self, name: str) -> Tensor | None:

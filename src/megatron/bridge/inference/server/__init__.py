@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with OpenAI's endpoints around the engine."""
+"""A server with OpenAI-compatible endpoints for the engine."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The response objects of OpenAI's endpoints, whole or as a stream of pieces that concatenate to the whole."""
+"""Response objects of OpenAI's endpoints: complete, or as a stream of chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class TokenTexts:
-    """The text of single tokens, cached."""
+    """The texts of single tokens, cached."""
 
     def __init__(self, hf: Any) -> None:
         self.of = lru_cache(maxsize=65536)(lambda token: str(hf.decode([token], skip_special_tokens=False)))
@@ -21,11 +21,11 @@ class TokenTexts:
 
 @dataclass
 class Choice:
-    """One choice, as far as it is computed."""
+    """One choice of a response and its tokens so far."""
 
-    index: int  # in the answer
+    index: int  # index in the response
     prompt: list[int]  # token ids of its prompt
-    echoed: str | None = None  # text of the prompt if the answer begins with it
+    echoed: str | None = None  # text of the prompt if the response begins with it
     text: str = ""
     tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -50,26 +50,26 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
 
 @dataclass
 class CompletionFormat:
-    """How ``/v1/completions`` writes choices."""
+    """Response format of ``/v1/completions``."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    texts: TokenTexts  # of tokens
-    top: int | None = None  # how many most likely tokens are named; None for no log-probabilities
+    texts: TokenTexts  # texts of single tokens
+    top: int | None = None  # number of most likely tokens to return; None for no log-probabilities
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def whole(self, choice: Choice) -> Json:
-        """A finished choice."""
+        """Return a finished choice."""
         text = (choice.echoed or "") + choice.text
         return self._choice(choice, text, choice.logprobs, choice.echoed is not None)
 
     def first_pieces(self, choice: Choice) -> list[Json]:
-        """The pieces that start a stream of the choice."""
+        """Return the chunks that start the stream of a choice."""
         return [] if choice.echoed is None else [self._choice(choice, choice.echoed, [], True, over=False)]
 
     def piece(self, choice: Choice, progress: Progress) -> Json:
-        """The piece that a step added."""
+        """Return the chunk of a step."""
         return self._choice(choice, progress.piece, progress.logprobs, False)
 
     def _choice(
@@ -99,7 +99,7 @@ class CompletionFormat:
         found["top_logprobs"].append(None if one is None or not self.top else self._top(one))
 
     def _top(self, one: TokenLogprob) -> Json:
-        """Log-probabilities by text; of tokens with the same text, the likelier one."""
+        """Return log-probabilities by text; of tokens with the same text, the most likely one."""
         ranked = {**one.top, **({one.token: one.logprob} if one.token not in one.top else {})}
         named: Json = {}
         for token, logprob in ranked.items():
@@ -112,7 +112,7 @@ class CompletionFormat:
 
 @dataclass
 class ChatFormat:
-    """How ``/v1/chat/completions`` writes choices; the attributes are those of ``CompletionFormat``."""
+    """Response format of ``/v1/chat/completions``; the attributes are those of ``CompletionFormat``."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"

@@ -34,14 +34,14 @@ _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 @dataclass
 class Server:
-    """The state that the endpoints share."""
+    """State that the endpoints share."""
 
-    name: str  # of the model
-    reader: PromptReader  # of its prompts
+    name: str  # name of the model
+    reader: PromptReader  # converts prompts to tokens
     max_context: int  # tokens of a prompt and its completion
-    seconds: float  # that a request may take
-    created: int  # when the server started, in seconds since 1970
-    adapters: tuple[str, ...] = ()  # names of adapters, which are models of their own to clients
+    seconds: float  # time limit of a request
+    created: int  # start time of the server in seconds since 1970
+    adapters: tuple[str, ...] = ()  # names of adapters, which clients use as names of models
     client: EngineClient | None = None
     metrics: Metrics | None = None
     is_ready: bool = False
@@ -52,7 +52,7 @@ class Server:
         self.texts = TokenTexts(self.reader.hf)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a model name stands for; refuses unknown names."""
+        """Return the adapter for a model name, and refuse unknown names."""
         models = (self.name, *self.adapters)
         if name is not None and name not in models:
             message = f"model {name!r:.100} is not served here{did_you_mean(name, models)}: use {' or '.join(models)}"
@@ -64,10 +64,10 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
     def check_length(self, tokens: int) -> int:
-        """The number of tokens that may follow a prompt."""
+        """Return the number of tokens that may follow a prompt."""
         room = self.max_context - tokens
         if room < 1:
-            message = f"the prompt has {tokens} tokens, and the context {self.max_context}: shorten it"
+            message = f"the prompt has {tokens} tokens, more than the context of {self.max_context} allows: shorten it"
             raise ApiError(400, message, "prompt", "context_length_exceeded")
         return room
 
@@ -90,7 +90,7 @@ class AsciiJSONResponse(Response):
 
 
 def make_app(server: Server) -> FastAPI:
-    """The application; ``server.client`` is set when the event loop runs."""
+    """Create the application; ``server.client`` is set when the event loop runs."""
     app = FastAPI(title="Megatron Bridge", docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)
     _add_errors(app)
     _add_facts(app, server)
@@ -107,7 +107,7 @@ def _error(error: ApiError) -> Response:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The error to return to a client."""
+    """Convert an exception to an error response."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -115,7 +115,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineGoneError):
         return ApiError(503, f"the engine has ended: {str(error).splitlines()[-1]}", code="engine_ended")
     sys.stderr.write("".join(traceback.format_exception(error)))
-    return ApiError(500, "the server has failed: its log says why")
+    return ApiError(500, "internal error: see the server's log")
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -128,7 +128,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         names = list(_FIELDS.get(request.url.path, ()))
-        deepest = max(error.errors(), key=lambda one: len(one["loc"]))  # of the variants of a union
+        deepest = max(error.errors(), key=lambda one: len(one["loc"]))  # the most specific error of a union's variants
         message, param = schemas.describe(deepest, names)
         return _error(ApiError(400, message, param))
 
@@ -146,7 +146,7 @@ _FIELDS = {
 }
 
 
-# ---- about the server -------------------------------------------------------------------------------------------
+# ---- information about the server -------------------------------------------------------------------------------
 
 
 def _add_facts(app: FastAPI, server: Server) -> None:
@@ -166,7 +166,7 @@ def _add_facts(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         if not server.is_ready:
-            raise ApiError(503, "the model has not generated its first token yet: try again", code="not_ready")
+            raise ApiError(503, "the model is not ready yet: try again later", code="not_ready")
         return {"status": "ready"}
 
     @app.get("/metrics")
@@ -270,19 +270,19 @@ _NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def _events(generation: Generation) -> AsyncIterator[bytes]:
-    """Server-sent events; after an error, which is the last event, there is no [DONE]."""
+    """Yield server-sent events; an error is the last event, without [DONE]."""
     try:
         async for piece in generation.pieces():
             yield b"data: " + to_json(piece) + b"\n\n"
         yield b"data: [DONE]\n\n"
-    except Exception as error:  # the status has been sent
+    except Exception as error:  # the status line has already been sent
         yield b"data: " + to_json(as_api_error(error).body) + b"\n\n"
     finally:
         generation.close()
 
 
 async def _unless_gone(generation: Generation, request: Request) -> dict[str, Any]:
-    """The whole answer; it is cancelled when the client disconnects."""
+    """Return the complete response; cancel it when the client disconnects."""
 
     async def compute() -> dict[str, Any]:
         await generation.start()
@@ -293,7 +293,7 @@ async def _unless_gone(generation: Generation, request: Request) -> dict[str, An
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise ApiError(499, "the client has left")
+            raise ApiError(499, "the client has disconnected")
         return work.result()
     finally:
         work.cancel()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side of the engine: one thread sends requests to the ranks, another one receives events."""
+"""The server's connection to the engine: one thread sends requests to the ranks, another receives events."""
 
 import asyncio
 import itertools
@@ -16,15 +16,15 @@ from megatron.bridge.utils.errors import UserError
 
 
 class QueueFullError(Exception):
-    """More choices are waiting than the server allows."""
+    """The number of waiting choices exceeds the limit of the server."""
 
 
 class EngineGoneError(Exception):
-    """The engine has ended; the message says why."""
+    """The engine has ended; the message has the reason."""
 
 
 class EngineClient:
-    """Communicates with the ranks of ``workers`` in an event loop; calls ``failed`` with the reason when they end."""
+    """Communicate with the ranks of ``workers`` from an event loop; call ``failed`` with the reason when they end."""
 
     def __init__(self, workers: Workers, capacity: int, failed: Callable[[str], object]) -> None:
         self._workers = workers
@@ -42,14 +42,14 @@ class EngineClient:
 
     @property
     def outstanding(self) -> int:
-        """Number of choices that run or wait."""
+        """Number of running and waiting choices."""
         return sum(stream.open_choices for stream in self._streams.values())
 
     def submit(self, prompt: list[int], sampling: Sampling) -> "RequestStream":
-        """Request the continuation of a prompt.
+        """Submit a prompt to the engine.
 
         Raises:
-            QueueFullError: too much is waiting.
+            QueueFullError: too many choices are waiting.
             EngineGoneError: the engine has ended.
         """
         if self.failure is not None:
@@ -62,7 +62,7 @@ class EngineClient:
         return stream
 
     def forget(self, stream: "RequestStream") -> None:
-        """Drop a request; the engine stops computing it."""
+        """Drop a request, so that the engine stops computing it."""
         if self._streams.pop(stream.id, None) is not None and stream.open_choices:
             self._outbox.put(Cancel(stream.id))
 
@@ -82,7 +82,7 @@ class EngineClient:
         self._call(self._fail, reason)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop was closed
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
     def _dispatch(self, events: list[Event], load: Load) -> None:
@@ -103,8 +103,8 @@ class RequestStream:
     """The events of one request, in order.
 
     Attributes:
-        id: of the request.
-        open_choices: how many of its choices are not over.
+        id: number of the request.
+        open_choices: number of choices that have not ended.
     """
 
     def __init__(self, client: EngineClient, number: int, choices: int) -> None:
@@ -121,11 +121,11 @@ class RequestStream:
         self._events.put_nowait(event)
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the request.
+        """Wait until the engine has accepted the request.
 
         Raises:
-            UserError: it refuses.
-            EngineGoneError: it has ended.
+            UserError: the engine refuses the request.
+            EngineGoneError: the engine has ended.
         """
         event = await self._next()
         if isinstance(event, Refused):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a server: takes requests between steps, and reports the results of each step."""
+"""The engine's side of a server: it accepts requests between steps, and reports the results of each step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step added to one choice of a request."""
+    """The new tokens of one choice in one step."""
 
     id: int
     choice: int
@@ -62,7 +62,7 @@ Event = Accepted | Refused | Progress
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the engine: running and waiting texts, and the used fraction of the caches."""
+    """Load of the engine: running and waiting texts, and the fraction of the caches in use."""
 
     running: int
     waiting: int
@@ -71,7 +71,7 @@ class Load:
 
 @dataclass
 class _Sent:
-    """How much of a job has been reported."""
+    """The part of a job that has been reported."""
 
     job: Job
     text: int = 0
@@ -81,7 +81,7 @@ class _Sent:
 
 
 def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator[tuple[list[Event], Load]]:
-    """Serve until the process ends; runs on every rank, and ``receive`` returns the commands for rank 0."""
+    """Serve until the process ends, on every rank; ``receive`` returns the commands on rank 0."""
     loop = EngineLoop(llm.engine)
     while True:
         commands = broadcast_object(receive(0.0 if loop.is_busy else IDLE_SECONDS))
@@ -89,7 +89,7 @@ def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator
 
 
 class EngineLoop:
-    """The jobs of an engine, by request; the engine's context is entered, and only this class submits to it."""
+    """The jobs of an engine by request; the engine's context is entered, and no other object submits to it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -140,7 +140,7 @@ class EngineLoop:
 
 
 def _news(request: int, sent: _Sent) -> Progress | None:
-    """What has not been reported of a job."""
+    """Return the part of a job that has not been reported, if any."""
     job, completion = sent.job, sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""

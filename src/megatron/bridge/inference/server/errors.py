@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An error response: a message for people, the wrong field, and a code for programs."""
+    """An error response: a message for the user, the name of the invalid field, and a code for programs."""
 
     def __init__(
         self,
@@ -30,5 +30,5 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in ASCII, which can represent any text of a request."""
+    """Encode JSON in ASCII, which can represent any text of a request."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()

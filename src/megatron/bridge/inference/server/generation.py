@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One completion request, from its prompts to its response objects."""
+"""Process one completion request, from its prompts to its response objects."""
 
 import asyncio
 import secrets
@@ -21,16 +21,16 @@ RETRY_SECONDS = 1
 
 @dataclass
 class Generation:
-    """Completions of one or several prompts, in one response."""
+    """The completions of one or several prompts in one response."""
 
-    client: EngineClient  # computes them
-    metrics: Metrics  # counts them
-    model: str  # its name
-    format: Format  # how choices are written
+    client: EngineClient  # computes the completions
+    metrics: Metrics  # counts requests and tokens
+    model: str  # name of the model
+    format: Format  # response format of the endpoint
     prompts: list[list[int]]  # token ids
-    sampling: Sampling  # how to continue each of them
-    seconds: float  # until the answer is given up
-    echoed: list[str] | None = None  # texts of the prompts if the answer is to begin with them
+    sampling: Sampling  # sampling of each prompt
+    seconds: float  # time limit of the request
+    echoed: list[str] | None = None  # texts of the prompts if the response begins with them
     include_usage: bool = False
     _streams: list[RequestStream] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Generation:
         ]
 
     async def start(self) -> None:
-        """Submit the prompts to the engine, and wait until it has accepted all.
+        """Submit the prompts to the engine, and wait until it has accepted all of them.
 
         Raises:
             ApiError: the queue is full.
@@ -61,26 +61,26 @@ class Generation:
         except QueueFullError as error:
             self.close()
             headers = {"Retry-After": str(RETRY_SECONDS)}
-            raise ApiError(429, "too many requests wait: try again later", headers=headers) from error
+            raise ApiError(429, "too many requests are waiting: try again later", headers=headers) from error
         except BaseException:
             self.close()
             raise
         self._times = self.metrics.watch(sum(map(len, self.prompts)))
 
     def _sampling_of(self, number: int) -> Sampling:
-        """If the request has a seed, its prompts get different seeds."""
+        """Return the sampling of a prompt; if the request has a seed, each prompt gets a different one."""
         if self.sampling.seed is None or number == 0:
             return self.sampling
         return replace(self.sampling, seed=self.sampling.seed + number)
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """``asyncio.timeout_at`` the end of the request, whose error is a response."""
+        """Apply the request's time limit; a timeout raises an error response."""
         try:
             async with asyncio.timeout_at(self._end):
                 yield
         except TimeoutError as error:
-            message = f"the request took more than {self.seconds:.0f} s: ask for fewer tokens, or try again"
+            message = f"the request exceeded {self.seconds:.0f} s: request fewer tokens, or try again"
             raise ApiError(504, message, code="timeout") from error
 
     async def _progress(self) -> AsyncIterator[tuple[Choice, Progress]]:
@@ -112,19 +112,19 @@ class Generation:
             self.metrics.ended(progress.finish_reason)
         return choice
 
-    # ---- answers ------------------------------------------------------------------------------------------------
+    # ---- responses --------------------------------------------------------------------------------------------------
 
     async def whole(self) -> Json:
-        """The response in one piece."""
+        """Return the complete response."""
         async for _ in self._progress():
             pass
-        for choice in self._choices:  # the first choice has scored the prompt for all
+        for choice in self._choices:  # the first choice has the prompt's log-probabilities
             choice.prompt_logprobs = self._choices[choice.index - choice.index % self.sampling.n].prompt_logprobs
         choices = [self.format.whole(choice) for choice in self._choices]
         return self._answer(self.format.kind, choices) | {"usage": usage(self.prompts, self._choices)}
 
     async def pieces(self) -> AsyncIterator[Json]:
-        """The response as a stream."""
+        """Yield the response as a stream of chunks."""
         begun: set[int] = set()
         async for choice, progress in self._progress():
             if choice.index not in begun:
@@ -145,10 +145,10 @@ class Generation:
 
 
 async def _pour(number: int, stream: RequestStream, merged: "asyncio.Queue[Any]") -> None:
-    """Put the events of one prompt into the common queue; None at the end, or the error."""
+    """Put the events of one prompt into the shared queue, then None or the error."""
     try:
         async for progress in stream.progress():
             merged.put_nowait((number, progress))
         merged.put_nowait((number, None))
-    except Exception as error:  # raised where the queue is read
+    except Exception as error:  # the reader of the queue raises it
         merged.put_nowait((number, error))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""The metrics of ``/metrics`` for Prometheus, under vLLM's names where they have the same meaning."""
+"""Prometheus metrics of ``/metrics``, with vLLM's names for metrics of the same meaning."""
 
 import time
 from collections.abc import Callable

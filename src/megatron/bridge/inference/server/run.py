@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingImports=false
-"""Run the server: the port, the ranks, signals, and the checks before all endpoints.
+"""Run the server: port, ranks, signals, and the checks before all endpoints.
 
-The checks are the API key, the host name, the size of a body, and clients that stall.
+The checks cover the API key, the host name, the size of the body, and clients that stall.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ from megatron.bridge.inference.server.metrics import Metrics
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 
-IMAGE_PATH = "/v1/chat/completions"  # whose bodies may hold images
-OPEN_PATHS = ("/", "/health")  # answered without a key: the chat page asks for it, and load balancers have none
-TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # bodies of text, and with images in them
+IMAGE_PATH = "/v1/chat/completions"  # endpoint whose bodies may contain images
+OPEN_PATHS = ("/", "/health")  # need no key: the chat page asks for it, and load balancers have none
+TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # size limits of bodies without and with images
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 Message = dict[str, Any]
@@ -40,14 +40,14 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Which requests are accepted."""
+    """Conditions that requests must meet."""
 
-    key: str | None = None  # that every request must have; None lets all through
-    # names under which the server may be called, against pages that point a name of their own at this machine; None
-    # allows any
+    key: str | None = None  # required in every request; None allows all requests
+    # host names that requests may use; this blocks web pages that point their own host name at this machine. None
+    # allows any name
     hosts: frozenset[str] | None = None
-    body_bytes: int = TEXT_BYTES  # size of the largest body
-    seconds: float = 30.0  # how long a client may take to send its body, or to read a piece of the answer
+    body_bytes: int = TEXT_BYTES  # maximum size of a body
+    seconds: float = 30.0  # maximum time for a client to send its body, or to read a part of the response
 
 
 class Guard:
@@ -64,7 +64,7 @@ class Guard:
         try:
             refused = self._refusal(scope)
             most = self._config.body_bytes if scope["path"] == IMAGE_PATH else min(self._config.body_bytes, TEXT_BYTES)
-            # a client that still sends when the connection is closed would lose the answer
+            # a client that is still sending when the connection closes would not read the response
             body = await asyncio.wait_for(_read(receive, most, keep=refused is None), self._config.seconds)
             if refused is not None:
                 raise refused
@@ -92,7 +92,7 @@ class Guard:
         return None
 
     def _in_time(self, send: Send) -> Send:
-        """``send`` with a timeout for clients that do not read; the server then closes the connection."""
+        """Wrap ``send`` with a timeout for clients that do not read; the server then closes the connection."""
 
         async def timed(message: Message) -> None:
             await asyncio.wait_for(send(message), self._config.seconds)
@@ -101,14 +101,14 @@ class Guard:
 
 
 def _host_name(value: str) -> str:
-    """``host`` of ``host``, ``host:port`` or ``[address]:port``."""
+    """Return ``host`` of ``host``, ``host:port`` or ``[address]:port``."""
     if value.startswith("["):
         return value[1:].partition("]")[0].lower()
     return value.rpartition(":")[0].lower() if value.count(":") == 1 else value.lower()
 
 
 async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
-    """The body of a request, or empty unless ``keep``; None if the client has disconnected."""
+    """Read the body of a request (empty unless ``keep``), or None if the client has disconnected."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -134,26 +134,26 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, error: ApiError) -> None:
-    """Send an error and close the connection, because the rest of the body may still be on its way."""
+    """Send an error and close the connection, because the client may still be sending the body."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": to_json(error.body)})
 
 
-_FAILED_SECONDS = 3  # to tell all clients that the engine has ended
+_FAILED_SECONDS = 3  # time to tell all clients that the engine has ended
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """How a model is served."""
+    """Options of the server."""
 
-    name: str  # of the model
-    host: str = "127.0.0.1"  # address to listen on; one that is not the loopback's needs a key
-    port: int = 8000  # 0 takes a free one
-    api_key: str | None = None  # that every request must have
-    max_queue: int = 256  # choices that may wait beside those that run
-    request_seconds: float = 600.0  # until a request is given up
-    drain_seconds: float = 600.0  # that running requests may take after SIGTERM
+    name: str  # name of the model
+    host: str = "127.0.0.1"  # address to listen on; any other than the loopback address needs a key
+    port: int = 8000  # 0 chooses a free port
+    api_key: str | None = None  # required in every request
+    max_queue: int = 256  # maximum waiting choices in addition to running ones
+    request_seconds: float = 600.0  # time limit of a request
+    drain_seconds: float = 600.0  # time limit of running requests after SIGTERM
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
@@ -177,7 +177,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
 
 @contextmanager
 def _bound(config: ServeConfig) -> Iterator[socket.socket]:
-    """A socket bound to the port, before the model is loaded."""
+    """Bind a socket to the port before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,7 +191,7 @@ def _bound(config: ServeConfig) -> Iterator[socket.socket]:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals to ``_Run``: otherwise it would exit with SIGTERM's exit code after draining."""
+    """uvicorn without its signal handlers: with them, it would exit with SIGTERM's exit code after draining."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -239,7 +239,7 @@ class _Run:
         warming.cancel()
 
     async def _warm_up(self, client: EngineClient) -> None:
-        """Generate a token before the server reports that it is ready."""
+        """Generate a token, so that the server reports ready only when the model works."""
         stream = client.submit([0], Sampling(max_new_tokens=1))
         try:
             await stream.accepted()
@@ -257,7 +257,7 @@ class _Run:
         sys.stdout.flush()
 
     def _stop(self) -> None:
-        """Finish running requests and accept no new ones; a second signal ends the server at once."""
+        """Finish running requests and accept no new ones; a second signal ends the server immediately."""
         self._server.is_ready = False
         self._uvicorn.force_exit = self._drains
         self._drains = self._uvicorn.should_exit = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of requests. Unknown fields are errors, and so are values that would have no effect."""
+"""Fields of requests. Unknown fields are errors, and so are values that would have no effect."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -13,9 +13,9 @@ MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 
 NOT_SUPPORTED = yaml_text.tables_beside(__file__)
-"""Fields of other servers, with what to do."""
+"""Fields that other servers support, and what to use instead."""
 
-# fields that are those of ``Sampling``
+# fields with the same names in ``Sampling``
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", *_PENALTIES)
 
@@ -24,7 +24,7 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("the text holds half of a pair of surrogates, which no character is: repair it") from error
+        raise ValueError("the text has a surrogate without its pair, which is not a character: remove it") from error
     return text
 
 
@@ -37,20 +37,20 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What the last event of a stream contains."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
 
 class TextFormat(_Strict):
-    """The only format of answers."""
+    """The only supported response format."""
 
     type: Literal["text"]
 
 
 class GenerationRequest(_Strict):
-    """The fields that both kinds of completion requests share."""
+    """Fields that both kinds of completion requests share."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=1 << 31)
@@ -87,7 +87,7 @@ class GenerationRequest(_Strict):
         return self
 
     def sampling(self, **more: Any) -> Sampling:
-        """The sampling of the request, with OpenAI's defaults."""
+        """Return the sampling of the request, with OpenAI's defaults."""
         given = {
             **{name: getattr(self, name) for name in _SAMPLING},
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -142,7 +142,7 @@ class TextPart(_Strict):
 
 def _in_request(url: str) -> str:
     if not url.startswith("data:image/"):
-        raise ValueError(f"{url[:60]!r} is not read from here: send the image itself, as data:image/png;base64,...")
+        raise ValueError(f"{url[:60]!r} cannot be loaded here: send the image itself, as data:image/png;base64,...")
     return url
 
 
@@ -169,7 +169,7 @@ class ChatMessage(_Strict):
 
     @property
     def characters(self) -> int:
-        """Number of characters of its text."""
+        """Number of characters in the message."""
         if isinstance(self.content, str):
             return len(self.content)
         return sum(len(part.text) for part in self.content if isinstance(part, TextPart))
@@ -223,7 +223,7 @@ class DetokenizeRequest(_Strict):
 
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
-    """A message for one of pydantic's errors, and its field if it is one of ``names``."""
+    """Return a message for a pydantic error, and its field if it is one of ``names``."""
     from megatron.bridge.utils.errors import did_you_mean
 
     where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
@@ -237,5 +237,5 @@ def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | Non
 
 
 def _is_variant(part: Any) -> bool:
-    """Whether pydantic names a type of a union there instead of a field."""
+    """Return whether a part of pydantic's location is a type of a union instead of a field."""
     return isinstance(part, str) and (part in ("str", "int") or part.startswith(("list[", "function-after[")))

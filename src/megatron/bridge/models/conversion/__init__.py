@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between Hugging Face and Megatron-Core: mappings, plan, exchange, bridges."""
+"""Convert models between Hugging Face and Megatron-Core: mappings, plans, exchange between ranks, and bridges."""

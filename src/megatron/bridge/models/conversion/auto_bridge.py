@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AutoBridge``: a Hugging Face model in, a Megatron model, a Hugging Face model out."""
+"""``AutoBridge`` converts a Hugging Face model to a Megatron model and back."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,14 +46,14 @@ from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError
 
-Chunks = nn.Module | Sequence[nn.Module]  # this rank's chunks, wrapped or not: a list, or a single chunk
+Chunks = nn.Module | Sequence[nn.Module]  # this rank's chunks, wrapped or not: a list or a single chunk
 
 
 class AutoBridge(AdapterCalls):
-    """Converts models of every architecture that a bridge is registered for.
+    """Convert models of every architecture that has a registered bridge.
 
     Args:
-        hf_pretrained: the Hugging Face model, or only its config.
+        hf_pretrained: the Hugging Face model or its config.
     """
 
     def __init__(self, hf_pretrained: Any) -> None:
@@ -65,7 +65,7 @@ class AutoBridge(AdapterCalls):
 
     @classmethod
     def from_hf_pretrained(cls, path: str | Path, trust_remote_code: bool = False, **options: Any) -> "AutoBridge":
-        """A bridge for the model at a local directory or hub id; weights are read when they are needed.
+        """Create a bridge for the model in a local directory or on the hub; weights are read when they are needed.
 
         Args:
             path: directory or hub id.
@@ -73,18 +73,18 @@ class AutoBridge(AdapterCalls):
             **options: ``dtype``, ``revision``, ``cache_dir``.
 
         Raises:
-            UserError: not a model, or an architecture that is not supported.
+            UserError: the path has no model, or the architecture is not supported.
         """
         return cls(PreTrainedCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **options))
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "AutoBridge":
-        """A bridge for an architecture given by its transformers config, without weights."""
+        """Create a bridge without weights for the architecture of a transformers config."""
         return cls(config)
 
     @classmethod
     def can_handle(cls, path: str | Path, trust_remote_code: bool = False) -> bool:
-        """Whether the model at ``path`` exists and its architecture is supported."""
+        """Return whether the model at ``path`` exists and its architecture is supported."""
         try:
             config = PreTrainedCausalLM(path, trust_remote_code=trust_remote_code).config
         except UserError:
@@ -93,12 +93,12 @@ class AutoBridge(AdapterCalls):
 
     @staticmethod
     def supports(config: Any) -> bool:
-        """Whether the architecture of a transformers config is supported."""
+        """Return whether the architecture of a transformers config is supported."""
         return is_known(config)
 
     @staticmethod
     def list_supported_models() -> list[str]:
-        """Names of the supported Hugging Face architectures; classes with a head come on top."""
+        """Return the supported Hugging Face architectures; their variants with other heads are also supported."""
         return architectures()
 
     @property
@@ -108,11 +108,11 @@ class AutoBridge(AdapterCalls):
     # ---- Hugging Face -> Megatron -------------------------------------------------------------------------------
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: str | Path | None = None) -> Any:
-        """The provider of the Megatron model.
+        """Return the provider of the Megatron model.
 
         Args:
             load_weights: fill the model with the Hugging Face weights when it is built.
-            hf_path: where to take the weights from; this bridge's own model when None.
+            hf_path: model to load the weights from; None uses this bridge's own model.
 
         Raises:
             UserError: a config key that is unknown or cannot be represented.
@@ -123,7 +123,7 @@ class AutoBridge(AdapterCalls):
             provider.mtp_num_layers = None
             self._note(mtp_layers.DECLARED_ONLY, self._weights(hf_path).model_name_or_path)
         if load_weights:
-            self._weights(hf_path)  # no weights is an error now, not after the model was built
+            self._weights(hf_path)  # raises an error now if there are no weights, not after the model is built
 
             def load_hf_weights(chunks: list[Any]) -> None:
                 self.load_hf_weights(chunks, hf_path)
@@ -132,11 +132,11 @@ class AutoBridge(AdapterCalls):
         return provider
 
     def lacks_mtp_layers(self, hf_path: str | Path | None = None, download: bool = False) -> bool:
-        """Whether the config declares layers of multi-token prediction and the weights have none of them.
+        """Return whether the config declares multi-token prediction layers whose weights do not exist.
 
         Args:
-            hf_path: where the weights are; this bridge's own model when None.
-            download: get the weights if nothing else tells; else weights that are not here count as complete.
+            hf_path: model with the weights; None uses this bridge's own model.
+            download: download the weights if necessary; otherwise weights that are not local count as complete.
         """
         if self._mtp_layers is None or not (hf_path or isinstance(self.hf_pretrained, PreTrainedCausalLM)):
             return False
@@ -146,14 +146,14 @@ class AutoBridge(AdapterCalls):
 
     @staticmethod
     def hf_config_of(provider: Any) -> dict[str, Any] | None:
-        """The Hugging Face config of a provider that a bridge made, with its changes; None for another one."""
+        """Return the Hugging Face config of a bridge's provider, with later changes; None for other providers."""
         source = provider.declared.hf_config
         return None if source is None else bridge_for(source).config_of(provider.declared, as_dict(source))
 
     def to_megatron_model(
         self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
     ) -> list[Any]:
-        """This rank's chunks of the Megatron model; ``options`` go to ``provide_distributed_model``."""
+        """Build this rank's chunks of the Megatron model; ``provide_distributed_model`` gets the ``options``."""
         return self.to_megatron_provider(load_weights, hf_path).provide_distributed_model(**options)
 
     def load_hf_weights(
@@ -163,11 +163,11 @@ class AutoBridge(AdapterCalls):
 
         Args:
             model: this rank's chunks, wrapped or not.
-            hf_path: where to take the weights from; this bridge's own model when None.
-            allowed_mismatched_params: patterns of Megatron parameters that keep their values if shapes differ.
+            hf_path: model to load the weights from; None uses this bridge's own model.
+            allowed_mismatched_params: patterns of Megatron parameters that keep their values if the shapes differ.
 
         Raises:
-            UserError: missing, surplus or damaged tensors, wrong shapes or dtypes; nothing was changed.
+            UserError: tensors are missing, unexpected or damaged, or have wrong shapes or dtypes; no value changes.
         """
         pretrained, plan = self._weights(hf_path), self.plan(model, hf_path)
         self._note_left_out(plan, pretrained.state)
@@ -186,19 +186,19 @@ class AutoBridge(AdapterCalls):
         weight_dtype: torch.dtype | str | None = None,
         with_megatron_names: bool = False,
     ) -> Iterator[HFWeightTuple | HFWeightTriple]:
-        """Stream whole Hugging Face tensors, one at a time, on every rank; ranks exchange them in buckets.
+        """Yield full Hugging Face tensors one at a time on every rank; the ranks exchange them in buckets.
 
         Args:
             model: this rank's chunks.
             cpu: move each tensor to the CPU.
-            show_progress: draw a progress bar on rank 0.
-            conversion_tasks: which tasks, of ``get_conversion_tasks``; all when None.
-            merge_adapter_weights: put adapters into the weights; False gives the base model's.
-            bucket_bytes: memory that a rank needs above its part of the model, if what was yielded is let go of; a
-                larger tensor takes what it needs. The same on all ranks.
-            weight_dtype: convert floating-point tensors to this dtype; None leaves them as they are.
-            with_megatron_names: yield the name of the Megatron parameter, too; of a tensor that holds all experts,
-                that of the last one.
+            show_progress: show a progress bar on rank 0.
+            conversion_tasks: tasks from ``get_conversion_tasks`` to convert; None converts all.
+            merge_adapter_weights: merge adapters into the weights; False yields the weights of the base model.
+            bucket_bytes: memory that a rank needs in addition to its part of the model, if the caller releases yielded
+                tensors; a larger tensor needs its own size. Must be equal on all ranks.
+            weight_dtype: convert floating-point tensors to this dtype; None keeps their dtypes.
+            with_megatron_names: also yield the name of the Megatron parameter; for a tensor that holds all experts, the
+                name of the last expert's parameter.
 
         Yields:
             (param_name, weight), or (param_name, weight, megatron_name), in the order of the model.
@@ -228,27 +228,27 @@ class AutoBridge(AdapterCalls):
         weight_dtype: torch.dtype | str | None = None,
         overwrite: bool = True,
     ) -> None:
-        """Write a complete Hugging Face model, sharded like its source, that appears whole or not at all.
+        """Write a complete Hugging Face model, sharded like its source; the directory is published atomically.
 
-        Config, tokenizer, chat template and every other file of the source are carried over. The model card says
-        what was done to the weights, if anything was, above what the source's own says.
+        Config, tokenizer, chat template and all other files of the source are copied. The model card describes any
+        changes to the weights above the text of the source's card.
 
         Args:
             model: this rank's chunks.
-            path: directory to make, or to add to: its files stay, but for the weights of an earlier save.
-            show_progress: draw a progress bar, and say what was written, on rank 0.
-            source_path: the Hugging Face model to be like; this bridge's own when None.
-            strict: refuse to write other tensors than the source has.
-            merge_adapter_weights: put adapters into the weights; False writes the base model's.
-            history: what the model card tells; which adapters were merged when None, since only that is known.
-            distributed_save: None and True let every rank write what it owns, which takes a file system that all
-                ranks share; False lets rank 0 write everything.
-            save_every_n_ranks: let only every n-th rank write, with ``distributed_save``.
-            weight_dtype: of floating-point tensors; None keeps the source's.
+            path: directory to create or to add to: its files stay, except the weights of an earlier save.
+            show_progress: show a progress bar and print the path on rank 0.
+            source_path: the Hugging Face model to imitate; None uses this bridge's own model.
+            strict: refuse to write tensors whose names differ from the source's.
+            merge_adapter_weights: merge adapters into the weights; False writes the weights of the base model.
+            history: facts for the model card; None reports only the merged adapters, because nothing else is known.
+            distributed_save: None and True let every rank write the tensors that it owns, which needs a shared file
+                system; False lets rank 0 write everything.
+            save_every_n_ranks: with ``distributed_save``, let only every n-th rank write.
+            weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
             overwrite: replace the weights that an earlier save wrote to ``path``; other weights are refused.
 
         Raises:
-            UserError: the directory cannot be written, the disk is full, or the tensors are not the source's.
+            UserError: the directory cannot be written, the disk is full, or the tensors differ from the source's.
         """
         folder = Path(path)
         history = history or side_files.history_of(model, merge_adapter_weights)
@@ -269,7 +269,7 @@ class AutoBridge(AdapterCalls):
         weight_dtype: torch.dtype | str | None = None,
         overwrite: bool = True,
     ) -> None:
-        """Write the weights and their index only; see ``save_hf_pretrained``."""
+        """Write only the weights and their index; see ``save_hf_pretrained``."""
         folder = Path(path)
         options = SaveOptions.of_keywords(strict, weight_dtype, distributed_save, save_every_n_ranks, folder)
         with side_files.published(folder, overwrite) as staging:
@@ -279,18 +279,18 @@ class AutoBridge(AdapterCalls):
             console.console().print(f"Hugging Face weights: {path}")
 
     def push_to_hub(self, path: str | Path, repo_id: str | None = None, **options: Any) -> str:
-        """Upload an exported model to the hub as one commit.
+        """Upload an exported model to the hub in one commit.
 
         Args:
             path: directory that ``save_hf_pretrained`` or ``export_ckpt`` wrote.
-            repo_id: ``owner/name``; the directory's name under the user's own account when None.
+            repo_id: ``owner/name``; None uses the directory's name in the user's own account.
             **options: ``private``, ``revision``, ``commit_message`` and ``token`` of ``hub.push``.
 
         Returns:
-            The model's address.
+            The URL of the model.
 
         Raises:
-            UserError: not a model directory, or the hub refuses.
+            UserError: the directory has no model, or the hub refuses the upload.
         """
         return hub.push(path, repo_id or Path(path).resolve().name, **options)
 
@@ -305,8 +305,8 @@ class AutoBridge(AdapterCalls):
         Args:
             hf_model_id: directory or hub id.
             megatron_path: root directory of the checkpoint.
-            show_progress: draw a progress bar on rank 0.
-            **options: those of ``from_hf_pretrained``, and parallel sizes of the model while it is converted.
+            show_progress: show a progress bar on rank 0.
+            **options: options of ``from_hf_pretrained``, and parallel sizes for the conversion.
         """
         layout = {name: options.pop(name) for name in stored_provider.ONE_PROCESS if name in options}
         bridge = cls.from_hf_pretrained(hf_model_id, **options)
@@ -316,18 +316,18 @@ class AutoBridge(AdapterCalls):
         bridge.save_megatron_checkpoint(provider, megatron_path, show_progress)
 
     def save_megatron_checkpoint(self, provider: Any, path: str | Path, show_progress: bool = True) -> None:
-        """Write this bridge's weights as the Megatron checkpoint of the model that ``provider`` describes.
+        """Write this bridge's weights as a Megatron checkpoint of the model that ``provider`` describes.
 
-        The model is never in memory: a few parameters at a time are, on each rank those of its part. The files are
-        those of ``save_megatron_model``, byte for byte.
+        Each rank converts a few parameters of its part at a time, so the full model is never in memory. The files equal
+        those of ``save_megatron_model`` byte for byte.
 
         Args:
-            provider: what ``to_megatron_provider`` gave, its parallel sizes set.
+            provider: result of ``to_megatron_provider`` with its parallel sizes set.
             path: root directory of the checkpoint.
-            show_progress: draw a progress bar on rank 0.
+            show_progress: show a progress bar on rank 0.
 
         Raises:
-            UserError: missing, surplus or damaged tensors, or a directory that cannot be written; nothing is left.
+            UserError: tensors are missing, unexpected or damaged, or the directory cannot be written; no files remain.
         """
         pretrained = self._weights(None)
         outline = provider.meta_model()
@@ -349,15 +349,15 @@ class AutoBridge(AdapterCalls):
     ) -> None:
         """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
 
-        The model is never in memory: a few parameters at a time are, on each rank those of its part.
+        Each rank converts a few parameters of its part at a time, so the full model is never in memory.
 
         Args:
             megatron_path: root of a checkpoint, or one of its iterations.
-            hf_path: directory to make.
-            show_progress: draw a progress bar, and say what was written, on rank 0.
-            strict: refuse to write other tensors than the source has.
-            source_path: the Hugging Face model to be like; this bridge's own when None.
-            mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
+            hf_path: directory to create.
+            show_progress: show a progress bar and print the path on rank 0.
+            strict: refuse to write tensors whose names differ from the source's.
+            source_path: the Hugging Face model to imitate; None uses this bridge's own model.
+            mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
         """
         chunks, stored = streaming.stored_model(megatron_path, mp_overrides, self.to_megatron_provider)
@@ -370,11 +370,11 @@ class AutoBridge(AdapterCalls):
     def export_stored_weights(
         self, megatron_path: str | Path, mp_overrides: Mapping[str, Any] | None = None
     ) -> Iterator[HFWeightTuple]:
-        """Stream a Megatron checkpoint as ``export_hf_weights`` streams a model, without the model in memory.
+        """Yield the weights of a Megatron checkpoint like ``export_hf_weights``, without the full model in memory.
 
         Args:
             megatron_path: root of a checkpoint, or one of its iterations.
-            mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
+            mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
 
         Yields:
             (param_name, weight), in the order of the model.
@@ -391,7 +391,7 @@ class AutoBridge(AdapterCalls):
         Args:
             model: this rank's chunks.
             path: root directory of the checkpoint.
-            hf_tokenizer_path: model whose tokenizer is kept with the weights; this bridge's own when None.
+            hf_tokenizer_path: model whose tokenizer is saved with the weights; None uses this bridge's own model.
         """
         source = PreTrainedCausalLM(hf_tokenizer_path) if hf_tokenizer_path else self.hf_pretrained
         side_files.save_megatron(model, path, source)
@@ -403,22 +403,22 @@ class AutoBridge(AdapterCalls):
         skip_temp_dist_context: bool | None = None,
         **options: Any,
     ) -> list[Any]:
-        """Build the model that a Megatron checkpoint describes and load its weights.
+        """Build the model of a Megatron checkpoint and load its weights.
 
         Args:
             path: root of a checkpoint, or one of its iterations.
-            mp_overrides: parallel sizes; those of the running process groups, else 1, when not given.
-            skip_temp_dist_context: None and True use the process groups that there are, and leave those that they
-                had to make; False is refused.
-            **options: of ``provide_distributed_model``.
+            mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
+            skip_temp_dist_context: None and True use the existing process groups, and keep those that this call
+                creates; False is refused.
+            **options: options of ``provide_distributed_model``.
 
         Raises:
-            UserError: no checkpoint, a damaged one, or an unknown parallel size.
+            UserError: the checkpoint is missing or damaged, or a parallel size is unknown.
         """
         if skip_temp_dist_context is False:
             raise UserError(
-                "skip_temp_dist_context=False asks for process groups that end with the call: leave it out, and "
-                "end them with torch.distributed.destroy_process_group() when the model is not needed any more"
+                "skip_temp_dist_context=False asks for process groups that end with the call: leave it out, and call "
+                "torch.distributed.destroy_process_group() when the model is no longer needed"
             )
         provider = stored_provider.read_for_layout(path, mp_overrides)
         return provider.provide_distributed_model(**options, pre_wrap_hook=stored_provider.load_hook(path))
@@ -426,19 +426,19 @@ class AutoBridge(AdapterCalls):
     # ---- plans --------------------------------------------------------------------------------------------------
 
     def plan(self, model: Chunks, hf_path: str | Path | None = None) -> Plan:
-        """How each tensor is converted; printable, and checked to cover both sides.
+        """Return the plan, which lists how each tensor is converted and covers all tensors of both sides.
 
         Raises:
-            UserError: the plan does not close.
+            UserError: a tensor of one side has no counterpart.
         """
         return self._export_plan(model, self._source(hf_path))
 
     def get_conversion_tasks(
         self, model: Chunks | None = None, hf_path: str | Path | None = None, *, megatron_model: Chunks | None = None
     ) -> list[WeightConversionTask]:
-        """The tasks of ``plan``, the same list on every rank; ``megatron_model`` is another name of ``model``."""
+        """Return the tasks of ``plan``, equal on every rank; ``megatron_model`` is another name for ``model``."""
         if (model is None) == (megatron_model is None):
-            raise UserError("get_conversion_tasks takes one of model and megatron_model: give this rank's chunks")
+            raise UserError("get_conversion_tasks takes either model or megatron_model: give this rank's chunks")
         return list(self.plan(cast(Chunks, megatron_model if model is None else model), hf_path).tasks)
 
     @property
@@ -446,7 +446,7 @@ class AutoBridge(AdapterCalls):
         return self._bridge.registry_for(self.transformer_config)
 
     def not_converted(self, config: Any) -> tuple[str, ...]:
-        """Patterns of all tensors that the Megatron model of the provider ``config`` does not use."""
+        """Return patterns of the Hugging Face tensors that the model of the provider ``config`` does not use."""
         left_out = self._left_out(config)
         source = self._source(None)
         carried = self._bridge.carried_by(config, source.entries if source else {})
@@ -474,12 +474,12 @@ class AutoBridge(AdapterCalls):
 
     @cached_property
     def _mtp_layers(self) -> mtp_layers.MTPLayers | None:
-        """The layers of multi-token prediction that the config declares."""
+        """The multi-token prediction layers that the config declares."""
         declared = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
         return mtp_layers.declared_by(declared, self._bridge.registry_for)
 
     def _left_out(self, config: Any) -> mtp_layers.MTPLayers | None:
-        """The layers that the Hugging Face config declares and the model of ``config`` was built without."""
+        """Return the declared multi-token prediction layers that the model of ``config`` was built without."""
         return None if getattr(config, "mtp_num_layers", None) else self._mtp_layers
 
     def _note_left_out(self, plan: Plan, source: SafetensorsCheckpoint | None) -> None:
@@ -505,7 +505,7 @@ class AutoBridge(AdapterCalls):
         return self._weights(path).state
 
     def _export_source(self, model: Chunks, path: str | Path | None = None) -> SafetensorsCheckpoint | None:
-        """The weights that an export imitates, if they are local or tensors are copied from them."""
+        """Return the weights that an export imitates, if they are local or tensors must be copied from them."""
         if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
             return None
         pretrained, provider = self._weights(path), stored_provider.provider_of(model)
@@ -562,7 +562,7 @@ class AutoBridge(AdapterCalls):
         export.save(self._bridge, plan, staging, source, options, tracked)
 
     def _as_in_source(self, provider: Any, source: SafetensorsCheckpoint | None, strict: bool) -> Any:
-        """``provider`` with the same multi-token prediction layers as the source."""
+        """Return ``provider`` with the same multi-token prediction layers as the source."""
         left_out = self._left_out(provider)
         if left_out is not None and source is not None and (strict or not left_out.are_in(source)):
             provider.mtp_num_layers = left_out.count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config and tokenizer of a model that was trained from scratch, in Hugging Face's format."""
+"""Write config and tokenizer of a model trained from scratch in Hugging Face format."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +19,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_description(
     checkpoint: str | Path, directory: Path, architecture: str | None = None, tokenizer: Any = None
 ) -> None:
-    """Write the tokenizer and ``config.json``, by default of an architecture that computes the same."""
+    """Write the tokenizer and ``config.json``; the default is an architecture that computes the same."""
     provider = stored_provider.read(checkpoint)
     config = _config(provider, _chosen(provider, architecture))
     if tokenizer is not None:
@@ -30,7 +30,7 @@ def write_description(
 
 
 def architectures_of(provider: Any) -> list[str]:
-    """The architectures whose models compute what the provider's model does."""
+    """Return the architectures whose models compute the same as the provider's model."""
     return [name for name in architectures() if _says(provider, name)]
 
 
@@ -52,34 +52,34 @@ def _chosen(provider: Any, architecture: str | None) -> str:
 
 
 def _says(provider: Any, architecture: str) -> bool:
-    """Whether the provider read back from a config of the architecture computes the same."""
+    """Return whether a config of the architecture can describe the provider's model exactly."""
     bridge = bridge_for(SimpleNamespace(architectures=[architecture]))
     if architecture not in _model_types() or not isinstance(bridge, DecoderBridge) or not bridge.can_say(provider):
         return False
     try:
         config = _config(provider, architecture)
         again = bridge.provider_bridge(SimpleNamespace(config=config))
-    except (UserError, StrictDataclassError, TypeError, ValueError):  # values that the architecture never has
+    except (UserError, StrictDataclassError, TypeError, ValueError):  # values that the architecture cannot have
         return False
     return all(getattr(again, name, None) == getattr(provider, name, None) for name in function_fields())
 
 
 def _config(provider: Any, architecture: str) -> Any:
-    """A transformers config of the architecture that describes the model."""
+    """Return a transformers config of the architecture that describes the model."""
     from transformers import CONFIG_MAPPING
 
     values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(provider)
     kind: Any = CONFIG_MAPPING[_model_types()[architecture]]
     dtype = torch.bfloat16 if provider.bf16 else torch.float16 if provider.fp16 else provider.params_dtype
     config = kind(**{**values, "dtype": dtype})
-    for name in SPECIAL_TOKENS:  # the class has those of published models
+    for name in SPECIAL_TOKENS:  # the class defaults are those of published models
         with suppress(StrictDataclassError):
             setattr(config, name, None)
     return config
 
 
 def _model_types() -> dict[str, str]:
-    """The name of each architecture's config in transformers."""
+    """Return the ``model_type`` of each architecture's config in transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}

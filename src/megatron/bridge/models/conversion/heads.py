@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on Hugging Face's side: the classes, the names of their tensors, and the config of an export.
+"""Models with another head than a language model's: classes, names of tensors, and the config of an export.
 
-A classification or embedding class of transformers is the decoder of its causal class with a different last layer. So
-the bridge of the causal class converts it, and this module replaces the last mapping.
+A classification or embedding class of transformers is the decoder of its causal class with a different last layer.
+The bridge of the causal class converts it, and this module replaces the last mapping.
 """
 
 from collections.abc import Mapping
@@ -18,34 +18,34 @@ _TABLES = {
     "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "embedding": "MODEL_MAPPING_NAMES",
 }
-"""Heads, and transformers' tables from a ``model_type`` to the class with that head."""
+"""Heads, and transformers' tables from a ``model_type`` to the class with this head."""
 _OUTPUT = "output_layer."
 _CLASSIFIER = ("GPT2ForTokenClassification", "GPTNeoXForTokenClassification")
-"""Classes that call their head ``classifier``; all others call it ``score``."""
+"""Classes whose head is called ``classifier``; in all others it is called ``score``."""
 IRRELEVANT_WITH_HEAD: dict[str, tuple[Any, ...] | None] = {"classifier_dropout": None}
 
 
 class HeadedClass(NamedTuple):
-    """A class of transformers with a head."""
+    """A transformers class with a head."""
 
     head: str
     causal: str  # the class of the same decoder with an output layer
 
 
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
-    """The facts about ``architecture`` if it is one of transformers' classes with a head."""
+    """Return the description of ``architecture`` if it is a transformers class with a head."""
     causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
     found = [head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture]
     return HeadedClass(found[0], causal) if found and isinstance(causal, str) else None
 
 
 def architecture_of(head: str, model_type: str | None) -> str:
-    """The class of transformers for ``head``."""
+    """Return the transformers class for ``head``."""
     found = _table(_TABLES[head]).get(model_type)
     if not isinstance(found, str):
         raise UserError(
-            f"model.head={head}: transformers has no such class for model_type={model_type}, so the model has no "
-            "Hugging Face form: use another architecture"
+            f"model.head={head}: transformers has no such class for model_type={model_type}, so the model cannot be "
+            "exported to Hugging Face: use another architecture"
         )
     return found
 
@@ -57,14 +57,14 @@ def _table(name: str) -> Mapping[str | None, Any]:
 
 
 def read(head: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The provider's attributes for a model of a class with ``head``."""
+    """Return the provider's attributes for a model of a class with ``head``."""
     if head is None:
         return {}
     return {"head": head, "num_labels": None if head == "embedding" else len(config.get("id2label") or (0, 1))}
 
 
 def with_head(registry: MegatronMappingRegistry, config: Any, model_type: str | None) -> MegatronMappingRegistry:
-    """``registry`` with the tensors of the head of the provider ``config`` in place of the output layer's."""
+    """Return ``registry`` with the head of the provider ``config`` in place of the output layer."""
     if getattr(config, "head", None) is None:
         return registry
     kept = [it for it in registry.get_all_mappings() if not it.megatron_param.startswith(_OUTPUT)]
@@ -76,13 +76,13 @@ def with_head(registry: MegatronMappingRegistry, config: Any, model_type: str | 
 
 
 def output_tensors(registry: MegatronMappingRegistry) -> frozenset[str]:
-    """Hugging Face's names of the output layer, which a head replaces."""
+    """Return the Hugging Face names of the output layer, which a head replaces."""
     outputs = (it for it in registry.get_all_mappings() if it.megatron_param.startswith(_OUTPUT))
     return frozenset(name for mapping in outputs for name in mapping.hf_names)
 
 
 def without_prefix(registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]) -> MegatronMappingRegistry:
-    """``registry`` for a checkpoint of the bare decoder, whose names lack the first part (``model.``)."""
+    """Return ``registry`` for a checkpoint of the bare decoder, whose names lack the prefix ``model.``."""
     names = [name for mapping in registry.get_all_mappings() for name in mapping.hf_names]
     prefix = next((name.partition(".")[0] + "." for name in names if ".layers." in name or ".h." in name), "")
     bare = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
@@ -93,7 +93,7 @@ def without_prefix(registry: MegatronMappingRegistry, entries: Mapping[str, Tens
 
 
 def changed_keys(provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a Hugging Face ``config`` that do not describe the head of ``provider``, with correct values."""
+    """Return new values for the keys of a Hugging Face ``config`` that do not describe the head of ``provider``."""
     if getattr(provider, "head", None) is None:
         return {}
     changed: dict[str, Any] = {"architectures": [architecture_of(provider.head, config.get("model_type"))]}

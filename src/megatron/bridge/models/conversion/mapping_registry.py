@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mappings of one architecture, found by either side's name."""
+"""Registry of the mappings of one architecture, with lookup by names of either side."""
 
 import re
 from collections import Counter
@@ -12,16 +12,16 @@ _NEAR_WILDCARD = re.compile(r"\d*(\*+)\d*")
 
 
 def _kind(pattern: str) -> str:
-    """A pattern that matches, with numbers replaced by 0, every name that ``pattern`` matches."""
+    """Return a pattern that matches, with numbers replaced by 0, every name that ``pattern`` matches."""
     return _NUMBER.sub("0", _NEAR_WILDCARD.sub(r"\1", pattern))
 
 
 class MegatronMappingRegistry:
-    """An ordered set of mappings; names may hold wildcards.
+    """An ordered set of mappings; names may contain wildcards.
 
     Args:
-        *mappings: one per Megatron name. Two may share a Hugging Face name: a parameter is spelled differently by
-            different layer specs, and a model has one of the spellings.
+        *mappings: one per Megatron name. Several may share a Hugging Face name, because layer specs use different
+            Megatron names for a parameter; a model has one of them.
 
     Raises:
         ValueError: two mappings have the same Megatron name.
@@ -33,13 +33,13 @@ class MegatronMappingRegistry:
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise ValueError(f"mapped more than once: {', '.join(twice)}")
-        # most names hold a layer number; the few that do not are found without trying every pattern
+        # most names contain a layer index; the others are looked up directly
         self._exact = {m.megatron_param: m for m in mappings if patterns.is_concrete(m.megatron_param)}
         self._wild = [m for m in mappings if not patterns.is_concrete(m.megatron_param)]
         self._candidates: dict[str, list[MegatronParamMapping]] = {}
 
     def megatron_to_hf_lookup(self, megatron_param: str) -> MegatronParamMapping | None:
-        """The mapping of a concrete Megatron name, its wildcards resolved; None if there is none."""
+        """Return the mapping of a concrete Megatron name with its wildcards resolved, or None."""
         if megatron_param in self._exact:
             return self._exact[megatron_param]
         for mapping in self._like(megatron_param):
@@ -49,14 +49,14 @@ class MegatronMappingRegistry:
         return None
 
     def _like(self, megatron_param: str) -> list[MegatronParamMapping]:
-        """The mappings that may match, cached for names that differ only in layer and expert."""
+        """Return the mappings that may match, cached for names that differ only in layer and expert."""
         kind = _NUMBER.sub("0", megatron_param)
         if kind not in self._candidates:
             self._candidates[kind] = [m for m in self._wild if patterns.match(_kind(m.megatron_param), kind)]
         return self._candidates[kind]
 
     def hf_to_megatron_lookup(self, hf_param: str) -> MegatronParamMapping | None:
-        """The first mapping that a concrete Hugging Face name is part of, resolved; None if there is none."""
+        """Return the first mapping of a concrete Hugging Face name with its wildcards resolved, or None."""
         for mapping in self._mappings:
             for name in mapping.hf_names:
                 captures = patterns.match(name, hf_param)
@@ -68,11 +68,11 @@ class MegatronMappingRegistry:
         return list(self._mappings)
 
     def get_mappings_by_pattern(self, pattern: str) -> list[MegatronParamMapping]:
-        """The mappings whose Megatron name matches ``pattern``; ``*`` also matches a ``*``."""
+        """Return the mappings whose Megatron name matches ``pattern``; ``*`` also matches a ``*``."""
         return [m for m in self._mappings if patterns.match(pattern, m.megatron_param) is not None]
 
     def describe(self) -> str:
-        """A table: Megatron name, kind, Hugging Face names."""
+        """Return a table of Megatron names, kinds, and Hugging Face names."""
         width = max((len(m.megatron_param) for m in self._mappings), default=0)
         kinds = max((len(type(m).__name__) for m in self._mappings), default=0)
         return "\n".join(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""Bridges, which know how to convert one architecture, and the registry of all bridges.
+"""Bridges, each of which converts one architecture, and their registry.
 
 A user's bridge subclasses ``MegatronModelBridge`` and implements its methods. The families of this package subclass
-``DecoderBridge`` and declare three things: fields, fixed values, weights.
+``DecoderBridge`` and declare three things: fields, fixed values, and weights.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ HFWeight = str | dict[str, str]
 
 
 class HFWeightTuple(NamedTuple):
-    """A Hugging Face tensor with its name."""
+    """A Hugging Face tensor and its name."""
 
     param_name: str
     weight: Tensor
 
 
 class HFWeightTriple(NamedTuple):
-    """A Hugging Face tensor with its name and that of the Megatron parameter that it comes from."""
+    """A Hugging Face tensor, its name, and the name of the Megatron parameter that it comes from."""
 
     param_name: str
     weight: Tensor
@@ -60,7 +60,7 @@ class HFWeightTriple(NamedTuple):
 
 @dataclass(frozen=True)
 class Registration:
-    """A bridge class and what it was registered with."""
+    """A bridge class and the arguments of its registration."""
 
     bridge: "type[MegatronModelBridge]"
     target: Any = None
@@ -71,40 +71,40 @@ class Registration:
 _REGISTRY: dict[str, Registration] = {}
 _OWN_FAMILIES = "megatron.bridge.models."
 ENTRY_POINTS = "megatron_bridge.families"
-"""The group of entry points by which installed packages say which modules register bridges."""
+"""The entry point group in which installed packages name modules that register bridges."""
 
 B = TypeVar("B", bound="type[MegatronModelBridge]")
 
 
 class MegatronModelBridge:
-    """Converts one Hugging Face architecture.
+    """Convert one Hugging Face architecture.
 
-    Subclasses implement ``provider_bridge`` and ``mapping_registry``. The ``maybe_modify`` hooks are for architectures
-    whose tensors must be computed, not only rearranged.
+    Subclasses implement ``provider_bridge`` and ``mapping_registry``. Architectures whose tensors must be computed also
+    override the ``maybe_modify`` hooks.
     """
 
     buffers: ClassVar[tuple[str, ...]] = ("**.rotary_emb.inv_freq", "**.masked_bias", "**.attn.bias")
-    """Tensors that old checkpoints store and that are recomputed; neither read nor written unless the source has
+    """Tensors of old checkpoints that are recomputed instead of loaded; an export writes them only if the source has
     them."""
     copies: ClassVar[Mapping[str, str]] = {}
-    """Tensors that checkpoints may store a second time, by pattern, and the tensors that they must be equal to."""
+    """Patterns of tensors that checkpoints may store twice, and the tensors that they must equal."""
     carried: ClassVar[tuple[str, ...]] = ()
-    """Tensors of parts that are not converted, such as a vision tower: an export takes them from its source."""
+    """Tensors of parts that are not converted, such as a vision tower: an export copies them from its source."""
     registration: ClassVar[Registration | None] = None
     head: str | None = None
-    """The head of the Hugging Face class that is converted; None is a causal language model's output layer."""
+    """The head of the Hugging Face class; None is the output layer of a causal language model."""
 
     @classmethod
     def register_bridge(
         cls, *, source: type | str, target: Any, provider: Any = None, model_type: str | None = None
     ) -> Callable[[B], B]:
-        """Decorate a bridge class to make it the one for ``source``.
+        """Return a decorator that registers a bridge class for ``source``.
 
         Args:
-            source: the transformers class, or its name where importing it would run remote code.
+            source: the transformers class, or its name if importing it would run remote code.
             target: the Megatron model class.
-            provider: the provider class, for bridges that build it from a declaration.
-            model_type: ``model_type`` of the Hugging Face config, to write one without a source.
+            provider: the provider class, for bridges that are declarations.
+            model_type: ``model_type`` of the Hugging Face config, to write a config without a source.
         """
         name = source if isinstance(source, str) else source.__name__
 
@@ -113,65 +113,65 @@ class MegatronModelBridge:
             if issubclass(declared, DecoderBridge):
                 refuse(_unknown_settings(declared, provider or GPTModelProvider))
             own = bridge.__module__.startswith(_OWN_FAMILIES)
-            if not (own and name in _REGISTRY):  # a user's bridge stays, whoever was imported first
+            if not (own and name in _REGISTRY):  # a user's bridge has priority, regardless of the import order
                 _REGISTRY[name] = Registration(bridge, target, provider, model_type)
             return bridge
 
         return register
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """The provider for a model with ``hf_pretrained.config``."""
+        """Return the provider for a model with ``hf_pretrained.config``."""
         raise NotImplementedError(f"{type(self).__name__} must define provider_bridge")
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         raise NotImplementedError(f"{type(self).__name__} must define mapping_registry")
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        """The mappings of a model built from the provider ``config``, whose sizes some names depend on."""
+        """Return the mappings of a model of the provider ``config``, because some names depend on its sizes."""
         del config
         return self.mapping_registry()
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        """``registry`` under the names of transformers' modules, if those in a checkpoint differ."""
+        """Return ``registry`` under the module names of transformers, if those in a checkpoint differ."""
         return registry
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-        """Patterns of tensors that a model of the provider ``config`` does not have; an export copies them."""
+        """Return patterns of tensors that a model of the provider ``config`` lacks; an export copies them."""
         del config, entries
         return self.carried
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
     ) -> MegatronMappingRegistry:
-        """``registry`` for the tensors of a checkpoint, if an architecture is stored in several ways."""
+        """Return ``registry`` for the tensors of a checkpoint, if an architecture has several formats."""
         del entries
         return registry
 
     def replaced_by_head(self, config: Any) -> frozenset[str]:
-        """Tensors of the output layer that a head of the provider ``config`` replaces."""
+        """Return the tensors of the output layer that a head of the provider ``config`` replaces."""
         if getattr(config, "head", None) is None:
             return frozenset()
         return heads.output_tensors(self.mapping_registry())
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
-        """The Hugging Face config of a provider; empty if the bridge does not implement it."""
+        """Return the Hugging Face config of a provider, or an empty dict if the bridge does not implement it."""
         del provider
         return {}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of ``hf_config`` that no longer describe ``provider``, with their new values."""
+        """Return new values for the keys of ``hf_config`` that no longer describe ``provider``."""
         now = self.megatron_to_hf_config(provider)
         return {key: value for key, value in now.items() if key in hf_config and hf_config[key] != value}
 
     def config_of(self, provider: Any, source: Mapping[str, Any]) -> dict[str, Any]:
-        """The Hugging Face config ``source``, updated to describe ``provider``, which may have been changed."""
+        """Return the Hugging Face config ``source``, updated to describe ``provider``, which may have changed."""
         known = self.megatron_to_hf_config(provider)
         lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
         now: dict[str, Any] = {**source, **self.changed_config(provider, source), **lists}
         return {key: value for key, value in now.items() if key in known or not _is_derived(key, value, source)}
 
     def maybe_modify_loaded_hf_weight(self, hf_param: HFWeight, hf_state_dict: Mapping[str, Tensor]) -> Any:
-        """The tensor, or tensors by role, to load for ``hf_param``."""
+        """Return the tensor to load for ``hf_param``, or tensors by role."""
         if isinstance(hf_param, str):
             return hf_state_dict[hf_param]
         return {role: hf_state_dict[name] for role, name in hf_param.items()}
@@ -179,19 +179,19 @@ class MegatronModelBridge:
     def maybe_modify_converted_hf_weight(
         self, task: WeightConversionTask, converted_weights_dict: dict[str, Tensor], hf_state_dict: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The tensors to export for ``task``; ``hf_state_dict`` is the source's, empty without one."""
+        """Return the tensors to export for ``task``; ``hf_state_dict`` is the source's, or empty without a source."""
         del task, hf_state_dict
         return converted_weights_dict
 
     @property
     def computes_on_load(self) -> bool:
-        """Whether loading must go through the hook, tensor by tensor."""
+        """Whether loading must call the hook for each tensor."""
         base = MegatronModelBridge.maybe_modify_loaded_hf_weight
         return type(self).maybe_modify_loaded_hf_weight is not base
 
     @property
     def computes_on_export(self) -> bool:
-        """Whether exporting must go through the hook, tensor by tensor."""
+        """Whether an export must call the hook for each tensor."""
         base = MegatronModelBridge.maybe_modify_converted_hf_weight
         return type(self).maybe_modify_converted_hf_weight is not base
 
@@ -203,15 +203,15 @@ class DecoderBridge(MegatronModelBridge):
     fixed: ClassVar[dict[str, Any]] = {}
     weights: ClassVar[tuple[Block | SizedBlock, ...]] = ()
     irrelevant: ClassVar[config_fields.HarmlessKeys] = {}
-    """Keys of this architecture that change nothing, beside those of every architecture."""
+    """Keys without effect in this architecture, in addition to those of every architecture."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse an inconsistent declaration, reporting all mistakes together."""
+        """Refuse an inconsistent declaration and report all its mistakes."""
         super().__init_subclass__()
         refuse(f"{cls.__name__}.{problem}" for problem in _mistakes(cls))
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """The provider with the attributes from the fields and the fixed values.
+        """Return the provider with the attributes from the fields and the fixed values.
 
         Raises:
             UserError: a key of the config is unknown, missing, or cannot be represented.
@@ -225,22 +225,22 @@ class DecoderBridge(MegatronModelBridge):
         return self._provider(**{**self.fixed, **values, **heads.read(self.head, config)})
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """The mappings of all blocks whose names do not depend on the size of the model."""
+        """Return the mappings of all blocks whose names do not depend on the size of the model."""
         return _registry(block for block in self.weights if not callable(block))
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        """All blocks in one registry."""
+        """Return the mappings of all blocks."""
         registry = _registry(block(config) if callable(block) else block for block in self.weights)
         return heads.with_head(registry, config, self.registration.model_type if self.registration else None)
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
     ) -> MegatronMappingRegistry:
-        """``registry`` for a checkpoint of the bare decoder, too."""
+        """Return ``registry`` for the checkpoint, which may also be the bare decoder's."""
         return heads.without_prefix(registry, entries)
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
-        """All keys that the fields cover, with the architecture's name."""
+        """Return all keys of the fields and the name of the architecture."""
         registration = self.registration
         known: dict[str, Any] = {"architectures": [self._architecture]}
         if registration is not None and registration.model_type:
@@ -248,25 +248,25 @@ class DecoderBridge(MegatronModelBridge):
         return {**known, **config_fields.write_all(self.fields, provider), **heads.changed_keys(provider, known)}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The changed keys, compared by meaning, so that a synonym in the source stays as it is.
+        """Return the keys whose meaning changed, so that a synonym in the source stays as it is.
 
         Raises:
-            UserError: the model computes what no config of its architecture can say.
+            UserError: no config of the architecture can describe what the model computes.
         """
         if unsaid := self._unsaid(provider):
             raise UserError(
-                f"a config of {self._architecture} cannot say {', '.join(unsaid)}, so transformers would compute "
-                "something else: write the weights alone (save_hf_weights)"
+                f"a config of {self._architecture} cannot express {', '.join(unsaid)}, so transformers would compute "
+                "something else: write only the weights (save_hf_weights)"
             )
         changed = config_fields.changed_keys(self.fields, provider, hf_config)
         return {**changed, **heads.changed_keys(provider, hf_config)}
 
     def can_say(self, provider: Any) -> bool:
-        """Whether a config of this architecture can describe the model."""
+        """Return whether a config of this architecture can describe the model."""
         return type(provider) is self._provider and not self._unsaid(provider)
 
     def _unsaid(self, provider: Any) -> list[str]:
-        """Settings that this architecture cannot express, as ``name=value``."""
+        """Return settings that this architecture cannot express, as ``name=value``."""
         said = {name for field in self.fields for name in field.names}
         implied = {field.name: field.default for field in dataclasses.fields(self._provider)} | self.fixed
         names = (name for name in sorted(function_fields() - said) if name in implied and hasattr(provider, name))
@@ -282,13 +282,13 @@ class DecoderBridge(MegatronModelBridge):
 
 
 def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
-    """One phrase for each value of the wrong type, and for each key that two fields read."""
+    """Yield a phrase for each value of a wrong type, and for each key that two fields read."""
     for index, field in enumerate(cast("tuple[Any, ...]", bridge.fields)):
         if not isinstance(field, Field):
-            yield f"fields[{index}]={field!r} is no Field: write a group with a star, as in (*DENSE, ROPE)"
+            yield f"fields[{index}]={field!r} is not a Field: unpack a group with a star, as in (*DENSE, ROPE)"
     for index, block in enumerate(cast("tuple[Any, ...]", bridge.weights)):
         if not (isinstance(block, tuple) or callable(block)):
-            yield f"weights[{index}]={block!r} is no block: write a block without a star, a mapping as (it,)"
+            yield f"weights[{index}]={block!r} is not a block: add blocks without a star, and a mapping as (mapping,)"
     for key, values in cast("dict[str, Any]", bridge.irrelevant).items():
         if not (values is None or isinstance(values, tuple)):
             yield f"irrelevant[{key!r}]={values!r} must be a tuple of harmless values, ({values!r},), or None"
@@ -298,7 +298,7 @@ def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
 
 
 def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[str]:
-    """One phrase for each name in ``fields`` and ``fixed`` that the provider does not have."""
+    """Yield a phrase for each name in ``fields`` and ``fixed`` that the provider does not have."""
     known = {field.name for field in dataclasses.fields(provider)}
     told = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
     for name, where in {**told, **{name: f"fixed[{name!r}]" for name in bridge.fixed}}.items():
@@ -306,7 +306,7 @@ def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[st
             yield f"{bridge.__name__}.{where}, which {provider.__name__} does not have{misspelling(name, known)}"
 
 
-# what bridges set and a trained model computes the same with: layout, precision and losses of training
+# attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
 _OF_TRAINING = {
     *("params_dtype", "bf16", "fp16", "seq_length", "should_pad_vocab", "make_vocab_size_divisible_by"),
     *("attention_dropout", "hidden_dropout", "embedding_dropout", "init_method_std", "mtp_num_layers"),
@@ -318,7 +318,7 @@ _OF_TRAINING = {
 
 @cache
 def function_fields() -> frozenset[str]:
-    """Attributes of providers that change what a trained model computes, as set by any architecture."""
+    """Return the provider attributes that bridges set and that change what a trained model computes."""
     _load_families()
     bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
     told = {name for fields in declared_fields().values() for field in fields for name in field.names}
@@ -331,7 +331,7 @@ def _key_hint(key: str, claimed: Iterable[str]) -> str:
 
 
 def declared_bridges() -> dict[str, type[DecoderBridge]]:
-    """The bridges that are declarations, by architecture."""
+    """Return the declarative bridges by architecture."""
     known = {name: _REGISTRY[name].bridge for name in architectures()}
     return {name: bridge for name, bridge in known.items() if issubclass(bridge, DecoderBridge)}
 
@@ -341,12 +341,12 @@ def families_that_read(key: str) -> list[str]:
 
 
 def declared_fields() -> dict[str, tuple[Field, ...]]:
-    """The fields of every architecture that is declared."""
+    """Return the fields of every declared architecture."""
     return {name: bridge.fields for name, bridge in declared_bridges().items()}
 
 
 def declared_provider(architecture: str) -> Any:
-    """The provider that a known architecture was registered with; None for ``GPTModelProvider``."""
+    """Return the provider that an architecture was registered with, or None for ``GPTModelProvider``."""
     return _REGISTRY[architecture].provider
 
 
@@ -360,7 +360,7 @@ def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
 
 
 def register_bridge(architecture: str, *, provider: Any = None, model_type: str | None = None) -> Callable[[B], B]:
-    """Decorate a built-in family's bridge; the same as ``MegatronModelBridge.register_bridge``, by name."""
+    """Register a built-in family's bridge by name; see ``MegatronModelBridge.register_bridge``."""
     from megatron.core.models.gpt import GPTModel
 
     return MegatronModelBridge.register_bridge(
@@ -383,28 +383,28 @@ def _load_families() -> None:
 
 
 def _load_installed(point: metadata.EntryPoint) -> None:
-    """Import the bridges that other installed packages declare, so that they register themselves."""
+    """Import the bridges that other installed packages declare, which registers them."""
     try:
         point.load()
     except Exception as error:
         package = point.dist.name if point.dist else "unknown"
         raise UserError(
             f"the package {package} declares families in {point.value}, which cannot be imported "
-            f"({type(error).__name__}: {one_line(error)}): mend or uninstall the package"
+            f"({type(error).__name__}: {one_line(error)}): fix or uninstall the package"
         ) from error
 
 
 def architectures() -> list[str]:
-    """Names of the Hugging Face architectures that can be bridged."""
+    """Return the names of the Hugging Face architectures that have a bridge."""
     _load_families()
     return sorted(_REGISTRY)
 
 
 def bridge_for(config: Any) -> MegatronModelBridge:
-    """A bridge for the architecture that a Hugging Face config names.
+    """Return a bridge for the architecture of a Hugging Face config.
 
     Raises:
-        UserError: the config names none, or none that is known.
+        UserError: the config names no architecture, or no supported one.
     """
     names = list(map(registered_name, getattr(config, "architectures", None) or ()))
     if not names:
@@ -426,31 +426,31 @@ def bridge_for(config: Any) -> MegatronModelBridge:
 
 
 def is_known(config: Any) -> bool:
-    """Whether there is a bridge for one of the architectures that a Hugging Face config names."""
+    """Return whether there is a bridge for one of the architectures in a Hugging Face config."""
     names = map(registered_name, getattr(config, "architectures", None) or ())
     return any(name in architectures() or _headed(name, config) is not None for name in names)
 
 
 def registered_name(architecture: str) -> str:
-    """The registered name that differs only in case: Microsoft writes PhiMoE, transformers Phimoe."""
+    """Return the registered name that differs only in case: Microsoft writes PhiMoE, transformers Phimoe."""
     spelled = {name.lower(): name for name in architectures()}
     return architecture if architecture in _REGISTRY else spelled.get(architecture.lower(), architecture)
 
 
 def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
-    """The headed class's facts if the bridge of its decoder is declarative."""
+    """Return the description of a class with a head if the bridge of its decoder is declarative."""
     found = heads.headed_class(architecture, getattr(config, "model_type", None))
-    if found is None or found.causal.endswith("ForConditionalGeneration"):  # images need more than a decoder
+    if found is None or found.causal.endswith("ForConditionalGeneration"):  # models with images are more than a decoder
         return None
     return found if found.causal in declared_bridges() else None
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:
-    """Whether transformers derives the key: an entry for each layer, the rotated width of latent attention."""
+    """Return whether transformers derives the key: a value per layer, or the rotated width of latent attention."""
     per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get("num_hidden_layers")
     return per_layer or (key in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in config)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """A Hugging Face config, or a plain mapping, as a dict."""
+    """Return a Hugging Face config, or a plain mapping, as a dict."""
     return dict(cast(Mapping[str, Any], config)) if isinstance(config, Mapping) else config.to_dict()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a Megatron parameter and its Hugging Face tensors are made of the same numbers: all mappings by name.
+"""All mappings between Megatron parameters and Hugging Face tensors, in one namespace.
 
-``mappings.base`` has the algebra and the mappings of one tensor to one parameter, ``mappings.fused`` those of
-attention and feed-forward layers, ``mappings.recurrent`` those of layers without attention.
+``mappings.base`` has the base class and the mappings with one tensor, ``mappings.fused`` those of attention and
+feed-forward layers, ``mappings.recurrent`` those of layers without attention.
 """
 
 from megatron.bridge.models.conversion.mappings.base import *

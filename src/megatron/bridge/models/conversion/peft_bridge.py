@@ -11,7 +11,7 @@ _ENDS = tuple(f".{kind}" for kind in (peft_format.A, peft_format.B, peft_format.
 
 
 def infer_target_modules_from_adapter_weights(adapter_weight_names: Iterable[str]) -> list[str]:
-    """The last segments of the modules that adapters are beside, sorted.
+    """Return the last segments of the adapted modules' names, sorted.
 
     Example:
         >>> infer_target_modules_from_adapter_weights(["model.layers.0.self_attn.q_proj.lora_A.weight"])
@@ -27,7 +27,7 @@ def build_adapter_config_dict(
     base_model_name_or_path: str | None = None,
     rank_pattern: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """What ``peft.PeftModel.from_pretrained`` needs to know of adapters beside ``target_modules``."""
+    """Return the ``adapter_config.json`` that ``peft.PeftModel.from_pretrained`` needs for adapters."""
     is_dora = type(peft_config).__name__ == "DoRA"
     described = Described(peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout)
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in either format: a Hugging Face model, or a Megatron checkpoint."""
+"""Access models in either format: a Hugging Face model or a Megatron checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,19 +18,19 @@ from megatron.bridge.utils.storage_paths import url_of
 
 
 def is_megatron_checkpoint(name: str | Path) -> bool:
-    """Whether ``name`` is a directory in Megatron's format; every other name is a Hugging Face model's."""
+    """Return whether ``name`` is a directory in Megatron's format; other names belong to Hugging Face models."""
     return not is_hf_model(name) and (url_of(storage.local(name)) is not None or Path(name).is_dir())
 
 
 def local_weights(name: str | Path) -> Path:
-    """The local directory of the weights ``name``: a directory in either format, or a downloaded hub id."""
+    """Return the local directory of weights: ``name`` itself in either format, or the download of a hub id."""
     if hub.is_hub_id(name):
         return hub.resolve(name, weights=True)
     return storage.local(name).expanduser() if is_hf_model(name) else paths.resolve(name)
 
 
 def tokenizer_of(name: str | Path) -> str | None:
-    """Directory or hub id of the tokenizer beside the weights ``name`` or of the run that wrote them, if any."""
+    """Return directory or hub id of the tokenizer with the weights ``name``, or of the run that wrote them, if any."""
     if is_megatron_checkpoint(name):
         kept = model_io.tokenizer_dir(name)
         if kept is not None:
@@ -47,7 +47,7 @@ def tokenizer_of(name: str | Path) -> str | None:
 def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
     """Load this rank's chunks from a local directory in either format; all ranks call this.
 
-    A Megatron checkpoint is not verified here; callers do that.
+    The caller must verify a Megatron checkpoint.
     """
     if on_first_rank(lambda: is_hf_model(path)):
         AutoBridge.from_hf_pretrained(path).load_hf_weights(chunks)
@@ -56,14 +56,14 @@ def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
 
 
 def declared_provider(folder: Path) -> Any:
-    """The provider of the model in ``folder``, in either format, without its weights."""
+    """Return the provider of the model in ``folder``, in either format, without its weights."""
     if is_megatron_checkpoint(folder):
         return stored_provider.read(folder)
     return AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=False)
 
 
 def provider_of(name: str, trust_remote_code: bool = False) -> Any:
-    """The provider of the model ``name``, a directory in either format or a hub id; it loads the weights, too."""
+    """Return the provider of ``name``, a directory in either format or a hub id; it also loads the weights."""
     if not is_megatron_checkpoint(name):
         return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
     provider = stored_provider.read(name)

@@ -32,12 +32,12 @@ class CoercionError(UserError):
         super().__init__(f"must be {wanted}, not {value!r}{hint}")
         self.wanted = wanted
         self.hint = hint
-        """A sentence fragment with the nearest choices, or nothing."""
+        """A phrase with the nearest choices, or an empty string."""
 
 
 @functools.cache
 def field_types(kind: type[Any]) -> dict[str, Any]:
-    """Resolved annotations of a dataclass; ``Any`` where one cannot be resolved."""
+    """Return the resolved annotations of a dataclass, with ``Any`` for those that cannot be resolved."""
     try:
         return typing.get_type_hints(kind)
     except (NameError, AttributeError, TypeError):
@@ -66,7 +66,7 @@ def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
     ``text`` is the raw text of a scalar: a field of type str keeps it as it is (``001``).
 
     Raises:
-        CoercionError: the value has the wrong type; the message is a fragment that starts with "must be".
+        CoercionError: the value has the wrong type; the message is a phrase that starts with "must be".
         UserError: the value has the right type, but contains a mistake.
     """
     if annotation is Any or annotation is object or isinstance(annotation, typing.TypeVar):
@@ -158,7 +158,7 @@ def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
     if value is None and type(None) in members:
         return None
     misfits: list[CoercionError] = []
-    # a string accepts anything that was typed, so it is tried last
+    # a string field would accept any input, so it is tried last
     for member in sorted(members, key=lambda member: member is str):
         try:
             return coerce(value, member, text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""References in configuration values, in OmegaConf's grammar: ``${train.train_iters}``, ``${oc.env:HOME}``.
 
-OmegaConf parses and resolves them. It is imported only when a value holds a reference, because the import takes
-0.1 s. ``\${`` stands for a literal ``${``.
+OmegaConf parses and resolves them. It is imported only when a value has a reference, because the import takes 0.1 s.
+``\${`` stands for a literal ``${``.
 """
 
 import re
@@ -37,7 +37,7 @@ def unescape(text: str) -> str:
 
 
 def has_reference(value: object) -> bool:
-    """Whether a string in ``value``, or in its items, holds a reference."""
+    """Return whether ``value``, or an item in it, is a string with a reference."""
     if isinstance(value, str):
         return any(map(_is_reference, _OPENING.finditer(value)))
     if isinstance(value, dict):
@@ -66,11 +66,11 @@ def references_in(values: object, key: str = "") -> dict[str, Any]:
 
 
 def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
-    """Resolve the references in nested mappings to one another; an error has a line for each unresolved reference."""
+    """Resolve references between values of nested mappings; an error lists every unresolved reference."""
     raw = references_in(values)
     if not raw:
         return values
-    resolve(raw, values)  # reports all mistakes
+    resolve(raw, values)  # reports all errors together
 
     from omegaconf import OmegaConf
 
@@ -78,7 +78,7 @@ def resolve_tree(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the references in ``raw``, by dotted key, which refer to values in ``tree``."""
+    """Return the values of the references in ``raw`` by dotted key; they refer to values in ``tree``."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -18,7 +18,7 @@ FORMER_NAMES: dict[str, str] = {}  # old names that files may still contain -> n
 PUBLIC_NAMES: dict[str, str] = {
     name: module for module, names in yaml_text.tables_beside(__file__).items() for name in names
 }
-"""Name in YAML -> module that holds it."""
+"""Name in YAML -> module that contains it."""
 
 
 def import_path(name: str) -> str:
@@ -64,7 +64,7 @@ def is_dtype(value: object) -> bool:
 
 
 def is_named(value: object) -> bool:
-    """Whether ``value`` is written by its name instead of its content."""
+    """Return whether ``value`` is written by its name instead of its content."""
     return isinstance(value, (type, enum.Enum)) or is_dtype(value) or callable(value)
 
 
@@ -99,8 +99,8 @@ def locate(name: str) -> Any:
     """Import the object ``name``: a public name, or the longest importable module prefix, followed by attributes.
 
     Raises:
-        UserError: nothing has that name; the message says which part is unknown. Outside of ``importing``, also if
-            the name is neither public nor known.
+        UserError: nothing has that name; the message says which part is unknown. Outside of ``importing``, names that
+            are neither public nor known are refused.
     """
     parts = import_path(name).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):

@@ -33,7 +33,7 @@ class Origins:
         leaves = leaf_values(config)
         for change in changes:
             key = change.key
-            members = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]  # a group was given as a whole
+            members = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]  # the group was set as a whole
             while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
                 key = key.rpartition(".")[0]
             self._table.update(dict.fromkeys(members or [key], change.origin))
@@ -119,7 +119,7 @@ def _default(entry: "dataclasses.Field[Any]") -> str:
 
 
 def _shown(value: Any) -> str:
-    """Functions and classes by their names."""
+    """Format a value; functions and classes are shown by their names."""
     return (name_of(value) if is_named(value) else None) or repr(value)
 
 

@@ -40,7 +40,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one origin. A later layer overrides an earlier one."""
+    """Values from one origin; a later layer overrides an earlier one."""
 
     origin: str
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # nested or dotted keys
@@ -59,15 +59,15 @@ class _Request:
 
 
 def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
-    """Set ``a.b=c`` items on ``config``, all of them or none; an error has a line for each that cannot be set."""
+    """Set ``a.b=c`` items on ``config``, either all or none; an error lists every item that cannot be set."""
     return apply_layers(config, [Layer(origin, overrides=overrides)])
 
 
 def apply_layers(config: Any, layers: Iterable[Layer]) -> list[Change]:
-    """Set the values of ``layers`` on ``config``, all of them or none.
+    """Set the values of ``layers`` on ``config``, either all or none.
 
-    Later layers override earlier ones, and references see the values of all. There is a change for each key, in the
-    order in which they were last set.
+    Later layers override earlier ones, and references see the values of all layers. The result has a change for each
+    key, in the order in which the keys were last set.
     """
     transaction = _Transaction(config)
     try:
@@ -104,7 +104,7 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
 
 
 def check_sticks(config: Any, changes: Iterable[Change]) -> None:
-    """Refuse a config in which a later step replaced the last value from the user, unless the value is null."""
+    """Refuse a config in which a later step replaced the user's last value of a key, unless that value is null."""
     refuse(
         [
             f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it to {now!r}"
@@ -317,7 +317,7 @@ class _Slot:
         if isinstance(owner, dict):
             owner[self.name] = value
             return lambda: _restore(cast("dict[str, Any]", owner), self.name, old)
-        assert self.parent is not None, "a config is no list"
+        assert self.parent is not None, "a config is not a list"
         items = list(self.parent.get())  # a copy: a recipe may share its list, and a tuple cannot change
         items[int(self.name)] = value
         return self.parent.set(type(owner)(items))
@@ -338,7 +338,7 @@ class _Slot:
         if value is None and self.nullable:
             return None
         if value == "???":
-            raise UserError("??? marks a value that must be given; give one")
+            raise UserError("??? marks a required value; set it")
         if self.annotation is Any and is_group(current) and not is_group(value):
             members = ", ".join(entry.name for entry in config_fields(current)[:3])
             raise UserError(f"it is a group: set its members, such as {members}")
@@ -415,7 +415,7 @@ def _value_at(config: Any, key: str) -> Any:
 
 
 def _holds(now: Any, given: Any) -> bool:
-    """Return whether ``now`` equals the given value; in a block that was given whole, a None may have been derived."""
+    """Return whether ``now`` equals the given value; in a block that was set as a whole, a None may be derived."""
     if now is given or repr(now) == repr(given) or bool(now == given):
         return True
     if not is_group(given) or type(now) is not type(given):

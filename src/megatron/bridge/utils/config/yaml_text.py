@@ -95,7 +95,7 @@ def _check_size(text: str, source: str) -> None:
 
 
 def tables_beside(module: str) -> dict[str, Any]:
-    """Read the tables of constants in the YAML file beside the module with this ``__file__``."""
+    """Read the tables of constants in the YAML file next to the module with this ``__file__``."""
     path = Path(module).with_suffix(".yaml")
     return read(path.read_text(), path.name)
 

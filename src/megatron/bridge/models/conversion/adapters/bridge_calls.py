@@ -28,7 +28,7 @@ class AdapterCalls:
 
     @property
     def adapter_registry(self) -> MegatronMappingRegistry:
-        """The mappings under the names of transformers' modules, which name the adapters' tensors."""
+        """The mappings under the module names of transformers, which ``peft`` uses in the names of adapter tensors."""
         return self._bridge.as_modules(self.mapping_registry)
 
     def _adapter_plan(self, model: Chunks) -> Plan:
@@ -43,14 +43,14 @@ class AdapterCalls:
         prefix: str = "",
         with_megatron_names: bool = False,
     ) -> Iterator[HFWeightTuple | HFWeightTriple]:
-        """Stream the adapters alone, whole and on every rank, under the names of the ``peft`` library.
+        """Yield only the adapters as full tensors on every rank, under the names of the ``peft`` library.
 
         Args:
             model: this rank's chunks, with adapters.
             cpu: move each tensor to the CPU.
-            show_progress: draw a progress bar on rank 0.
-            prefix: what every name begins with; ``peft``'s own files have ``base_model.model.``.
-            with_megatron_names: yield the name of the Megatron parameter that the adapter is beside, too.
+            show_progress: show a progress bar on rank 0.
+            prefix: prefix of every name; ``peft``'s own files use ``base_model.model.``.
+            with_megatron_names: also yield the name of the Megatron parameter that the adapter modifies.
 
         Yields:
             (param_name, weight), such as ``model.layers.0.self_attn.q_proj.lora_A.weight``.
@@ -71,14 +71,14 @@ class AdapterCalls:
         show_progress: bool = True,
         overwrite: bool = True,
     ) -> None:
-        """Write a directory that ``peft.PeftModel.from_pretrained`` loads; it appears whole or not at all.
+        """Write a directory that ``peft.PeftModel.from_pretrained`` loads; the directory is published atomically.
 
         Args:
             model: this rank's chunks, with adapters.
-            path: directory to make, or to add to: its files stay, but for the adapter of an earlier save.
-            peft_config: what the adapters were made with. They know that themselves; another value is refused.
-            base_model_name_or_path: where the adapter says that its base is; this bridge's own model when None.
-            show_progress: say on rank 0 what was written.
+            path: directory to create or to add to: its files stay, except the adapter of an earlier save.
+            peft_config: must match the config that created the adapters, which is known; another config is refused.
+            base_model_name_or_path: base model to record in the adapter; None records this bridge's own model.
+            show_progress: print the path on rank 0.
             overwrite: replace the adapter that an earlier save wrote to ``path``; other weights are refused.
         """
         if peft_config is not None:
@@ -95,7 +95,7 @@ class AdapterCalls:
     def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
         """Load the model's adapters from a directory in the format of the ``peft`` library.
 
-        The chunks were adapted with ``peft.hf_adapter.peft_for`` of ``path``. If an adapter differs in any way, nothing
-        is changed.
+        The chunks must have been adapted with ``peft.hf_adapter.peft_for`` of ``path``. If any adapter differs, no
+        value changes.
         """
         peft_format.load(self._adapter_plan(model), Path(path))

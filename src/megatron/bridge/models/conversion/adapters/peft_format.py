@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and write adapters in Hugging Face's ``peft`` format.
 
-An adapter's factors are converted like the weight that they are added to. This also works for Megatron's fused layers:
-``[q; k; v] = W x + B A x`` is three layers that share A, each with its rows of B, so the mapping that splits the rows
-of W splits those of B, exactly.
+An adapter's factors are converted like the weight that they update. This also works for Megatron's fused layers:
+``[q; k; v] = W x + B A x`` is three layers that share A, and each has its own rows of B. The mapping that splits the
+rows of W therefore also splits those of B, without error.
 """
 
 import json
@@ -30,7 +30,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
-# keys of the config that are read, that the tensors tell, or that say how they were made
+# config keys that are read, that follow from the tensors, or that describe the initialization
 _KNOWN = {
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
@@ -38,17 +38,17 @@ _KNOWN = {
     *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size"),
     *("revision", "runtime_config", "task_type"),
 }
-# other keys -> the values with which they change nothing
+# other keys -> the values that have no effect
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base, too
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # other values also change the base
 }
 _UNSET: tuple[Any, ...] = (None, False, [], {})
 
 
 @dataclass(frozen=True)
 class Described:
-    """What ``adapter_config.json`` says of one Hugging Face module."""
+    """The settings in ``adapter_config.json`` for one Hugging Face module."""
 
     rank: int
     alpha: float
@@ -63,25 +63,25 @@ TASK_TYPES = {
     "token_classification": "TOKEN_CLS",
     "embedding": "FEATURE_EXTRACTION",
 }
-"""peft's name of the task of each head."""
+"""The task name of each head in ``peft``."""
 
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The adapter of one Hugging Face module, or a tensor of a module that is saved as a whole."""
+    """The adapter of one Hugging Face module, or the tensors of a module that is saved as a whole."""
 
-    module: str  # name of the module, as the base checkpoint calls it
-    described: Described | None  # of an adapter; None is a whole module
-    tensors: dict[str, Tensor]  # by the rest of their names
-    megatron_param: str = ""  # the parameter that the adapter is beside, or the tensor's own
+    module: str  # name of the module in the base checkpoint
+    described: Described | None  # settings of an adapter; None for a module that is saved as a whole
+    tensors: dict[str, Tensor]  # by the part of their names after the module's name
+    megatron_param: str = ""  # the parameter that the adapter updates, or the tensor's own parameter
 
     def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
-        """The tensors by their names, which in ``adapter_model.safetensors`` have a prefix."""
+        """Return the tensors by their full names; ``adapter_model.safetensors`` uses a prefix."""
         return {f"{prefix}{self.module}.{name}": tensor for name, tensor in self.tensors.items()}
 
 
 def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
-    """Refuse a config that the adapters were not made with."""
+    """Refuse a config that differs from the one that created the adapters."""
     for chunk in chunks:
         made_with = chunk_info(chunk).peft
         if made_with != peft_config:
@@ -89,7 +89,7 @@ def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
 
 
 def merging(plan: Plan) -> Plan:
-    """The plan of the same export with the adapters merged into the weights."""
+    """Return the plan of the same export with adapters merged into the weights."""
     return replace(plan, tasks=tuple(replace(task, merges=True) for task in plan.tasks))
 
 
@@ -97,7 +97,7 @@ def merging(plan: Plan) -> Plan:
 
 
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
-    """Yield the adapters of a model, whole, on every rank, in the order of the model."""
+    """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
     for task in plan.tasks:
         mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(exchange.broadcast_object(task.owner, _outlines(mine))):
@@ -118,7 +118,7 @@ def _outlines(found: list[ModuleTensors]) -> list[Any]:
 
 @torch.no_grad()
 def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
-    """The adapter tensors of one parameter that this rank holds; collective over its shards' ranks."""
+    """Return the adapter tensors of one parameter on this rank; a collective over the ranks of its shards."""
     module, weight = task.megatron_module, cast(Tensor, task.param_weight)
     if is_whole(weight):
         whole = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
@@ -145,10 +145,10 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
 
 
 def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: ParallelKind) -> dict[str, Tensor]:
-    """A factor of each Hugging Face tensor, joined from all ranks; ``column`` runs along the outputs."""
+    """Join a factor of each Hugging Face tensor from all ranks; the outputs lie along ``column``."""
     names = _names(task.mapping, part)
     shard = task.shard
-    if not _is_split(shard, side):  # whole on every rank, and the same for all tensors
+    if not _is_split(shard, side):  # every rank has the full factor, which all tensors share
         return dict.fromkeys(names, factor)
     group = exchange.shard_group(task.global_param_name)
     shards = exchange.all_gather(factor, group, shard.parts) if shard.parts > 1 else [factor]
@@ -159,12 +159,12 @@ def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: 
 
 
 def _is_split(shard: ShardSpec, side: ParallelKind) -> bool:
-    """Whether a factor is sharded, or split among the outputs of several tensors."""
+    """Return whether a factor is sharded, or divided among the outputs of several tensors."""
     return side == shard.kind or (side, shard.kind) == ("column", "replicated")
 
 
 def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
-    """The Hugging Face tensors that a part is added to."""
+    """Return the Hugging Face tensors that a part updates."""
     if mapping.is_stacked or not mapping.copies:
         reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
         raise UserError(
@@ -186,7 +186,7 @@ def _module_of(name: str) -> str:
 
 
 def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
-    """The content of ``adapter_config.json`` for all that ``stream`` gave, with names as brief as is exact."""
+    """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
     adapters = {one.module: one.described for one in found if one.described is not None}
     first = _most_common(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
@@ -204,7 +204,7 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
 
 
 def config_of(described: Described, base: str | None) -> dict[str, Any]:
-    """The part of ``adapter_config.json`` that is the same for all modules."""
+    """Return the part of ``adapter_config.json`` that is the same for all modules."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -230,19 +230,19 @@ def _leaf(module: str) -> str:
 
 
 def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
-    """Names for ``modules``: the last segment if it matches only these, else whole names."""
+    """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
     wanted = set(modules)
     names: dict[str, None] = {}
     everywhere = {_module_of(name) for name in plan.hf_names}
     for module in sorted(wanted):
         same = {other for other in everywhere if _leaf(other) == _leaf(module)}
-        # a number is also the name of the layer that has it
+        # a numeric segment also matches the layer with this number
         names[_leaf(module) if same <= wanted and not _leaf(module).isdigit() else module] = None
     return list(names) or None
 
 
 def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
-    """Write the adapters of a model into ``directory``; all ranks call this, those with ``write`` write."""
+    """Write the adapters of a model into ``directory``; all ranks call this, and the ranks with ``write`` write."""
     found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
     if not any(one.described for one in found):
         raise UserError("this model has no adapters to write: save the model itself")
@@ -251,7 +251,7 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     if write:
         tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
-        (directory / TENSORS).write_bytes(content)  # save_file would let nobody else read it
+        (directory / TENSORS).write_bytes(content)  # save_file would create a file that only its owner can read
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -272,19 +272,19 @@ def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
     other = next((module for module in sorted(modules - experts) if _leaf(module) in leaves), None)
     if other is not None:
         raise UserError(
-            f"{other} has an adapter that peft cannot load, as layers of experts are called {_leaf(other)}, too: "
+            f"{other} has an adapter that peft cannot load, because layers of experts are also called {_leaf(other)}: "
             "leave it out with peft.exclude_modules, or merge the adapters into the model"
         )
 
 
 def _refuse_half_of_experts(adapted: set[str]) -> None:
-    """Refuse adapters on one of the experts' layers: ``peft`` takes the first for the inner one of two."""
+    """Refuse an adapter on only one of an expert's two layers: ``peft`` takes it for the first layer's adapter."""
     first = (name for name in adapted if ".linear_fc1." in name)
     alone = next((name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted), None)
     if alone is not None:
         raise UserError(
-            f"{alone} has an adapter and the second layer of its expert has none, which peft cannot load: target "
-            "linear_fc2, too, or merge the adapters into the model"
+            f"{alone} has an adapter and the second layer of its expert has none, which peft cannot load: also target "
+            "linear_fc2, or merge the adapters into the model"
         )
 
 
@@ -292,7 +292,7 @@ def _refuse_half_of_experts(adapted: set[str]) -> None:
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of a directory in the peft format."""
+    """Read the config and the tensors of a directory in the ``peft`` format."""
     for name in (CONFIG, TENSORS):
         if not (directory / name).is_file():
             raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
@@ -313,7 +313,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load(plan: Plan, directory: Path) -> None:
-    """Fill the adapters of a model from a directory in the peft format; nothing changes if anything differs."""
+    """Load the adapters of a model from a ``peft`` directory; no value changes if anything differs."""
     config, tensors = read(directory)
     jobs: list[tuple[WeightConversionTask, LowRankPart]] = []
     claimed: set[str] = set()
@@ -325,7 +325,7 @@ def load(plan: Plan, directory: Path) -> None:
         missing = wrong[0] in claimed
         raise UserError(
             f"the adapter {directory} {'lacks' if missing else 'also holds'} {wrong[0]} and differs in "
-            f"{len(wrong)} tensors from the model's adapters: adapt the model with what peft_for gives for it"
+            f"{len(wrong)} tensors from the model's adapters: adapt the model with the result of peft_for"
         )
     for task, part in jobs:
         _check(task, part, config, tensors, directory)
@@ -363,7 +363,7 @@ def _check(
         if ours != theirs:
             raise UserError(
                 f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter "
-                f"has {ours}: adapt the model with what peft_for gives for it"
+                f"has {ours}: adapt the model with the result of peft_for"
             )
         _check_shapes(task, part, name, tensors, directory)
     shared = task.shard.kind != "row" and part.role is None
@@ -377,7 +377,7 @@ def _check(
 def _check_shapes(
     task: WeightConversionTask, part: LowRankPart, name: str, tensors: Mapping[str, Tensor], directory: Path
 ) -> None:
-    """Refuse factors of a matrix of another shape: a part of a wider one would fit."""
+    """Refuse factors whose matrix has a different shape: a slice of a wider factor would fit."""
     outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
     rank = part.a.shape[0]
     wanted: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
@@ -388,12 +388,12 @@ def _check_shapes(
         if found != fits:
             raise UserError(
                 f"the adapter {directory} has {_key(name, kind)} of shape {list(found)} where this model needs "
-                f"{list(fits)}: give the base that it was made for"
+                f"{list(fits)}: give the base model that it was trained for"
             )
 
 
 def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Rank and alpha of one module; patterns are regular expressions that match the end of a name."""
+    """Return rank and alpha of a module; patterns are regular expressions that match the end of its name."""
 
     def of(patterns: Mapping[str, Any], default: Any) -> Any:
         found = (value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that a Megatron model holds the numbers of a Hugging Face checkpoint, as a document."""
+"""Prove that a Megatron model has the same weights as a Hugging Face checkpoint, and record the proof."""
 
 import hashlib
 from collections.abc import Iterable
@@ -18,23 +18,23 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import not_finite
 class TensorProof:
     """One tensor on both sides."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the full tensor
     dtype: str  # as stored in the checkpoint
-    sha256: str  # of the checkpoint's bytes
-    equal: bool  # whether the model's numbers, in that dtype, are the same bytes
+    sha256: str  # hash of the checkpoint's bytes
+    equal: bool  # whether the model's values, in that dtype, have the same bytes
     not_finite: int = 0  # number of values that are NaN or infinite
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was compared, and how it came out."""
+    """The results of the comparison."""
 
     hf_model: str
     megatron: str
     tensors: dict[str, TensorProof]  # by Hugging Face name
-    missing: tuple[str, ...]  # tensors of the checkpoint that the model does not give back
-    logits: LogitComparison | None  # both models' logits on the same tokens; None where they were not run
-    tolerance: float  # largest allowed difference of two logits over their standard deviation
+    missing: tuple[str, ...]  # tensors of the checkpoint that the model does not export
+    logits: LogitComparison | None  # both models' logits for the same tokens; None if the models were not run
+    tolerance: float  # maximum difference of two logits relative to their standard deviation
 
     @property
     def different(self) -> list[str]:
@@ -47,7 +47,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was compared is equal, and can be."""
+        """Whether all values are finite and everything that was compared is equal."""
         agree = self.logits is None or self.logits.relative <= self.tolerance
         return agree and not self.different and not self.missing and not self.not_finite
 
@@ -58,14 +58,14 @@ class Certificate:
 def prove(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
-    """Compare exported tensors with the checkpoint: proofs by name, and the tensors that were not exported."""
+    """Compare exported tensors with the checkpoint; return proofs by name, and names that were not exported."""
     proofs = {name: _compare(weight, source[name]) for name, weight in _known(weights, source)}
     return proofs, tuple(name for name in source if name not in proofs)
 
 
 def _known(weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint) -> Iterable[HFWeightTuple]:
     for weight in weights:
-        assert weight.param_name in source, f"the plan closed and yet exports {weight.param_name}"
+        assert weight.param_name in source, f"the plan covers both sides but exports {weight.param_name}"
         yield weight
         source.release(weight.param_name)
 

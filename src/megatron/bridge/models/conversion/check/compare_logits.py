@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""Two models side by side: their logits, the worst position, and the layer where they part."""
+"""Compare two models: their logits, the position with the largest difference, and the layer outputs."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ EMBEDDING = "embedding"
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """What one model computes: logits [rows, sequence, vocabulary], and hidden states by layer name."""
+    """The outputs of a model: logits [rows, sequence, vocabulary], and hidden states by layer name."""
 
     logits: Tensor
     hidden: dict[str, Tensor]
@@ -28,25 +28,25 @@ class ModelOutputs:
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """How far two models are apart."""
+    """The differences of two models."""
 
     largest: float  # largest absolute difference of two logits
-    scale: float  # standard deviation of the reference's logits
-    worst: tuple[int, int, int]  # (row, position, token) of that difference
+    scale: float  # standard deviation of the reference logits
+    worst: tuple[int, int, int]  # (row, position, token) of the largest difference
     pair: tuple[float, float]  # the two logits there, reference first
-    cosine: float  # smallest cosine similarity of two positions' logits
-    same_choice: float  # share of positions with the same most likely token
-    # layer -> largest absolute difference of its output over the reference's standard deviation
+    cosine: float  # smallest cosine similarity of the logits at a position
+    same_choice: float  # fraction of positions with the same most likely token
+    # layer -> largest absolute difference of its output relative to the reference's standard deviation
     layers: dict[str, float]
 
     @property
     def relative(self) -> float:
-        """The largest difference over the logits' scale."""
+        """The largest difference relative to the standard deviation of the logits."""
         return self.largest / self.scale
 
 
 def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
-    """The report of ``other`` against ``reference``; a padded vocabulary is cut off."""
+    """Compare ``other`` with ``reference``, without the padding of the vocabulary."""
     expected = reference.logits.float()
     found = other.logits.float()[..., : expected.shape[-1]]
     difference = (found - expected).abs()
@@ -68,15 +68,15 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
 
 @torch.no_grad()
 def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
-    """Run transformers' model on token ids [rows, sequence]; ``extra`` are tensors of images, for example."""
-    # the outermost list of modules; architectures have other names for it than ``layers``
+    """Run a transformers model on token ids [rows, sequence]; ``extra`` has other inputs, such as images."""
+    # the outermost ModuleList; its name depends on the architecture
     layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     hidden: dict[str, Tensor] = {}
 
     def keep_embedding(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         hidden[EMBEDDING] = inputs[0].cpu()
 
-    # what the first layer gets: some models scale what the embedding returns
+    # the input of the first layer: some models scale the embedding's output
     first = layers[0].register_forward_pre_hook(keep_embedding)
     try:
         with _recorded({f"layer {index}": layer for index, layer in enumerate(layers)}, hidden):
@@ -88,7 +88,7 @@ def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
 
 @torch.no_grad()
 def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> ModelOutputs:
-    """Run this rank's chunks on token ids [rows, sequence], with ``extra`` arguments; all ranks get the whole."""
+    """Run this rank's chunks on token ids [rows, sequence]; return the outputs of the full model on all ranks."""
     hidden: dict[str, Tensor] = {}
     modules: dict[str, nn.Module] = {}
     for chunk in map(unwrap, chunks):
@@ -109,7 +109,7 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Mode
 
 
 def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
-    """One forward pass through all stages; the logits on the last one."""
+    """Run a forward pass through all stages; return the logits on the last stage."""
     found: list[Tensor] = []
     ids = ids.to(torch.cuda.current_device())
     usual = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -117,7 +117,7 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -
     inputs["position_ids"] = extra.get("position_ids", usual).to(ids.device)
     dtype = cast(Any, unwrap(chunks[0])).config.params_dtype
     media: dict[str, Tensor] = extra.get("media") or {}
-    if media:  # sizes stay on the host, which reads them
+    if media:  # image sizes stay on the host, where the model reads them
         moved = {name: value.to(ids.device, dtype) for name, value in media.items() if value.is_floating_point()}
         inputs["media"] = media | moved
 
@@ -160,7 +160,7 @@ def _recorded(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generat
 
 
 def _batch_first(state: Tensor, config: Any) -> Tensor:
-    """[sequence (cut under sequence parallelism), rows, hidden] -> [rows, sequence, hidden]."""
+    """Convert [sequence, rows, hidden] (a shard with sequence parallelism) to [rows, sequence, hidden]."""
     if config.sequence_parallel:
         device = torch.cuda.current_device()
         parts = exchange.all_gather(state.to(device), exchange.tensor_group(), config.tensor_model_parallel_size)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of a bridge: config fields, and blocks of parameter names."""
+"""Parts of a bridge's declaration: config fields, and blocks of parameter names."""

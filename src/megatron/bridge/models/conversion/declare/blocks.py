@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an architecture: each block names Megatron's parameters once, under all names of layer specs.
+"""Parts of an architecture: each block maps Megatron's parameters under the names of all layer specs.
 
-A normalization weight is a separate module, or fused into the linear that follows it; a block lists both, and a
-model has one of them.
+A normalization weight belongs to a separate module or is fused into the next linear layer. A block lists both names,
+and a model has one of them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron.bridge.models.conversion.param_mapping import *
 
 Block = tuple[MegatronParamMapping, ...]
 SizedBlock = Callable[[Any], Block]
-"""A block whose names depend on the sizes of the model, made from its config."""
+"""A function that returns a block for a provider config, because names depend on the sizes of the model."""
 
 
 def ends(
@@ -41,18 +41,18 @@ def attention(
     grouped: bool = False,
     turned: bool = False,
 ) -> Block:
-    """Attention, and the normalization before it.
+    """Attention and the normalization before it.
 
     Args:
-        layers: Hugging Face's name of a layer.
-        norm: the normalization before the attention; None where there is none.
-        output: the output projection.
-        qk_norm: queries and keys are normalized, by ``q_norm`` and ``k_norm``, by ``q_`` and ``k_`` what is given,
-            or after the rotary embedding by the two that are given.
-        fused: queries, keys and values are one tensor, ``qkv_proj`` or what is given.
-        gated: the query projection makes gates on the output as well; or the name of a projection that does.
-        names: Hugging Face's name of attention in a layer.
-        grouped: the one tensor has the queries, the key and the value of one group after the other, not all
+        layers: Hugging Face name of a layer.
+        norm: name of the normalization before attention; None if there is none.
+        output: name of the output projection.
+        qk_norm: names of the norms of queries and keys: True is ``q_norm`` and ``k_norm``; a string follows ``q_`` and
+            ``k_``; a pair has the names of norms after the rotary embedding.
+        fused: queries, keys and values are one tensor, ``qkv_proj`` or the given name.
+        gated: the query projection also computes gates for the output; or the name of a separate gate projection.
+        names: Hugging Face name of attention in a layer.
+        grouped: the fused tensor stores the queries, the key and the value of each group together, instead of all
             queries first.
         turned: matrices are stored as [in, out].
     """
@@ -65,7 +65,7 @@ def attention(
         block += fused_norm("decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}")
     if not qk_norm:
         return block
-    # replicated if it is for one head, sharded like the heads if it is for all heads
+    # per-head norms are replicated; norms over all heads are sharded like the heads
     name = qk_norm if isinstance(qk_norm, str) else "norm"
     names_of = {role: f"{role}_{name}" for role in "qk"}
     if isinstance(qk_norm, tuple):
@@ -101,16 +101,16 @@ def mlp(
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     turned: bool = False,
 ) -> Block:
-    """Feed-forward layer, and the normalization before it.
+    """Feed-forward layer and the normalization before it.
 
     Args:
-        layers: Hugging Face's name of a layer.
-        norm: the normalization before the feed-forward layer; None where there is none.
-        names: Hugging Face's name of the feed-forward layer in a layer; empty where its parts lie in the layer.
-        gated: there is a gate beside the up projection.
-        fused: gate and up projection are one tensor, of this name; ``gate_up_proj`` if True.
-        projections: Hugging Face's names of gate, up and down projection.
-        turned: matrices are stored as [in, out]; of layers without a gate only.
+        layers: Hugging Face name of a layer.
+        norm: name of the normalization before the feed-forward layer; None if there is none.
+        names: Hugging Face name of the feed-forward layer in a layer; empty if its parts are children of the layer.
+        gated: whether the layer has a gate projection.
+        fused: name of the tensor that fuses gate and up projection; ``gate_up_proj`` if True.
+        projections: Hugging Face names of gate, up and down projection.
+        turned: matrices are stored as [in, out]; only for layers without a gate.
     """
     ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}" if names else layers
     gate, up, down = (f"{theirs}.{name}" for name in projections)
@@ -133,7 +133,7 @@ def _gated(ours: str, gate: str, up: str) -> Block:
 
 
 def post_norms(attention: str, mlp: str, layers: str = "model.layers.*") -> Block:
-    """The normalizations after attention and feed-forward layer, before they are added to the residual stream."""
+    """The normalizations of the outputs of attention and feed-forward layer before the residual additions."""
     names = {"self_attn_bda": attention, "mlp_bda": mlp}
     return tuple(
         ReplicatedMapping(f"decoder.layers.*.{ours}.norm.weight", f"{layers}.{theirs}.weight")
@@ -142,7 +142,7 @@ def post_norms(attention: str, mlp: str, layers: str = "model.layers.*") -> Bloc
 
 
 def linear(megatron: str, hf: str, turned: bool = False) -> Block:
-    """A linear layer that is one tensor on both sides, with or without a bias.
+    """A linear layer, with or without bias, that is one tensor on both sides.
 
     Args:
         megatron: Megatron's name.
@@ -154,7 +154,7 @@ def linear(megatron: str, hf: str, turned: bool = False) -> Block:
 
 
 def fused_norm(separate: str, linear: str, hf: str) -> Block:
-    """A normalization, as a module of its own or fused into the linear layer that follows."""
+    """A normalization that is a separate module or fused into the next linear layer."""
     return tuple(
         ReplicatedMapping(megatron, f"{hf}.{name}")
         for name in ("weight", "bias")
@@ -163,7 +163,7 @@ def fused_norm(separate: str, linear: str, hf: str) -> Block:
 
 
 def replace_blocks(blocks: tuple[Block | SizedBlock, ...], *own: Block) -> tuple[Block | SizedBlock, ...]:
-    """Return ``blocks``, in which an architecture's ``own`` replace the mappings of the same parameters."""
+    """Return ``blocks`` with the mappings of the same parameters replaced by those of an architecture's ``own``."""
     taken = {mapping.megatron_param for block in own for mapping in block}
     kept = (it if callable(it) else tuple(m for m in it if m.megatron_param not in taken) for it in blocks)
     return (*kept, *own)

@@ -59,7 +59,7 @@ def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str,
     """Return (scaling without its base, base, rotated share of a head); scaling is None if there is none."""
     parameters = dict(parameters or {})
     check_parameters(parameters)
-    if parameters.get("rope_type") == NTK_ALPHA:  # a kind of this package, which transformers does not have
+    if parameters.get("rope_type") == NTK_ALPHA:  # defined by this package only
         raise UserError(f"rope_parameters.rope_type={NTK_ALPHA!r} is not a kind that transformers computes")
     parameters.pop("type", None)
     base = parameters.pop("rope_theta", None)
@@ -85,7 +85,7 @@ def _partial_rope_back(values: tuple[dict[str, Any] | None, float, float], provi
 
 
 def _rope_of_text(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
-    """Remove the keys that divide the angles among positions on three axes: the axes of a text are equal."""
+    """Remove keys for multi-axis positions: text tokens have the same position on all three axes."""
     own = dict(parameters or {})
     for key in ("mrope_section", "mrope_interleaved"):
         own.pop(key, None)
@@ -122,7 +122,7 @@ def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
 
 
 def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Extend ``_rope`` by the kind ``dynamic`` with an ``alpha``, whose numbers are fixed in spite of its name."""
+    """Extend ``_rope`` by the kind ``dynamic`` with an ``alpha``, which is static despite its name."""
     own = dict(parameters or {})
     if own.get("rope_type") != "dynamic" or not own.get("alpha"):
         return _rope(own, config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of Falcon's configuration, whose two architectures share one class."""
+"""Fields of Falcon's configuration, whose two architectures share one config class."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ def _width(width: int | None, config: Mapping[str, Any]) -> int:
 
 
 def _groups(count: int | None, config: Mapping[str, Any]) -> int:
-    """Without ``new_decoder_architecture``, ``multi_query`` decides over ``num_kv_heads``."""
+    """Return the number of key-value heads; ``multi_query`` decides without ``new_decoder_architecture``."""
     if not config.get("new_decoder_architecture") and config.get("multi_query", True):
         return 1
     return count or config["num_attention_heads"]
@@ -26,7 +26,7 @@ def _groups_back(groups: int, provider: Any) -> int:
 
 
 def _norms(parallel: bool, config: Mapping[str, Any]) -> str | None:
-    """Two parallel norms, one norm for both parts of a layer, or one norm before each part."""
+    """Return the placement: two parallel norms, one norm for both parts of a layer, or one before each part."""
     if not config.get("new_decoder_architecture"):
         return "shared_norm" if parallel else None
     count = config.get("num_ln_in_parallel_attn")
@@ -39,7 +39,7 @@ def _norms(parallel: bool, config: Mapping[str, Any]) -> str | None:
 
 
 def _is_new(provider: Any) -> bool:
-    """Field of the older of two architectures with the same computation."""
+    """Return ``new_decoder_architecture``: False if the older architecture computes the same."""
     several = 1 < provider.num_query_groups < provider.num_attention_heads
     return provider.parallel_residual == "own_norms" or (provider.parallel_residual == "shared_norm" and several)
 

@@ -119,7 +119,7 @@ def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: M
     """
     layers = config["num_hidden_layers"]
     if len(kinds) != layers or not set(kinds) <= set(known):
-        raise UserError(f"{key}={kinds} must say {' or '.join(known)} for num_hidden_layers={layers}")
+        raise UserError(f"{key}={kinds} must list {' or '.join(known)} for each of num_hidden_layers={layers} layers")
     return [known.index(kind) for kind in kinds]
 
 
@@ -134,7 +134,7 @@ def layers_of_kind(key: str, megatron: str, kinds: tuple[str, str]) -> Field:
 
 
 _TABLES = yaml_text.tables_beside(__file__)
-# key -> the values without effect; None: no value has an effect
+# key -> the values that have no effect; None: no value has an effect
 IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(key for keys in _TABLES["unused"] for key in keys),
     **{key: tuple(values) for key, values in _TABLES["harmless"].items()},
@@ -145,7 +145,7 @@ HarmlessKeys = Mapping[str, tuple[Any, ...] | None]
 """Keys without effect: always (None), or only with the listed values."""
 
 KeyHint = Callable[[str, Iterable[str]], str]
-"""(unknown key, known keys) -> end of the sentence about the unknown key."""
+"""(unknown key, known keys) -> end of the message about the unknown key."""
 
 
 def _hint(key: str, claimed: Iterable[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets among attention layers, and Kimi delta attention among latent ones: config fields and weights."""
+"""Gated delta nets between attention layers, and Kimi delta attention between latent ones: fields and weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -63,9 +63,9 @@ KIMI_DELTA: tuple[Field, ...] = (
 
 
 def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False) -> Block:
-    """A gated delta net; the normalization before it is named by ``attention`` where it is a module of its own.
+    """A gated delta net; ``attention`` maps the normalization before it if that is a separate module.
 
-    ``split``: the input projection is four tensors, not two that are grouped by key head.
+    ``split``: the input projection is four tensors instead of two tensors that are grouped by key head.
     """
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
     kind, roles = (SplitGDNLinearMapping, ("qkv", "z", "b", "a")) if split else (GDNLinearMapping, ("qkvz", "ba"))
@@ -81,7 +81,7 @@ def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", spl
 
 
 def kimi_delta(layers: str = "model.layers.*", names: str = "self_attn") -> Block:
-    """Kimi delta attention; the normalization before it is named by ``latent_attention``."""
+    """Kimi delta attention; ``latent_attention`` maps the normalization before it."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     cut = (*(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")), *(f"{name}_conv1d" for name in "qkv"))
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields and blocks of Gemma 4: heads of two widths, KV sharing, per-layer embeddings, experts beside an MLP."""
+"""Fields and blocks of Gemma 4: two head widths, KV sharing, per-layer embeddings, experts parallel to an MLP."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ _WIDTHS = ("head_dim", "num_key_value_heads")
 
 
 def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As in Gemma 3; the rule ``proportional`` keeps whole heads and turns a share of them itself."""
+    """Read rotary embeddings as in Gemma 3, except that ``proportional`` applies ``partial_rotary_factor`` itself."""
     assert LAYER_ROPE.to is not None
     ropes = parameters or {}
     scaling, base, share, local = LAYER_ROPE.to({kind: _whole(own) for kind, own in ropes.items()}, config)
@@ -37,27 +37,27 @@ def _own_share(read: Any, own: Mapping[str, Any]) -> Any:
 
 
 def _unlike(layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return (head width, key heads) of all layers without a window."""
+    """Return head width and number of key heads of the layers without a window."""
     full = [index for index, kind in enumerate(config["layer_types"]) if kind == _FULL]
     own = {int(layer): values for layer, values in (layers or {}).items()}
     if own and sorted(own) != full:
-        raise UserError(f"per_layer_config={own} must describe those of layer_types without a window: {full}")
+        raise UserError(f"per_layer_config={own} must describe the layers without a window: {full}")
     first = next(iter(own.values()), cast(Mapping[str, Any], {}))
     if any(one != first or set(one) - set(_WIDTHS) for one in own.values()):
-        raise UserError(f"per_layer_config={own} must say the same {' and '.join(_WIDTHS)} of each layer")
+        raise UserError(f"per_layer_config={own} must have the same {' and '.join(_WIDTHS)} for each layer")
     return first.get(_WIDTHS[0]), first.get(_WIDTHS[1])
 
 
 def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, Any]]:
     own = {name: value for name, value in zip(_WIDTHS, values, strict=True) if value is not None}
     full = [layer for layer in range(provider.num_layers) if own and not has_window(provider, layer + 1)]
-    return {str(layer).zfill(len(str(full[-1]))): own for layer in full}  # as transformers writes it
+    return {str(layer).zfill(len(str(full[-1]))): own for layer in full}  # the format of transformers
 
 
 def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
-        raise UserError(f"num_kv_shared_layers={count} must leave layers of each of layer_types with keys of their own")
+        raise UserError(f"num_kv_shared_layers={count} must leave layers of each kind with their own keys")
     return [0] * (layers - count) + [1] * count if count else None
 
 
@@ -94,7 +94,7 @@ SHARED_KV: tuple[Field, ...] = (
     Field("num_kv_shared_layers", "shared_kv_layers", default=0, to=_shared, back=lambda layers, _: sum(layers or ())),
     Field("use_double_wide_mlp", "shared_kv_wide_mlp", default=False),
 )
-"""KV sharing, keys that serve as values, and another head width in layers without a window."""
+"""KV sharing, keys that serve as values, and a different head width in layers without a window."""
 
 PER_LAYER_INPUTS: tuple[Field, ...] = (
     optional("hidden_size_per_layer_input", "hidden_size_per_layer_input", default=256),
@@ -121,11 +121,11 @@ EXPERTS_BESIDE: tuple[Field, ...] = (
         for key, name in _EXPERTS.items()
     ),
 )
-"""Experts beside the feed-forward layer, behind a switch."""
+"""Experts parallel to the feed-forward layer, if ``enable_moe_block`` is set."""
 
 
 class PerLayerVocabularyMapping(AutoMapping):
-    """The table of embeddings for all layers, without rows of padding."""
+    """The per-layer embedding table without padding rows."""
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         assert isinstance(self.hf_param, str)
@@ -133,7 +133,7 @@ class PerLayerVocabularyMapping(AutoMapping):
 
 
 def shared_kv_attention(config: Any) -> Block:
-    """Attention whose layers may lack the projection of values, or of keys and values; and the norm before it."""
+    """Attention whose layers may lack the projection of values, or of keys and values; and its norm."""
     common = (it for it in attention(qk_norm=True) if ".linear_qkv.weight" not in it.megatron_param)
     mappings = [it for it in common if ".linear_qkv.bias" not in it.megatron_param]
     for layer in range(config.num_layers):
@@ -147,7 +147,7 @@ def shared_kv_attention(config: Any) -> Block:
 
 
 def layer_ends(layers: str = "model.layers.*") -> Block:
-    """Per-layer embeddings, and the numbers that outputs of layers are multiplied by."""
+    """Per-layer embeddings, and the scalars that multiply the outputs of layers."""
     ours, gate, inputs = "decoder.layers.*", "decoder.layers.*.per_layer_gate", "per_layer_inputs"
     names = {
         f"{inputs}.projection.weight": "model.per_layer_model_projection.weight",
@@ -162,7 +162,7 @@ def layer_ends(layers: str = "model.layers.*") -> Block:
 
 
 def experts_beside(layers: str = "model.layers.*") -> Block:
-    """Experts and the feed-forward layer beside them, the norms of both, and the router."""
+    """Experts and the parallel feed-forward layer, the norms of both, and the router."""
     ours = "decoder.layers.*.mlp"
     names = {
         "router.weight": "router.proj.weight",

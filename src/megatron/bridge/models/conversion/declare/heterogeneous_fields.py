@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a description each: config field, and weights of linear layers that replace a part of a layer."""
+"""Models that describe each layer separately: config field, and linear layers that replace a part of a layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +17,15 @@ def _each(blocks: list[dict[str, Any]], config: Mapping[str, Any]) -> list[dict[
 
 
 BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_each)
-"""Sizes and kinds of the parts of each layer."""
+"""Description of each layer: sizes and kinds of its parts."""
 
 
 def linear_replacements(
     layers: str = "model.layers.*", norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
 ) -> Block:
-    """One linear layer in place of attention, or of the feed-forward layer.
+    """A linear layer that replaces attention, and one that replaces the feed-forward layer.
 
-    The normalizations before them are named by ``attention`` and ``mlp`` where they are modules of their own.
+    ``attention`` and ``mlp`` map the normalizations before them if these are separate modules.
     """
     ours = "decoder.layers.*"
     parts = (("self_attention", "self_attn.linear_attn", norms[0]), ("mlp", "mlp.linear_mlp", norms[1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a hybrid model that no plain decoder has."""
+"""Parts that only hybrid models have."""
 
 from megatron.bridge.models.conversion.declare.blocks import Block, fused_norm
 from megatron.bridge.models.conversion.param_mapping import *
@@ -8,11 +8,11 @@ from megatron.bridge.models.conversion.param_mapping import *
 def mamba(
     layers: str, names: str = "mixer", norm: str | None = "norm", replaces_attention: bool = False, ours: str = "mixer"
 ) -> Block:
-    """A Mamba-2 mixer, and the normalization before it.
+    """A Mamba-2 mixer and the normalization before it.
 
-    ``norm`` is None where ``attention``, for the same layer, names it. With ``replaces_attention`` the layer is one of
-    attention otherwise, whose normalization ``attention`` names where that is a module. ``ours`` is Megatron's name of
-    a mixer beside attention.
+    ``norm`` is None if ``attention`` maps the normalization of the same layer. With ``replaces_attention``, the mixer
+    replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module. ``ours`` is
+    Megatron's name of a mixer parallel to attention.
     """
     ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else ours}", f"{layers}.{names}"
     norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
@@ -32,7 +32,7 @@ def mamba(
 
 
 def selective_mamba(layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm") -> Block:
-    """A Mamba-1 mixer; the normalization before it is named by ``attention`` where it is a module of its own."""
+    """A Mamba-1 mixer; ``attention`` maps the normalization before it if that is a separate module."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
     pairs = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias", "x_proj": "x_proj.weight"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of hybrid architectures: kinds of layers, Mamba-2 mixers, experts in some models of a family."""
+"""Fields of hybrid architectures: kinds of layers, Mamba-2 mixers, and experts in some models of a family."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def _layers(config: Mapping[str, Any]) -> str:
     names, symbols = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if names is None:
         if symbols is None:
-            raise UserError("layers_block_type is missing: it says what each layer does")
+            raise UserError("layers_block_type is missing: it lists the kind of each layer")
         names = list(symbols)
     known = {**_NAMES, **_OLDER_NAMES, **{symbol: symbol for symbol in KINDS}}
     for name in names:
@@ -59,7 +59,7 @@ def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
 def _width(_: Any, config: Mapping[str, Any]) -> int:
     found = {key: config[key] for key in ("head_dim", "attention_head_dim") if config.get(key) is not None}
     if not found:
-        raise UserError("head_dim is missing: no other key says how wide a head is")
+        raise UserError("head_dim is missing: no other key has the width of a head")
     if len(set(found.values())) > 1:
         raise UserError(f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one")
     return next(iter(found.values()))

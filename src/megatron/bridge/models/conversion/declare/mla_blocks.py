@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of architectures with multi-latent attention, and layers of multi-token prediction."""
+"""Parts of architectures with multi-latent attention, and multi-token prediction layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _PROJECTIONS = {
 
 
 def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
-    """Multi-latent attention, with or without a latent of the queries, and the normalization before it."""
+    """Multi-latent attention, with or without a query latent, and the normalization before it."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     return (
         *(AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight") for mine, hf in _PROJECTIONS.items()),
@@ -35,7 +35,7 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
 
 
 def indexer(layers: str = "model.layers.*") -> Block:
-    """The indexer of sparse attention, which chooses the keys that a query sees."""
+    """The indexer of sparse attention, which selects the keys that a query attends to."""
     ours, theirs = "decoder.layers.*.self_attention.core_attention.indexer", f"{layers}.self_attn.indexer"
     return tuple(
         ReplicatedMapping(f"{ours}.{prefix}{name}", f"{theirs}.{name}")
@@ -51,18 +51,18 @@ def indexer(layers: str = "model.layers.*") -> Block:
 
 @dataclass(frozen=True)
 class MTPNames:
-    """Hugging Face's names of one layer of multi-token prediction: prefixes, without ``.weight``."""
+    """Hugging Face names of one multi-token prediction layer: prefixes without ``.weight``."""
 
-    layer: str  # what takes the place of a decoder layer's name
+    layer: str  # replaces the name of a decoder layer
     enorm: str  # norm of the next token's embedding
-    hnorm: str  # norm of this token's hidden state
-    eh_proj: str  # projection of both together
+    hnorm: str  # norm of the current token's hidden state
+    eh_proj: str  # projection of both, concatenated
     norm: str
-    hidden_first: bool = field(default=False, kw_only=True)  # whether the projection takes the hidden state first
+    hidden_first: bool = field(default=False, kw_only=True)  # whether the hidden state comes first in the concatenation
 
 
 def after_decoder_layers(config: Any, depth: int) -> MTPNames:
-    """The names of layers that are numbered after those of the decoder."""
+    """Return the names of layers that are numbered after the decoder's layers."""
     layer = f"model.layers.{config.num_layers + depth}"
     own = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
     return MTPNames(layer, *own)
@@ -71,13 +71,13 @@ def after_decoder_layers(config: Any, depth: int) -> MTPNames:
 def mtp(
     *layer: Block, layers: str = "model.layers.*", names: Callable[[Any, int], MTPNames] = after_decoder_layers
 ) -> SizedBlock:
-    """Layers of multi-token prediction.
+    """Multi-token prediction layers.
 
-    Each norms the embedding of the next token and the hidden state of this one, projects both together, and goes
-    on as a layer of the decoder and a final norm before the model's own output layer.
+    Each layer normalizes the embedding of the next token and the hidden state of the current one and projects both. A
+    decoder layer and a final norm follow, then the model's own output layer.
 
-    ``layer`` holds the blocks of a layer of the decoder, under its names; ``names`` gives from a config and a depth the
-    names of the layer of that depth.
+    ``layer`` has the blocks of a decoder layer under the decoder's names. ``names`` returns the layer's names for a
+    config and a depth.
     """
 
     def of(config: Any) -> Block:
@@ -107,5 +107,5 @@ def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: MTPNames) 
 
 
 def mtp_copies(layers: str = "model.layers.*", embedding: str = "model.embed_tokens.weight") -> dict[str, str]:
-    """Tensors that checkpoints store once more beside each layer of multi-token prediction, and what they copy."""
+    """Return the tensors that checkpoints also store in each multi-token prediction layer, and their originals."""
     return {f"{layers}.embed_tokens.weight": embedding, f"{layers}.shared_head.head.weight": "lm_head.weight"}

@@ -16,7 +16,7 @@ from megatron.bridge.utils.errors import UserError
 
 
 def _rotated(width: Any, config: Mapping[str, Any]) -> int:
-    """Return the width with positions; keys that transformers derives from it must agree."""
+    """Return the rotated width of a head; keys that transformers derives from it must agree."""
     whole = config["qk_nope_head_dim"] + width
     for key, derived in (("head_dim", width), ("qk_head_dim", whole)):
         if config.get(key, derived) != derived:
@@ -31,8 +31,8 @@ def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
     heads = config["num_attention_heads"]
     if groups not in (None, heads):
         raise UserError(
-            f"num_key_value_heads={groups} is not num_attention_heads={heads}: in latent attention each head has "
-            "keys and values of its own"
+            f"num_key_value_heads={groups} is not num_attention_heads={heads}: in latent attention, each head has its "
+            "own keys and values"
         )
     return heads
 
@@ -48,7 +48,7 @@ def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     if method == "greedy" or groups == 1:
         return None, None
     if not groups or not chosen:
-        raise UserError(f"topk_method={method!r} needs n_group and topk_group, which are {groups} and {chosen}")
+        raise UserError(f"topk_method={method!r} needs n_group and topk_group, but they are {groups} and {chosen}")
     check_groups(groups, chosen, config)
     return groups, chosen
 

@@ -2,7 +2,7 @@
 """Parts of a mixture-of-experts layer: experts, router, shared experts.
 
 Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or separate modules
-(``experts.local_experts.3.linear_fc1.weight``); a block lists both spellings, and a model has one of them.
+(``experts.local_experts.3.linear_fc1.weight``). A block lists both names, and a model has one of them.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _LAYER = "decoder.layers.*.mlp"
 
 
 def expert_names(linear: str, kind: str = "weight") -> tuple[str, str]:
-    """Megatron's two names of one expert's parameter; the last wildcard is the expert's number."""
+    """Return Megatron's two names of one expert's parameter; the last wildcard is the index of the expert."""
     parent = f"{_LAYER}.experts"
     return f"{parent}.{linear}.{kind}*", f"{parent}.local_experts.*.{linear}.{kind}"
 
@@ -30,7 +30,7 @@ def experts(
 ) -> Block:
     """Experts without biases, each with its own tensors.
 
-    The names are Hugging Face's: of an expert in a layer, and in it of the projections; ``gate`` is None without one.
+    ``names`` is the Hugging Face name of an expert in a layer; the others name its projections. ``gate`` may be None.
     """
     expert = f"{layers}.{names}"
     gates = gate and f"{expert}.{gate}.weight"
@@ -43,7 +43,7 @@ def experts(
 def stacked_experts(
     names: str, up: str = "gate_up_proj", down: str = "down_proj", layers: str = "model.layers.*", turned: bool = False
 ) -> Block:
-    """All experts of a layer in two tensors, of which one has gate and up projections."""
+    """The experts of a layer, stored in two tensors; the first one fuses gate and up projections."""
     parent = f"{layers}.{names}"
     first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
     second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
@@ -75,10 +75,10 @@ def router(
     layers: str = "model.layers.*",
     correction_in: str | None = None,
 ) -> Block:
-    """The router, with its bias and the correction that it adds to scores only to choose experts.
+    """The router with its bias and the correction bias, which only affects the choice of experts.
 
-    ``correction`` is in the router or in the module ``correction_in`` of the layer. ``norm``, before the experts, is
-    None where ``mlp``, for the dense layers, names it.
+    The correction bias belongs to the router or to the module ``correction_in`` of the layer. ``norm`` comes before the
+    experts; it is None if ``mlp`` maps it for the dense layers.
     """
     theirs = f"{layers}.{name}"
     block: Block = (
@@ -100,10 +100,10 @@ def shared_experts(
     gated: bool = True,
     fused: tuple[str, str] | None = None,
 ) -> Block:
-    """The experts that every token passes, as one feed-forward layer.
+    """The shared experts, which process every token, as one feed-forward layer.
 
-    ``gate`` on their output is None without one. With ``gated`` there is a gate beside the up projection; ``fused``
-    names the tensor of both and that of the output projection.
+    ``gate`` is the gate of their output, if any. With ``gated``, the layer has a gate projection. ``fused`` has two
+    names: of the tensor with gate and up projection, and of the down projection.
     """
     parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
     if fused:

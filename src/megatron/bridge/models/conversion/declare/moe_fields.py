@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields that mixtures of experts share: the number of experts, their layers, and the routing of tokens.
 
-The auxiliary loss follows the coefficient of the config; it acts on gradients in training and never on the logits.
+The auxiliary loss uses the coefficient of the config; it affects gradients in training, but never the logits.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ def _top(key: str, normalized: str) -> Callable[[Any, Mapping[str, Any]], int]:
         if count == 1 and config.get(normalized, True):
             switch = f" with {normalized}=True" if normalized in config else ""
             raise UserError(
-                f"{key}=1{switch} is not supported: one expert's normalized weight is always 1, and the router would "
-                "learn nothing"
+                f"{key}=1{switch} is not supported: one expert's normalized weight is always 1, so the router could "
+                "not learn"
             )
         return count
 
@@ -43,7 +43,7 @@ def _enough(key: str, chosen: str) -> Callable[[Any, Mapping[str, Any]], int]:
         if top < 1:
             raise UserError(f"{chosen}={top} must be at least 1, because the config has {key}={count}")
         if count < top:
-            raise UserError(f"{chosen}={top} is more than {key}={count}: a token needs as many experts")
+            raise UserError(f"{chosen}={top} is more than {key}={count}")
         return count
 
     return check
@@ -54,12 +54,12 @@ def _not(value: Any, _: Any) -> bool:
 
 
 def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
-    """Return (groups, groups that a token may choose from, their score); one group is no restriction."""
+    """Return (groups, groups per token, their score); a single group is no restriction."""
     chosen, experts = config["topk_group"], config["num_experts_per_tok"]
     check_groups(count or 1, chosen, config)
     if count in (None, 1):
         return None, None, "sum"
-    # Megatron-Core ranks groups by as many experts as the quotient, these architectures by two
+    # Megatron-Core ranks a group by its best topk / group_topk experts, these architectures by the best two
     return count, chosen, "sum" if chosen == count or experts // chosen == 2 else "two"
 
 
@@ -69,11 +69,11 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
     if config[key] % count:
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")
     if chosen is not None and chosen > count:
-        raise UserError(f"topk_group={chosen} is more than there are: n_group={count}")
+        raise UserError(f"topk_group={chosen} is more than n_group={count}")
     reach, wanted = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
     if reach < wanted:
         raise UserError(
-            f"topk_group={chosen} of n_group={count} are {reach} experts, num_experts_per_tok={wanted} are more"
+            f"topk_group={chosen} of n_group={count} have {reach} experts, fewer than num_experts_per_tok={wanted}"
         )
 
 
@@ -81,7 +81,7 @@ def _groups_back(values: tuple[Any, ...], provider: Any) -> int:
     count, chosen, score = values
     if count not in (None, chosen) and score != "two" and (score, provider.moe_router_topk // chosen) != ("sum", 2):
         raise UserError(
-            f"moe_router_group_score={score!r} cannot be said here, where two experts rank a group: set 'two'"
+            f"moe_router_group_score={score!r} is not supported here, where two experts rank a group: set 'two'"
         )
     return count or 1
 
@@ -118,14 +118,14 @@ def dense_before_sparse(key: str) -> Field:
     def before(_: Any, provider: Any) -> int:
         pattern, dense = moe_pattern(provider), leading_dense(provider)
         if 0 in pattern[dense:]:
-            raise UserError(f"moe_layer_freq has dense layers after sparse ones: {key} cannot say so")
+            raise UserError(f"moe_layer_freq has dense layers after sparse ones, which {key} cannot express")
         return dense
 
     return Field(key, "moe_layer_freq", default=0, to=after, back=before)
 
 
 def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
-    """Return 1 for every ``moe_layer_interval``-th layer from the start index to the end index: it has experts."""
+    """Return 1 for each layer with experts: every ``moe_layer_interval``-th from the start to the end index."""
     first, last, step = (config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
     layers = config["num_hidden_layers"]
     last = last if last >= 0 else layers - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated short convolutions among attention layers: config fields and weights."""
+"""Gated short convolutions between attention layers: config fields and weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _MULTIPLE = 256
 
 
 def _width(_: Any, config: Mapping[str, Any]) -> int:
-    """Return the width that transformers derives from the four keys."""
+    """Return the width of feed-forward layers that transformers derives from four keys."""
     width: int = config["intermediate_size"]
     if not config.get("block_auto_adjust_ff_dim", True):
         return width
@@ -42,11 +42,11 @@ ADJUSTED_WIDTH: tuple[Field, ...] = (
     Field("block_ffn_dim_multiplier", "ffn_hidden_size", default=1.0, to=_width, back=lambda _, __: 1.0),
     Field("block_multiple_of", "ffn_hidden_size", default=_MULTIPLE, to=_width, back=lambda _, __: _MULTIPLE),
 )
-"""The width of feed-forward layers as 3/2 of what it is, rounded up to a multiple, unless it is said not to be."""
+"""Width of feed-forward layers: 2/3 of the config's value, rounded up to a multiple, unless adjustment is off."""
 
 
 def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
-    """A gated short convolution; the normalization before it is named by ``attention`` where it is a module."""
+    """A gated short convolution; ``attention`` maps the normalization before it if that is a module."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.conv"
     return (
         ShortConvMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),

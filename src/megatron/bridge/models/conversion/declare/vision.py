@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language checkpoints: a decoder declared by its text family, and transformers' vision tower.
+"""Vision-language checkpoints: a decoder that its text family declares, and a vision tower of transformers.
 
-A family declares the text architecture of its decoder, the names of its parts in a checkpoint, and the parts of the
-tower. Tower weights keep transformers' names, under ``vision.``.
+A family declares the text architecture of its decoder, the names of the parts in a checkpoint, and the modules of the
+tower. Tower weights keep the names of transformers under ``vision.``.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megatron.bridge.utils.errors import UserError
 
 _TEXT, _VISION, _TIED, _ROPE = "text_config", "vision_config", "tie_word_embeddings", "rope_parameters"
 _MROPE = ("mrope_section", "mrope_interleaved")
-_TWICE = ("video_temporal_patch_size",)  # transformers wants it to be the same in both parts
+_TWICE = ("video_temporal_patch_size",)  # transformers requires equal values in both parts
 _PARAMETERS = ("image_newline",)
 _OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
 _OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
@@ -33,7 +33,7 @@ _HARMLESS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "_vocab_size", "use_reentrant_checkpointing")),
     "use_image_newline_parameter": (True,),
 }
-"""Keys that published configs have and transformers does not read."""
+"""Keys of published configs that transformers does not read."""
 _HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("spatial_patch_size", "initializer_factor", "max_image_size", "size", "vocab_size")),
     **dict.fromkeys(("num_image_tokens", "num_positions", "projector_hidden_act")),
@@ -46,24 +46,24 @@ _HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
 }
 
 Prefixes = Mapping[str, str]
-"""Beginnings of names -> what they are in a checkpoint."""
+"""Prefixes of names -> their prefixes in a checkpoint."""
 
 
 class VisionBridge(DecoderBridge):
-    """A bridge of two parts: the text model's own bridge reads ``text_config``, transformers reads the rest."""
+    """A bridge with two parts: the text model's bridge reads ``text_config``, transformers reads the rest."""
 
     texts: ClassVar[dict[str, str]] = {}  # ``model_type`` of the text config -> the architecture whose bridge reads it
     tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")  # modules beside the language model
-    language: ClassVar[str] = "language_model"  # what transformers' model calls its language model
-    names: ClassVar[Prefixes] = {}  # how names of the text model and of the tower begin in transformers' files
-    other_names: ClassVar[Mapping[str, Prefixes]] = {}  # a beginning that only other checkpoints have -> their names
+    language: ClassVar[str] = "language_model"  # transformers' name of the language model
+    names: ClassVar[Prefixes] = {}  # prefixes of the text model and the tower in transformers' files
+    other_names: ClassVar[Mapping[str, Prefixes]] = {}  # a prefix that only other checkpoints have -> their prefixes
     text_values: ClassVar[dict[str, Any]] = {}
-    """Keys that the text model's bridge reads and transformers' model does not, with what it computes; a function
-    is given the ``text_config``."""
-    text_ignored: ClassVar[tuple[str, ...]] = ()  # keys of ``text_config`` that change nothing here
+    """Keys that the text model's bridge reads but transformers' model does not, with the values that the model uses,
+    or a function of ``text_config``."""
+    text_ignored: ClassVar[tuple[str, ...]] = ()  # keys of ``text_config`` without effect here
     values: ClassVar[dict[str, Any]] = {}  # attributes of the provider that the architecture implies
-    extra_weights: ClassVar[Block] = ()  # in place of mappings that the text model's bridge has
-    tied_unless_said: ClassVar[bool] = False  # embeddings are tied where ``config.json`` does not say
+    extra_weights: ClassVar[Block] = ()  # replace mappings of the text model's bridge
+    tied_unless_said: ClassVar[bool] = False  # whether embeddings are tied if ``config.json`` does not say
 
     # ---- config -> provider -------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class VisionBridge(DecoderBridge):
         text = {**self._text_config(whole), _TIED: self._is_tied(raw)}
         provider = self._text_bridge(whole).provider_bridge(SimpleNamespace(config=text))
         values = {field.name: getattr(provider, field.name) for field in dataclasses.fields(provider) if field.init}
-        del values["deallocate_pipeline_outputs"]  # a tower has its own default
+        del values["deallocate_pipeline_outputs"]  # models with a tower have a different default
         rope: dict[str, Any] = whole[_TEXT].get(_ROPE) or {}
         sections = {key: rope[key] for key in _MROPE if key in rope}
         return self._provider(**{**values, **self.values, **sections, "vision": self._vision_config(whole)})
@@ -89,7 +89,7 @@ class VisionBridge(DecoderBridge):
         return {**kept, _TEXT: text}
 
     def _text_config(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """What the text model's bridge reads."""
+        """Return the config that the text model's bridge reads."""
         text = {key: value for key, value in whole[_TEXT].items() if key not in self.text_ignored}
         if isinstance(rope := text.get(_ROPE), dict):
             text[_ROPE] = _without_mrope(cast(dict[str, Any], rope))
@@ -98,7 +98,7 @@ class VisionBridge(DecoderBridge):
         return {**text, **implied, "dtype": dtype, _TIED: whole.get(_TIED, False)}
 
     def _is_tied(self, raw: Mapping[str, Any]) -> bool:
-        """Whether embeddings are tied, as ``config.json`` spells it."""
+        """Return whether embeddings are tied according to ``config.json``."""
         return raw.get(_TIED, raw.get(_TEXT, {}).get(_TIED, self.tied_unless_said))
 
     def _text_bridge(self, whole: Mapping[str, Any]) -> MegatronModelBridge:
@@ -115,7 +115,7 @@ class VisionBridge(DecoderBridge):
     # ---- provider -> config -------------------------------------------------------------------------------------
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
-        """The whole config of a provider with a tower; empty without one."""
+        """Return the complete config of a provider with a tower, or an empty dict without a tower."""
         if provider.vision is None:
             return {}
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
@@ -127,7 +127,7 @@ class VisionBridge(DecoderBridge):
         return {**known, **provider.vision, _TEXT: text}
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """The changes in either part; dtype and tied embeddings belong to the whole config."""
+        """Return the changed keys of both parts; dtype and tied embeddings belong to the complete config."""
         text = self._text_config(hf_config)
         changed = self._text_bridge(hf_config).changed_config(provider, text)
         whole = {key: changed.pop(key) for key in (_TIED, "dtype") if key in changed}
@@ -144,7 +144,7 @@ class VisionBridge(DecoderBridge):
         return whole
 
     def _written(self, text: dict[str, Any], provider: Any) -> dict[str, Any]:
-        """Values of ``text_config`` with the sections of rotary embeddings."""
+        """Return the values of ``text_config``, with the sections of rotary embeddings."""
         if _ROPE in text and provider.mrope_section is not None:
             sections: dict[str, Any] = {"mrope_section": list(provider.mrope_section)}
             if provider.mrope_interleaved:
@@ -155,12 +155,12 @@ class VisionBridge(DecoderBridge):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        """The mappings of the first text architecture."""
+        """Return the mappings of the first text architecture."""
         text = bridge_for(SimpleNamespace(architectures=[next(iter(self.texts.values()))]))
         return self._joined(text.mapping_registry())
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        """The text model's mappings under the names of this checkpoint, and those of the tower."""
+        """Return the text model's mappings under the names of this checkpoint, and the tower's mappings."""
         text = self._text_bridge(config.vision or {_TEXT: {"model_type": next(iter(self.texts))}})
         return self._joined(text.registry_for(config))
 
@@ -171,7 +171,7 @@ class VisionBridge(DecoderBridge):
         return renamed(mappings, self.names)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
-        """The tower's tensors, if the text model is built without the tower."""
+        """Return the tower's tensors if the text model is built without the tower."""
         if config.vision is not None:
             return ()
         names = {**self.names, **self._names_of(entries)}
@@ -181,7 +181,7 @@ class VisionBridge(DecoderBridge):
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
     ) -> MegatronMappingRegistry:
-        """``registry`` under the alternative names that a checkpoint may have."""
+        """Return ``registry`` under the alternative names that a checkpoint may have."""
         other = self._names_of(entries)
         back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
         back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
@@ -194,7 +194,7 @@ class VisionBridge(DecoderBridge):
         return renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
-        """The alternative names in a checkpoint; empty if it has transformers' names."""
+        """Return the alternative prefixes in a checkpoint, or none if it has transformers' names."""
         for beginning, other in self.other_names.items():
             if any(name.startswith(beginning) for name in entries):
                 return other
@@ -202,7 +202,7 @@ class VisionBridge(DecoderBridge):
 
 
 LLAVA_NAMES: Prefixes = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
-"""Of Llava and its many successors."""
+"""Names of Llava and its many successors."""
 
 LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
     "model.language_model.": {
@@ -212,11 +212,11 @@ LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
     },
     "vision_tower.vision_model.": {**LLAVA_NAMES, "vision_tower.": "vision_tower.vision_model."},
 }
-"""What transformers 4.52 to 4.57 wrote, and what the hub has from before."""
+"""Names that transformers 4.52 to 4.57 wrote, and older names on the hub."""
 
 
 def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
-    """Mappings of a part that is a parameter, and of one that is a module; a model has one of the two."""
+    """Map each part both as a parameter and as a module; a model has one of the two."""
     whole = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
     return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
 
@@ -229,20 +229,20 @@ def renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> Meg
 
 
 def _begun(name: str, prefixes: Prefixes) -> str:
-    """``name`` with the prefix that it has in a checkpoint."""
+    """Return ``name`` with its prefix in a checkpoint."""
     longest = max((ours for ours in prefixes if name.startswith(ours)), key=len, default="")
     return prefixes.get(longest, "") + name[len(longest) :]
 
 
 def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in rope.items() if key not in _MROPE}
-    if kept.get("type") == "mrope":  # transformers' older name of it, beside rope_type
+    if kept.get("type") == "mrope":  # older name of rope_type
         del kept["type"]
     return kept
 
 
 def _unknown(whole: Mapping[str, Any], harmless: HarmlessKeys) -> list[str]:
-    """A phrase for each key, of the whole and of the vision config, that transformers' own class does not have."""
+    """Return a phrase for each key of the config or its vision part that transformers' class does not have."""
     twice = {key: whole[key] for key in _TWICE if key in whole}
     kind = {key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice}
     known = hf_config({"model_type": whole["model_type"], **twice, _VISION: kind}).to_dict()

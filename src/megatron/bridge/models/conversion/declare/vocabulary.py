@@ -27,11 +27,11 @@ MADE_BY = {
     "**.bias": "attention_bias, mlp_bias or add_bias_linear",
     "output_layer.weight": "share_embeddings_and_output_weights",
 }
-"""Patterns of Megatron parameters -> the settings of a provider that create them; the first match counts."""
+"""Patterns of Megatron parameters -> the provider settings that create them; the first match counts."""
 
 
 def made_by(parameter: str) -> str:
-    """Return a sentence fragment with the settings that create ``parameter``; empty if they are not known."""
+    """Return a phrase with the settings that create ``parameter``, or an empty string if they are not known."""
     found = (settings for pattern, settings in MADE_BY.items() if patterns.match(pattern, parameter) is not None)
     settings = next(found, "")
     return f"; {settings} makes it" if settings else ""

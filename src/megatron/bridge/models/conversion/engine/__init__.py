@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a conversion: plan, load, export, stream, exchange between ranks."""
+"""Run a conversion: plan, load, export, stream, and exchange between ranks."""

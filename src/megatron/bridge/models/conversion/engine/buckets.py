@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole Hugging Face tensors on every rank, for another program: exchanged many at a time, in bounded memory.
+"""Collect full Hugging Face tensors on every rank for another program, in buckets with bounded memory.
 
-Sending one tensor at a time leaves the network idle between two of them; sending all at once needs the memory of
-the whole model. A bucket is what one exchange puts together; its tensors are handed out before the next begins.
+Sending one tensor at a time leaves the network idle between tensors; sending all at once needs memory for the whole
+model. Ranks exchange one bucket of tensors at a time and yield its tensors before the next exchange begins.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from megatron.bridge.utils.errors import UserError
 BUCKET_BYTES = 512 << 20
 
 Weights = dict[str, Tensor]  # Hugging Face tensors by name
-Parts = Mapping[str, Tensor | Unjoined]  # the same, some of them not put together yet
+Parts = Mapping[str, Tensor | Unjoined]  # the same, where some tensors are not joined yet
 
 
 def stream(
@@ -38,19 +38,19 @@ def stream(
     bucket_bytes: int = BUCKET_BYTES,
     tasks: Iterable[WeightConversionTask] | None = None,
 ) -> Iterator[tuple[WeightConversionTask, HFWeightTuple]]:
-    """Whole Hugging Face tensors with their names and tasks, in the order of the model, on every rank.
+    """Yield full Hugging Face tensors with their names and tasks, in the order of the model, on every rank.
 
-    A tensor of all experts comes with the task of the last one.
+    A tensor that holds all experts has the task of the last expert.
 
     Args:
-        bridge: the architecture's bridge, for its hook.
-        plan: what to convert; every rank must draw from its own stream.
-        source: the checkpoint that the model came from, for the hook.
+        bridge: the architecture's bridge, whose hook is called.
+        plan: the plan of the conversion; every rank must iterate over its own stream.
+        source: the checkpoint that the model was loaded from, for the hook.
         cpu: move each tensor to the CPU.
-        bucket_bytes: what this rank takes above the model, or what one tensor needs; the same on all ranks. What
-            was yielded last counts, what was yielded before that does not. A tensor that holds all experts of a
-            layer is put together beside the bucket.
-        tasks: those of the plan, one after the other, if the plan's own have no numbers.
+        bucket_bytes: memory that this rank uses in addition to the model, or the size of one tensor if that is larger;
+            must be equal on all ranks. It includes the last yielded tensor, but no earlier ones. A tensor that holds
+            all experts of a layer needs additional memory.
+        tasks: iterates over the tasks of the plan one by one, if the plan's own tasks have no values.
     """
     same_as: dict[str, list[str]] = {}
     for name, same in plan.ties.items():
@@ -68,15 +68,14 @@ def stream(
                 for alias in (name, *same_as.get(name, ())):
                     yield task, HFWeightTuple(alias, weight.cpu() if cpu else weight)
     if stacks:
-        raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: give those of all experts")
+        raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: add the tasks of all experts")
 
 
 def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor | Unjoined]]:
-    """What ``stream`` yields, but only on rank 0 of the model; nothing is sent to other ranks.
+    """Yield the tensors of ``stream`` on rank 0 of the model only; other ranks receive nothing.
 
-    A tensor that is still in shards is joined by the caller, which saves a copy. The bridge's hooks are not called, and
-    the plan's ties are left out. ``bucket_bytes`` is as in ``stream``; half of it is yielded while the other half
-    arrives.
+    The caller joins tensors that are still in shards, which saves a copy. The bridge's hooks are not called, and the
+    plan's ties are omitted. ``bucket_bytes`` is as in ``stream``; half of it is yielded while the other half arrives.
     """
     stacks: dict[str, _Stack] = {}
     adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
@@ -86,13 +85,13 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
             yield from _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
 
 
-# ---- what goes together -----------------------------------------------------------------------------------------
+# ---- buckets ----------------------------------------------------------------------------------------------------
 
 
 def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) -> Iterator[list[WeightConversionTask]]:
-    """Runs of tasks whose exchange takes ``limit`` bytes; a task that communicates by itself is alone.
+    """Group tasks whose exchange needs at most ``limit`` bytes; a task with its own communication is alone.
 
-    ``tasks`` are in the order of the model. ``merged``: weights are computed first, from adapters, on any rank.
+    ``tasks`` are in the order of the model. ``merged``: any rank first merges adapters into weights.
     """
     bucket: list[WeightConversionTask] = []
     held = largest = last = 0
@@ -100,10 +99,10 @@ def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) ->
         if task.is_copy:
             continue
         room = _room(task, merged) if task.mapping.copies else limit
-        # shards are freed one after the other as they are joined: there is one more tensor than the bucket has
+        # joining frees shards one by one, so memory holds one tensor more than the bucket
         if bucket and held + room + max(largest, room) > limit:
             yield bucket
-            # the caller still has what it was given last
+            # the caller still holds the last tensor
             bucket, held, largest = [], last, 0
         bucket.append(task)
         held, largest, last = held + room, max(largest, room), room
@@ -112,7 +111,7 @@ def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) ->
 
 
 def _room(task: WeightConversionTask, merged: bool) -> int:
-    """Bytes of a task's tensors, or of the shards that they are joined from; the same on all ranks."""
+    """Return the bytes of a task's tensors, or of the shards to join; equal on all ranks."""
     size, shard = task.dtype.itemsize, task.shard
     joined = sum(math.prod(shape) for shape in task.hf_slice_shapes.values())
     held = math.prod(shard.shape) * (shard.parts + merged)
@@ -124,7 +123,7 @@ def _room(task: WeightConversionTask, merged: bool) -> int:
 
 @torch.no_grad()
 def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
-    """The tensors of each task on every rank: joined where they are held, then sent to the other ranks."""
+    """Return the tensors of each task on every rank: joined by their holders, then sent to other ranks."""
     if not tasks[0].mapping.copies:
         (task,) = tasks
         return [_by_itself(task)]
@@ -146,14 +145,14 @@ def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
 
 
 class _Memory:
-    """Receives the shards of a bucket, and then of the next one: fresh pages would cost as much as the copy."""
+    """Memory for the shards of one bucket after another: allocating new pages would cost as much as the copy."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def start(self, device: Any) -> None:
-        """Start a new bucket in the memory of an earlier one."""
+        """Start a new bucket in the memory of an earlier bucket."""
         if self._used > len(self._bytes):
             self._bytes = torch.empty(self._used, dtype=torch.uint8, device=device)
         self._used = 0
@@ -167,7 +166,7 @@ class _Memory:
 
 
 def _one_ahead(buckets: Iterable[list[WeightConversionTask]]) -> Iterator[tuple[list[WeightConversionTask], Any]]:
-    """Yield each bucket with its tensors on the first rank while those of the next one are being sent."""
+    """Yield each bucket with its tensors on the first rank while the tensors of the next bucket are sent."""
     memories = itertools.cycle((_Memory(), _Memory()))
     before: Any = None
     for bucket in buckets:
@@ -182,9 +181,9 @@ def _one_ahead(buckets: Iterable[list[WeightConversionTask]]) -> Iterator[tuple[
 
 @torch.no_grad()
 def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> Iterator[Any]:
-    """The tensors of each task on rank 0; on other ranks, those that pass through this rank.
+    """Yield the tensors of each task on rank 0; other ranks yield the tensors that pass through them.
 
-    All ranks take the same steps, and each step starts a communication that the next one waits for.
+    All ranks run the same steps. Each step starts a communication that the next step waits for.
     """
     if not tasks[0].mapping.copies:
         yield None
@@ -231,7 +230,7 @@ def _contiguous(weights: Parts | None) -> Weights | None:
 
 
 def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
-    """The shards of a parameter: on all ranks that have one, or in the ``memory`` of the first of them."""
+    """Start to gather a parameter's shards: on all ranks that hold one, or in the ``memory`` of the first one."""
     if task.param_weight is None:
         return None
     group = exchange.shard_group(task.global_param_name)
@@ -245,7 +244,7 @@ def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
 
 
 def _by_itself(task: WeightConversionTask) -> Weights:
-    """The tensors of a mapping that computes and communicates itself."""
+    """Return the tensors of a mapping that computes and communicates itself."""
     mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
     described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
     outline = exchange.broadcast_object(task.owner, described)
@@ -254,17 +253,17 @@ def _by_itself(task: WeightConversionTask) -> Weights:
     }
 
 
-# ---- handing out ------------------------------------------------------------------------------------------------
+# ---- yielding ---------------------------------------------------------------------------------------------------
 
 
 def _taken(weights: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors; each is released when the next is asked for."""
+    """Yield the tensors; each one is released when the caller asks for the next."""
     for name in list(weights):
         yield name, weights.pop(name)
 
 
 def put(weight: Tensor | Unjoined, target: Tensor) -> None:
-    """Copy a tensor, whole or not, to its place."""
+    """Copy a tensor, joined or not, into ``target``."""
     if isinstance(weight, Unjoined):
         weight.write(target)
     else:
@@ -280,7 +279,7 @@ class _Stack:
 
 
 def _stacked(task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]) -> Iterator[tuple[str, Tensor]]:
-    """Copy an expert's part into its tensors; returns the tensors that are complete now."""
+    """Copy an expert's part into the tensors of all experts; yield the tensors that are now complete."""
     shapes = task.mapping.hf_shapes(task.shard)
     for name, weight in weights.items():
         if name not in stacks:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""All communication of conversion; no other module of it uses ``torch.distributed``."""
+"""Communication of conversion; no other module of conversion uses ``torch.distributed``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ Tensors = dict[str, Tensor]  # by name
 
 
 def is_expert(megatron_param: str) -> bool:
-    """Whether a parameter is one expert's own."""
+    """Return whether a parameter belongs to a single expert."""
     return ".experts." in megatron_param
 
 
 def shard_group(megatron_param: str) -> Group:
-    """The group that shards a parameter; None in a process without model parallelism."""
+    """Return the group that shards a parameter, or None in a process without model parallelism."""
     return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
@@ -32,17 +32,17 @@ def _group(find: Callable[..., object]) -> Group:
 
 
 def tensor_group() -> Group:
-    """The tensor-parallel group of everything but experts."""
+    """Return the tensor-parallel group of all parameters except those of experts."""
     return _group(parallel_state.get_tensor_model_parallel_group)
 
 
 def expert_tensor_group() -> Group:
-    """The ranks that share each expert's matrices."""
+    """Return the ranks that share each expert's matrices."""
     return _group(parallel_state.get_expert_tensor_parallel_group)
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
-    """This rank in ``group`` and the size of the group; (0, 1) without a group."""
+    """Return this rank in ``group`` and the size of the group, or (0, 1) without a group."""
     return (0, 1) if group is None else (torch_dist.get_rank(group), torch_dist.get_world_size(group))
 
 
@@ -51,24 +51,23 @@ def stage() -> int:
 
 
 def expert_rank() -> int:
-    """This rank's expert-parallel rank."""
     return rank_and_size(expert_group())[0]
 
 
 def expert_group() -> Group:
-    """The ranks that hold the other experts of this rank's stage; their data-parallel ranks differ."""
+    """Return the ranks that hold the other experts of this rank's stage; their data-parallel ranks differ."""
     return _group(parallel_state.get_expert_model_parallel_group)
 
 
 def pipeline_group() -> Group:
-    """The ranks that hold the other pipeline stages of this rank's model replica."""
+    """Return the ranks that hold the other pipeline stages of this rank's model replica."""
     return _group(parallel_state.get_pipeline_model_parallel_group)
 
 
 def is_first_replica(megatron_param: str) -> bool:
-    """Whether this rank holds the first data- and context-parallel copy of a parameter.
+    """Return whether this rank holds the first data- and context-parallel copy of a parameter.
 
-    Experts are replicated over fewer ranks than the rest of the model, and over different ones.
+    Experts have fewer replicas than the rest of the model, on other ranks.
     """
     if not parallel_state.model_parallel_is_initialized():
         return True
@@ -78,13 +77,13 @@ def is_first_replica(megatron_param: str) -> bool:
 
 
 def all_gather_stages[T](value: T) -> list[T]:
-    """The values of all pipeline stages, in order."""
+    """Return the values of all pipeline stages in order."""
     group = pipeline_group()
     return [value] if group is None else distributed.all_gather_object(value, group)
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether ``flag`` is set on any rank of this rank's model replica."""
+    """Return whether ``flag`` is set on any rank of this rank's model replica."""
     experts = expert_group()
     if experts is not None:
         flag = any(distributed.all_gather_object(flag, experts))
@@ -105,7 +104,7 @@ class Pending[T]:
 
 
 def all_gather(tensor: Tensor, group: Group, parts: int) -> list[Tensor]:
-    """The shards of all ``parts`` ranks; only ``tensor`` if it is not sharded."""
+    """Return the shards of all ``parts`` ranks, or only ``tensor`` if it is not sharded."""
     return start_all_gather(tensor, group, parts).wait()
 
 
@@ -122,7 +121,7 @@ def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Pending[list[T
 def start_gather(
     tensor: Tensor, group: Group, parts: int, receiver: int, empty: Callable[..., Tensor] = torch.empty
 ) -> Pending[list[Tensor] | None]:
-    """Begin to get all shards on one rank, by single sends: ``torch.distributed.gather`` copies the receiver's, too."""
+    """Start to gather all shards on one rank by point-to-point sends: ``torch.distributed.gather`` copies more."""
     rank = rank_and_size(group)[0]
     if parts == 1:
         return Pending([tensor] if rank == receiver else None)
@@ -141,7 +140,7 @@ class Owner:
     """The ranks of a model replica that hold a parameter."""
 
     stage: int
-    expert_rank: int | None = None  # which of the ranks that share out the experts; None where all of them hold it
+    expert_rank: int | None = None  # expert-parallel rank that holds an expert; None if all of them hold the parameter
 
     @property
     def is_here(self) -> bool:
@@ -149,7 +148,7 @@ class Owner:
 
 
 def broadcast_object[T](owner: Owner, value: T) -> T:
-    """The value of ``owner``, on every rank of the replica."""
+    """Broadcast the value of ``owner`` to every rank of the replica."""
     if owner.expert_rank is not None and (experts := expert_group()) is not None:
         value = distributed.all_gather_object(value, experts)[owner.expert_rank]
     return all_gather_stages(value)[owner.stage]
@@ -166,14 +165,14 @@ def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def start_among_experts(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors | None]:
-    """Start to send the tensors of ``owner`` to the ranks of its stage that hold other experts."""
+    """Start to send the tensors of ``owner`` to the other expert-parallel ranks of its stage."""
     if owner.expert_rank is None or owner.stage != stage():
         return Pending(mine)
     return _start_broadcast(mine, outline, expert_group(), owner.expert_rank)
 
 
 def start_among_stages(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors]:
-    """Start to send tensors that all ranks of ``owner``'s stage hold to the other stages."""
+    """Start to send tensors to the other stages; all ranks of ``owner``'s stage hold them."""
     return _start_broadcast(mine, outline, pipeline_group(), owner.stage)
 
 
@@ -194,7 +193,7 @@ def _start_broadcast(mine: Tensors | None, outline: TensorSpecs, group: Group, o
 def start_to_first_expert(
     mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
 ) -> Pending[Tensors | None]:
-    """Start to send the tensors of ``owner`` to the rank of its stage that holds the first experts."""
+    """Start to send the tensors of ``owner`` to the first expert-parallel rank of its stage."""
     if owner.expert_rank is None or owner.stage != stage():
         return Pending(mine)
     return _start_to_first(mine, outline, expert_group(), owner.expert_rank, empty)
@@ -203,7 +202,7 @@ def start_to_first_expert(
 def start_to_first_stage(
     mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
 ) -> Pending[Tensors | None]:
-    """Start to send tensors of ``owner``'s stage to the first one."""
+    """Start to send tensors of ``owner``'s stage to the first stage."""
     return _start_to_first(mine, outline, pipeline_group(), owner.stage, empty)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write parameters directly to Hugging Face files; each tensor is written by one rank, or row by row."""
+"""Write parameters directly to Hugging Face files; one rank writes each tensor, or each rank writes its rows."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,26 +26,26 @@ from megatron.bridge.utils.errors import UserError, first_few
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of tensors by name
 THREADS = 2
-_IN_FLIGHT = 2 * THREADS  # tensors gathered and not yet written
+_IN_FLIGHT = 2 * THREADS  # tensors that are gathered but not yet written
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How weights are written."""
+    """Options for writing weights."""
 
-    strict: bool = True  # refuse to write other tensors than the source has
-    # of all floating-point tensors; None takes the source's, and without a source the model's
+    strict: bool = True  # refuse to write tensors whose names differ from the source's
+    # of all floating-point tensors; None takes the source's, or without a source the model's
     dtype: torch.dtype | None = None
-    # the ranks that write, in turn, tensors that were put together; None lets every rank write what it owns
+    # the ranks that take turns to write joined tensors; None lets every rank write the tensors that it owns
     writers: tuple[int, ...] | None = None
-    declared: torch.dtype | None = None  # what the config says of the weights, for an export without a source
-    folder: Path | None = None  # where the files will lie in the end; they take no name that is in use there
+    declared: torch.dtype | None = None  # dtype in the config, for an export without a source
+    folder: Path | None = None  # final folder of the files, in which their names must be unused
 
     @classmethod
     def of_keywords(
         cls, strict: bool, dtype: torch.dtype | str | None, distributed_save: bool | None, every: int, folder: Path
     ) -> "SaveOptions":
-        """The options that ``AutoBridge.save_hf_weights`` documents."""
+        """Return the options that ``AutoBridge.save_hf_weights`` documents."""
         if every < 1 or (every > 1 and not distributed_save):
             raise UserError(
                 f"save_every_n_ranks={every} must be at least 1, and above 1 only with distributed_save=True"
@@ -68,8 +68,8 @@ def save(
 ) -> None:
     """Write the weights into ``directory``, sharded like the source.
 
-    ``directory`` exists, and is the same on all ranks; without a source the shards are new. ``tasks`` are those of the
-    plan, one after the other, if the plan's own have no numbers.
+    ``directory`` exists and is equal on all ranks; without a source, the export chooses the shards. ``tasks`` iterates
+    over the tasks of the plan one by one, if the plan's own tasks have no values.
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))
@@ -101,18 +101,18 @@ def _layouts(
     if options.strict and wrong:
         raise UserError(
             f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
-            "give the right source, or strict=False"
+            "pass the right source, or strict=False"
         )
     return safetensors_writer.output_files_like(source, _in_dtype(wanted, options.dtype))
 
 
 def _computes(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
-    """Whether a task's tensors are computed by its mapping or by a hook."""
+    """Return whether a mapping or a hook computes a task's tensors."""
     return bridge.computes_on_export or not task.mapping.copies
 
 
 def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
-    """The tensors that a task writes, with the source's dtypes and, if they are computed, shapes."""
+    """Return the tensors that a task writes, with the source's dtypes and, if they are computed, its shapes."""
     names = task.mapping.hf_names
     if computed and all(name in stored for name in names):
         return {name: stored[name] for name in names}
@@ -120,14 +120,14 @@ def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
 
 
 def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
-    """The tensors, those of floating point in ``dtype``."""
+    """Return the tensors with ``dtype`` for those of floating point."""
     if dtype is None:
         return tensors
     return {name: (dtype if own.is_floating_point else own, shape) for name, (own, shape) in tensors.items()}
 
 
 def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
-    """The tensors with the dtype in the config; more precise ones keep their dtype."""
+    """Return the tensors with the config's dtype, except those with a more precise dtype."""
     if options.declared is None or options.dtype is not None or not tensors:
         return tensors
     dtypes = [dtype for dtype, _ in tensors.values()]
@@ -151,7 +151,7 @@ def _write_in_turn(
     source: SafetensorsCheckpoint | None,
     writers: tuple[int, ...],
 ) -> BaseException | None:
-    """Write whole tensors, one rank after another; returns an error, because the others wait for this rank."""
+    """Write full tensors, ranks in turn; return an error instead of raising it: other ranks wait for this one."""
     failure: BaseException | None = None
     for index, (_, (name, weight)) in enumerate(buckets.stream(bridge, plan, source, tasks=tasks)):
         if writers[index % len(writers)] == distributed.rank() and failure is None:
@@ -173,7 +173,7 @@ def _write_all(
     writer: Writer,
     source: SafetensorsCheckpoint | None,
 ) -> BaseException | None:
-    """Write this rank's share; returns an error, because the other ranks still wait for this one's shards."""
+    """Write this rank's share; return an error instead of raising it: other ranks wait for this rank's shards."""
     room = threading.Semaphore(_IN_FLIGHT)
     errors: list[BaseException] = []
 
@@ -195,7 +195,7 @@ def _write_all(
                 here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
                 if here and not task.is_copy and (parts := _gathered(bridge, task, index, source)) is not None:
                     submit(_write, task, parts, writer, plan.ties)
-        except UserError as error:  # of tasks that are read as they come
+        except UserError as error:  # tasks that read a checkpoint may fail
             errors.append(error)
         if source is not None and distributed.rank() == 0:
             for name in plan.buffers:
@@ -204,20 +204,20 @@ def _write_all(
 
 
 def _whole(task: WeightConversionTask) -> WeightConversionTask:
-    """The task with a fully sharded parameter gathered; all ranks must call this."""
+    """Return the task with a fully sharded parameter gathered; all ranks must call this."""
     sharded = isinstance(task.param_weight, DTensor) and not task.is_copy
     return replace(task, param_weight=task.exported) if sharded else task
 
 
 Parts = list[tuple[int, Tensor]] | dict[str, Tensor]
-"""Shards with their place among the ranks, or whole tensors by name."""
+"""Shards with their rank, or full tensors by name."""
 
 
 @torch.no_grad()
 def _gathered(
     bridge: MegatronModelBridge, task: WeightConversionTask, index: int, source: Mapping[str, Tensor] | None
 ) -> Parts | None:
-    """What this rank writes of a task: its own rows, or all of it if it is its turn; else None."""
+    """Return what this rank writes of a task: its own rows, or in its turn the full tensors; otherwise None."""
     group = exchange.shard_group(task.global_param_name)
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
@@ -243,34 +243,34 @@ def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mappi
 
 
 def _check_place(writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None) -> None:
-    """Refuse a tensor, or an expert's part of one, that the files do not have."""
+    """Refuse a tensor, or an expert's part, that has no place in the files."""
     place = writer.shapes.get(name)
     if place is None:
         raise UserError(
-            f"the export made tensor {name}, which has no place in the files: no mapping names it and the source "
-            "has none; let a mapping name it, or let the hook return the mapping's names only"
+            f"the export produced tensor {name}, which has no place in the files: no mapping and no source tensor has "
+            "this name; add it to a mapping, or return only the mapping's names from the hook"
         )
     wanted = place if expert is None else place[1:]
     if shape != wanted:
         raise UserError(
-            f"the export made tensor {name} in shape {list(shape)}, and its place in the files is {list(wanted)}: "
-            "let the mapping's hf_slice_shapes(shard) return the shape that megatron_to_hf computes"
+            f"the export produced tensor {name} in shape {list(shape)}, but the files expect {list(wanted)}: "
+            "return the shape that megatron_to_hf computes from the mapping's hf_slice_shapes(shard)"
         )
 
 
 def _refuse_unwritten(layouts: list[OutputFile], writer: Writer) -> None:
-    """Refuse places that no rank filled."""
+    """Refuse tensors that no rank wrote."""
     written = set[str]().union(*distributed.all_gather_object(writer.written))
     missing = [name for layout in layouts for name in layout.entries if name not in written]
     if missing:
         raise UserError(
-            f"the export did not make {first_few(missing)}, which the mappings name: let megatron_to_hf and the "
-            "hook return these tensors"
+            f"the export did not produce {first_few(missing)}, which the mappings name: return these tensors from "
+            "megatron_to_hf and the hook"
         )
 
 
 def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
-    """(tensor, first row, rows): views of the shards where rows lie together, else tensors put together."""
+    """Yield (tensor, first row, rows): views of the shards if their rows are contiguous, else joined tensors."""
     shard, expert = task.shard, task.mapping.expert
     if not isinstance(parts, dict) and not _in_rows(task):
         parts = task.mapping.join(shard, [weight for _, weight in parts])
@@ -285,9 +285,9 @@ def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, 
 
 
 def _in_rows(task: WeightConversionTask) -> bool:
-    """Whether each piece of a shard is a run of rows of its tensor, or the whole of it; the same on all ranks."""
+    """Return whether each piece of a shard is a range of rows or the full tensor; equal on all ranks."""
     shard = task.shard
-    first = ShardSpec(shard.shape, shard.kind, 0, shard.size, shard.config)  # others may hold nothing but padding
+    first = ShardSpec(shard.shape, shard.kind, 0, shard.size, shard.config)  # others may hold only padding
     copy_ranges = task.mapping.copy_ranges(first)
     whole = shard.parts == len(copy_ranges) == 1
     return (shard.dim == 0 or whole) and all(piece.is_plain for piece in copy_ranges)
@@ -295,9 +295,7 @@ def _in_rows(task: WeightConversionTask) -> bool:
 
 def _raise(error: BaseException | None, directory: Path) -> None:
     if isinstance(error, OSError) and out_of_space(error):
-        raise UserError(
-            f"the disk is full: {directory.parent} has no room for the model; free some space or choose another"
-        )
+        raise UserError(f"the disk is full: {directory.parent} lacks space for the model; free some or choose another")
     if isinstance(error, OSError):
         raise UserError(f"cannot write to {directory.parent}: {error.strerror}")
     if error is not None:

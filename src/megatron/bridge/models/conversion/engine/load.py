@@ -20,7 +20,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCh
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError, first_problems
 
-THREADS = 2  # one copies while the other waits for pages; more only contend for memory bandwidth
+THREADS = 2  # one copies while the other waits for pages; more threads only compete for memory bandwidth
 
 
 def load(
@@ -32,9 +32,9 @@ def load(
 ) -> None:
     """Load this rank's parameters.
 
-    ``plan`` covers ``checkpoint``; without a ``declared_dtype``, its most common dtype is expected. Parameters that
-    match ``allowed_mismatched_params`` keep their values if shapes differ. Other tensors of a wrong shape or dtype are
-    refused in one message, before anything is copied.
+    ``plan`` covers ``checkpoint``. Tensors must have the ``declared_dtype``, or its most common dtype if that is None.
+    Parameters that match ``allowed_mismatched_params`` keep their values if shapes differ. Tensors with any other wrong
+    shape or dtype are refused in one message before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -48,7 +48,7 @@ def checked(
     declared_dtype: torch.dtype | None = None,
     allowed_mismatched_params: Sequence[str] | None = None,
 ) -> list[WeightConversionTask]:
-    """The tasks of this rank that can be done; see ``load``."""
+    """Return this rank's tasks that can be loaded; see ``load``."""
     tasks = [task for task in plan.tasks if task.param_weight is not None]
     if not bridge.computes_on_load:
         plan, new = _without_new_head(bridge, plan, checkpoint)
@@ -66,7 +66,7 @@ def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: Sa
         fill(bridge, replace(task, param_weight=values), checkpoint)
         sharded_rows.set_local_rows(parameter, values)
         return
-    # a thread has its own grad mode
+    # each thread has its own grad mode
     with torch.no_grad():
         if bridge.computes_on_load or not task.mapping.copies:
             _compute(bridge, task, checkpoint)
@@ -88,7 +88,7 @@ def _copy(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None
 
 
 def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]:
-    """Ranges (start, length) that no piece covers."""
+    """Return the ranges (start, length) that no piece covers."""
     gaps: list[tuple[int, int]] = []
     position = 0
     for piece in sorted(copy_ranges, key=lambda piece: piece.target):
@@ -102,13 +102,13 @@ def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]
 
 
 def _compute(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
-    """Compute the shard from whole tensors with the bridge's hook and the mapping's own code."""
+    """Compute the shard from full tensors with the bridge's hook and the mapping's own code."""
     weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
     made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
     parameter = cast(Tensor, task.param_weight)
     if made.shape != parameter.shape:
         raise UserError(
-            f"the mapping of {task.global_param_name} made shape {list(made.shape)} "
+            f"the mapping of {task.global_param_name} returned shape {list(made.shape)} "
             f"for a parameter of shape {list(parameter.shape)}"
         )
     parameter.copy_(made)
@@ -121,10 +121,10 @@ def _check(
     declared_dtype: torch.dtype | None,
     allowed: Sequence[str],
 ) -> list[WeightConversionTask]:
-    """The tasks that can be done, without those with an allowed mismatch; refuses all others."""
+    """Return the tasks that can be loaded, without those with an allowed mismatch; refuse all others."""
     problems = _wrong_dtypes(plan, checkpoint, declared_dtype)
     skipped: set[str] = set()
-    for task in plan.tasks:  # all of them, so that every rank finds the same problems
+    for task in plan.tasks:  # all tasks, so that every rank finds the same problems
         if not (task.mapping.copies or task.mapping.keeps_shapes):
             continue
         for problem in _missing(task, plan, checkpoint) or _wrong_shapes(task, checkpoint):
@@ -141,7 +141,7 @@ def _check(
 def _without_new_head(
     bridge: MegatronModelBridge, plan: Plan, checkpoint: SafetensorsCheckpoint
 ) -> tuple[Plan, set[str]]:
-    """The plan without a head that a language model's checkpoint lacks, and the names of the head."""
+    """Return the plan without a head that a language model's checkpoint lacks, and the names of the head."""
     new = {
         task.global_param_name
         for task in plan.tasks
@@ -156,10 +156,10 @@ def _without_new_head(
 
 
 def _missing(task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint) -> list[str]:
-    """The tensors of a head, where a checkpoint has none."""
+    """Return the tensors of a head that a checkpoint lacks."""
     return [
-        f"the checkpoint has no tensor {name} for the head {task.global_param_name}: name it in "
-        "allowed_mismatched_params to keep its first values"
+        f"the checkpoint has no tensor {name} for the head {task.global_param_name}: add it to "
+        "allowed_mismatched_params to keep its initial values"
         for name in task.mapping.hf_names
         if name in plan.heads and name not in checkpoint
     ]
@@ -168,16 +168,16 @@ def _missing(task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsChec
 def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> list[str]:
     return [
         f"tensor {name} in {checkpoint.entries[name].file.name} has shape {list(checkpoint.entries[name].shape)}, "
-        f"the config means {list(shape)}"
+        f"the config requires {list(shape)}"
         for name, shape in task.hf_shapes.items()
         if checkpoint.entries[name].shape != shape
     ]
 
 
 def _wrong_dtypes(plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None) -> list[str]:
-    """Tensors that are not stored as declared: values would lose precision, or lost it when the file was written.
+    """Return tensors whose dtype is not the declared one: values would lose precision, or already lost it.
 
-    A parameter that is more precise than the model, such as a router's correction bias, may be stored as it is.
+    A parameter that is more precise than the model, such as a router's correction bias, may be stored in its own dtype.
     """
     kept = {name: task.dtype for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names}
     kept = {name: dtype for name, dtype in kept.items() if name in checkpoint}
@@ -199,8 +199,8 @@ def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:
             continue
         if name in plan.copies:
             raise UserError(
-                f"tensor {name} differs from {same}, and Megatron-Core takes it to be a copy: make them "
-                "equal, or remove the layer and say so in config.json"
+                f"tensor {name} differs from {same}, but Megatron-Core treats it as a copy: make them equal, or remove "
+                "the layer in the checkpoint and in config.json"
             )
         raise UserError(
             f"tensor {name} differs from {same} though tie_word_embeddings is true: "

@@ -2,8 +2,8 @@
 """Multi-token prediction layers that a config declares but the model was built without.
 
 transformers drops these layers when it saves a model, but keeps the config key that counts them, so most fine-tuned
-copies on the hub declare layers that they do not store. A user may leave the layers out, too. In both cases, an export
-has the same tensors as its source: none of these layers, or all of them, unchanged.
+copies on the hub declare layers that they do not store. Users may also build a model without the layers. In both cases,
+an export has the same tensors as its source: none of these layers, or all of them, unchanged.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from typing import Any
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 
 DECLARED_ONLY = (
-    "{} declares layers of multi-token prediction and stores none of their tensors: the model is built without "
+    "{} declares layers of multi-token prediction but stores none of their tensors: the model is built without "
     "them (mtp_num_layers=None), and an export writes the same files"
 )
 LEFT_OUT = (
@@ -31,17 +31,17 @@ class MTPLayers:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Hugging Face names of the tensors of dense and expert layers."""
+        """Hugging Face names of the tensors in dense and expert layers."""
         own = (found for found in self.registry.get_all_mappings() if found.megatron_param.startswith("mtp."))
         return tuple(name for mapping in own for name in mapping.hf_names)
 
     def are_in(self, names: Iterable[str]) -> bool:
-        """Whether any of the tensors is among ``names``."""
+        """Return whether ``names`` has any of the tensors."""
         prefixes = tuple(pattern.partition("*")[0] for pattern in self.patterns)
         return any(name.startswith(prefixes) for name in names)
 
     def tensors(self, parameters: Iterable[str], num_layers: int) -> list[str]:
-        """Hugging Face names of all tensors: the layers are like the last one among Megatron's ``parameters``."""
+        """Return the Hugging Face names of all tensors: the layers equal the last one of Megatron's ``parameters``."""
         last = f"decoder.layers.{num_layers - 1}."
         of_layer = [name.removeprefix(last) for name in parameters if name.startswith(last)]
         found = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))
@@ -56,6 +56,6 @@ class MTPLayers:
 
 
 def declared_by(provider: Any, registry_for: Callable[[Any], MegatronMappingRegistry]) -> MTPLayers | None:
-    """The layers that ``provider`` declares, if any; ``registry_for`` returns the mappings of its model."""
+    """Return the layers that ``provider`` declares, if any; ``registry_for`` returns the mappings of its model."""
     count = getattr(provider, "mtp_num_layers", None)
     return MTPLayers(count, registry_for(provider)) if count else None

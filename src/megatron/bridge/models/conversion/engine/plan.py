@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a conversion: one task per Megatron parameter, checked to cover both sides before anything is copied."""
+"""Plan a conversion: one task per Megatron parameter; the plan must cover both sides before anything is copied."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,43 +28,43 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # the number of a layer or an expert
-_NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to do without"
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # index of a layer or an expert
+_NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to skip them"
 _SOME_MTP = "layers of multi-token prediction are incomplete: download the model again"
 
 
 @dataclass(frozen=True)
 class LocatedParameter:
-    """A Megatron parameter and the ranks that hold it; the same on every rank of a model replica."""
+    """A Megatron parameter and the ranks that hold it; equal on every rank of a model replica."""
 
-    name: str  # name in the whole model, layers and experts counted from its start
+    name: str  # name in the full model, with global indices of layers and experts
     local_name: str  # name in its chunk
-    owner: Owner  # pipeline stage and, of an expert, place among the ranks that share out the experts
+    owner: Owner  # pipeline stage and, for an expert, expert-parallel rank
     chunk: int  # index of the chunk on that stage
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: Any  # how it is cut, as ``ShardSpec.kind``
+    kind: Any  # how it is sharded, as ``ShardSpec.kind``
 
 
 @dataclass(frozen=True)
 class WeightConversionTask:
-    """One parameter to convert; the last two attributes are None on the ranks that do not hold it."""
+    """One parameter to convert; the module and the value are None on ranks that do not hold it."""
 
     param_name: str  # name in its chunk
-    global_param_name: str  # name in the whole model
-    mapping: MegatronParamMapping  # the mapping, its names resolved
-    shard: ShardSpec  # shape and cut of one shard, as held by this rank or by its peer on the owning stage
+    global_param_name: str  # name in the full model
+    mapping: MegatronParamMapping  # the mapping with concrete names
+    shard: ShardSpec  # shape and sharding of one shard on this rank or on its peer of the owning stage
     dtype: torch.dtype
-    owner: Owner  # the pipeline stage and, of an expert, the expert-parallel rank that hold it
+    owner: Owner  # the pipeline stage and, for an expert, the expert-parallel rank that hold it
     vp_stage: int  # index of the chunk on that stage
-    is_copy: bool = False  # another task maps the same Hugging Face tensors; loaded, not exported
+    is_copy: bool = False  # another task has the same Hugging Face tensors; this one is loaded, but not exported
     megatron_module: nn.Module | None = None  # the module that owns the parameter
     param_weight: Tensor | None = None
-    merges: bool = False  # export the parameter with its layer's adapter put into it
+    merges: bool = False  # export the parameter with its layer's adapter merged
 
     @property
     def exported(self) -> Tensor | None:
-        """The value that an export uses for the parameter; collective if it is sharded, or with ``merges``."""
+        """The value to export; a collective if the parameter is sharded, or with ``merges``."""
         if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
             with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as whole:
                 return self.megatron_module.merged_weight(whole.get(id(self.param_weight), self.param_weight))
@@ -72,22 +72,22 @@ class WeightConversionTask:
 
     @property
     def pp_rank(self) -> int:
-        """The stage that owns it."""
+        """The pipeline stage that holds the parameter."""
         return self.owner.stage
 
     @property
     def ep_rank(self) -> int | None:
-        """The expert-parallel rank that owns it; None where all do."""
+        """The expert-parallel rank that holds the parameter, or None if all ranks do."""
         return self.owner.expert_rank
 
     @property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The Hugging Face tensors of this task and their shapes."""
+        """Shapes of this task's Hugging Face tensors by name."""
         return self.mapping.hf_shapes(self.shard)
 
     @cached_property
     def hf_slice_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The same, for one expert's part if a tensor holds all experts."""
+        """The same for a single expert's part, if a tensor holds all experts."""
         return self.mapping.hf_slice_shapes(self.shard)
 
 
@@ -95,16 +95,16 @@ class WeightConversionTask:
 class Plan:
     """All tasks of one model."""
 
-    tasks: tuple[WeightConversionTask, ...]  # in the order of the model; the same list on every rank of a model replica
-    ties: dict[str, str] = field(default_factory=dict[str, str])  # Hugging Face name -> the one with the same numbers
-    buffers: tuple[str, ...] = ()  # Hugging Face tensors that are recomputed, or of another part of the model
-    copies: frozenset[str] = frozenset()  # names in ``ties`` that the architecture stores a second time, tied or not
-    heads: frozenset[str] = frozenset()  # tensors of a head in the output layer's place; a checkpoint may lack them
-    replaced: frozenset[str] = frozenset()  # of the output layer that a head stands for; neither read nor written
+    tasks: tuple[WeightConversionTask, ...]  # in the order of the model; equal on every rank of a model replica
+    ties: dict[str, str] = field(default_factory=dict[str, str])  # Hugging Face name -> name of the equal tensor
+    buffers: tuple[str, ...] = ()  # Hugging Face tensors that are recomputed, or belong to other parts of the model
+    copies: frozenset[str] = frozenset()  # names in ``ties`` that the architecture always stores a second time
+    heads: frozenset[str] = frozenset()  # tensors of a head that replaces the output layer; a checkpoint may lack them
+    replaced: frozenset[str] = frozenset()  # tensors of the output layer that a head replaces; neither read nor written
 
     @property
     def hf_names(self) -> list[str]:
-        """The Hugging Face tensors that the tasks cover, each once."""
+        """The Hugging Face tensors of all tasks, without duplicates."""
         return list(dict.fromkeys(name for task in self.tasks for name in task.mapping.hf_names))
 
     def __str__(self) -> str:
@@ -138,15 +138,15 @@ def build_plan(
     left_out: MTPLayers | None = None,
     replaced: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Match every parameter of the model with the tensors of a checkpoint.
+    """Match every parameter of the model with tensors of a checkpoint.
 
     Args:
-        chunks: this rank's bare model chunks.
-        entries: the checkpoint's tensors; None plans without one, on the mappings' word.
-        buffers: patterns of tensors that may be in the checkpoint and are not converted.
-        copies: patterns of tensors that may be in the checkpoint a second time, and what they are copies of.
-        left_out: layers that may be in the checkpoint, and that the model was built without.
-        replaced: tensors that may be in the checkpoint, and in whose place the model has a head.
+        chunks: this rank's model chunks without wrappers.
+        entries: the checkpoint's tensors; None plans from the mappings alone.
+        buffers: patterns of tensors that a checkpoint may have and that are not converted.
+        copies: patterns of tensors that a checkpoint may store a second time, and their originals.
+        left_out: layers that a checkpoint may have and that the model was built without.
+        replaced: tensors that a checkpoint may have and that the model's head replaces.
     """
     config = cast(Any, chunks[0]).config
     if entries is not None and replaced:
@@ -170,12 +170,12 @@ def build_plan(
         problems += _differences(registry, tasks, needed, entries, ties, found)
         problems += _incomplete(unbuilt, entries)
     if problems:
-        raise UserError(f"the conversion plan does not close: {first_problems(problems)}")
+        raise UserError(f"the conversion plan is inconsistent: {first_problems(problems)}")
     return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads), replaced)
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:
-    """The name of a chunk's parameter in the whole model, from the layers' own numbers."""
+    """Return the name of a chunk's parameter in the full model, with the layers' global indices."""
     found = _LAYER.match(local_name)
     if not found:
         return local_name
@@ -185,11 +185,11 @@ def global_name(chunk: nn.Module, local_name: str) -> str:
 
 
 HeldParameters = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]
-"""(chunk, local name) -> name with its layer's number in the whole model, owning module, parameter."""
+"""(chunk, local name) -> name in the full model, owning module, parameter."""
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
-    """This rank's parameters, and the buffers that are saved with them, such as a router's correction bias."""
+    """Return this rank's parameters and persistent buffers, such as a router's correction bias."""
     found: HeldParameters = {}
     seen: set[int] = set()
     for index, chunk in enumerate(chunks):
@@ -214,7 +214,7 @@ def _own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _number(name: str) -> int:
-    """The number at the end of a name: grouped experts are registered in reverse."""
+    """Return the number at the end of a name; grouped experts are registered in reverse order."""
     found = re.search(r"\d+$", name)
     return int(found[0]) if found else -1
 
@@ -226,7 +226,7 @@ def _match(
     config: Any,
     tied: bool,
 ) -> tuple[list[WeightConversionTask], list[str]]:
-    """A task for each parameter, and the parameters that match nothing or claim another's tensor."""
+    """Return a task for each parameter, and problems: parameters without a mapping or with another's tensor."""
     problems: list[str] = []
     unmapped: list[str] = []
     tasks: list[WeightConversionTask] = []
@@ -247,7 +247,7 @@ def _match(
 
 
 def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: Any) -> list[LocatedParameter]:
-    """The parameters of all ranks of the replica."""
+    """Return the parameters of all ranks of the replica."""
     owner = Owner(exchange.stage())
     mine: list[LocatedParameter] = []
     for (chunk, local), (name, module, parameter) in modules.items():
@@ -257,14 +257,14 @@ def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: 
         mine.append(LocatedParameter(name, local, owner, chunk, tuple(parameter.shape), dtype, kind))
     stages = exchange.all_gather_stages(mine)
     chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
-    # the order of the model: all first chunks, then all second chunks
+    # the order of the model: first chunks of all stages, then second chunks
     ordered = [item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk]
     ranks = exchange.rank_and_size(exchange.expert_group())[1]
     return ordered if ranks == 1 else list(_with_all_experts(ordered, ranks, config.num_moe_experts // ranks))
 
 
 def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) -> Iterator[LocatedParameter]:
-    """Add the experts of the other ranks, whose numbers differ from this rank's by multiples of ``each``."""
+    """Add the experts of other ranks, whose indices differ from this rank's by multiples of ``each``."""
     for experts, run in groupby(items, lambda item: _experts_of(item.name)):
         if not experts:
             yield from run
@@ -278,14 +278,14 @@ def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) 
 
 
 def _experts_of(name: str) -> str:
-    """The module that holds this expert and others; empty for other parameters."""
+    """Return the module that holds this expert and others, or an empty string for other parameters."""
     found = _EXPERT.fullmatch(name)
     return found[1].rpartition(".")[0] if found else ""
 
 
 def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> MegatronParamMapping | None:
     if tied and name == OUTPUT:
-        # on the last stage: the embedding's copy, whatever its own name on the other side would be
+        # on the last stage, this is a copy of the embedding; its own mapping does not apply
         shared = registry.megatron_to_hf_lookup(EMBEDDING)
         return shared and type(shared)(OUTPUT, shared.hf_param)
     return registry.megatron_to_hf_lookup(name)
@@ -294,7 +294,7 @@ def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> Megatro
 def _claim(
     mapping: MegatronParamMapping, item: LocatedParameter, owner_of: dict[HFPart, str], tied: bool, problems: list[str]
 ) -> bool:
-    """Note what covers the Hugging Face tensors; return whether they were covered, as a tied output may be."""
+    """Record the Hugging Face tensors as covered; return whether they already were, as for a tied output layer."""
     parts = mapping.parts
     owners = {owner_of[part] for part in parts if part in owner_of}
     if not owners:
@@ -327,7 +327,7 @@ def _task(
 
 
 def _layer_config(name: str, config: Any) -> Any:
-    """The config that the layer of a parameter is built with."""
+    """Return the config that the layer of a parameter was built with."""
     found = _LAYER.match(name)
     if found is None or not getattr(config, "heterogeneous_block_specs", False):
         return config
@@ -335,7 +335,7 @@ def _layer_config(name: str, config: Any) -> Any:
 
 
 def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None) -> dict[str, str]:
-    """The output layer of a tied model if the checkpoint stores it anyway."""
+    """Return the output layer of a tied model if the checkpoint stores it anyway."""
     embedding, output = registry.megatron_to_hf_lookup(EMBEDDING), registry.megatron_to_hf_lookup(OUTPUT)
     if not tied or embedding is None or output is None or entries is None:
         return {}
@@ -371,12 +371,12 @@ def _differences(
     ties: Mapping[str, str],
     buffers: Sequence[str],
 ) -> list[str]:
-    """The names that only one of the two sides has."""
+    """Describe the names that only one side has."""
     left_over = [name for name in entries if name not in claimed and name not in ties and name not in buffers]
     needs = {name: task.global_param_name for task in tasks for name in task.mapping.hf_names}
     missing = [name for name in claimed if name not in entries]
     problems = [
-        f"tensor {name} is missing from the checkpoint, Megatron parameter {needs[name]} needs it"
+        f"tensor {name} is missing from the checkpoint, but Megatron parameter {needs[name]} needs it"
         f"{misspelling(name, left_over)}{made_by(needs[name])}{more}"
         for _, name, more in _kinds(missing)
     ]
@@ -392,7 +392,7 @@ def _differences(
 
 
 def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """(pattern, first name, count) of names that differ only in layer and expert."""
+    """Group names that differ only in layer and expert; yield pattern, first name and count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_INDEX.sub("*", name), []).append(name)
@@ -401,7 +401,7 @@ def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
-    """The missing tensors of a checkpoint that has some of the layers that the model was built without."""
+    """Describe missing tensors if a checkpoint has only some of the layers that the model was built without."""
     missing = [name for name in unbuilt if name not in entries]
     if not missing or len(missing) == len(unbuilt):
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of an exported model other than weights: config, tokenizer, model card, and other files of its source."""
+"""Write the files of an exported model other than weights: config, tokenizer, model card, and the source's files."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.utils import distributed, storage
 from megatron.bridge.utils.config.serialize import to_plain
 
-# keys of older configs that a newer key replaces
+# keys of older configs that newer keys replace
 _REPLACED = {
     "rope_parameters": ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
     "layer_types": ("sliding_window_pattern",),
@@ -32,7 +32,7 @@ _REPLACED = {
 }
 _LARGEST_WITH_A_TOKENIZER = 64 << 20
 _OF_RUN = ("report.md", "loss.png")
-# settings of a run's data, and names in an older spelling of these files -> sizes of images
+# dataset settings of a run, and older names in these files -> image sizes
 _IMAGE_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _VIDEO_LIMITS = ("fps", "max_frames")
@@ -47,7 +47,7 @@ def write(
     history: History,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write everything but weights for a ``provider`` as it was declared; ``dtype`` is the source's when None."""
+    """Write all files except weights for a declared ``provider``; ``dtype`` None means the source's."""
     for file in history.run_files:
         shutil.copyfile(file, directory / file.name)
     stored = {} if dtype is None else {"dtype": dtype_name(dtype)}
@@ -72,9 +72,9 @@ def write(
 def _write_config(
     bridge: MegatronModelBridge, provider: Any, source: PreTrainedCausalLM, directory: Path, stored: dict[str, Any]
 ) -> None:
-    """The source's config, with what the model has otherwise."""
+    """Write the source's config, updated with the values that the model changed."""
     changed = bridge.changed_config(provider, as_dict(source.config))
-    changed.pop("dtype", None)  # the files keep the source's dtypes, unless another one was asked for
+    changed.pop("dtype", None)  # the files keep the source's dtypes unless the caller asks for another
     changed |= stored
     config = without_quantization({**source.raw_config, **changed})
     for name in changed:
@@ -85,7 +85,7 @@ def _write_config(
 
 
 def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
-    """The image processor's sizes, as the run had them; an older spelling goes, which would contradict them."""
+    """Write the run's image sizes for the image processor; older keys are removed, because they could contradict."""
     from transformers import AutoImageProcessor
 
     size = cast(Any, AutoImageProcessor).from_pretrained(directory).size
@@ -100,12 +100,12 @@ def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
 
 
 def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
-    """Write the video frames that the run used, in the file that transformers' video processor reads."""
+    """Write the run's number of video frames to the file that transformers' video processor reads."""
     values: dict[str, Any] = {"do_sample_frames": True, **limits}
     if json.loads((directory / "config.json").read_text()).get("model_type") == "smolvlm":  # the limit's name there
         values |= {"num_frames": values.pop("max_frames")} if "max_frames" in values else {}
     elif "fps" in values:
-        values["num_frames"] = None  # it would take this number of any video
+        values["num_frames"] = None  # the processor would sample this number from any video
     combined = directory / "processor_config.json"
     whole: dict[str, Any] = json.loads(combined.read_text()) if combined.is_file() else {}
     if "video_processor" in whole:
@@ -125,7 +125,7 @@ def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: His
 
 
 def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
-    """The history of a model in memory: the adapters that will be merged."""
+    """Return the history of a model in memory: the adapters that will be merged."""
     method = next((found for chunk in model_io.as_chunks(model) if (found := chunk_info(chunk).peft) is not None), None)
     if method is None or not merge:
         return History()
@@ -134,7 +134,7 @@ def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
 
 
 def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") -> History:
-    """The history of a checkpoint, from its run's folder: steps, initial weights, losses."""
+    """Return the history of a checkpoint from the folder of its run: steps, initial weights, losses."""
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0
     described = model_io.has_run_config(directory)
@@ -150,7 +150,7 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
 
 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
-    """The source's small files beside its weights, which include the tokenizer's under any name."""
+    """Return the source's small files next to its weights, which include the tokenizer's files."""
     files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
     return [path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER]
 
@@ -164,22 +164,22 @@ def save_megatron(model: Any, path: str | Path, source: Any, planner: LazySavePl
 
 @contextmanager
 def published(path: Path, overwrite: bool = True) -> Generator[Path]:
-    """A staging directory on all ranks whose files are published into ``path``, or deleted on an error."""
+    """Yield a staging directory on all ranks; its files are published into ``path``, or deleted on an error."""
     path = storage.local(path)
     staging = on_first_rank(lambda: model_folder.create_staging(path, overwrite))
     try:
         yield staging
         on_first_rank(lambda: model_folder.publish(staging, path))
     except BaseException:
-        # no collective here: this rank may be the only one that failed
+        # no collectives here: this rank may be the only one that failed
         if distributed.rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
 def in_full(source: Any) -> str:
-    """The note on an exported model whose source is quantized."""
+    """Return a note for an exported model whose source is quantized."""
     quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
     if quantization is None:
         return ""
-    return f" (in full: its source is stored in {quantization['quant_method']}, which is not written)"
+    return f" (unquantized, although its source is stored in {quantization['quant_method']})"

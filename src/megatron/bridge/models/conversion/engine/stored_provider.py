@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportMissingTypeStubs=false
-"""The provider of a Megatron checkpoint, with the parallel sizes of the processes that load it."""
+"""Read the provider of a Megatron checkpoint, and set its parallel sizes for the processes that load it."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,10 @@ from megatron.bridge.utils import unpickling
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-MakeProvider = Callable[[bool], Any]  # makes a provider, with or without weights
+MakeProvider = Callable[[bool], Any]  # creates a provider with or without weights
 EMBEDDING = "embedding.word_embeddings.weight"
 
-# what a provider says about the layout, as it is for one process
+# layout settings of a provider for one process
 ONE_PROCESS: dict[str, Any] = {
     **dict.fromkeys(PARALLEL_SIZES, 1),
     "virtual_pipeline_model_parallel_size": None,
@@ -32,21 +32,21 @@ ONE_PROCESS: dict[str, Any] = {
 
 
 def read(path: str | Path) -> Any:
-    """The provider as it was saved, parallel sizes included."""
+    """Read the provider as it was saved, including its parallel sizes."""
     return from_plain(model_io.read_run_config(path)["model"], trust=unpickling.is_trusted())
 
 
 def load_hook(path: str | Path) -> PreWrapHook:
-    """A hook that loads the checkpoint into a new model."""
+    """Return a hook that loads the checkpoint into a new model."""
     return PreWrapHook(lambda chunks: model_io.load_model(chunks, path), fills_every_parameter=True)
 
 
 def read_for_layout(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: MakeProvider | None = None
 ) -> Any:
-    """The provider with parallel sizes: ``mp_overrides``, or those of the running groups, or one process.
+    """Read the provider with the parallel sizes of ``mp_overrides``, the running groups, or one process.
 
-    ``default`` makes the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
+    ``default`` creates the provider of a checkpoint that does not describe its model, such as Megatron-LM's.
     """
     undescribed = default is not None and not model_io.has_run_config(path)
     provider = default(False) if default is not None and undescribed else read(path)
@@ -60,7 +60,7 @@ def read_for_layout(
 
 
 def _pad_vocabulary(provider: Any, path: str | Path) -> None:
-    """Use the number of embedding rows in the checkpoint, because Megatron-LM saves its padding."""
+    """Set the vocabulary size to the embedding rows of the checkpoint, because Megatron-LM saves its padding."""
     stored = inspection.list_tensors(paths.resolve(path)).get(EMBEDDING)
     ranks = provider.tensor_model_parallel_size
     if stored is not None and stored.shape[0] > provider.vocab_size and stored.shape[0] % ranks == 0:
@@ -69,7 +69,7 @@ def _pad_vocabulary(provider: Any, path: str | Path) -> None:
 
 
 def _running_layout() -> dict[str, Any]:
-    """The parallel sizes of the existing process groups, or of one process."""
+    """Return the parallel sizes of the existing process groups, or of one process."""
     if not parallel_state.model_parallel_is_initialized():
         return ONE_PROCESS
     return ONE_PROCESS | {
@@ -83,6 +83,6 @@ def _running_layout() -> dict[str, Any]:
 
 
 def provider_of(model: nn.Module | Sequence[nn.Module]) -> Any:
-    """A copy of the declared provider that a chunk, or all chunks, were built from."""
+    """Return a copy of the declared provider from which one or all chunks were built."""
     config: Any = model_io.unwrap(model_io.as_chunks(model)[0]).config
     return copy.copy(getattr(config, "declared", config))

@@ -2,7 +2,7 @@
 """Convert whole checkpoints with only a few parameters in memory at a time.
 
 Both directions start from the model on the meta device, which has all names, shapes and offsets. A parameter is
-allocated when it is needed, and freed when it has been written.
+allocated when it is needed and freed after it has been written.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.prefetch import prefetch
 
-AHEAD = 512 << 20  # bytes of parameters that exist at a time, unless one is larger
-_READERS = 1  # torch's reader holds Python's lock for much of the time
+AHEAD = 512 << 20  # bytes of parameters in memory at a time, unless one is larger
+_READERS = 1  # torch's reader holds the GIL for much of the time
 
 
 # ---- Hugging Face -> Megatron -----------------------------------------------------------------------------------
@@ -41,10 +41,10 @@ def planner(
     pretrained: PreTrainedCausalLM,
     show_progress: bool,
 ) -> LazySavePlanner:
-    """A save planner that computes the values of ``chunks`` from a Hugging Face model.
+    """Return a save planner that computes the values of ``chunks`` from a Hugging Face model.
 
-    ``plan`` is of these chunks as they were built, before conversion to half precision; ``chunks`` are on the meta
-    device, in the precision to save.
+    ``plan`` is the plan of these chunks as built, before conversion to half precision. ``chunks`` are on the meta
+    device in the precision to save.
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
@@ -74,7 +74,7 @@ def _made(
 
 
 class StoredModel:
-    """The weights of a Megatron checkpoint under the layout of ``chunks`` on the meta device, read a few at a time."""
+    """The weights of a Megatron checkpoint in the layout of ``chunks`` on the meta device, read a few at a time."""
 
     def __init__(self, chunks: Sequence[nn.Module], path: str | Path) -> None:
         allocator.release_freed_memory()
@@ -82,14 +82,14 @@ class StoredModel:
         states = model_io.model_state(chunks, metadata)
         loading.check(states, self._directory, known=model_io.BESIDE_WEIGHTS)
         self._states: list[dict[str, Any]] = [states[key] for key in model_io.chunk_keys(chunks)]
-        self._device = _device()  # here, because torch.cuda.current_device() is 0 in the threads that read
+        self._device = _device()  # here, because torch.cuda.current_device() is 0 in the reader threads
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
-        """The tasks in order, with parameters that have values; release each before asking for the next.
+        """Yield the tasks in order with the values of parameters; release each before asking for the next.
 
         Raises:
-            UserError: the checkpoint cannot be read. On several ranks it is raised after the last task, since the
-                other ranks wait for this one's part of each.
+            UserError: the checkpoint cannot be read. With several ranks, the error follows the last task, because other
+                ranks wait for this rank's part of each task.
         """
         batches = _batches(tasks, AHEAD // 2)
         calls = ((size, partial(self._read, batch)) for batch, size in batches)
@@ -104,7 +104,7 @@ class StoredModel:
             raise failure
 
     def _read(self, tasks: list[WeightConversionTask]) -> "_Batch":
-        """The tasks with values; tasks of other ranks, and tasks that are not exported, are unchanged."""
+        """Return the tasks with values; tasks of other ranks, and tasks that are not exported, are unchanged."""
         entries: dict[str, Any] = {}
         for index, task in enumerate(tasks):
             if _is_read(task):
@@ -129,7 +129,7 @@ class StoredModel:
 def stored_model(
     path: str | Path, mp_overrides: Mapping[str, Any] | None, default: stored_provider.MakeProvider
 ) -> tuple[list[Any], StoredModel]:
-    """The chunks of a checkpoint on the meta device, as in ``stored_provider.read_for_layout``, and their values."""
+    """Return a checkpoint's chunks on the meta device and their values; see ``stored_provider.read_for_layout``."""
     outline = stored_provider.read_for_layout(path, mp_overrides, default).meta_model()
     chunks = to_half_precision(outline, outline[0].config)
     return chunks, StoredModel(chunks, path)
@@ -137,7 +137,7 @@ def stored_model(
 
 @dataclass
 class _Batch:
-    """Tasks that were read together; ``failure`` says why their values must not be used."""
+    """Tasks that were read together; ``failure`` is the reason why their values are invalid, if any."""
 
     tasks: list[WeightConversionTask]
     failure: UserError | None
@@ -148,12 +148,12 @@ def _is_read(task: WeightConversionTask) -> bool:
 
 
 def _device() -> Any:
-    """The device on which parameters are joined: on several ranks, the one that they communicate on."""
+    """Return the device on which parameters are joined: with several ranks, the device that they communicate on."""
     return "cpu" if distributed.world_size() == 1 else torch.cuda.current_device()
 
 
 def _batches(tasks: Iterable[WeightConversionTask], limit: int) -> Iterator[tuple[list[WeightConversionTask], int]]:
-    """Runs of tasks of up to ``limit`` bytes on this rank, or one larger task; with their bytes."""
+    """Yield groups of tasks of up to ``limit`` bytes on this rank, or one larger task, with their bytes."""
     batch: list[WeightConversionTask] = []
     held = 0
     for task in tasks:

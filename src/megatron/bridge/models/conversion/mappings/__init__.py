@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a Megatron parameter and its Hugging Face tensors hold the same numbers."""
+"""Mappings between a Megatron parameter and Hugging Face tensors with the same values."""

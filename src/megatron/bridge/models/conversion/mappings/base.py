@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mappings between a Megatron parameter and its Hugging Face tensors.
 
-A mapping lists the *blocks* of Hugging Face tensors in the order in which Megatron lays them out over all
-tensor-parallel ranks. Splitting that list at the ranks' boundaries gives *pieces*: ranges that both sides share, copied
-in one direction to load and in the other to export. Nothing here communicates except ``megatron_to_hf``, which gets the
-other ranks' shards from ``exchange``.
+A mapping lists the *blocks* of Hugging Face tensors in the order in which Megatron concatenates them over all
+tensor-parallel ranks. Splitting this list at rank boundaries gives *pieces*, ranges that both sides share. Loading and
+export copy the same pieces in opposite directions. Only ``megatron_to_hf`` communicates: it gets the shards of other
+ranks from ``exchange``.
 """
 
 import copy
@@ -23,21 +23,21 @@ from megatron.bridge.utils.errors import UserError
 
 ParallelKind = Literal["column", "row", "replicated"]
 HFNames = str | dict[str, str]
-HFPart = tuple[str, int | None]  # a Hugging Face tensor, or one expert of a tensor that holds all of them
+HFPart = tuple[str, int | None]  # a Hugging Face tensor, or one expert of a tensor that holds all experts
 HFWeights = Tensor | Mapping[str, Tensor]
 
-# what Megatron may pad to a multiple of the ranks; Hugging Face holds the true rows, or columns, only
+# dimensions that Megatron may pad to a multiple of the ranks; Hugging Face stores only the real rows or columns
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _HEADS = {
     ("self_attention.linear_proj.weight", "row"): "queries",
-    ("self_attention.q_layernorm.weight", "column"): "queries",  # a norm over all heads; one head's is not cut
+    ("self_attention.q_layernorm.weight", "column"): "queries",  # a norm over all heads; a per-head norm is not sharded
     ("self_attention.k_layernorm.weight", "column"): "groups",
 }
 
 
 @dataclass(frozen=True)
 class HFRange:
-    """``length`` rows (or columns) of one Hugging Face tensor, every ``step``-th from ``start`` on."""
+    """``length`` rows (or columns) of a Hugging Face tensor, every ``step``-th beginning at ``start``."""
 
     hf: str
     start: int
@@ -46,33 +46,33 @@ class HFRange:
 
     @property
     def stop(self) -> int:
-        """One past the last row."""
+        """The index after the last row."""
         return self.start + (self.length - 1) * self.step + 1
 
 
 @dataclass(frozen=True)
 class CopyRange:
-    """``hf`` from ``source`` on equals the Megatron shard from ``target`` on, ``length`` indices along ``dim``."""
+    """``length`` indices along ``dim`` with equal values: of ``hf`` from ``source``, of the shard from ``target``."""
 
     hf: str
     """The Hugging Face tensor."""
     dim: int
-    """The dimension, as Megatron orders them."""
+    """The dimension in Megatron's order."""
     source: int
     """First index in the Hugging Face tensor."""
     target: int
     """First index in the shard."""
     length: int
     step: int = 1
-    """From one index of the Hugging Face tensor to the next."""
+    """Distance between indices of the Hugging Face tensor."""
     expert: int | None = None
-    """The entry along the first dimension of a tensor that holds all experts; None is a tensor by itself."""
+    """Index of an expert in a tensor that holds all experts; None for other tensors."""
     transposed: bool = False
-    """The Hugging Face matrix is the other way round."""
+    """Whether the Hugging Face matrix is transposed."""
 
     @property
     def hf_index(self) -> tuple[int | slice, ...]:
-        """Which numbers of the Hugging Face tensor these are."""
+        """The index of this range in the Hugging Face tensor."""
         return self._slice_index if self.expert is None else (self.expert, *self._slice_index)
 
     @property
@@ -82,15 +82,15 @@ class CopyRange:
         return (*[slice(None)] * dim, slice(self.source, stop, self.step))
 
     def of_hf(self, tensor: Tensor) -> Tensor:
-        """The view of a whole Hugging Face tensor."""
+        """Return the view of a full Hugging Face tensor."""
         return tensor[self.hf_index] if tensor.ndim else tensor
 
     def of_slice(self, tensor: Tensor) -> Tensor:
-        """The view of the Hugging Face tensor, or of one expert's part if it holds all experts."""
+        """Return the view of the Hugging Face tensor, or of one expert's part if it holds all experts."""
         return tensor[self._slice_index] if tensor.ndim else tensor
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """The view of a Megatron shard, transposed like the Hugging Face tensor."""
+        """Return the view of a Megatron shard, transposed like the Hugging Face tensor."""
         view = shard.narrow(self.dim, self.target, self.length) if shard.ndim else shard
         return view.mT if self.transposed else view
 
@@ -102,31 +102,31 @@ class CopyRange:
 
 @dataclass(frozen=True)
 class Unjoined:
-    """A Hugging Face tensor that still lies in shards."""
+    """A Hugging Face tensor whose values are still in shards."""
 
     shape: tuple[int, ...]
     like: Tensor
-    """Has its dtype and device."""
+    """A tensor with its dtype and device."""
     pieces: list[tuple[CopyRange, Tensor]] = field(default_factory=list[tuple[CopyRange, Tensor]])
-    """Ranges, and the views of the shards that hold their numbers."""
+    """Ranges, and views of the shards with their values."""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.like.dtype
 
     def write(self, target: Tensor) -> None:
-        """Put it together in ``target``, in whatever dtype that has."""
+        """Join the shards into ``target``, which may have another dtype."""
         for piece, numbers in self.pieces:
             piece.of_slice(target).copy_(numbers)
 
     def contiguous(self) -> Tensor:
-        """The tensor: a view of a shard that holds exactly this tensor, or else a copy."""
+        """Return the tensor as a view of a shard that equals it, or as a copy."""
         piece, numbers = self.pieces[0]
         is_view = len(self.pieces) == 1 and piece.is_plain and numbers.shape == self.shape
         return numbers if is_view and numbers.is_contiguous() else self.whole()
 
     def whole(self) -> Tensor:
-        """The tensor in memory of its own."""
+        """Return the tensor as a copy."""
         target = torch.empty(self.shape, dtype=self.dtype, device=self.like.device)
         self.write(target)
         return target
@@ -134,27 +134,27 @@ class Unjoined:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What one rank holds of a parameter."""
+    """The part of a parameter on one rank."""
 
     shape: tuple[int, ...]
     """Shape on this rank."""
     kind: ParallelKind
-    """How the whole is cut: along rows, along columns, or not."""
+    """How the parameter is sharded: along rows, along columns, or not at all."""
     rank: int
     """This rank in the tensor-parallel group."""
     size: int
-    """Ranks of that group."""
+    """Size of the tensor-parallel group."""
     config: Any
-    """The ``TransformerConfig`` of the model, for the mappings that need head counts."""
+    """The ``TransformerConfig`` of the model, for mappings that need head counts."""
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
+        """The sharded dimension."""
         return 1 if self.kind == "row" and len(self.shape) > 1 else 0
 
     @property
     def parts(self) -> int:
-        """Into how many shards the whole is cut."""
+        """Number of shards."""
         return 1 if self.kind == "replicated" or (self.kind == "row" and len(self.shape) < 2) else self.size
 
     @property
@@ -163,12 +163,12 @@ class ShardSpec:
 
     @property
     def local(self) -> int:
-        """Indices along ``dim`` on this rank."""
+        """Size of ``dim`` on this rank."""
         return self.shape[self.dim] if self.shape else 1
 
 
 class _GroupNow:
-    """A group that is looked up when it is used, and that an instance may replace."""
+    """Descriptor that looks up a group on each access; an instance may replace it."""
 
     def __init__(self, find: Callable[[], exchange.Group]) -> None:
         self._find = find
@@ -182,7 +182,7 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def _properties(group: str) -> tuple[Any, Any]:
-    """This rank in the group of that name, and the size of the group."""
+    """Return properties for this rank in the group of that name, and for the size of the group."""
     return (
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[1]),
@@ -190,33 +190,30 @@ def _properties(group: str) -> tuple[Any, Any]:
 
 
 class MegatronParamMapping:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """A Megatron parameter and the Hugging Face tensors with its values.
 
-    Subclasses define this in ``blocks``. A mapping that computes instead of copying overrides ``hf_to_megatron`` and
-    ``megatron_to_hf``, which get whole tensors. If the shapes of these differ from ``blocks``, it overrides
+    Subclasses define the layout in ``blocks``. A mapping that computes values overrides ``hf_to_megatron`` and
+    ``megatron_to_hf``, which get full tensors. If the tensors' shapes differ from ``blocks``, it also overrides
     ``hf_slice_shapes``, which an export without a source calls.
 
     A program may replace the groups and ``gather_from_tp_ranks`` on a copy of a mapping: ``megatron_to_hf`` of the copy
     then uses the replacements and does no other communication.
 
     Args:
-        megatron_param: Megatron's name; ``*`` stands for one path segment, ``**`` for any number.
-        hf_param: Hugging Face's name, or names by role, with the same wildcards in the same order.
-
-    A program may replace the groups and ``gather_from_tp_ranks`` on a copy of a mapping: ``megatron_to_hf`` of the
-    copy then uses what was put there, and communicates no more than that does.
+        megatron_param: Megatron name; ``*`` stands for one path segment, ``**`` for any number.
+        hf_param: Hugging Face name, or names by role, with the same wildcards in the same order.
     """
 
     kind: ClassVar[ParallelKind | None] = None
-    """How the parameter is cut; None asks the module."""
+    """How the parameter is sharded; None uses the module's sharding."""
     is_stacked = False
     """Whether each Hugging Face tensor holds all experts, and this parameter is one of them."""
     transposed = False
     """Whether the Hugging Face matrices are [in, out]."""
     keeps_shapes: ClassVar[bool] = False
-    """Whether a mapping that computes takes tensors of the shapes that ``blocks`` says, which are then checked."""
+    """Whether a mapping that computes keeps the shapes of ``blocks``, so that loading can check them."""
     expert: int | None = None
-    """This parameter's expert where tensors are stacked; None while the number is a wildcard."""
+    """Expert index of this parameter in stacked tensors; None while it is a wildcard."""
 
     def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
         self.megatron_param = megatron_param
@@ -231,25 +228,25 @@ class MegatronParamMapping:
         return [(name, self.expert) for name in self.hf_names]
 
     def stacked(self, transposed: bool = False) -> Self:
-        """This mapping for Hugging Face tensors that hold all experts along their first dimension.
+        """Return this mapping for Hugging Face tensors that stack all experts along their first dimension.
 
-        The last wildcard of ``megatron_param`` is the expert's number.
+        The last wildcard of ``megatron_param`` is the expert's index.
 
         Args:
-            transposed: an expert's matrix is stored as [in, out].
+            transposed: each expert's matrix is stored as [in, out].
         """
         mapping = copy.copy(self)
         mapping.is_stacked, mapping.transposed = True, transposed
         return mapping
 
     def turned(self) -> Self:
-        """This mapping for Hugging Face matrices that are stored as [in, out], such as those of ``Conv1D``."""
+        """Return this mapping for Hugging Face matrices that are stored as [in, out], such as those of ``Conv1D``."""
         mapping = copy.copy(self)
         mapping.transposed = True
         return mapping
 
     def resolve(self, captures: Iterable[str]) -> Self:
-        """The mapping of one concrete parameter: wildcards replaced, in order, by ``captures``."""
+        """Return the mapping of a concrete parameter, in which ``captures`` replace the wildcards in order."""
         values = tuple(captures)
         mapping = self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
         if self.is_stacked:
@@ -257,7 +254,7 @@ class MegatronParamMapping:
         return mapping
 
     def renamed(self, megatron: Callable[[str], str], hf: Callable[[str], str]) -> Self:
-        """This mapping with the names that the two functions return for its own."""
+        """Return this mapping with its names replaced by the results of the two functions."""
         name = megatron(self.megatron_param)
         if isinstance(self.hf_param, str):
             mapping = self._rebuild(name, hf(self.hf_param))
@@ -273,11 +270,11 @@ class MegatronParamMapping:
         return create(megatron_param, hf_param)
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """The whole parameter along ``shard.dim``, rank after rank."""
+        """Yield the ranges of the full parameter along ``shard.dim``, rank after rank."""
         if not isinstance(self.hf_param, str):
             raise UserError(
-                f"{type(self).__name__} of {self.megatron_param} has several tensors and does not say how: define "
-                "blocks(shard), or, where it computes them, hf_slice_shapes(shard)"
+                f"{type(self).__name__} of {self.megatron_param} has several tensors but no layout: define "
+                "blocks(shard), or hf_slice_shapes(shard) if it computes them"
             )
         whole = shard.local * shard.parts
         if self.megatron_param.endswith(_VOCABULARY):
@@ -289,7 +286,7 @@ class MegatronParamMapping:
         yield HFRange(self.hf_param, 0, whole)
 
     def copy_ranges(self, shard: ShardSpec) -> list[CopyRange]:
-        """The ranges that ``shard`` shares with the Hugging Face tensors."""
+        """Return the ranges that ``shard`` shares with the Hugging Face tensors."""
         first, last = shard.part * shard.local, (shard.part + 1) * shard.local
         copy_ranges: list[CopyRange] = []
         position = 0
@@ -303,14 +300,14 @@ class MegatronParamMapping:
         return copy_ranges
 
     def hf_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole Hugging Face tensors."""
+        """Return the shapes of the full Hugging Face tensors."""
         shapes = self.hf_slice_shapes(shard)
         if not self.is_stacked:
             return shapes
         return {hf: (shard.config.num_moe_experts, *shape) for hf, shape in shapes.items()}
 
     def hf_slice_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
-        """The same, for one expert's part if a tensor holds all experts."""
+        """Return the same shapes; if a tensor holds all experts, only the shape of one expert's part."""
         extent: dict[str, int] = {}
         for block in self.blocks(shard):
             extent[block.hf] = max(extent.get(block.hf, 0), block.stop)
@@ -322,7 +319,7 @@ class MegatronParamMapping:
 
     @property
     def copies(self) -> bool:
-        """Whether ``blocks`` fully describes the mapping, so that ranges can be copied without calling it."""
+        """Whether ``blocks`` fully describes the mapping, so that ranges can be copied without calling its methods."""
         base, own = MegatronParamMapping, type(self)
         return own.hf_to_megatron is base.hf_to_megatron and own.megatron_to_hf is base.megatron_to_hf
 
@@ -331,12 +328,12 @@ class MegatronParamMapping:
         name = self.megatron_param.rsplit(".", 1)[-1]
         parameter = getattr(module, name) if parameter is None else parameter
         rank, size = exchange.rank_and_size(exchange.shard_group(self.megatron_param))
-        # the module's own parameter has the marks; ``parameter`` may be other numbers for it
+        # the module's own parameter has the sharding attributes; ``parameter`` may hold other values for it
         kind = self.kind or parallel_kind(module, cast(Tensor, getattr(module, name, parameter)))
         return ShardSpec(tuple(cast(Tensor, parameter).shape), kind, rank, size, getattr(module, "config", None))
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
-        """This rank's shard, made from whole Hugging Face tensors (by role where there are several)."""
+        """Return this rank's shard of full Hugging Face tensors (by role if there are several)."""
         whole = self._by_name(hf_weights)
         shard = self.shard_of(megatron_module)
         like = next(iter(whole.values()))
@@ -346,9 +343,9 @@ class MegatronParamMapping:
         return local
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """Whole Hugging Face tensors on all ranks of the stage that owns the parameter; nothing elsewhere.
+        """Return full Hugging Face tensors on all ranks of the stage that owns the parameter, and nothing elsewhere.
 
-        If a tensor holds all experts, only this expert's part.
+        If a tensor holds all experts, return only this expert's part.
         """
         if megatron_weights is None or megatron_module is None:
             return {}
@@ -357,11 +354,11 @@ class MegatronParamMapping:
         return self.join(shard, weights)
 
     def join(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, Tensor]:
-        """Whole Hugging Face tensors (an expert's part where they are stacked) from the shards in rank order."""
+        """Join shards in rank order into full Hugging Face tensors (an expert's part if they are stacked)."""
         return {hf: one.whole() for hf, one in self.unjoined(shard, weights).items()}
 
     def unjoined(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, "Unjoined"]:
-        """The same, to be joined at its destination."""
+        """Return the same tensors without joining them, so that the caller can join them at their destination."""
         found = {hf: Unjoined(shape, weights[0]) for hf, shape in self.hf_slice_shapes(shard).items()}
         for rank, weight in enumerate(weights):
             for piece in self.copy_ranges(ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)):
@@ -376,12 +373,12 @@ class MegatronParamMapping:
             return dict(hf_weights)
         return {name: hf_weights[role] for role, name in self.hf_param.items()}
 
-    # ---- process groups over which the parameter is spread
+    # ---- process groups that hold the parameter
 
     pp_group = _GroupNow(exchange.pipeline_group)
-    """The ranks of the other pipeline stages."""
+    """Group of the pipeline stages."""
     ep_group = _GroupNow(exchange.expert_group)
-    """The ranks that hold other experts."""
+    """Group of the expert-parallel ranks."""
     _tp_group = _GroupNow(exchange.tensor_group)
     _etp_group = _GroupNow(exchange.expert_tensor_group)
 
@@ -391,17 +388,17 @@ class MegatronParamMapping:
 
     @property
     def is_grouped_export(self) -> bool:
-        """Whether an export needs the tasks of all experts of a layer in one call."""
+        """Whether an export needs the tasks of all experts of a layer together."""
         return self.is_stacked
 
     @property
     def group_key(self) -> str:
-        """Equal for the tasks that an export must convert in one call."""
+        """Equal for the tasks that an export must convert together."""
         return ",".join(self.hf_names)
 
     @property
     def tp_group(self) -> Any:
-        """The ranks that the parameter is cut over."""
+        """The group over which the parameter is sharded."""
         return self._etp_group if self.is_expert else self._tp_group
 
     tp_rank, tp_size = _properties("tp_group")
@@ -409,7 +406,7 @@ class MegatronParamMapping:
     ep_rank, ep_size = _properties("ep_group")
 
     def gather_from_tp_ranks(self, tensor: Tensor) -> list[Tensor]:
-        """The shards of all ranks of ``tp_group``, in rank order; a collective."""
+        """Return the shards of all ranks of ``tp_group`` in rank order; a collective."""
         return exchange.all_gather(tensor, self.tp_group, self.tp_size)
 
     def __repr__(self) -> str:
@@ -418,29 +415,29 @@ class MegatronParamMapping:
 
 @cache
 def _takes_roles(mapping: Any) -> bool:
-    """Whether a mapping class is made from names by role rather than from ``hf_param``."""
+    """Return whether the constructor of a mapping class takes names by role instead of ``hf_param``."""
     return "hf_param" not in inspect.signature(mapping).parameters
 
 
 class DirectMapping(MegatronParamMapping):
-    """The same tensor on both sides, whole on every rank."""
+    """The same tensor on both sides, full on every rank."""
 
     kind = "replicated"
 
 
 class ReplicatedMapping(DirectMapping):
-    """The same tensor on both sides, whole on every tensor-parallel rank."""
+    """The same tensor on both sides, full on every tensor-parallel rank."""
 
 
 class OneRowMapping(ReplicatedMapping):
-    """A vector that Hugging Face stores as a matrix of one row."""
+    """A vector that Hugging Face stores as a matrix with one row."""
 
     def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
         super().__init__(megatron_param, hf_param)
         self.is_stacked, self.expert = True, 0
 
     def resolve(self, captures: Iterable[str]) -> Self:
-        """The mapping of one concrete parameter; its row has no wildcard."""
+        """Return the mapping of a concrete parameter; the row has no wildcard."""
         values = tuple(captures)
         return self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
 
@@ -449,19 +446,19 @@ class OneRowMapping(ReplicatedMapping):
 
 
 class HeadRatesMapping(OneRowMapping):
-    """One number per head, [1, heads / size, 1], that Hugging Face stores as [1, 1, heads, 1]."""
+    """A value per head, [1, heads / size, 1], that Hugging Face stores as [1, 1, heads, 1]."""
 
     kind = "row"
 
 
 class ColumnParallelMapping(MegatronParamMapping):
-    """Cut along the output dimension: weight [out / size, in], bias [out / size]."""
+    """Sharded along the output dimension: weight [out / size, in], bias [out / size]."""
 
     kind = "column"
 
 
 class RowParallelMapping(MegatronParamMapping):
-    """Cut along the input dimension: weight [out, in / size]; the bias is whole on every rank."""
+    """Sharded along the input dimension: weight [out, in / size]; every rank has the full bias."""
 
     kind = "row"
 
@@ -471,10 +468,10 @@ class AutoMapping(MegatronParamMapping):
 
     @staticmethod
     def register_module_type(name: str, kind: ParallelKind) -> None:
-        """Declare how a module class shards its parameters.
+        """Register how a module class shards its parameters.
 
         Args:
-            name: class name; subclasses follow.
+            name: class name; the registration also applies to subclasses.
             kind: ``column``, ``row`` or ``replicated``.
         """
         assert kind in ("column", "row", "replicated"), kind
@@ -483,7 +480,7 @@ class AutoMapping(MegatronParamMapping):
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Attention heads without those that a provider adds for tensor parallelism."""
+    """Attention heads without the padding heads that a provider adds for tensor parallelism."""
 
     queries: int
     groups: int
@@ -496,7 +493,7 @@ class AttentionHeads:
         return cls(queries, groups, config.kv_channels or config.hidden_size // queries)
 
     def wide(self, kind: str, by_head: bool = False) -> int:
-        """Width of all query heads (``queries``) or all ``groups``; their number if ``by_head``."""
+        """Return the total width of all query heads (``queries``) or all ``groups``, or their number if ``by_head``."""
         return (1 if by_head else self.width) * (self.queries if kind == "queries" else self.groups)
 
 
@@ -513,13 +510,13 @@ _MODULE_KINDS: dict[str, ParallelKind] = {
 
 
 def parallel_kind(module: nn.Module, parameter: Tensor) -> ParallelKind:
-    """How ``parameter`` of ``module`` is sharded: as Megatron marked it, or else by its module class."""
+    """Return how ``parameter`` of ``module`` is sharded: by Megatron's attributes, or else by its module class."""
     if getattr(parameter, "tensor_model_parallel", False):
         return "row" if cast(Any, parameter).partition_dim == 1 else "column"
     for cls in type(module).__mro__:
         kind = _MODULE_KINDS.get(cls.__name__)
         if kind is not None:
-            # a normalization weight fused into a column-parallel linear is whole on every rank
+            # every rank has the full weight of a norm that is fused into a column-parallel layer
             is_norm = parameter is getattr(module, "layer_norm_weight", None) or parameter is getattr(
                 module, "layer_norm_bias", None
             )

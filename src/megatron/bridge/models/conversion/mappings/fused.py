@@ -20,8 +20,8 @@ from megatron.bridge.models.conversion.mappings.base import (
 class QKVMapping(MegatronParamMapping):
     """Separate query, key and value projections, interleaved by key-value group in Megatron.
 
-    Megatron's rows are, for each group: the queries of its heads, its key, its value; [heads per group + 2 rows
-    of ``kv_channels``] x groups. Weights and biases alike. A layer may lack the value, or key and value.
+    For each group, Megatron stores the rows of its queries, its key and its value; [heads per group + 2 rows of
+    ``kv_channels``] x groups. Biases have the same order. A layer may lack the value, or key and value.
     """
 
     kind = "column"
@@ -38,10 +38,10 @@ class QKVMapping(MegatronParamMapping):
 
 
 class GatedQKVMapping(QKVMapping):
-    """The same if the query projection also computes gates on the output of attention.
+    """Like ``QKVMapping``, with a query projection that also computes gates for the output of attention.
 
-    Hugging Face stores each head's query above its gate; Megatron stores, for each group: the queries of its heads,
-    their gates, its key, its value.
+    Hugging Face stores each head's query before its gate. Megatron stores for each group the queries of its heads,
+    their gates, its key, and its value.
     """
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
@@ -57,7 +57,7 @@ class GatedQKVMapping(QKVMapping):
 
 
 class SeparatelyGatedQKVMapping(MegatronParamMapping):
-    """The same if the gates on the output of attention have a separate projection."""
+    """Like ``GatedQKVMapping``, with a separate projection for the gates of attention's output."""
 
     kind = "column"
 
@@ -65,7 +65,7 @@ class SeparatelyGatedQKVMapping(MegatronParamMapping):
         super().__init__(megatron_param, {"q": q, "gate": gate, "k": k, "v": v})
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Group after group: the queries of its heads, their gates, its key, its value."""
+        """Yield for each group the queries of its heads, their gates, its key, and its value."""
         names = cast(dict[str, str], self.hf_param)
         heads = AttentionHeads.of(shard.config)
         each = heads.queries // heads.groups * heads.width
@@ -89,7 +89,7 @@ class ConcatenatedQKVMapping(MegatronParamMapping):
 
 
 class GroupedQKVMapping(MegatronParamMapping):
-    """One Hugging Face tensor in Megatron's own order: for each group its queries, its key, its value."""
+    """One Hugging Face tensor in Megatron's order: for each group its queries, its key, its value."""
 
     kind = "column"
 
@@ -114,7 +114,7 @@ class KVMapping(MegatronParamMapping):
 
 
 class GatedMLPMapping(MegatronParamMapping):
-    """Separate gate and up projections; Megatron's shard holds its part of the gate above its part of up."""
+    """Separate gate and up projections; each Megatron shard stores its rows of gate before its rows of up."""
 
     kind = "column"
 
@@ -122,7 +122,7 @@ class GatedMLPMapping(MegatronParamMapping):
         super().__init__(megatron_param, {"gate": gate, "up": up})
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Gate and up of the first rank, then of the second, and so on."""
+        """Yield gate and up of the first rank, then of the second, and so on."""
         names = cast(dict[str, str], self.hf_param)
         half = shard.local // 2
         for rank in range(shard.parts):
@@ -131,7 +131,7 @@ class GatedMLPMapping(MegatronParamMapping):
 
 
 class ConcatenatedGatedMLPMapping(MegatronParamMapping):
-    """One Hugging Face tensor with the gate's rows above those of up."""
+    """One Hugging Face tensor with the rows of gate before the rows of up."""
 
     kind = "column"
 
@@ -144,7 +144,7 @@ class ConcatenatedGatedMLPMapping(MegatronParamMapping):
 
 
 class InterleavedGatedMLPMapping(MegatronParamMapping):
-    """One Hugging Face tensor in which rows of the gate and of up alternate."""
+    """One Hugging Face tensor with alternating rows of gate and up."""
 
     kind = "column"
 
@@ -157,7 +157,7 @@ class InterleavedGatedMLPMapping(MegatronParamMapping):
 
 
 class SwappedInputMapping(AutoMapping):
-    """A linear layer whose input has its two halves in the opposite order in Hugging Face."""
+    """A linear layer for which Hugging Face swaps the two halves of the input."""
 
     keeps_shapes = True
 
@@ -173,7 +173,7 @@ def _swapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _grouped(heads: AttentionHeads, roles: str, starts: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """(role, row, rows) in Megatron's order: group after group, ``roles`` within a group."""
+    """Yield (role, row, rows) in Megatron's order: group by group, in the order of ``roles`` within a group."""
     rows = {role: heads.width * (heads.queries // heads.groups if role == "q" else 1) for role in roles}
     for group in range(heads.groups):
         for role in roles:
@@ -195,7 +195,7 @@ def _split(config: Any, roles: str, fused: Tensor) -> tuple[Tensor, ...]:
 
 
 def merge_qkv_weights(config: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Interleave queries, keys and values by group: [(heads + 2 groups) * kv_channels, hidden], biases alike."""
+    """Interleave queries, keys and values by group: [(heads + 2 groups) * kv_channels, hidden]; also for biases."""
     return _merge(config, "qkv", {"q": q, "k": k, "v": v})
 
 

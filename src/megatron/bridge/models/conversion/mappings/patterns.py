@@ -9,7 +9,7 @@ _WILDCARD = re.compile(r"\*\*|\*")
 
 @cache
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression of ``pattern``; one group per wildcard.
+    """Return the regular expression of ``pattern`` with one group per wildcard.
 
     Example:
         >>> compiled("layers.*.mlp.weight*").fullmatch("layers.3.mlp.weight12").groups()
@@ -21,18 +21,18 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def is_concrete(pattern: str) -> bool:
-    """Whether ``pattern`` has no wildcard."""
+    """Return whether ``pattern`` has no wildcard."""
     return "*" not in pattern
 
 
 def match(pattern: str, name: str) -> tuple[str, ...] | None:
-    """What the wildcards of ``pattern`` stand for in ``name``, or None if it does not match."""
+    """Return the text of each wildcard of ``pattern`` in ``name``, or None if ``name`` does not match."""
     found = compiled(pattern).fullmatch(name)
     return found.groups() if found else None
 
 
 def substitute(pattern: str, captures: tuple[str, ...]) -> str:
-    """Replace the wildcards of ``pattern``, in order, by ``captures``; surplus captures are left over.
+    """Replace the wildcards of ``pattern`` by ``captures`` in order; additional captures are ignored.
 
     Example:
         >>> substitute("model.layers.*.mlp", ("3",))

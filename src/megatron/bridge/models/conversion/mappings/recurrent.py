@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mappings of recurrent layers: Mamba-2 mixers, gated delta nets, and zero-centered norms.
 
-These layers project to several kinds of features at once. Megatron shards each kind over the tensor-parallel ranks and
-concatenates a rank's parts; Hugging Face concatenates the whole kinds, or groups them by head.
+These layers have projections to several kinds of features. Megatron shards each kind over the tensor-parallel ranks
+and concatenates a rank's shards; Hugging Face concatenates the full kinds, or groups them by head.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ from megatron.bridge.models.conversion.mappings.base import (
 
 
 class SegmentedMapping(MegatronParamMapping):
-    """One tensor of several row segments, each sharded separately; subclasses give their lengths."""
+    """One tensor with several row segments that are sharded separately; subclasses define their lengths."""
 
     kind = "column"
 
     def segments(self, config: Any) -> tuple[int, ...]:
-        """Rows of each segment over all ranks, in order."""
+        """Return the rows of each segment over all ranks, in order."""
         raise TypeError(f"{type(self).__name__} is abstract: {config} has no segments")
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Every segment's part of the first rank, then of the second, and so on."""
+        """Yield the first rank's part of every segment, then the second rank's, and so on."""
         assert isinstance(self.hf_param, str)
         lengths = self.segments(shard.config)
         starts = accumulate(lengths, initial=0)
@@ -41,51 +41,51 @@ class SegmentedMapping(MegatronParamMapping):
 
 
 class MambaInProjMapping(SegmentedMapping):
-    """The input projection of a Mamba-2 mixer, weight [2 inner + 2 groups x state + heads, hidden]."""
+    """Input projection of a Mamba-2 mixer, weight [2 inner + 2 groups x state + heads, hidden]."""
 
     def segments(self, config: Any) -> tuple[int, ...]:
-        """Rows of z, x, B, C and dt."""
+        """Return the rows of z, x, B, C and dt."""
         heads, inner, states = _mamba_sizes(config)
         return inner, inner, states, states, heads
 
 
 class MambaConv1dMapping(SegmentedMapping):
-    """A Mamba-2 mixer's convolution, weight or bias, over inputs, B and C; [inner + 2 groups x state, ...]."""
+    """Convolution of a Mamba-2 mixer (weight or bias) over inputs, B and C; [inner + 2 groups x state, ...]."""
 
     def segments(self, config: Any) -> tuple[int, ...]:
-        """Rows of x, B and C."""
+        """Return the rows of x, B and C."""
         _, inner, states = _mamba_sizes(config)
         return inner, states, states
 
 
 def _mamba_sizes(config: Any) -> tuple[int, int, int]:
-    """Number of heads, their total width, and rows of B (or C); by default, the heads fill twice the hidden size."""
+    """Return number of heads, their total width (default: twice the hidden size), and rows of B (or C)."""
     heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
     return heads, heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
 
 
 class GDNConv1dMapping(SegmentedMapping):
-    """A gated delta net's convolution over queries, keys and values; [2 key features + value features, ...]."""
+    """Convolution of a gated delta net over queries, keys and values; [2 key features + value features, ...]."""
 
     def segments(self, config: Any) -> tuple[int, ...]:
-        """Rows of q, k and v."""
+        """Return the rows of q, k and v."""
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
 
 
 class ShortConvMapping(SegmentedMapping):
-    """The input projection of a gated short convolution: two gates and the input; [3 hidden, hidden]."""
+    """Input projection of a gated short convolution: two gates and the input; [3 hidden, hidden]."""
 
     def segments(self, config: Any) -> tuple[int, ...]:
         return (config.hidden_size,) * 3
 
 
 class GDNLinearMapping(MegatronParamMapping):
-    """A gated delta net's input projection from Hugging Face's two, both grouped by key head.
+    """Input projection of a gated delta net, from two Hugging Face tensors that are grouped by key head.
 
-    Hugging Face holds for each key head its query, key, values and output gates in ``qkvz``, its write strengths
-    (beta) and decays (alpha) in ``ba``. A Megatron rank holds its heads' queries, then keys, values, gates, betas
-    and alphas.
+    For each key head, Hugging Face stores query, key, values and output gates in ``qkvz``, and write strengths (beta)
+    and decays (alpha) in ``ba``. A Megatron rank stores the queries of its heads, then keys, values, gates, betas and
+    alphas.
     """
 
     kind = "column"
@@ -94,7 +94,7 @@ class GDNLinearMapping(MegatronParamMapping):
         super().__init__(megatron_param, {"qkvz": qkvz, "ba": ba})
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Kind after kind, head after head, of the first rank, then of the second, and so on."""
+        """Yield for the first rank each kind in order of heads, then for the second rank, and so on."""
         names = cast(dict[str, str], self.hf_param)
         config = shard.config
         ratio = config.linear_num_value_heads // config.linear_num_key_heads
@@ -111,7 +111,7 @@ class GDNLinearMapping(MegatronParamMapping):
 
 
 class SplitGDNLinearMapping(MegatronParamMapping):
-    """The same from four tensors, each ordered by head; ``qkv`` is ordered by kind."""
+    """The same from four Hugging Face tensors that are ordered by head; ``qkv`` is ordered by kind."""
 
     kind = "column"
 
@@ -119,7 +119,7 @@ class SplitGDNLinearMapping(MegatronParamMapping):
         super().__init__(megatron_param, {"qkv": qkv, "z": z, "b": b, "a": a})
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
-        """Kind after kind of the first rank, then of the second, and so on."""
+        """Yield each kind for the first rank, then for the second, and so on."""
         names, config = cast(dict[str, str], self.hf_param), shard.config
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         heads = config.linear_num_value_heads
@@ -132,21 +132,21 @@ class SplitGDNLinearMapping(MegatronParamMapping):
 
 
 class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
-    """A gain that Megatron stores minus one (``zero_centered_gamma``).
+    """A norm weight that Megatron stores minus one (``zero_centered_gamma``).
 
-    Computed in float32. In half precision the difference is rounded, so the last bits of a gain may change: prefer a
-    Megatron norm of the same kind as Hugging Face's.
+    The subtraction uses float32, but half precision rounds the result, so the last bits of a weight may change: prefer
+    a Megatron norm of the same kind as Hugging Face's.
     """
 
     keeps_shapes = True
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
-        """The gain minus one."""
+        """Return the weight minus one."""
         (weight,) = self._by_name(hf_weights).values()
         return (weight.float() - 1.0).to(weight.dtype)
 
     def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
-        """The gain itself; nothing on the stages that do not own it."""
+        """Return the weight itself, or nothing on stages that do not own it."""
         if megatron_weights is None:
             return {}
         return {self.hf_names[0]: (megatron_weights.float() + 1.0).to(megatron_weights.dtype)}
