@@ -172,7 +172,7 @@ MATRICES = {
 )
 def test_a_run_goes_on_under_every_other_layout(request, tmp_path, matrix, source):
     pool = request.getfixturevalue("four_workers" if matrix == "of four" else "two_workers")
-    layouts = MATRICES[matrix]
+    layouts = {name: {**layout, "train": {"micro_batch_size": 1}} for name, layout in MATRICES[matrix].items()}
     saving = {**layouts[source], "checkpoint": {"save_interval": 3}}
     undisturbed = pool.run(run_to, tmp_path / "run", STEPS, saving)
     paths.remove(tmp_path / "run", STEPS)
