@@ -59,8 +59,8 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_gather", "a2a"])
-def test_memory_grows_with_the_length_and_not_with_its_square(two_workers, folder, kind):
-    two_workers.close()  # new processes: those of earlier tests hold memory that would be taken again
+def test_memory_grows_with_the_length_and_not_with_its_square(processes, two_workers, folder, kind):
+    processes.close()  # new processes: those of earlier tests hold memory that would be taken again
     found = two_workers.run(train, folder, {"context_parallel_size": 2, "cp_comm_type": kind}, timeout=540)
     mask = TOKENS * TOKENS // 2  # one byte for each query of a rank and each key
     for losses, taken in found:
