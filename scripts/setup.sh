@@ -39,17 +39,17 @@ make_environment() {
 }
 
 # Show uv's progress only on a terminal; in a log it would be one line for each of 150 packages.
-# Bytecode is compiled now: images often set PYTHONDONTWRITEBYTECODE, and each process then compiles what it imports,
-# half of the 6 seconds that a command takes to start.
+# The largest packages are compiled now: images often set PYTHONDONTWRITEBYTECODE, and each process then compiles what
+# it imports, half of the 6 seconds that a command takes to start.
 install_packages() {
     local quiet=--quiet
     if [ -t 2 ]; then quiet=; fi
     echo "setup: installing the packages of $lock (about 5 GB on disk the first time)"
-    scripts/uv.sh pip sync $quiet --compile-bytecode --python "$venv/bin/python" --require-hashes "$lock" ||
+    scripts/uv.sh pip sync $quiet --python "$venv/bin/python" --require-hashes "$lock" ||
         fail "the packages of $lock could not be installed: fix the cause in uv's message above, then run this again"
     scripts/uv.sh pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . ||
         fail "this package could not be installed into $venv: fix the cause in uv's message above, then run this again"
-    "$venv/bin/python" -m compileall -q -j 0 src
+    "$venv/bin/python" -m compileall -q -j 0 src "$venv"/lib/python3.12/site-packages/{megatron,numpy,sympy,torch}
 }
 
 # What the environment was made from, including the path, which an editable install and the scripts in bin/ contain.
