@@ -4,6 +4,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_half_precision_is_judged_by_what_it_does_to_transformers(tmp_path, monk
         assert main(["verify", str(hf), megatron]) == 1
     assert "differs" not in printed.get()
     assert "NOT the same model" in printed.get()
+
+
+def test_a_router_that_rounds_to_another_expert_is_judged_in_float32(tmp_path, monkeypatch):
+    """In half precision such a token differs by more than rounding does to the others."""
+    monkeypatch.setattr(logits, "judged", lambda *_: (None, SimpleNamespace(relative=0.5), 0.1))
+    hf, megatron = tmp_path / "hf", str(tmp_path / "megatron")
+    make_llama(hf, num_hidden_layers=2, dtype=torch.bfloat16)
+    assert main(["convert", "--hf-model", str(hf), "--megatron-path", megatron]) == 0
+    assert main(["verify", str(hf), megatron, "--certificate", str(tmp_path / "c.json")]) == 0
+    assert json.loads((tmp_path / "c.json").read_text())["logits"]["largest"] < 1e-4
 
 
 def test_one_other_bit_is_named(places, tmp_path):

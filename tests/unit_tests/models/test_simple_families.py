@@ -68,6 +68,17 @@ def test_a_window_that_is_switched_on_or_off_is_exported():
         assert changed == {key: width, "use_sliding_window": width is not None}
 
 
+def test_the_width_of_experts_is_exported_where_no_layer_is_dense():
+    config = transformers.MixtralConfig(**ROWS["mixtral"].config, architectures=["MixtralForCausalLM"])
+    bridge = AutoBridge.from_hf_config(config)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.ffn_hidden_size += 8
+    assert bridge._bridge.changed_config(provider, config.to_dict()) == {}
+    provider.moe_ffn_hidden_size += 16
+    width = provider.moe_ffn_hidden_size
+    assert bridge._bridge.changed_config(provider, config.to_dict()) == {"intermediate_size": width}
+
+
 def test_experts_with_biases_are_whole_unless_a_user_cuts_them_which_is_refused():
     provider = provider_of("gpt_oss")
     provider.tensor_model_parallel_size, provider.sequence_parallel = 2, True

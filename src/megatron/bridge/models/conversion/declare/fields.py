@@ -205,13 +205,17 @@ def write_all(fields: Iterable[Field], provider: Any) -> dict[str, Any]:
     return {key: value for key, value in written.items() if value is not ABSENT}
 
 
-def changed_keys(fields: Iterable[Field], provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new values for the keys whose values in ``config`` differ from ``provider``."""
+def changed_keys(fields: Sequence[Field], provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return new values for the keys whose values in ``config`` differ from ``provider``.
+
+    The last field of a key writes it: ``intermediate_size`` is the width of experts where all layers have them.
+    """
     changed: dict[str, Any] = {}
+    writers = {field.hf: field for field in fields}
     for field in fields:
         meant = field.read(config)
         if any(getattr(provider, name) != value for name, value in meant.items()):
-            value = field.write(provider)
+            value = writers[field.hf].write(provider)
             if value != config.get(field.hf):
                 changed[field.hf] = value
     return changed
