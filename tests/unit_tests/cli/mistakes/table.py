@@ -341,4 +341,67 @@ FILES = [
     ),
 ]
 
-MISTAKES = [*NAMES, *KEYS, *LAYOUTS, *VALUES, *FILES]
+LLAMA = "{tmp}/llama"
+NO_MODEL = ("/none does not exist", "or a hub id")
+NO_CHECKPOINT = ("checkpoint /none does not exist",)
+UNPUBLISHED = ("void holds no latest_checkpointed_iteration.txt",)
+COMMANDS = [
+    Mistake(f"{' '.join(words[:2])}: {name}", words, said)
+    for name, words, said in (
+        ("no model", ["generate", "/none", "--prompt", "hi"], NO_MODEL),
+        ("an empty folder", ["generate", "{tmp}/void", "--prompt", "hi"], UNPUBLISHED),
+        ("no prompt", ["generate", LLAMA], ("--prompts", "--prompt")),
+        ("prompts without answers", ["generate", LLAMA, "--prompts", "/none.jsonl"], ("--out",)),
+        ("no temperature", ["generate", LLAMA, "--prompt", "hi", "--temperature", "nan"], ("--temperature=nan",)),
+        ("words for a number", ["generate", LLAMA, "--prompt", "hi", "--top-k", "few"], ("--top-k", "'few'")),
+        ("more than all tokens", ["generate", LLAMA, "--prompt", "hi", "--top-p", "2"], ("=2.0", "at most 1")),
+        ("memory in words", ["generate", LLAMA, "--prompt", "hi", "--kv-memory", "lots"], ("lots", "4GB")),
+        ("no adapter", ["generate", LLAMA, "--prompt", "hi", "--adapter", "/none"], NO_CHECKPOINT),
+        ("no model", ["chat", "/none"], NO_MODEL),
+        ("no template", ["chat", LLAMA, "--template", "/none"], ("--template /none cannot be read",)),
+        ("no model", ["convert", "--hf-model", "/none", "--megatron-path", "{tmp}/new"], NO_MODEL),
+        ("no config", ["convert", "--hf-model", "{tmp}/void", "--megatron-path", "{tmp}/new"], ("no config.json",)),
+        ("no target", ["convert", "--hf-model", LLAMA], ("--megatron-path",)),
+        (
+            "another framework's type",
+            ["convert", "--hf-model", LLAMA, "--megatron-path", "{tmp}/new", "--dtype", "bf16"],
+            ("'bf16'", "bfloat16"),
+        ),
+        (
+            "more ranks than processes",
+            ["convert", "--hf-model", LLAMA, "--megatron-path", "{tmp}/new", "--tp", "3"],
+            ("--tp 3", "torchrun --nproc-per-node 3"),
+        ),
+        ("no checkpoint", ["export", "--megatron-path", "/none", "--hf-path", "{tmp}/new"], NO_CHECKPOINT),
+        (
+            "a model for a checkpoint",
+            ["export", "--megatron-path", "{tmp}/void", "--hf-path", "{tmp}/new"],
+            UNPUBLISHED,
+        ),
+        ("no model", ["plan", "--hf-model", "/none"], NO_MODEL),
+        ("no path", ["inspect", "/none"], ("/none does not exist",)),
+        ("no checkpoint", ["inspect", "{tmp}/void"], ("void is not a checkpoint", "config.json")),
+        ("no model", ["verify", "/none", "/none"], NO_MODEL),
+        ("no checkpoint", ["verify", LLAMA, "/none"], NO_CHECKPOINT),
+        ("no run", ["checkpoint", "list", "/none"], ("/none is not a folder",)),
+        ("no checkpoint", ["checkpoint", "inspect", "/none"], NO_CHECKPOINT),
+        ("an empty folder", ["checkpoint", "verify", "{tmp}/void"], UNPUBLISHED),
+        ("an empty folder", ["checkpoint", "diff", "{tmp}/void", "/none"], UNPUBLISHED),
+        ("no checkpoint", ["checkpoint", "convert", "/none", "{tmp}/new"], NO_CHECKPOINT),
+        ("nothing to merge", ["adapter", "merge"], ("--adapter", "--hf-path")),
+        ("no tokenizer", ["data", "preprocess", "--input", "/none"], ("--output-prefix", "--tokenizer-model")),
+        ("no file", ["from-megatron-lm", "/none"], ("/none is neither a command line nor a file",)),
+        ("no argument", ["from-megatron-lm", "pretrain_gpt.py --nope 3"], ("--nope",)),
+        ("no file", ["from-trainer", "/none"], ("/none cannot be read",)),
+        ("no run", ["watch", "/none"], ("/none cannot be read", "logger.log_dir")),
+        ("no metrics", ["plot", "{tmp}/void"], ("void/metrics.jsonl cannot be read",)),
+        ("no config", ["port", "/none"], NO_MODEL),
+        ("misspelt recipe", ["tune", "--recipe", "lama32_1b_pretrain_config"], ("did you mean llama32_1b",)),
+        ("no GPUs", ["tune", *PRETRAIN[1:], "--gpus", "0"], ("--gpus", "from 1 to")),
+        ("no dimension", ["tune", *PRETRAIN[1:], "--fixed", "tp=3"], ("--fixed tp=3", "tensor")),
+        ("no budget", ["tune", *PRETRAIN[1:], "--budget", "x"], ("--budget x", "memory=")),
+        ("no such GPU", ["tune", *PRETRAIN[1:], "--gpu", "H1000"], ("'H1000'", "did you mean H100")),
+    )
+]
+
+MISTAKES = [*NAMES, *KEYS, *LAYOUTS, *VALUES, *FILES, *COMMANDS]
