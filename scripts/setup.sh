@@ -49,7 +49,7 @@ install_packages() {
         fail "the packages of $lock could not be installed: fix the cause in uv's message above, then run this again"
     scripts/uv.sh pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . ||
         fail "this package could not be installed into $venv: fix the cause in uv's message above, then run this again"
-    "$venv/bin/python" -m compileall -q -j 0 src "$venv"/lib/python3.12/site-packages/{megatron,numpy,sympy,torch}
+    "$venv/bin/python" -W ignore -m compileall -q -j 0 src "$venv"/lib/python3.12/site-packages/{megatron,numpy,sympy,torch}
 }
 
 # What the environment was made from, including the path, which an editable install and the scripts in bin/ contain.
