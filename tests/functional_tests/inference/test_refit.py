@@ -150,7 +150,7 @@ def test_what_transformers_stores_otherwise_is_named(family_case):
     receiver = TransformersReceiver(harness.hf_model(case.row))
     with pytest.raises(UserError, match=r"lack model\.norm"):
         receiver.begin([info for info in infos if info.name != "model.norm.weight"])
-    with pytest.raises(UserError, match=r"besides"):
+    with pytest.raises(UserError, match=r"model\.extra\.weight"):
         receiver.begin([*infos, type(infos[0])("model.extra.weight", (3,), torch.float32)])
     receiver.begin(infos)
     with pytest.raises(UserError, match=r"ended before"):
