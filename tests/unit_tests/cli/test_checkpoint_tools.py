@@ -4,7 +4,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.main import main
 from megatron.bridge.cli.support import logits
+from megatron.bridge.models.conversion.check import compare_logits
 from megatron.bridge.models.hf_pretrained.model_folder import RECORD
 from megatron.bridge.utils.console import console
 from tests.toy_models import make_llama
@@ -116,12 +116,22 @@ def test_half_precision_is_judged_by_what_it_does_to_transformers(tmp_path, monk
 
 def test_a_router_that_rounds_to_another_expert_is_judged_in_float32(tmp_path, monkeypatch):
     """In half precision such a token differs by more than rounding does to the others."""
-    monkeypatch.setattr(logits, "judged", lambda *_: (None, SimpleNamespace(relative=0.5), 0.1))
+    run, calls = compare_logits.run_megatron, []
+
+    def rounded(chunks, ids):
+        outputs = run(chunks, ids)
+        if not calls:
+            outputs.logits[0, 1] += 1
+        calls.append(outputs)
+        return outputs
+
+    monkeypatch.setattr(compare_logits, "run_megatron", rounded)
     hf, megatron = tmp_path / "hf", str(tmp_path / "megatron")
     make_llama(hf, num_hidden_layers=2, dtype=torch.bfloat16)
     assert main(["convert", "--hf-model", str(hf), "--megatron-path", megatron]) == 0
     assert main(["verify", str(hf), megatron, "--certificate", str(tmp_path / "c.json")]) == 0
     assert json.loads((tmp_path / "c.json").read_text())["logits"]["largest"] < 1e-4
+    assert len(calls) == 2
 
 
 def test_one_other_bit_is_named(places, tmp_path):

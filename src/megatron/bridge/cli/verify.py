@@ -3,6 +3,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,23 +50,21 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     from megatron.bridge.models.conversion.mappings import patterns
     from megatron.bridge.utils import console
 
+    def load(**options: Any) -> list[Any]:
+        return bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **options)
+
     model = None
     if args.skip_logits:
         weights = bridge.export_stored_weights(args.megatron_path, mp_overrides=sizes)
     else:
-        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False)
+        model = load()
         weights = bridge.export_hf_weights(model, cpu=True, show_progress=False)
     source = bridge.hf_pretrained.state
     compared = console.track(weights, "Comparing", total=len(source), show=not args.no_progress)
     proofs, missing = prove(compared, source)
     expected = bridge.not_converted(stored_provider.read_for_layout(args.megatron_path, sizes))
     missing = tuple(name for name in missing if not any(patterns.match(it, name) is not None for it in expected))
-    compared, tolerance = (None, 0.0) if model is None else _logits(bridge, model)
-    if compared is not None and compared.relative > tolerance:
-        # rounding to half precision can change which expert a router chooses
-        options = {"wrap_with_ddp": False, "bf16": False, "fp16": False}
-        exact = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, **options)
-        compared, tolerance = _logits(bridge, exact, "float32")
+    compared, tolerance = (None, 0.0) if model is None else _logits(bridge, model, lambda: load(bf16=False, fp16=False))
     return Certificate(
         hf_model=args.hf_model,
         megatron=str(args.megatron_path),
@@ -76,20 +75,17 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     )
 
 
-def _logits(bridge: Any, model: list[Any], dtype: str | None = None) -> "tuple[LogitComparison, float]":
-    """Compare the logits in ``dtype``, or in the model's own."""
-    import torch
-
+def _logits(bridge: Any, model: list[Any], in_float32: Callable[[], list[Any]]) -> "tuple[LogitComparison, float]":
     from megatron.bridge.models.conversion.check import compare_logits
 
     ids, _ = logits.tokens(bridge, None)
-    for chunk in model:
-        chunk.eval()
-    found = compare_logits.run_megatron(model, ids)
-    if dtype is None:
-        return logits.judged(bridge, ids, found)[1:]
-    reference = logits.reference_activations(bridge, ids, getattr(torch, dtype))
-    return compare_logits.compare(reference, found), logits.TOLERANCES[dtype]
+
+    def outputs(chunks: list[Any]) -> Any:
+        for chunk in chunks:
+            chunk.eval()
+        return compare_logits.run_megatron(chunks, ids)
+
+    return logits.judged(bridge, ids, outputs(model), in_float32=lambda: outputs(in_float32()))[1:]
 
 
 def _report(certificate: "Certificate") -> None:

@@ -101,20 +101,16 @@ class _Source:
 
     @classmethod
     def of(cls, path: str | Path, sizes: Mapping[str, Any], trust_remote_code: bool) -> "_Source":
-        if _is_megatron(path):
+        if hub.is_megatron(path):
             provider = stored_provider.read_for_layout(path, sizes)
             return cls(None, provider, model_io.tokenizer_dir(path), stored_provider.load_hook(path))
         bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
         return cls(bridge, bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None)
 
 
-def _is_megatron(path: str | Path) -> bool:
-    return Path(path).is_dir() and not hub.is_hf_model(path)
-
-
 def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, str | Path | None, str | Path | None]:
     """Return the paths of model, adapter and run for a path that may be a checkpoint of adapters."""
-    if not _is_megatron(path):
+    if not hub.is_megatron(path):
         return path, adapter, None
     _, base = saved_base(path)
     if base is None:

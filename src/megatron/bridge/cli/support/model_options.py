@@ -4,7 +4,6 @@
 import argparse
 from dataclasses import fields
 from math import lcm, prod
-from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint import paths
@@ -82,14 +81,13 @@ _SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context"
 
 def check_model(model: str) -> None:
     """Refuse a model that is not there, before anything slow is imported."""
-    if Path(model).is_dir() and not hub.is_hf_model(model):
+    if hub.is_megatron(model):
         paths.resolve(model)
     else:
         hub.local_folder(model)
 
 
 def load(args: argparse.Namespace, **options: Any) -> Any:
-    check_model(args.model)
     from megatron.bridge.inference.llm import LLM
 
     return LLM(args.model, **llm_options(args), **options)

@@ -32,6 +32,11 @@ def is_hf_model(path: str | Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
+def is_megatron(path: str | Path) -> bool:
+    """Return whether ``path`` is a directory of another format, which can only be a Megatron checkpoint."""
+    return Path(path).is_dir() and not is_hf_model(path)
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
