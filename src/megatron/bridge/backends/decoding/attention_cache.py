@@ -5,6 +5,7 @@ A request owns consecutive rows of the cache (its extent), so its keys are a vie
 runs per request: the result does not depend on the other requests of the step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan, looking_ahead
 from megatron.bridge.backends.decoding.step import Span, Step
+from megatron.bridge.backends.kernels import decode_attention
+
+_New = tuple[Tensor, Tensor, Tensor]  # queries [rows, h, d], keys [rows, g, d], values [rows, g, dv]
 
 
 class AttentionCache:
@@ -44,8 +48,17 @@ class AttentionCache:
 
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Store new keys and values [rows, 1, g, d], and return attention [rows, 1, h * dv], zeros for padding."""
-        self.store(key[:, 0], value[:, 0])
-        return self.read(core, query)
+        new = query[:, 0], key[:, 0], value[:, 0]
+        out = query.new_zeros(len(query), query.size(2), self.values.size(2))
+        masks = core.masks or [span.ahead for span in self.step.spans]
+        if self.attends_at_once(core) and all(mask is None for mask in masks):
+            self.store(*new[1:])
+            form = self.step.extents, _window(core), core.scale, core.softmax_offset
+            tokens = self.step.tokens
+            out[:tokens] = flash_attention.attend_extents(new[0][:tokens], self.keys, self.values, *form)
+        else:
+            self._attend_spans(core, new, masks, out)
+        return out.flatten(1).unsqueeze(1)
 
     def store(self, key: Tensor, value: Tensor) -> None:
         """Store keys [rows, g, d] and values [rows, g, dv] at the places of the step."""
@@ -53,37 +66,37 @@ class AttentionCache:
         self.keys.index_copy_(0, self.step.places, key[:tokens])
         self.values.index_copy_(0, self.step.places, value[:tokens])
 
-    def read(self, core: Any, query: Tensor) -> Tensor:
-        """Compute attention [rows, 1, h * dv] of queries [rows, 1, h, d] whose keys are stored."""
-        tokens, spans = self.step.tokens, self.step.spans
-        padding = query.new_zeros(query.size(0) - tokens, query.size(2), self.values.size(2))
-        masks = core.masks or [span.ahead for span in spans]
-        plain = all(mask is None for mask in masks)
-        if plain and self.attends_at_once(core):
-            form = self.step.extents, _window(core), core.scale, core.softmax_offset
-            found = [flash_attention.attend_extents(query[:tokens, 0], self.keys, self.values, *form)]
-        elif plain and self.keys.shape == self.values.shape and _is_softmax(core) and tokens == len(spans):
-            found = self._read_single_tokens(core, query[:tokens])
-        else:
-            found = [self._read(core, query, span, mask) for span, mask in zip(spans, masks, strict=True)]
-        return torch.cat((*found, padding)).flatten(1).unsqueeze(1)
+    def _attend_spans(self, core: Any, new: "_New", masks: Sequence[Tensor | None], out: Tensor) -> None:
+        """Attend to the keys of each text, in one call for all texts that have one new token."""
+        single, others, compiles = [], [], self._compiles(core)
+        for span, mask in zip(self.step.spans, masks, strict=True):
+            if compiles and span.count == 1 and _sees_all(mask):
+                single.append(span)
+            else:
+                others.append((span, mask))
+        if others:
+            self.store(*new[1:])
+        if single:
+            self._attend_single(core, new, single, out)
+        for span, mask in others:
+            seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
+            rows = slice(span.row, span.row + span.count)
+            out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
 
-    def _read_single_tokens(self, core: Any, query: Tensor) -> list[Tensor]:
-        """Compute attention [1, h, d] of one token of a text, with fewer views than ``_attend``."""
-        groups, width = self.keys.shape[1:]
-        rows = query.reshape(len(query), groups, 1, -1, width).unbind()
-        strides, found = (width, width, groups * width, 1), []
-        for span, row in zip(self.step.spans, rows, strict=True):
-            low = core.first_key(span.start)
-            size, start = (groups, 1, span.start + 1 - low, width), (span.extent + low) * groups * width
-            k, v = self.keys.as_strided(size, strides, start), self.values.as_strided(size, strides, start)
-            found.append(_attend_one(row, k, v, core.scale))
-        return found
+    def _attend_single(self, core: Any, new: "_New", spans: Sequence[Span], out: Tensor) -> None:
+        """Store the new token of each span and attend to the keys that it sees."""
+        kind = type(self), core.chunk_size, core.window_size, tuple(span.row for span in spans)
+        if kind not in self.step.texts:
+            self.step.texts[kind] = torch.tensor([self._text(span, core.first_key(span.start)) for span in spans])
+        decode_attention.attend(new, (self.keys, self.values), self.step.texts[kind], core.scale, out)
 
-    def _read(self, core: Any, query: Tensor, span: Span, mask: Tensor | None) -> Tensor:
-        """Compute attention [count, h, dv] of one text."""
-        seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
-        return _attend(core, query[span.row : span.row + span.count], self.keys[seen], self.values[seen], mask)
+    def _text(self, span: Span, low: int) -> tuple[int, int, int, int]:
+        """Return a row of the table that ``decode_attention`` reads; ``low`` is the first position that is seen."""
+        return span.row, span.extent + span.start, span.extent + low, span.start + 1 - low
+
+    def _compiles(self, core: Any) -> bool:
+        """Return whether the compiled kernel attends to the keys of single tokens."""
+        return self.keys.shape == self.values.shape and _is_softmax(core) and decode_attention.can_attend(self.keys)
 
     def attends_at_once(self, core: Any) -> bool:
         """Return whether one kernel attends to the keys of all texts, if no token sees later ones."""
@@ -106,14 +119,26 @@ class WindowCache(AttentionCache):
     def copy(self, source: int, target: int, count: int) -> None:
         """Do nothing: a ring stays in its slot when the keys of other layers move."""
 
-    def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store and attend like the base class, but span by span, because a step may have several chunks of a text."""
-        out = query.new_zeros(query.size(0), query.size(2), self.values.size(2))
-        for span in self.step.spans:
+    def _attend_spans(self, core: Any, new: "_New", masks: Sequence[Tensor | None], out: Tensor) -> None:
+        """Store and attend span by span, because a step may have several chunks of a text."""
+        spans, compiles = self.step.spans, self._compiles(core)
+        if compiles and all(span.count == 1 for span in spans) and len({span.slot for span in spans}) == len(spans):
+            self._attend_single(core, new, spans, out)
+            return
+        for span in spans:
             rows = slice(span.row, span.row + span.count)
-            keys, values = self._seen(span, core.first_key(span.start), key[rows, 0], value[rows, 0])
-            out[rows] = _attend(core, query[rows], keys, values, span.ahead)
-        return out.flatten(1).unsqueeze(1)
+            if compiles and span.count == 1:
+                self._attend_single(core, new, [span], out)
+            else:
+                keys, values = self._seen(span, core.first_key(span.start), new[1][rows], new[2][rows])
+                out[rows] = _attend(core, new[0][rows], keys, values, span.ahead)
+
+    def _text(self, span: Span, low: int) -> tuple[int, int, int, int]:
+        first = span.slot * self._length
+        return span.row, first + span.start % self._length, first, span.start + 1 - low
+
+    def attends_at_once(self, core: Any) -> bool:
+        return False
 
     def _seen(self, span: Span, low: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values, and return all from position ``low`` on."""
@@ -167,8 +192,8 @@ class LatentCache(AttentionCache):
         weight = self._weight()[:, : self._key_width]
         return torch.bmm(query.transpose(0, 1), weight).transpose(0, 1)
 
-    def read(self, core: Any, query: Tensor) -> Tensor:
-        latents = super().read(core, query).view(query.size(0), self._heads, self.latent_width)
+    def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        latents = super().attend(core, query, key, value).view(len(query), self._heads, self.latent_width)
         weight = self._weight()[:, self._key_width :]
         return torch.bmm(latents.transpose(0, 1), weight.mT).transpose(0, 1).flatten(1).unsqueeze(1)
 
@@ -177,22 +202,21 @@ class LatentCache(AttentionCache):
 
 
 def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute [count, h, dv] of a text's last tokens [count, 1, h, d], which see the keys [s, g, d]."""
+    """Compute [count, h, dv] of a text's last tokens [count, h, d], which see the keys [s, g, d]."""
     count = len(query)
-    alone = count == 1 and (mask is None or mask.dtype != torch.bool)
-    if alone and _is_softmax(core) and keys.size(2) == values.size(2):
-        row = query.reshape(keys.size(1), 1, -1, keys.size(2))
+    if count == 1 and _sees_all(mask) and _is_softmax(core) and keys.size(2) == values.size(2):
+        row = query.reshape(keys.size(1), 1, -1, keys.size(2))  # groups are the batch: their heads are written together
         k, v = (tensor.transpose(0, 1).unsqueeze(1) for tensor in (keys, values))
-        return _attend_one(row, k, v, core.scale)
-    return _attend_many(core, query, keys, values, mask, QuerySpan(0, count, len(keys) - count, 0, len(keys)))
+        return F.scaled_dot_product_attention(row, k, v, scale=core.scale).reshape(1, -1, values.size(2))
+    mask, window = looking_ahead(mask, _window(core))
+    span = QuerySpan(0, count, len(keys) - count, 0, len(keys))
+    qkv = query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1)
+    return core._attend(qkv, mask, [span], window, core.softmax_offset)[:, 0]
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Compute [1, h, dv] of one query [g, 1, h / g, d], which sees all keys [g, 1, s, d].
-
-    Groups are the batch, because the kernel then writes their heads one after the other.
-    """
-    return F.scaled_dot_product_attention(query, keys, values, scale=scale).reshape(1, -1, values.size(-1))
+def _sees_all(mask: Tensor | None) -> bool:
+    """Return whether the last token of a text sees all keys: it has no boolean mask, and nothing comes later."""
+    return mask is None or mask.dtype != torch.bool
 
 
 def _is_softmax(core: Any) -> bool:
@@ -202,12 +226,3 @@ def _is_softmax(core: Any) -> bool:
 
 def _window(core: Any) -> AttentionWindow:
     return core._mask_window(core.attn_mask_type)
-
-
-def _attend_many(
-    core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, span: QuerySpan
-) -> Tensor:
-    """Compute [count, h, dv] of the last tokens of a text with the code for training."""
-    mask, window = looking_ahead(mask, _window(core))
-    sinks = core.softmax_offset
-    return core._attend((query, keys.unsqueeze(1), values.unsqueeze(1)), mask, [span], window, sinks)[:, 0]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class Step:
         positions = [span.start + index for span in spans for index in range(span.count)]
         self.positions = torch.tensor(positions + [0] * (self.rows - self.tokens), device=device)
         """Positions [rows]; 0 for padding."""
+        self.texts: dict[Any, Tensor] = {}
+        """Tables of places of keys, made once for all layers of a kind."""
 
     @cached_property
     def long_rows(self) -> Tensor:

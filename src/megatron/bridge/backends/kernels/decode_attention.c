@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention of one new token of each text to the cached keys and values of its text; see decode_attention.py.
+// It sums in float32. A text is computed alone, in the order of its keys, so its bits do not depend on other texts.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef BFLOAT16
+typedef uint16_t element;
+
+static inline float widen(element x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline element narrow(float x) {  // rounds to the nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+#else
+typedef float element;
+
+static inline float widen(element x) { return x; }
+static inline element narrow(float x) { return x; }
+#endif
+
+// The text's row in the step, the place of its new token in the caches, and the places of the keys that it sees.
+typedef struct { int64_t row, place, first, count; } Text;
+
+typedef struct { const element *query, *key, *value; element *keys, *values, *out; } Tensors;
+
+// Distances of rows of new keys and values, in elements; `heads` query heads share a group's key head.
+typedef struct { int64_t key_row, value_row, texts, groups, heads, width; float scale; } Shape;
+
+// exp(x) for x <= 0: 2^n by its bits, and the Taylor series of the rest, at most ln(2) / 2 in size.
+static inline float exponential(float x) {
+    x = x < -87 ? -87 : x;
+    float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float rest = 1 + r * (1 + r * (1.f / 2 + r * (1.f / 6 + r * (1.f / 24 + r * (1.f / 120 + r * (1.f / 720))))));
+    uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return rest * power;
+}
+
+static inline void softmax(float *scores, int64_t count) {
+    float largest = scores[0], total = 0;
+    for (int64_t j = 1; j < count; j++) largest = scores[j] > largest ? scores[j] : largest;
+    for (int64_t j = 0; j < count; j++) total += scores[j] = exponential(scores[j] - largest);
+    for (int64_t j = 0; j < count; j++) scores[j] /= total;
+}
+
+// One group of one text. The function is inlined, so that the compiler unrolls loops over a constant width.
+static inline __attribute__((always_inline)) void attend_group(
+    const element *query, const element *keys, const element *values, element *out, float *scratch, int64_t count,
+    int64_t row, int64_t heads, int64_t width, float scale) {
+    float *wide_query = scratch, *sums = wide_query + heads * width, *wide = sums + heads * width, *scores = wide + width;
+    for (int64_t i = 0; i < heads * width; i++) wide_query[i] = widen(query[i]) * scale, sums[i] = 0;
+    for (int64_t j = 0; j < count; j++) {
+        for (int64_t i = 0; i < width; i++) wide[i] = widen(keys[j * row + i]);
+        for (int64_t h = 0; h < heads; h++) {
+            float score = 0;
+            for (int64_t i = 0; i < width; i++) score += wide_query[h * width + i] * wide[i];
+            scores[h * count + j] = score;
+        }
+    }
+    for (int64_t h = 0; h < heads; h++) softmax(scores + h * count, count);
+    for (int64_t j = 0; j < count; j++) {
+        for (int64_t i = 0; i < width; i++) wide[i] = widen(values[j * row + i]);
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t i = 0; i < width; i++) sums[h * width + i] += scores[h * count + j] * wide[i];
+    }
+    for (int64_t i = 0; i < heads * width; i++) out[i] = narrow(sums[i]);
+}
+
+static int attend_text(const Tensors *all, const Shape *shape, const Text *text, int64_t group) {
+    const int64_t width = shape->width, heads = shape->heads, row = shape->groups * width, offset = group * width;
+    memcpy(all->keys + text->place * row + offset, all->key + text->row * shape->key_row + offset, width * sizeof(element));
+    memcpy(all->values + text->place * row + offset, all->value + text->row * shape->value_row + offset,
+           width * sizeof(element));
+    float *scratch = malloc(sizeof(float) * (2 * heads * width + width + heads * text->count));
+    if (!scratch) return 1;
+    const int64_t first_head = (text->row * shape->groups + group) * heads * width;
+    const element *query = all->query + first_head;
+    const element *keys = all->keys + text->first * row + offset, *values = all->values + text->first * row + offset;
+    element *out = all->out + first_head;
+#define ATTEND(width) attend_group(query, keys, values, out, scratch, text->count, row, heads, width, shape->scale)
+    if (width == 64) ATTEND(64);
+    else if (width == 128) ATTEND(128);
+    else ATTEND(width);
+    free(scratch);
+    return 0;
+}
+
+// Stores the new keys and values and computes `out`; returns 0, or 1 if memory is short.
+int attend(const Tensors *all, const Shape *shape, const Text *texts) {
+    int failed = 0;
+#pragma omp parallel for reduction(| : failed)
+    for (int64_t i = 0; i < shape->texts * shape->groups; i++)
+        failed |= attend_text(all, shape, texts + i / shape->groups, i % shape->groups);
+    return failed;
+}
