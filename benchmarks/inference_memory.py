@@ -2,9 +2,9 @@
 """Memory of generation beside weights and caches: ``python -m benchmarks.inference_memory --dtype bfloat16``.
 
 A model of SmolLM2-135M's shape with random weights answers ``--batch`` prompts; the caches are as small as these texts
-need, so that all of their pages are touched. What the process has of its own (USS: mapped files that others could
-share do not count) is compared before the model is loaded, and while it generates; the floor is the bytes of all
-weights and of the caches.
+need, so that all of their pages are touched. Anonymous memory of the process is compared before the model is loaded,
+and while it generates; pages of mapped files, which the kernel drops when memory is short, do not count. The floor is
+the bytes of all weights and of the caches.
 """
 
 import argparse
@@ -14,14 +14,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.inference import make_model, prompts
 
 
 def own_bytes() -> int:
-    return psutil.Process().memory_full_info().uss
+    """Bytes of anonymous memory, which is not backed by files."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return 1024 * int(line.split()[1])
 
 
 class Highest:

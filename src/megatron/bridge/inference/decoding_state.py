@@ -5,6 +5,7 @@ No layer is replaced by another implementation: each layer reads earlier tokens 
 log-probabilities equal those of training. Caches are attached explicitly and can be removed.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -121,11 +122,12 @@ class DecodingState:
         kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
         for chunk in self.bare:
             output = getattr(chunk, "output_layer", None)
-            if output is not None and output.weight is None:  # it uses the embedding's weight, which stays
+            if output is not None and output.weight is None:  # it uses the embedding's weight
                 weight = chunk.shared_embedding_or_output_weight()
                 kept.add(id(output))
                 if can_pack(weight):
                     _set_packed(changes, output, weight)
+                    changes.move_to_file(weight)
         for module in _modules(self.bare, _PARALLEL_LINEAR):
             if id(module) not in kept and can_pack(module.weight):
                 packed = _set_packed(changes, module, module.weight)
@@ -189,6 +191,19 @@ class _Changes(ExitStack):
         """Free the memory of a weight that is stored in packed format."""
         weight.data = weight.data.new_empty(0)
         self.callback(lambda: setattr(weight, "data", packed.unpacked()))
+
+    def move_to_file(self, weight: nn.Parameter) -> None:
+        """Map a weight from a temporary file, so that only rows that are looked up need memory."""
+        kept = weight.data
+        try:
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(kept.contiguous().view(torch.uint8).numpy())
+                file.flush()
+                mapped = torch.from_file(file.name, shared=True, size=kept.numel(), dtype=kept.dtype).view_as(kept)
+        except OSError:  # the disk is full
+            return
+        weight.data = mapped
+        self.callback(lambda: setattr(weight, "data", mapped.clone()))
 
 
 def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
