@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.utils import storage
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ def merge(args: argparse.Namespace) -> None:
     from megatron.bridge.models.conversion.engine import side_files
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
     from megatron.bridge.peft.lora import rounding_loss
-    from megatron.bridge.utils.console import console
 
     bridge, model = _adapted(args)
     known = side_files.history_of(model, merge=True)

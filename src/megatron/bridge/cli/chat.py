@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,6 @@ from megatron.bridge.utils.errors import UserError
 
 
 def run(args: argparse.Namespace) -> int:
-    import os
 
     from megatron.bridge.inference.requests import Sampling
 

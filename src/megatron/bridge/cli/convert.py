@@ -5,6 +5,7 @@ import argparse
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 
@@ -14,7 +15,6 @@ def run(args: argparse.Namespace) -> int:
     if hub.is_hf_model(args.megatron_path):
         raise UserError(f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder")
     from megatron.bridge import AutoBridge
-    from megatron.bridge.utils.console import console
 
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
     provider = bridge.to_megatron_provider(load_weights=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.bridge.cli.support import train_job
 from megatron.bridge.cli.support.parser import Parser, add_shared
 from megatron.bridge.cli.support.text_format import write_file
+from megatron.bridge.utils.console import console, ensure_width
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ def _run_preview(args: argparse.Namespace) -> int:
     from megatron.bridge.data.preview.collect import preview
     from megatron.bridge.data.preview.render import to_console, to_html
     from megatron.bridge.training.setup import build_data
-    from megatron.bridge.utils.console import console, ensure_width
 
     config, tokenizer, ranks = _resolved(args)
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, ranks)
@@ -46,7 +46,6 @@ def _run_prepare(args: argparse.Namespace) -> int:
     from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
     from megatron.bridge.data.finetuning.builder import prepare_split
     from megatron.bridge.training.config.resolve.data import tuning_parts
-    from megatron.bridge.utils.console import console
 
     config, tokenizer, _ = _resolved(args)
     parts = [part for part in tuning_parts(config.dataset) if isinstance(part, SFTDatasetConfig)]
@@ -83,7 +82,6 @@ def _as_training(args: argparse.Namespace) -> argparse.Namespace:
 
 def _run_preprocess(args: argparse.Namespace) -> int:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
-    from megatron.bridge.utils.console import console
 
     args.workers = (args.workers or os.cpu_count() or 1) * (args.partitions or 1)
     config = PreprocessConfig(**{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)})
@@ -98,7 +96,6 @@ def _run_preprocess(args: argparse.Namespace) -> int:
 
 def _run_shards(args: argparse.Namespace, config: "PreprocessConfig") -> int:
     from megatron.bridge.data.pretraining.shards import preprocess_shards
-    from megatron.bridge.utils.console import console
 
     sbatch = dict(word.removeprefix("--").partition("=")[::2] for word in args.sbatch or ())
     for part in _for_each_key(config, args.json_keys):

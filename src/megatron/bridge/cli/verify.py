@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import logits, model_options
 from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     from megatron.bridge.models.conversion.check.certificate import Certificate, prove
     from megatron.bridge.models.conversion.engine import stored_provider
     from megatron.bridge.models.conversion.mappings import patterns
-    from megatron.bridge.utils import console
 
     def load(**options: Any) -> list[Any]:
         return bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **options)
@@ -60,7 +60,7 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
         model = load()
         weights = bridge.export_hf_weights(model, cpu=True, show_progress=False)
     source = bridge.hf_pretrained.state
-    compared = console.track(weights, "Comparing", total=len(source), show=not args.no_progress)
+    compared = track(weights, "Comparing", total=len(source), show=not args.no_progress)
     proofs, missing = prove(compared, source)
     expected = bridge.not_converted(stored_provider.read_for_layout(args.megatron_path, sizes))
     missing = tuple(name for name in missing if not any(patterns.match(it, name) is not None for it in expected))
@@ -89,8 +89,6 @@ def _logits(bridge: Any, model: list[Any], in_float32: Callable[[], list[Any]]) 
 
 
 def _report(certificate: "Certificate") -> None:
-    from megatron.bridge.utils.console import console
-
     terminal = console()
     for what, names in (
         ("differs", certificate.different),

@@ -12,24 +12,22 @@ from html import escape
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError, did_you_mean
 from megatron.bridge.utils.run_status import RunStatus, read_status
 
-if TYPE_CHECKING:
-    from rich.console import Group
-
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.live import Live
-
     console = Console(highlight=False)
     status = read_status(args.run)
     metrics = _metrics(status, args.metric)
@@ -62,11 +60,7 @@ def _metrics(status: RunStatus, asked: list[str] | None) -> list[str]:
     return [name for name in (loss_curves.LOSS, loss_curves.THROUGHPUT) if name in known]
 
 
-def _view(status: RunStatus, metrics: list[str]) -> "Group":
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
+def _view(status: RunStatus, metrics: list[str]) -> Group:
     table = Table.grid(padding=(0, 2))
     for name, value in status.summary(datetime.now()).items():
         table.add_row(Text(name), Text(value, overflow="fold"))

@@ -18,7 +18,10 @@ from typing import Any
 
 from megatron.bridge.cli.rehearse import toy_config
 from megatron.bridge.cli.support.train_job import ADAPTERS, Job, forward_step
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import drop_mtp_layers
 from megatron.bridge.utils.config.serialize import copy_config
+from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError
 
 PLAN_FILE, CONFIG_FILE = "plan.json", "toy.yaml"
@@ -29,8 +32,6 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
 
     ``asked`` is the number of processes of the real job, if it was given.
     """
-    from megatron.bridge.utils.console import print_rank_0
-
     forward_step(step_func, job.config)
     if getattr(job.config, "distill", None) is not None:
         raise UserError(f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it")
@@ -66,8 +67,6 @@ def _toy_of(job: Job, world_size: int, steps: int) -> toy_config.Toy:
 
 def _remove_mtp(small: toy_config.Toy) -> None:
     """Remove multi-token prediction: transformers makes the toy base model, and its models do not have it."""
-    from megatron.bridge.models.gpt_provider import drop_mtp_layers
-
     model = small.config.model
     if not model.mtp_num_layers:
         return
@@ -89,8 +88,6 @@ def _process_count(count: int, dimensions: Any) -> str:
 
 def _write_plan(folder: Path, job: Job, small: toy_config.Toy, steps: int, step_func: str | None) -> bool:
     """Write the plan for the worker process; return whether it ends with an export."""
-    from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-
     hf_config = _without_out_of_range_tokens(AutoBridge.hf_config_of(small.config.model))
     mode = job.mode if small.config.peft is None else ADAPTERS[0]
     if mode != "pretrain":

@@ -14,17 +14,29 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.backends.cpu.messages import Message
+from megatron.bridge.backends.cpu.without_memory import Traffic, one_rank
+from megatron.bridge.checkpoint import model_io, saving
+from megatron.bridge.checkpoint.hashing_writer import gc_paused
 from megatron.bridge.cli.rehearse import step
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.cli.support.train_job import Job
+from megatron.bridge.data.samplers import MegatronPretrainingSampler
+from megatron.bridge.training import setup
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.batch_size import samples_of
+from megatron.bridge.training.config.resolve.precision import without_quantization
+from megatron.bridge.training.optim.optimizer import allocate_state
+from megatron.bridge.training.optim.optimizer_state import sharded_optimizer_state
+from megatron.bridge.training.setup import build_optimizer
 from megatron.bridge.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from megatron.bridge.backends.cpu.messages import Message
-    from megatron.bridge.backends.cpu.without_memory import Traffic
-    from megatron.bridge.training.config import ConfigContainer
 
 VOCAB_SIZE = 128 * 1024  # for a recipe whose vocabulary size comes from the tokenizer
 PLANS = 256  # plans that are merged, to estimate the time to merge those of all ranks
@@ -47,7 +59,7 @@ class Clock:
     """Measures the parts of a setup, one after another."""
 
     report: Callable[[Part], None]  # called after each part
-    traffic: "Traffic"
+    traffic: Traffic
 
     def measure[T](self, name: str, action: Callable[[], T], facts: Callable[[T], str]) -> T:
         """Run ``action``, report it as part ``name``, and return its result."""
@@ -82,10 +94,8 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     return 0
 
 
-def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
+def resolved_config(job: Job, world_size: int) -> ConfigContainer:
     """The config that the rank runs, without its data, weights and adapters."""
-    from megatron.bridge.training.config.resolve.precision import without_quantization
-
     config = job.resolve(world_size).config
     for name in ("peft", "distill", "dpo"):
         if getattr(config, name) is not None:
@@ -101,18 +111,13 @@ def resolved_config(job: Job, world_size: int) -> "ConfigContainer":
 
 
 def rehearse_parts(
-    config: "ConfigContainer", rank: int, world_size: int, report: Callable[[Part], None]
-) -> "list[Message]":
+    config: ConfigContainer, rank: int, world_size: int, report: Callable[[Part], None]
+) -> list[Message]:
     """Set up the rank and run a step, with a result of ``resolved_config``; ``report`` gets the cost of each part.
 
     Returns:
         The messages of the step, in order.
     """
-    from megatron.core import parallel_state
-
-    from megatron.bridge.backends.cpu.without_memory import one_rank
-    from megatron.bridge.training import setup
-
     with one_rank(rank, world_size) as traffic:
         clock = Clock(report, traffic)
         try:
@@ -129,9 +134,6 @@ def rehearse_parts(
 
 
 def _place() -> str:
-    from megatron.core import parallel_state
-    from torch.distributed import distributed_c10d
-
     ranks = {
         "tensor": parallel_state.get_tensor_model_parallel_rank(),
         "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
@@ -148,30 +150,20 @@ def _parameters(model: list[Any]) -> str:
     return f"{count / 1e9:.2f} billion parameters on this rank, {len(model)} chunks"
 
 
-def _conversion(config: "ConfigContainer", model: list[Any]) -> str:
+def _conversion(config: ConfigContainer, model: list[Any]) -> str:
     """Other stages are assumed to be like this one, so the number of tasks is an estimate."""
-    from megatron.bridge import AutoBridge
-
     tasks = AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
     mine = {task.global_param_name: task.mapping.hf_names for task in tasks if task.megatron_module is not None}
     return f"{sum(map(len, mine.values())):,} tensors of the checkpoint, in {len(mine):,} of {len(tasks):,} tasks"
 
 
-def _optimizer(config: "ConfigContainer", model: list[Any]) -> Any:
-    from megatron.bridge.training.optim.optimizer import allocate_state
-    from megatron.bridge.training.setup import build_optimizer
-
+def _optimizer(config: ConfigContainer, model: list[Any]) -> Any:
     optimizer = build_optimizer(config.optimizer, model)
     allocate_state(optimizer)
     return optimizer
 
 
-def _first_samples(config: "ConfigContainer") -> str:
-    from megatron.core import parallel_state
-
-    from megatron.bridge.data.samplers import MegatronPretrainingSampler
-    from megatron.bridge.training.config.batch_size import samples_of
-
+def _first_samples(config: ConfigContainer) -> str:
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     total, micro = samples_of(config.train), config.train.micro_batch_size
     rounds = config.train.global_batch_size // (micro * ranks)
@@ -181,12 +173,6 @@ def _first_samples(config: "ConfigContainer") -> str:
 
 
 def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int) -> None:
-    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-
-    from megatron.bridge.checkpoint import model_io, saving
-    from megatron.bridge.checkpoint.hashing_writer import gc_paused
-    from megatron.bridge.training.optim.optimizer_state import sharded_optimizer_state
-
     def describe() -> dict[str, Any]:
         state = model_io.model_state(model, model_io.MODEL_METADATA)
         state["optimizer"] = sharded_optimizer_state(optimizer, state)
@@ -210,9 +196,7 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
     )
 
 
-def _step(clock: Clock, config: "ConfigContainer", model: list[Any], optimizer: Any) -> "list[Message]":
-    from megatron.core import parallel_state
-
+def _step(clock: Clock, config: ConfigContainer, model: list[Any], optimizer: Any) -> list[Message]:
     replicas = parallel_state.get_data_parallel_world_size()
     count, whole = step.microbatches(config, replicas)
     config = copy.copy(config)

@@ -3,31 +3,29 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from megatron.bridge.backends.cpu.messages import Message, recorded_messages
 from megatron.bridge.cli.support.text_format import columns
+from megatron.bridge.training.callbacks.base import CallbackManager
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.loop import train_step
+from megatron.bridge.training.setup import build_scheduler, connect
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils.config.origins import Origins
 
-if TYPE_CHECKING:
-    from megatron.bridge.backends.cpu.messages import Message
-    from megatron.bridge.training.config import ConfigContainer
 
-
-def microbatches(config: "ConfigContainer", replicas: int) -> tuple[int, int]:
+def microbatches(config: ConfigContainer, replicas: int) -> tuple[int, int]:
     """Count the microbatches of a rehearsed and of a real step: after two per stage, the schedule repeats."""
     whole = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
     return min(whole, 2 * config.model.pipeline_model_parallel_size), whole
 
 
-def messages_of_step(config: "ConfigContainer", model: list[Any], optimizer: Any) -> "list[Message]":
+def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) -> list[Message]:
     """The messages of one training step with ``config``'s batch, in their order."""
-    from megatron.bridge.backends.cpu.messages import recorded_messages
-    from megatron.bridge.training.callbacks.base import CallbackManager
-    from megatron.bridge.training.gpt_step import forward_step
-    from megatron.bridge.training.loop import train_step
-    from megatron.bridge.training.setup import build_scheduler, connect
-    from megatron.bridge.training.state import Run
-    from megatron.bridge.utils.config.origins import Origins
-
     connect(model, optimizer, config.ddp, config.dist.align_grad_reduce)
     run = Run(
         config=config,
@@ -46,16 +44,14 @@ def messages_of_step(config: "ConfigContainer", model: list[Any], optimizer: Any
     return found
 
 
-def _batch(config: "ConfigContainer") -> dict[str, Any]:
+def _batch(config: ConfigContainer) -> dict[str, Any]:
     """A microbatch on the host."""
-    import torch
-
     shape = config.train.micro_batch_size, config.dataset.seq_length
     tokens, mask = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.ones(shape, device="cpu")
     return {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": mask, "attention_mask": None}
 
 
-def message_table(messages: "Sequence[Message]") -> Iterator[str]:
+def message_table(messages: Sequence[Message]) -> Iterator[str]:
     """Messages by kind and group, those with the most bytes first."""
     kinds: dict[tuple[str, str, int], list[int]] = {}
     for each in messages:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.rehearse.toy_tower import shrink_tower
+from megatron.bridge.data.config import MockGPTDatasetConfig
+from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 from megatron.bridge.training.initialize.rank_state import sizes_of
 
 if TYPE_CHECKING:
@@ -81,8 +83,6 @@ def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
 
 def _rehearse_without_images(toy: Toy) -> None:
     """A toy tower, which encodes a dummy image in each microbatch: the real processor needs files of the model."""
-    from megatron.bridge.data.config import MockGPTDatasetConfig
-
     shrink_tower(toy.config.model)
     toy.config.dataset = MockGPTDatasetConfig(seq_length=SEQ_LENGTH)
     toy.config.tokenizer.tokenizer_type, toy.config.tokenizer.tokenizer_model = "NullTokenizer", None
@@ -353,8 +353,6 @@ def _pipeline_layout(text: str, stages: int, count: int) -> str:
 
 
 def _remove_hardware_features(toy: Toy) -> None:
-    from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
-
     config, model = toy.config, toy.config.model
     model.backend = "torch"
     model.tp_comm_overlap = False

@@ -16,19 +16,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import paths
+from megatron.bridge.cli.main import main as command
 from megatron.bridge.cli.rehearse.command import CONFIG_FILE, PLAN_FILE
 from megatron.bridge.cli.support.text_format import say
+from megatron.bridge.cli.support.train_job import forward_step
+from megatron.bridge.recipes.sizes import hf_config
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.finetune import finetune
+from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.loss_curves import LOSS, read_metrics
 from megatron.bridge.utils.processes import free_port
 
 
 def main(folder: Path) -> int:
-    import torch
-
-    from megatron.bridge.training import finetune  # noqa: F401 - imported once for all forked ranks
-
     torch.set_num_threads(1)
     rehearsal = Rehearsal(folder)
     stages: list[Callable[[], tuple[str, str]]] = [rehearsal.train, rehearsal.resume]
@@ -87,11 +93,6 @@ class Rehearsal:
     # ------------------------------------------------------------------------ in forked ranks
 
     def _run(self, save: Path) -> None:
-        from megatron.bridge.cli.support.train_job import forward_step
-        from megatron.bridge.training.config import ConfigContainer
-        from megatron.bridge.training.finetune import finetune
-        from megatron.bridge.training.pretrain import pretrain
-
         config = ConfigContainer.from_yaml((self.folder / CONFIG_FILE).read_text(), trust=True)
         config.checkpoint.save, config.checkpoint.load = str(save), None
         config.checkpoint.save_interval = self.plan["steps"]
@@ -100,11 +101,6 @@ class Rehearsal:
         run(config, forward_step(self.plan["step_func"], config))
 
     def _make_base(self) -> None:
-        import torch
-        import transformers
-
-        from megatron.bridge import AutoBridge
-
         torch.manual_seed(0)
         if self._is_native:
             model = getattr(transformers, self.plan["hf"]["architectures"][0])(self._hf_config())
@@ -115,9 +111,6 @@ class Rehearsal:
         bridge.save_hf_pretrained(ours, self.folder / "base", show_progress=False)
 
     def _export(self) -> None:
-        from megatron.bridge import AutoBridge
-        from megatron.bridge.cli.main import main as command
-
         exported = self.folder / "exported"
         AutoBridge.from_hf_config(self._hf_config()).export_ckpt(self.first, exported, show_progress=False)
         tensors_only = [] if self._is_native else ["--skip-logits"]
@@ -125,8 +118,6 @@ class Rehearsal:
             raise UserError("the exported model differs from the checkpoint")
 
     def _merge(self) -> None:
-        from megatron.bridge.cli.main import main as command
-
         for action in ("merge", "export"):
             code = command(["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)])
             if code and action == "merge":
@@ -141,13 +132,9 @@ class Rehearsal:
     @property
     def _is_native(self) -> bool:
         """Whether transformers has the model's class; others need remote code from the hub, which is not run."""
-        import transformers
-
         return hasattr(transformers, self.plan["hf"]["architectures"][0])
 
     def _hf_config(self) -> Any:
-        from megatron.bridge.recipes.sizes import hf_config
-
         return hf_config(self.plan["hf"])
 
     # ------------------------------------------------------------------------ processes

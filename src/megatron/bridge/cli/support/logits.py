@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     """(token ids [1, sequence], tokenizer or None)."""
     import torch
-
-    from megatron.bridge.utils.console import console
 
     try:
         tokenizer = bridge.hf_pretrained.tokenizer
@@ -60,7 +59,6 @@ def judged(
     import torch
 
     from megatron.bridge.models.conversion.check.compare_logits import compare
-    from megatron.bridge.utils.console import console
 
     reference = reference_activations(bridge, ids, extra=extra)
     report = compare(reference, found)
@@ -89,7 +87,6 @@ def reference_activations(
     from transformers.utils import logging
 
     from megatron.bridge.models.conversion.check import compare_logits
-    from megatron.bridge.utils.console import console
 
     if not console().is_terminal:
         cast(Any, logging).disable_progress_bar()  # it would write a line per update to a log

@@ -10,6 +10,7 @@ from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
 
@@ -49,7 +50,6 @@ def _check_sizes(args: argparse.Namespace) -> None:
 def set_parallel_sizes(provider: Any, sizes: dict[str, Any]) -> None:
     """Set the parallel sizes of ``provider``, and the settings that they need."""
     from megatron.bridge.models.gpt_provider import pad_query_groups
-    from megatron.bridge.utils.console import console
 
     for name, value in sizes.items():
         setattr(provider, name, value)

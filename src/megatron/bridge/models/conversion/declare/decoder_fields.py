@@ -103,22 +103,12 @@ def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any,
     return *_rope(own, config), beta
 
 
-def _scaled_query_rope_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
-    scaling, base, share, beta = values
-    return _rope_back((scaling, base, share), None) | {"llama_4_scaling_beta": beta or 0.0}
-
-
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return (scaling, base, rotated share) of layers without a window, and the parameters of layers with one."""
     if sorted(parameters or ()) != sorted(_LAYER_TYPES):
         raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
     everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
     return *everywhere, _rope_back(local, None)
-
-
-def _ropes_back(values: tuple[Any, ...], _: Any) -> dict[str, Any]:
-    scaling, base, share, local = values
-    return dict(zip(_LAYER_TYPES, (_rope_back((scaling, base, share), None), local), strict=True))
 
 
 def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -187,10 +177,6 @@ def _has_bias(part: int) -> Callable[[Any, Any], bool]:
         return bool(values[1]) and values[part] is not False
 
     return back
-
-
-def _has_qkv_bias(values: tuple[bool | None, ...], _: Any) -> bool:
-    return bool(values[0]) or _has_bias(2)(values, _)
 
 
 def _inverse(scale: float | None, _: Any) -> float:
@@ -292,7 +278,7 @@ LAYER_ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent", "local_rope_parameters"),
     to=_ropes,
-    back=_ropes_back,
+    back=lambda values, _: dict(zip(_LAYER_TYPES, (_rope_back(values[:3], None), values[3]), strict=True)),
 )
 """Separate rotary embeddings for layers with and without a window."""
 
@@ -303,7 +289,7 @@ SCALED_QUERY_ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent", "query_scaling_beta"),
     to=_scaled_query_rope,
-    back=_scaled_query_rope_back,
+    back=lambda values, _: _rope_back(values[:3], None) | {"llama_4_scaling_beta": values[3] or 0.0},
 )
 """Rotary embedding, and scaling of queries with their position."""
 
@@ -341,7 +327,7 @@ BIASES: tuple[Field, ...] = (
 _PART_BIASES = ("add_qkv_bias", "add_bias_linear", "attention_bias", "attention_output_bias", "mlp_bias")
 
 PART_BIASES: tuple[Field, ...] = (
-    Field("attention_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_qkv_bias),
+    Field("attention_bias", _PART_BIASES, False, _part_biases, lambda it, _: bool(it[0]) or _has_bias(2)(it, _)),
     Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(3)),
     Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(4)),
 )

@@ -57,10 +57,6 @@ def _number_of_groups(_: Any, config: Mapping[str, Any]) -> int | None:
     return _groups(config)[0]
 
 
-def _method_back(groups: int | None, _: Any) -> str:
-    return _METHODS[bool(groups)]
-
-
 def _or_one(count: int | None, _: Any) -> int:
     return count or 1
 
@@ -80,10 +76,6 @@ def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     return pattern
 
 
-def _sparse_back(_: Any, provider: Any) -> list[str]:
-    return [_KINDS[sparse] for sparse in moe_pattern(provider)]
-
-
 def _of_indexers(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return (period of layers with an indexer, the first of them) with Megatron-Core's meaning."""
     found = kind_indices("indexer_types", kinds or ["full"] * config["num_hidden_layers"], _INDEXERS, config)
@@ -93,11 +85,6 @@ def _of_indexers(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[in
             if found == [int(takes_over(layer, offset, every)) for layer in layers]:
                 return every, offset
     raise UserError(f"indexer_types={kinds} is not supported: only 'full' layers at equal distances at the end are")
-
-
-def _indexers_back(values: tuple[int, int], provider: Any) -> list[str]:
-    layers = range(1, provider.num_layers + 1)
-    return [_INDEXERS[takes_over(layer, values[1], values[0])] for layer in layers]
 
 
 _INDEXERS = ("full", "shared")
@@ -131,7 +118,7 @@ NOT_ROTATED = Field(
 """Width without rotation, in architectures without positions, in which ``head_dim`` has no effect."""
 
 BEST_GROUPS: tuple[Field, ...] = (
-    Field("topk_method", "moe_router_num_groups", default="greedy", to=_number_of_groups, back=_method_back),
+    Field("topk_method", "moe_router_num_groups", "greedy", _number_of_groups, lambda it, _: _METHODS[bool(it)]),
     Field("n_group", "moe_router_num_groups", default=None, to=_number_of_groups, back=_or_one),
     Field("topk_group", "moe_router_group_topk", default=None, to=lambda _, config: _groups(config)[1], back=_or_one),
 )
@@ -143,7 +130,9 @@ BALANCING: tuple[Field, ...] = (
 )
 """Auxiliary loss, over each sequence or over the batch; transformers does not have it."""
 
-SPARSE_LAYERS = Field("mlp_layer_types", "moe_layer_freq", to=_sparse, back=_sparse_back)
+SPARSE_LAYERS = Field(
+    "mlp_layer_types", "moe_layer_freq", to=_sparse, back=lambda _, it: [_KINDS[kind] for kind in moe_pattern(it)]
+)
 """Layers with experts, by name."""
 
 SPARSE_AFTER_DENSE: tuple[Field, ...] = (
@@ -168,7 +157,7 @@ INDEXERS = Field(
     ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     default=None,
     to=_of_indexers,
-    back=_indexers_back,
+    back=lambda it, model: [_INDEXERS[takes_over(layer + 1, it[1], it[0])] for layer in range(model.num_layers)],
 )
 """Layers with an indexer; other layers attend to the keys that the last indexer before them chose."""
 

@@ -90,14 +90,6 @@ def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
     return _groups(config["n_group"], config)[1]
 
 
-def _shared_width(count: Any, config: Mapping[str, Any]) -> int | None:
-    return count * config["moe_intermediate_size"] if count else None
-
-
-def _shared_count(width: int | None, provider: Any) -> int | None:
-    return width // provider.moe_ffn_hidden_size if width else None
-
-
 def _as_frequency(pattern: list[int]) -> int | list[int]:
     """Return 1 for experts in every layer, which stays valid if the number of layers changes."""
     return pattern if 0 in pattern else 1
@@ -133,10 +125,6 @@ def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     if 1 not in pattern:
         raise UserError(f"moe_layer_start_index={first} and moe_layer_end_index={last} leave no layer for experts")
     return _as_frequency(pattern)
-
-
-def _first_sparse(_: Any, provider: Any) -> int:
-    return moe_pattern(provider).index(1)
 
 
 def _last_sparse(_: Any, provider: Any) -> int:
@@ -194,7 +182,7 @@ DENSE_BEFORE_SPARSE = dense_before_sparse("first_k_dense_replace")
 """Dense layers at the start."""
 
 SPARSE_BETWEEN: tuple[Field, ...] = (
-    Field("moe_layer_start_index", "moe_layer_freq", to=_between, back=_first_sparse),
+    Field("moe_layer_start_index", "moe_layer_freq", to=_between, back=lambda _, it: moe_pattern(it).index(1)),
     Field("moe_layer_end_index", "moe_layer_freq", to=_between, back=_last_sparse),
     Field("moe_layer_interval", "moe_layer_freq", to=_between, back=_step),
 )
@@ -207,7 +195,11 @@ ATTENTION_BIAS_OF_EXPERTS = Field("attention_bias", ("add_qkv_bias", "attention_
 """Biases of all four projections of attention, but not of experts."""
 
 SHARED_EXPERTS = Field(
-    "n_shared_experts", "moe_shared_expert_intermediate_size", default=None, to=_shared_width, back=_shared_count
+    "n_shared_experts",
+    "moe_shared_expert_intermediate_size",
+    default=None,
+    to=lambda count, config: count * config["moe_intermediate_size"] if count else None,
+    back=lambda width, it: width // it.moe_ffn_hidden_size if width else None,
 )
 """Shared experts with the width of routed experts, as one feed-forward layer."""
 
