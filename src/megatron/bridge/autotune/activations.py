@@ -288,9 +288,6 @@ def _of_activation(model: ModelProvider) -> int:
     return 2 if model.activation_func_clamp_value is None else 4
 
 
-# --------------------------------------------------------------------------------------------------------- chunks
-
-
 def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
     layers = [counts_of_layer(layer, sizes) for layer in layers_of(chunk)]
     return ChunkCounts(layers, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
@@ -340,9 +337,6 @@ def _output(model: ModelProvider, sizes: Sizes) -> int:
 def logits_of(model: Any, sizes: Sizes) -> int:
     """Return the number of logits on a rank."""
     return sizes.tokens * model.padded_vocab_size // sizes.tensor
-
-
-# --------------------------------------------------------------------------------------------------------- layers
 
 
 def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:

@@ -132,9 +132,6 @@ def _empty(queue: Any) -> None:
         queue.get()
 
 
-# ------------------------------------------------------------------------------------- in processes of its own
-
-
 def _settle() -> None:
     """End when the training process ends, but ignore signals that are meant for it.
 

@@ -56,9 +56,6 @@ def _model(args: argparse.Namespace) -> "ModelProvider | None":
     return job.resolve(job.world_size or 1).config.model
 
 
-# -------------------------------------------------------------------------------------------------- this machine
-
-
 def _machine() -> Iterator[str]:
     import torch
 
@@ -107,9 +104,6 @@ def _kernels() -> Iterator[str]:
         yield f"{scaling} scaling: {'available' if lack is None else f'needs {lack}'}"
 
 
-# ------------------------------------------------------------------------------------------------------ one model
-
-
 def _choices(model: "ModelProvider") -> Iterator[str]:
     """Describe the layers of a run's model on this machine, and the settings that the machine changes."""
     from megatron.bridge.backends.specs import layer_specs
@@ -140,9 +134,6 @@ def _parts(model: Any) -> Iterator[str]:
     if getattr(model, "linear_attention_freq", None):
         fast = common.HAVE_FLA and hardware.cuda
         yield f"gated delta nets: {'fla' if fast else 'PyTorch, chunk by chunk (fla or a GPU is missing)'}"
-
-
-# ------------------------------------------------------------------------------------------------------ measuring
 
 
 def _measure(speaks: bool) -> None:

@@ -266,9 +266,6 @@ def original_length(module: nn.Module) -> int | None:
     return int(reference.rope_parameters["original_max_position_embeddings"])
 
 
-# ---- parts of a model -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Kept:
     """A cache and the layers that share it."""

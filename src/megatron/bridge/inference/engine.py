@@ -173,8 +173,6 @@ class Engine(AbstractContextManager["Engine"]):
     def __exit__(self, *error: Any) -> None:
         self._attached.__exit__(*error)
 
-    # ---- requests -----------------------------------------------------------------------------------------------
-
     def submit(self, prompt: Sequence[int], sampling: Sampling) -> list[Job]:
         """Check a prompt and queue it as ``sampling.n`` jobs."""
         self.check(prompt, sampling)
@@ -262,8 +260,6 @@ class Engine(AbstractContextManager["Engine"]):
         with self._state.plain_weights():
             yield
         self.weight_version += 1
-
-    # ---- steps --------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:

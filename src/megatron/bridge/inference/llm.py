@@ -139,8 +139,6 @@ class LLM:
         """Detach the caches and end the processes that this object started."""
         self._cleanup.close()
 
-    # ---- methods ------------------------------------------------------------------------------------------------
-
     def generate(
         self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
     ) -> list[list[Completion]]:
@@ -200,8 +198,6 @@ class LLM:
         """Return the log-probability of each token after the first, with the ``top`` most likely tokens there."""
         scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
         return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
-
-    # ---- weights ------------------------------------------------------------------------------------------------
 
     def replace_weights(self, step: "WeightStep") -> None:
         """Apply one step of a weight update on all ranks; ``refit.sender.Refit`` sends all steps."""

@@ -254,8 +254,6 @@ class Scheduler:
                     if end > work.start:
                         self._chunks.setdefault(key, text)
 
-    # ---- one step -----------------------------------------------------------------------------------------------
-
     def _has_room(self, plan: Plan, text: Text) -> bool:
         if text.images is not None and plan.images is not None:  # a step encodes the images of only one text
             return False
@@ -274,8 +272,6 @@ class Scheduler:
     def _append(self, plan: Plan, text: Text, start: int, count: int) -> None:
         plan.work.append(Work(text, plan.rows, start, count))
         plan.rows += count
-
-    # ---- memory -------------------------------------------------------------------------------------------------
 
     def _admit(self, text: Text, plan: Plan) -> bool:
         """Allocate memory for ``text`` and let it run; return False if there is not enough."""
@@ -358,8 +354,6 @@ class Scheduler:
         self._chunks.clear()
         for text in self.running:
             text.shares = False
-
-    # ---- shared prefixes ----------------------------------------------------------------------------------------
 
     def _donor(self, text: Text) -> tuple[Text | None, int]:
         """Return the text with the longest cached prefix of ``text``, and the length of that prefix."""

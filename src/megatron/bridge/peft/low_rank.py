@@ -90,8 +90,6 @@ class LowRank(nn.Module):
         set_tensor_model_parallel_attributes(parameter, cut, dim if cut else -1, 1)
         parameter.sequence_parallel = self.sequence_parallel and not cut  # type: ignore[attr-defined]
 
-    # ---- first values -------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def reset_parameters(self, name: str) -> None:
         """Initialize all of A and B, by layer and expert, the same under any layout; keep this rank's shard."""
@@ -125,8 +123,6 @@ class LowRank(nn.Module):
             if size != mine:
                 return whole.narrow(dim, self.group.rank() * mine, mine)
         return whole
-
-    # ---- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Any:
         """The low-rank path; see ``path``. Subclasses compute the layer's outputs from it.
@@ -193,8 +189,6 @@ class LowRank(nn.Module):
             return nullcontext()
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
         return tracker.fork(get_expert_parallel_rng_tracker_name()) if self.experts is not None else tracker.fork()
-
-    # ---- weights ------------------------------------------------------------------------------------------------
 
     def delta_weight(self, index: int) -> Tensor:
         """``scaling * B A`` of this rank in fp32, [outputs, inputs], of one of the weights."""

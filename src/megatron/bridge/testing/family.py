@@ -99,9 +99,6 @@ def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
     return problems if same else [*problems, "transformers computes other logits of an export without a source"]
 
 
-# ---- several processes ------------------------------------------------------------------------------------------
-
-
 def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     """What is wrong under one layout, in as many processes as it takes."""
     folder.mkdir()

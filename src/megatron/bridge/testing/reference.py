@@ -93,9 +93,6 @@ class Case(ReferenceFiles):
     directory: Path
 
 
-# ---- the reference ----------------------------------------------------------------------------------------------
-
-
 def make_reference(row: Row, directory: Path) -> Case:
     """Make the row's model and let transformers compute logits and gradients."""
     case = Case(row, directory)
@@ -166,9 +163,6 @@ def save(model: Any, directory: Path) -> None:
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
-
-
-# ---- the bridged model ------------------------------------------------------------------------------------------
 
 
 def build(case: ReferenceFiles, layout: str, ddp: bool = False) -> tuple[AutoBridge, list[Any]]:
@@ -242,9 +236,6 @@ def gradients_for_weights(model: list[Any]) -> None:
                 parameter.zero_() if gradient is None else parameter.copy_(gradient)
             for buffer in persistent_buffers(chunk):
                 buffer.zero_()
-
-
-# ---- what is compared -------------------------------------------------------------------------------------------
 
 
 def numbers_and_bytes(case: ReferenceFiles, layout: str, output: Path) -> list[str]:

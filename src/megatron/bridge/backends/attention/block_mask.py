@@ -192,9 +192,6 @@ class _SliceSequence(torch.autograd.Function):
         return total, None
 
 
-# ----------------------------------------------------------------------------------------------------- spans
-
-
 def whole_sequence(queries: int, keys: int) -> list[QuerySpan]:
     """Return the span of one segment. With fewer queries than keys (decoding), the queries are its last tokens."""
     return [QuerySpan(row=0, rows=queries, position=keys - queries, key_row=0, keys=keys)]
@@ -266,8 +263,6 @@ def zigzag_spans(parts: list[PackedSegment], rank: int, size: int) -> list[Query
             row += chunk
     return spans
 
-
-# ------------------------------------------------------------------------------------------- packed positions
 
 _ON_HOST = "values_on_host"  # attribute of a tensor
 

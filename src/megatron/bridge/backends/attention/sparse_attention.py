@@ -185,8 +185,6 @@ class SparseAttention(TorchAttention):
             return out
         return DSAIndexerLossAutoScaler.apply(out, self._loss(index, qkv[0].detach(), qkv[1].detach(), spans))
 
-    # ------------------------------------------------------------------------------------------------------ choice
-
     @torch.no_grad()
     def _choose(self, index: Index, spans: list[QuerySpan]) -> Tensor | None:
         """Return a boolean [b, 1, s, t], true if a key is not among the best of a query; None if all are."""
@@ -227,8 +225,6 @@ class SparseAttention(TorchAttention):
             part = Index(index.queries[rows], cache.keys[span.extent : span.extent + stop], index.weights[rows])
             masks.append(self._choose(part, [QuerySpan(0, span.count, span.start, 0, stop)]))
         return masks
-
-    # -------------------------------------------------------------------------------------------------------- loss
 
     def _loss(self, index: Index, query: Tensor, key: Tensor, spans: list[QuerySpan]) -> Tensor:
         """Compute the divergence of the indexer from attention, summed or averaged over queries."""

@@ -127,8 +127,6 @@ class TorchAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(mine)
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-    # ----------------------------------------------------------------------------------------------------- forward
-
     def forward(
         self,
         query: Tensor,
@@ -303,9 +301,6 @@ class TorchAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-
-
-# -------------------------------------------------------------------------------------------------- helpers
 
 
 def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:

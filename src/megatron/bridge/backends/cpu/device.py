@@ -59,9 +59,6 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-# --------------------------------------------------------------------------------------- devices and streams
-
-
 def _patch_current_device() -> None:
     """Megatron-Core passes ``torch.cuda.current_device()`` as ``device=`` in about 175 places."""
 
@@ -152,9 +149,6 @@ def _patch_streams() -> None:
     torch.Tensor.record_stream = _no_op()  # type: ignore[assignment]
 
 
-# -------------------------------------------------------------------------------------------- random numbers
-
-
 def _get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -207,8 +201,6 @@ def patch_rng_tracker(module: Any) -> None:
     module._set_cuda_rng_state = _set_rng_state
     module.CudaRNGStatesTracker = CpuRNGStatesTracker
 
-
-# --------------------------------------------------------------------------------------------------- tensors
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
@@ -301,9 +293,6 @@ def patch_fsdp_device(module: Any) -> None:
     names = _TorchNamespace("torch")
     names.device = lambda name: _CPU
     module.torch = names
-
-
-# ---------------------------------------------------------------------------------- collectives, checkpoints
 
 
 def _patch_all_to_all() -> None:
@@ -432,9 +421,6 @@ def patch_results_queue(module: Any) -> None:
     ``module._results_queue = None`` first to get that manager.
     """
     module._results_queue = queue.Queue()
-
-
-# ----------------------------------------------------------------------------------- importing Megatron-Core
 
 
 _CUDA_WARNINGS = (

@@ -106,9 +106,6 @@ def sharded_names(chunk: nn.Module) -> set[str]:
     return {name for name, parameter in chunk.named_parameters() if isinstance(parameter, DTensor)}
 
 
-# ----------------------------------------------------------------------------------------------- checkpoints
-
-
 @dataclass
 class ShardedRowsFactory(ShardedTensorFactory):
     """Describe this rank's rows of a parameter for a checkpoint."""

@@ -68,9 +68,6 @@ def can_compile() -> bool:
     return False
 
 
-# --------------------------------------------------------------------------------------------------------- norms
-
-
 @compiled
 def _norm(x: Tensor, weight: Tensor, eps: float, one: float) -> tuple[Tensor, Tensor]:
     """Normalized rows [n, size] and the scale of each row [n, 1]."""
@@ -113,9 +110,6 @@ class _CompiledRMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """RMSNorm over the last dimension, in the dtype of ``weight``; ``zero_centered`` makes the gain 1 + weight."""
     return _CompiledRMSNorm.apply(x, weight, eps, float(zero_centered))  # pyright: ignore[reportReturnType]
-
-
-# -------------------------------------------------------------------------------------------- rotary embeddings
 
 
 def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
@@ -210,9 +204,6 @@ def rotary_packed(
     return _apply_rotary(t.unsqueeze(1), freqs, positions, float(mscale), rotary_interleaved, mla).squeeze(1)
 
 
-# ------------------------------------------------------------------------------------------------- cross entropy
-
-
 @compiled
 def _statistics(rows: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, ...]:
     """Highest logit, sum of exponentials relative to it, and logit of the target (0 on other ranks), each [n]."""
@@ -275,8 +266,6 @@ def cross_entropy(
     reuse = can_overwrite(vocab_parallel_logits)
     return _CompiledCrossEntropy.apply(vocab_parallel_logits, target, group, reuse)  # pyright: ignore[reportReturnType]
 
-
-# ------------------------------------------------------------------------------------------------- installation
 
 _core_rotary_packed: Any = rope_utils._apply_rotary_pos_emb_thd
 

@@ -90,9 +90,6 @@ def resolve_backend(name: str = "auto") -> str:
     return name
 
 
-# ----------------------------------------------------------------------------------------------------- layer specs
-
-
 def decoder_block_spec(
     config: TransformerConfig, backend: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
@@ -325,9 +322,6 @@ def _latent_attention(config: TransformerConfig, provider: BackendSpecProvider) 
             kv_layernorm=norm,
         ),
     )
-
-
-# ---------------------------------------------------------------------------------------- settings of this machine
 
 
 class DisabledSetting(NamedTuple):

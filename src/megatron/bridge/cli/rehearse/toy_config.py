@@ -145,9 +145,6 @@ def _set_parallelism(toy: Toy) -> None:
         model.overlap_p2p_comm = False
 
 
-# --------------------------------------------------------------------------------------------------------- widths
-
-
 def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     groups = model.num_query_groups or model.num_attention_heads
     padded = model.make_query_groups_divisible_by > 1
@@ -258,9 +255,6 @@ def _heterogeneous_blocks(model: Any, heads: int) -> dict[str, Any]:
     return {_BLOCK_CONFIGS: [block | {"attention": narrow(block["attention"])} for block in model.block_configs]}
 
 
-# --------------------------------------------------------------------------------------------------------- layers
-
-
 def _shrink_layers(model: Any) -> None:
     """Keep a few layers of every kind, distributed over stages as unevenly as in the original."""
     stages = model.pipeline_model_parallel_size * (model.virtual_pipeline_model_parallel_size or 1)
@@ -347,9 +341,6 @@ def _pipeline_layout(text: str, stages: int, count: int) -> str:
     parts = [middle] * stages
     parts[0], parts[-1] = f"E{parts[0]}", f"{parts[-1]}{ahead}L"
     return _STAGE_SEPARATOR.join(parts)
-
-
-# -------------------------------------------------------------------------------------------- precision, data, run
 
 
 def _remove_hardware_features(toy: Toy) -> None:

@@ -90,8 +90,6 @@ class Rehearsal:
         logits = "same logits in transformers" if self._is_native else "transformers cannot run it"
         return "export to Hugging Face", f"every tensor bitwise equal, {logits}"
 
-    # ------------------------------------------------------------------------ in forked ranks
-
     def _run(self, save: Path) -> None:
         config = ConfigContainer.from_yaml((self.folder / CONFIG_FILE).read_text(), trust=True)
         config.checkpoint.save, config.checkpoint.load = str(save), None
@@ -136,8 +134,6 @@ class Rehearsal:
 
     def _hf_config(self) -> Any:
         return hf_config(self.plan["hf"])
-
-    # ------------------------------------------------------------------------ processes
 
     def _fork(self, stage: str, count: int, function: Callable[[], None]) -> None:
         """Run ``function`` on ``count`` forked ranks; the last line of a log says why its rank failed."""

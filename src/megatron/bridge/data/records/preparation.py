@@ -99,9 +99,6 @@ def _in_memory(source: RecordSource, encoder: RecordEncoder, workers: int) -> Pr
     return PreparedSamples(Samples.concatenate(parts), report)
 
 
-# ---------------------------------------------------------------------------------------------------- in a folder
-
-
 def _on_first_rank(action: Callable[[], None]) -> None:
     if distributed.world_size() == 1 or not distributed.is_initialized():
         action()

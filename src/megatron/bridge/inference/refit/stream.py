@@ -111,8 +111,6 @@ class WeightStream:
             _check(info, name, weight)
             yield partial(_put, weight)
 
-    # ---- changes ----------------------------------------------------------------------------------------------------
-
     def changed(self) -> list[WeightConversionTask]:
         """Return the tasks whose parameter, on any rank, differs from the last ``mark_sent``.
 

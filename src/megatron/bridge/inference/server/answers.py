@@ -45,9 +45,6 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-# ---- /v1/completions --------------------------------------------------------------------------------------------
-
-
 @dataclass
 class CompletionFormat:
     """Response format of ``/v1/completions``."""
@@ -105,9 +102,6 @@ class CompletionFormat:
         for token, logprob in ranked.items():
             named.setdefault(self.texts.of(token), logprob)
         return named
-
-
-# ---- /v1/chat/completions ---------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -99,9 +99,6 @@ def make_app(server: Server) -> FastAPI:
     return app
 
 
-# ---- errors -----------------------------------------------------------------------------------------------------
-
-
 def _error(error: ApiError) -> Response:
     return AsciiJSONResponse(error.body, error.status, error.headers)
 
@@ -146,9 +143,6 @@ _FIELDS = {
 }
 
 
-# ---- information about the server -------------------------------------------------------------------------------
-
-
 def _add_facts(app: FastAPI, server: Server) -> None:
     page = _PAGE.read_text(encoding="utf-8")
     headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
@@ -183,9 +177,6 @@ def _add_facts(app: FastAPI, server: Server) -> None:
         return served[name]
 
 
-# ---- tokenizer --------------------------------------------------------------------------------------------------
-
-
 def _add_tokenizer(app: FastAPI, server: Server) -> None:
     hf = server.reader.hf
 
@@ -216,9 +207,6 @@ def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         return server.reader.tokens([message.as_record() for message in body.messages], "messages")
     return server.reader.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-
-
-# ---- generation -------------------------------------------------------------------------------------------------
 
 
 def _add_generation(app: FastAPI, server: Server) -> None:

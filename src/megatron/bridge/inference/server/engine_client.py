@@ -66,8 +66,6 @@ class EngineClient:
         if self._streams.pop(stream.id, None) is not None and stream.open_choices:
             self._outbox.put(Cancel(stream.id))
 
-    # ---- threads ------------------------------------------------------------------------------------------------
-
     def _write(self) -> None:
         while True:
             self._workers.send(self._outbox.get())

@@ -112,8 +112,6 @@ class Generation:
             self.metrics.ended(progress.finish_reason)
         return choice
 
-    # ---- responses --------------------------------------------------------------------------------------------------
-
     async def whole(self) -> Json:
         """Return the complete response."""
         async for _ in self._progress():

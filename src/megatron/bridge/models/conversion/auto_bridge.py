@@ -61,8 +61,6 @@ class AutoBridge(AdapterCalls):
         self._bridge: MegatronModelBridge = bridge_for(self.hf_config)
         self._noted: set[str] = set()
 
-    # ---- what can be bridged ------------------------------------------------------------------------------------
-
     @classmethod
     def from_hf_pretrained(cls, path: str | Path, trust_remote_code: bool = False, **options: Any) -> "AutoBridge":
         """Create a bridge for the model in a local directory or on the hub; weights are read when they are needed.
@@ -104,8 +102,6 @@ class AutoBridge(AdapterCalls):
     @property
     def hf_config(self) -> Any:
         return getattr(self.hf_pretrained, "config", self.hf_pretrained)
-
-    # ---- Hugging Face -> Megatron -------------------------------------------------------------------------------
 
     def to_megatron_provider(self, load_weights: bool = True, hf_path: str | Path | None = None) -> Any:
         """Return the provider of the Megatron model.
@@ -172,8 +168,6 @@ class AutoBridge(AdapterCalls):
         pretrained, plan = self._weights(hf_path), self.plan(model, hf_path)
         self._note_left_out(plan, pretrained.state)
         load.load(self._bridge, plan, pretrained.state, pretrained.declared_dtype, allowed_mismatched_params)
-
-    # ---- Megatron -> Hugging Face -------------------------------------------------------------------------------
 
     def export_hf_weights(
         self,
@@ -293,8 +287,6 @@ class AutoBridge(AdapterCalls):
             UserError: the directory has no model, or the hub refuses the upload.
         """
         return hub.push(path, repo_id or Path(path).resolve().name, **options)
-
-    # ---- Megatron checkpoints -----------------------------------------------------------------------------------
 
     @classmethod
     def import_ckpt(
@@ -423,8 +415,6 @@ class AutoBridge(AdapterCalls):
         provider = stored_provider.read_for_layout(path, mp_overrides)
         return provider.provide_distributed_model(**options, pre_wrap_hook=stored_provider.load_hook(path))
 
-    # ---- plans --------------------------------------------------------------------------------------------------
-
     def plan(self, model: Chunks, hf_path: str | Path | None = None) -> Plan:
         """Return the plan, which lists how each tensor is converted and covers all tensors of both sides.
 
@@ -456,8 +446,6 @@ class AutoBridge(AdapterCalls):
     def transformer_config(self) -> Any:
         """The provider with Megatron-Core's derived values filled in."""
         return self.to_megatron_provider(load_weights=False).resolved()
-
-    # ---- private ------------------------------------------------------------------------------------------------
 
     def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]

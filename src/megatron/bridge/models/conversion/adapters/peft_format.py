@@ -93,9 +93,6 @@ def merging(plan: Plan) -> Plan:
     return replace(plan, tasks=tuple(replace(task, merges=True) for task in plan.tasks))
 
 
-# ---------------------------------------------------------------------------------------------------------- export
-
-
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
     """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
     for task in plan.tasks:
@@ -286,9 +283,6 @@ def _refuse_half_of_experts(adapted: set[str]) -> None:
             f"{alone} has an adapter and the second layer of its expert has none, which peft cannot load: also target "
             "linear_fc2, or merge the adapters into the model"
         )
-
-
-# ---------------------------------------------------------------------------------------------------------- import
 
 
 def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

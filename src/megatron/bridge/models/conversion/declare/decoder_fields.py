@@ -16,8 +16,6 @@ from megatron.bridge.models.features.activations import gelu_fast, gelu_new, gel
 from megatron.bridge.models.features.rope import NTK_ALPHA, check_parameters
 from megatron.bridge.utils.errors import UserError
 
-# ---- conversions of single values ------------------------------------------------------------------------------
-
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -259,8 +257,6 @@ def _rotated(without: list[int] | None, provider: Any) -> list[int]:
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-
-# ---- groups that families share ---------------------------------------------------------------------------------
 
 DTYPE = Field("dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back)
 

@@ -21,8 +21,6 @@ from megatron.bridge.models.features.mamba_beside_attention import MULTIPLIERS
 from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
 from megatron.bridge.utils.errors import UserError
 
-# ---- conversions of single values ------------------------------------------------------------------------------
-
 _NAMES = {"linear_attention": MAMBA, "full_attention": ATTENTION, "mlp": FEED_FORWARD, "moe": EXPERTS}
 _OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 
@@ -146,8 +144,6 @@ def _sparse_back(index: int) -> Callable[[Any, Any], int]:
 
     return back
 
-
-# ---- groups that families share ---------------------------------------------------------------------------------
 
 _PATTERN = "hybrid_override_pattern"
 LAYER_KINDS: tuple[Field, ...] = (

@@ -12,8 +12,6 @@ from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
 from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS, check_groups, leading_dense
 from megatron.bridge.utils.errors import UserError
 
-# ---- conversions of single values ------------------------------------------------------------------------------
-
 
 def _rotated(width: Any, config: Mapping[str, Any]) -> int:
     """Return the rotated width of a head; keys that transformers derives from it must agree."""
@@ -97,7 +95,6 @@ def _all_sparse(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[()]
 
 _INDEXED = "indexed_attention"
 
-# ---- groups that families share ---------------------------------------------------------------------------------
 
 _OWN = ("num_key_value_heads", "head_dim")  # fields of DENSE with another meaning here
 

@@ -12,8 +12,6 @@ from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.utils.errors import UserError
 
-# ---- conversions of single values ------------------------------------------------------------------------------
-
 
 def _of_all_layers(number: int | list[int]) -> Any:
     """Return the number of a list with equal numbers for all layers."""
@@ -148,9 +146,6 @@ def _step(_: Any, provider: Any) -> int:
 def _exceptions(_: Any, provider: Any) -> list[int]:
     step = _step(_, provider)
     return [layer for layer, sparse in enumerate(moe_pattern(provider)) if (layer + 1) % step == 0 and not sparse]
-
-
-# ---- groups that families share ---------------------------------------------------------------------------------
 
 
 def expert_sizes(

@@ -65,8 +65,6 @@ class VisionBridge(DecoderBridge):
     extra_weights: ClassVar[Block] = ()  # replace mappings of the text model's bridge
     tied_unless_said: ClassVar[bool] = False  # whether embeddings are tied if ``config.json`` does not say
 
-    # ---- config -> provider -------------------------------------------------------------------------------------
-
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         whole = without_quantization(as_dict(hf_pretrained.config))
         self._check(whole)
@@ -112,8 +110,6 @@ class VisionBridge(DecoderBridge):
         if problems:
             raise UserError(f"config of {self._architecture}: {'; '.join(problems)}")
 
-    # ---- provider -> config -------------------------------------------------------------------------------------
-
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """Return the complete config of a provider with a tower, or an empty dict without a tower."""
         if provider.vision is None:
@@ -151,8 +147,6 @@ class VisionBridge(DecoderBridge):
                 sections["mrope_interleaved"] = True
             text = {**text, _ROPE: {**text[_ROPE], **sections}}
         return {key: value for key, value in text.items() if key not in self.text_values}
-
-    # ---- weights ------------------------------------------------------------------------------------------------
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the mappings of the first text architecture."""

@@ -85,9 +85,6 @@ def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tupl
             yield from _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
 
 
-# ---- buckets ----------------------------------------------------------------------------------------------------
-
-
 def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) -> Iterator[list[WeightConversionTask]]:
     """Group tasks whose exchange needs at most ``limit`` bytes; a task with its own communication is alone.
 
@@ -116,9 +113,6 @@ def _room(task: WeightConversionTask, merged: bool) -> int:
     joined = sum(math.prod(shape) for shape in task.hf_slice_shapes.values())
     held = math.prod(shard.shape) * (shard.parts + merged)
     return size * max(joined, held)
-
-
-# ---- the exchange -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -251,9 +245,6 @@ def _by_itself(task: WeightConversionTask) -> Weights:
     return {
         name: exchange.from_owner(mine.get(name), shape, dtype, task.owner) for name, (shape, dtype) in outline.items()
     }
-
-
-# ---- yielding ---------------------------------------------------------------------------------------------------
 
 
 def _taken(weights: Any) -> Iterator[tuple[str, Any]]:

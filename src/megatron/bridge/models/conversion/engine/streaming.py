@@ -31,9 +31,6 @@ AHEAD = 512 << 20  # bytes of parameters in memory at a time, unless one is larg
 _READERS = 1  # torch's reader holds the GIL for much of the time
 
 
-# ---- Hugging Face -> Megatron -----------------------------------------------------------------------------------
-
-
 def planner(
     bridge: MegatronModelBridge,
     plan: Plan,
@@ -68,9 +65,6 @@ def _made(
     parameter = torch.empty(task.shard.shape, dtype=outline.dtype, device="cpu")
     load.fill(bridge, replace(task, param_weight=parameter), pretrained.state)
     return parameter.to(dtype)
-
-
-# ---- Megatron -> Hugging Face -----------------------------------------------------------------------------------
 
 
 class StoredModel:

@@ -373,8 +373,6 @@ class MegatronParamMapping:
             return dict(hf_weights)
         return {name: hf_weights[role] for role, name in self.hf_param.items()}
 
-    # ---- process groups that hold the parameter
-
     pp_group = _GroupNow(exchange.pipeline_group)
     """Group of the pipeline stages."""
     ep_group = _GroupNow(exchange.expert_group)
