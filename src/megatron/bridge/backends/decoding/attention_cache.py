@@ -66,7 +66,7 @@ class AttentionCache:
         self.keys.index_copy_(0, self.step.places, key[:tokens])
         self.values.index_copy_(0, self.step.places, value[:tokens])
 
-    def _attend_spans(self, core: Any, new: "_New", masks: Sequence[Tensor | None], out: Tensor) -> None:
+    def _attend_spans(self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor) -> None:
         """Attend to the keys of each text, in one call for all texts that have one new token."""
         single, others, compiles = [], [], self._compiles(core)
         for span, mask in zip(self.step.spans, masks, strict=True):
@@ -83,7 +83,7 @@ class AttentionCache:
             rows = slice(span.row, span.row + span.count)
             out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
 
-    def _attend_single(self, core: Any, new: "_New", spans: Sequence[Span], out: Tensor) -> None:
+    def _attend_single(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
         """Store the new token of each span and attend to the keys that it sees."""
         kind = type(self), core.chunk_size, core.window_size, tuple(span.row for span in spans)
         if kind not in self.step.texts:
@@ -119,7 +119,7 @@ class WindowCache(AttentionCache):
     def copy(self, source: int, target: int, count: int) -> None:
         """Do nothing: a ring stays in its slot when the keys of other layers move."""
 
-    def _attend_spans(self, core: Any, new: "_New", masks: Sequence[Tensor | None], out: Tensor) -> None:
+    def _attend_spans(self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor) -> None:
         """Store and attend span by span, because a step may have several chunks of a text."""
         spans, compiles = self.step.spans, self._compiles(core)
         if compiles and all(span.count == 1 for span in spans) and len({span.slot for span in spans}) == len(spans):

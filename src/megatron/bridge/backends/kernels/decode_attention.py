@@ -38,7 +38,7 @@ class _Shape(ctypes.Structure):
 
 
 def can_attend(keys: Tensor) -> bool:
-    """Return whether the kernel takes caches like ``keys`` and could be compiled."""
+    """Return whether the kernel supports the device and dtype of ``keys`` and compiles on this machine."""
     return keys.device.type == "cpu" and keys.dtype in _FLAGS and _library(keys.dtype) is not None
 
 
