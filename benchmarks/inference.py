@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -130,7 +130,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), args.dtype, shape=args.shape)
-        with LLM(folder, dtype=args.dtype, kv_memory=1 << 30, max_requests=64, cuda_graphs=args.cuda_graphs) as llm:
+        with LLM(folder, dtype=args.dtype, kv_memory=1 << 30, max_requests=64, graphs=args.graphs) as llm:
             rows, texts = [], []
             for batch in map(int, args.batches.split(",")):
                 texts = prompts(batch, model.config.vocab_size)

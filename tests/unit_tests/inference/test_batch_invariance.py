@@ -83,7 +83,7 @@ def together(model, config, requests, seed):
     ],
 )
 def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
-    """With much and with little memory; 144 schedules of each model and precision are 2,016."""
+    """With much and with little memory, and replayed steps; 144 schedules of each model and precision are 2,016."""
     case = even_case if name == EVEN.name else family_case(name)
     model = decoding.decoder(case, "one", bf16=dtype == "bfloat16")
     requests = random_requests(1, case.row.config["vocab_size"], 12)
@@ -91,7 +91,7 @@ def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
     for seed in range(schedules):
         rings = seed % 4 in (1, 2)
         little = {"kv_memory": tight(model, rings), "max_requests": 5} if seed % 2 else {}
-        assert together(model, config_of(case, rings, **little), requests, seed) == expected[rings]
+        assert together(model, config_of(case, rings, graphs=True, **little), requests, seed) == expected[rings]
 
 
 def config_of(case, rings, **changes):

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that are replayed give the texts of steps that run; the graph and the kernel are stand-ins on a CPU."""
+"""Steps that are replayed give the texts of steps that run; CUDA graphs and their kernel are stand-ins on a CPU."""
 
 import pytest
 import torch
 
 from megatron.bridge.backends.attention import flash_attention
-from megatron.bridge.inference import decoding_state
+from megatron.bridge.backends.decoding.recording import record
+from megatron.bridge.inference import decoding_graphs, decoding_state
+from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from tests import recorded_graph
@@ -28,13 +30,13 @@ def recorded(monkeypatch):
     captured = recorded_graph.install(monkeypatch)
     monkeypatch.setattr(flash_attention, "is_supported", lambda query: True)
     monkeypatch.setattr(flash_attention, "attend_extents", naive.attend_extents)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(DecodingGraphs, "_on_gpu", True)
     monkeypatch.setattr(decoding_state, "can_pack", lambda weight: False)  # as for weights of a GPU
     return captured
 
 
-def texts(folder, **options):
-    with LLM(str(folder), dtype="float32", kv_memory=1 << 22, **options) as llm:
+def texts(folder, dtype="float32", **options):
+    with LLM(str(folder), dtype=dtype, kv_memory=1 << 22, **options) as llm:
         return llm.generate(PROMPTS, SAMPLED)
 
 
@@ -44,7 +46,7 @@ def facts(completion):
 
 def test_replayed_steps_give_the_same_texts(tmp_path, recorded):
     harness.save(harness.hf_model(ROWS["llama_plain"]), tmp_path)
-    expected = texts(tmp_path, cuda_graphs=False)
+    expected = texts(tmp_path, graphs=False)
     assert recorded == []
     found = texts(tmp_path)
     assert [[facts(one) for one in few] for few in found] == [[facts(one) for one in few] for few in expected]
@@ -54,7 +56,7 @@ def test_replayed_steps_give_the_same_texts(tmp_path, recorded):
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen2_tied_windows"])
 def test_windows_and_sinks(tmp_path, recorded, name):
     harness.save(harness.hf_model(ROWS[name]), tmp_path)
-    expected = texts(tmp_path, cuda_graphs=False)
+    expected = texts(tmp_path, graphs=False)
     assert [one[0].tokens for one in texts(tmp_path)] == [one[0].tokens for one in expected]
     assert bool(recorded) == (name != "gpt_oss")
 
@@ -64,3 +66,49 @@ def test_other_kernels_are_not_captured(tmp_path, recorded, name):
     harness.save(harness.hf_model(ROWS[name]), tmp_path)
     texts(tmp_path)
     assert recorded == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama_tied", "gemma3", "qwen2_tied_windows", "gemma2"])
+def test_recorded_operators_give_the_same_bits(tmp_path, monkeypatch, name, dtype):
+    harness.save(harness.hf_model(ROWS[name]), tmp_path)
+    made = []
+    monkeypatch.setattr(decoding_graphs, "record", lambda forward: made.append(forward) or record(forward))
+    expected = texts(tmp_path, dtype, graphs=False)
+    assert made == []
+    assert texts(tmp_path, dtype) == expected
+    assert len(made) == (0 if name == "gemma2" else 2)  # soft-capped scores have another kernel
+
+
+def test_recordings_end_with_the_packed_weights_that_they_read(tmp_path):
+    harness.save(harness.hf_model(ROWS["llama_plain"]), tmp_path)
+    found = []
+    for graphs in (True, False):
+        with LLM(str(tmp_path), dtype="float32", kv_memory=1 << 22, graphs=graphs) as llm:
+            llm.generate(PROMPTS, SAMPLED)
+            with llm.engine.plain_weights():
+                for parameter in llm._chunks[0].parameters():
+                    parameter.data.mul_(1.1)
+            found.append(llm.generate(PROMPTS, SAMPLED))
+    assert found[0] == found[1]
+
+
+def test_a_value_that_python_reads_cannot_be_recorded():
+    x = torch.ones(3)
+    with pytest.raises(AssertionError, match="read in Python"):
+        record(lambda: x * x.sum().item())
+
+
+def test_a_recording_follows_its_inputs_and_writes_in_place():
+    x, total = torch.arange(6.0), torch.zeros(3)
+
+    def step():
+        first, second = x.chunk(2)
+        total.add_(first)
+        return torch.stack((first.reshape(3), second)).sum(0) * 2
+
+    with torch.inference_mode():
+        again = record(step)
+        x += 1
+        assert torch.equal(again(), torch.tensor([10.0, 14, 18]))
+        assert torch.equal(total, torch.tensor([1.0, 3, 5]))

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs for decoding: a step with one token per text replays the kernels of a captured forward pass.
+"""Replay decoding steps with one token per text: as CUDA graphs on a GPU, as recorded operators on a CPU.
 
-There is a graph for each power of two, and the number of texts is rounded up to the next one. The additional rows
-compute tokens that are discarded.
+The number of texts is rounded up, so that few numbers of rows need a graph: to a power of two on a GPU, and on a CPU,
+where a row costs time, to a multiple of 8. The additional rows compute tokens that are discarded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.bridge.backends.decoding.recording import record
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, SingleTokens
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.scheduler import Plan
+
+_Forward = Callable[[], Tensor]
 
 
 class DecodingGraphs:
@@ -23,7 +26,7 @@ class DecodingGraphs:
     def __init__(self, chunk: nn.Module, state: DecodingState, longest: int) -> None:
         self._chunk, self._state, self._longest = chunk, state, longest
         self._graphs: dict[int, _Graph] = {}
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], state: DecodingState, longest: int) -> Self | None:
@@ -37,33 +40,56 @@ class DecodingGraphs:
 
     def run(self, plan: Plan) -> Tensor:
         """Return the logits [rows, vocabulary], text after text."""
-        rows = max(ROW_MULTIPLE, 1 << (len(plan.work) - 1).bit_length())
+        rows = self._rows(len(plan.work))
         if rows not in self._graphs:
-            self._graphs[rows] = _Graph(rows, self._state, self._longest, self._chunk, self._pool)
+            self._graphs[rows] = _Graph(rows, self._state, self._longest, self._chunk, self._capture)
         return self._graphs[rows].run(plan)
+
+    def _rows(self, texts: int) -> int:
+        if self._on_gpu:
+            return max(ROW_MULTIPLE, 1 << (texts - 1).bit_length())
+        return self._state.padded_logits(texts)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.cuda.is_available()
+
+    def _capture(self, forward: _Forward) -> _Forward:
+        """Return a function that repeats ``forward`` and returns its result."""
+        if not self._on_gpu:
+            self._state.when_weights_move(self._graphs.clear)
+            return record(forward)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        forward()  # compiles kernels and allocates their workspaces
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = forward()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
 
 class _Graph:
     """A captured forward pass over ``rows`` texts; its input [3, rows] has tokens, positions, and starts of keys."""
 
-    def __init__(self, rows: int, state: DecodingState, longest: int, chunk: nn.Module, pool: Any) -> None:
+    def __init__(
+        self, rows: int, state: DecodingState, longest: int, chunk: nn.Module, capture: Callable[[_Forward], _Forward]
+    ) -> None:
         self._numbers = torch.zeros(3, rows, dtype=torch.long, device=state.device)
-        self._numbers[2] = state.spare
-        self._host = torch.empty(3, rows, dtype=torch.long).pin_memory()
-        self._spare = state.spare
-        _forward(chunk, state, self._numbers, longest)  # compiles kernels and allocates their workspaces
-        self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._logits = _forward(chunk, state, self._numbers, longest)
+        self._numbers[2] = self._spare = state.spare
+        self._host = torch.empty(3, rows, dtype=torch.long, pin_memory=self._numbers.is_cuda)
+        self._replay = capture(lambda: _forward(chunk, state, self._numbers, longest))
 
     def run(self, plan: Plan) -> Tensor:
         texts = [(work.text.tokens[work.start], work.start, work.text.extent) for work in plan.work]
         texts += [(0, 0, self._spare)] * (self._host.size(1) - len(texts))
         self._host.copy_(torch.tensor(texts).t())
         self._numbers.copy_(self._host, non_blocking=True)
-        self._graph.replay()
-        return self._logits
+        return self._replay()
 
 
 def _forward(chunk: nn.Module, state: DecodingState, numbers: Tensor, longest: int) -> Tensor:

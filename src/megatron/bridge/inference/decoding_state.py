@@ -118,6 +118,10 @@ class DecodingState:
             if self._pack and self._is_attached:
                 self._pack_weights(self._packing)
 
+    def when_weights_move(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once, before the packed weights are replaced."""
+        self._packing.callback(action)
+
     def _pack_weights(self, changes: "_Changes") -> None:
         kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
         for chunk in self.bare:
@@ -148,11 +152,14 @@ class DecodingState:
         if rows is None:
             self._rows = None
             return
+        padding = self.padded_logits(len(rows)) - len(rows)
+        self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
+
+    def padded_logits(self, rows: int) -> int:
+        """Return the number of rows of logits that are computed for ``rows`` rows."""
         # PyTorch computes up to 63 elements at the end of a tensor with scalar code that rounds differently. They must
         # not belong to a row that is used, so an odd vocabulary size needs one more row.
-        spare = 1 if self._vocabulary % ROW_MULTIPLE else 0
-        padding = padded_rows(len(rows) + spare) - len(rows)
-        self._rows = torch.tensor([*rows, *[0] * padding], device=self.device)
+        return padded_rows(rows + bool(self._vocabulary % ROW_MULTIPLE))
 
     def copy(self, source: int, target: int, count: int) -> None:
         for cache in {id(cache): cache for _, cache in self._caches}.values():
@@ -161,9 +168,9 @@ class DecodingState:
 
     @property
     def repeats_kernels(self) -> bool:
-        """Return whether single-token steps always launch the same kernels, so that a CUDA graph can replay them."""
+        """Return whether single-token steps always launch the same kernels, so that they can be replayed."""
         plain = all(
-            type(cache) is AttentionCache and isinstance(core, TorchAttention) and cache.attends_at_once(core)
+            type(cache) is AttentionCache and isinstance(core, TorchAttention) and cache.repeats_kernels(core)
             for core, cache in self._caches
         )
         config: Any = self.bare[0].config

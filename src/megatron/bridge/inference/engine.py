@@ -112,7 +112,7 @@ class EngineConfig:
     chunk: int = 256  # tokens of a prompt that one step computes together
     rows: int = 1024  # maximum new tokens in a step
     window_rings: bool = False  # layers with a window cache only the window; texts then do not share caches
-    cuda_graphs: bool = False  # on one GPU, replay single-token steps if the model's kernels allow it
+    graphs: bool = False  # on one rank, replay single-token steps if the model's kernels allow it
     pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
 
@@ -156,7 +156,7 @@ class Engine(AbstractContextManager["Engine"]):
         limits = _limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack, config.window_rings)
         graphs = None
-        if config.cuda_graphs and not self.adapters.names:
+        if config.graphs and not self.adapters.names:
             graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.bridge.inference.refit.replacement import WeightStep
 
 
-_ENGINE = ("max_requests", "kv_memory", "window_rings", "cuda_graphs", "chunk", "rows")
+_ENGINE = ("max_requests", "kv_memory", "window_rings", "graphs", "chunk", "rows")
 """Options of ``LLM`` that are also fields of ``EngineConfig``."""
 
 
@@ -44,7 +44,7 @@ class LLM:
         kv_memory: bytes for keys, values and states on each rank.
         window_rings: layers with a sliding window cache only the window, so more texts fit, but texts do not share
             prefixes.
-        cuda_graphs: on one GPU, replay decoding steps if the model always launches the same kernels.
+        graphs: on one rank, replay decoding steps if the model always launches the same kernels.
         chunk: tokens of a prompt that one step computes together.
         rows: maximum new tokens in a step; None is 1,024 on a CPU and 8,192 on a GPU.
         trust_remote_code: run Python code of the model's repository.
@@ -69,7 +69,7 @@ class LLM:
         max_requests: int = 32,
         kv_memory: int = 4 << 30,
         window_rings: bool = False,
-        cuda_graphs: bool = True,
+        graphs: bool = True,
         chunk: int = 256,
         rows: int | None = None,
         trust_remote_code: bool = False,

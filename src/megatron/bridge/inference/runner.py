@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.backends.decoding.step import Span, Step
+from megatron.bridge.backends.kernels import c_kernels
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
@@ -50,6 +51,7 @@ class Runner:
         self._stages: Any = parallel_state.get_pipeline_model_parallel_group()
 
     @torch.inference_mode()
+    @c_kernels.in_use()
     def run(self, plan: Plan, outputs: Sequence[Output], width: int) -> Tensor | None:
         """Compute the plan of this rank's lane.
 

@@ -164,12 +164,14 @@ class TorchAttention(MegatronModule):
         out = attend((query, key, value), attention_mask, window, packed_seq_params if packed else None).flatten(2)
         return out.squeeze(1) if packed else out
 
-    def first_key(self, position: int) -> int:
-        """Return the position of the first key that the query at ``position`` sees."""
+    def first_key(self, position: Any) -> Any:
+        """Return the position of the first key that the query at ``position``, a number or a tensor, sees."""
         if self.chunk_size is not None:
             return position - position % self.chunk_size
         left = self._mask_window(self.attn_mask_type).left
-        return 0 if left is None else max(0, position - left)
+        if left is None:
+            return position * 0
+        return (position - left) * (position > left)
 
     def _mask_window(self, mask_type: AttnMaskType) -> AttentionWindow:
         left, right = (-1, -1) if self.chunk_size is not None else self.window_size or (-1, -1)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, QuerySpan, looking_ahead
-from megatron.bridge.backends.decoding.step import Span, Step
-from megatron.bridge.backends.kernels import decode_attention
+from megatron.bridge.backends.decoding.step import SingleTokens, Span, Step
+from megatron.bridge.backends.kernels import c_kernels
 
 _New = tuple[Tensor, Tensor, Tensor]  # queries [rows, h, d], keys [rows, g, d], values [rows, g, dv]
 
@@ -56,6 +56,8 @@ class AttentionCache:
             form = self.step.extents, _window(core), core.scale, core.softmax_offset
             tokens = self.step.tokens
             out[:tokens] = flash_attention.attend_extents(new[0][:tokens], self.keys, self.values, *form)
+        elif isinstance(self.step, SingleTokens):
+            self._attend_single(core, new, (), out)
         else:
             self._attend_spans(core, new, masks, out)
         return out.flatten(1).unsqueeze(1)
@@ -84,19 +86,28 @@ class AttentionCache:
             out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
 
     def _attend_single(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
-        """Store the new token of each span and attend to the keys that it sees."""
+        """Store the new token of each span, or of all rows of ``SingleTokens``, and attend to the keys that it sees."""
         kind = type(self), core.chunk_size, core.window_size, tuple(span.row for span in spans)
         if kind not in self.step.texts:
-            self.step.texts[kind] = torch.tensor([self._text(span, core.first_key(span.start)) for span in spans])
-        decode_attention.attend(new, (self.keys, self.values), self.step.texts[kind], core.scale, out)
+            self.step.texts[kind] = self._table(core, spans)
+        c_kernels.attend(new, (self.keys, self.values), self.step.texts[kind], core.scale, out)
+
+    def _table(self, core: Any, spans: Sequence[Span]) -> Tensor:
+        if isinstance(self.step, SingleTokens):
+            return self.step.table(core.first_key(self.step.positions))
+        return torch.tensor([self._text(span, core.first_key(span.start)) for span in spans])
 
     def _text(self, span: Span, low: int) -> tuple[int, int, int, int]:
-        """Return a row of the table that ``decode_attention`` reads; ``low`` is the first position that is seen."""
+        """Return a row of the table that ``c_kernels`` reads; ``low`` is the first position that is seen."""
         return span.row, span.extent + span.start, span.extent + low, span.start + 1 - low
+
+    def repeats_kernels(self, core: Any) -> bool:
+        """Return whether all steps of one token per text call the same kernels."""
+        return self.attends_at_once(core) or self._compiles(core)
 
     def _compiles(self, core: Any) -> bool:
         """Return whether the compiled kernel attends to the keys of single tokens."""
-        return self.keys.shape == self.values.shape and _is_softmax(core) and decode_attention.can_attend(self.keys)
+        return self.keys.shape == self.values.shape and _is_softmax(core) and c_kernels.is_supported(self.keys)
 
     def attends_at_once(self, core: Any) -> bool:
         """Return whether one kernel attends to the keys of all texts, if no token sees later ones."""

@@ -117,7 +117,7 @@ class Step:
 
 
 class SingleTokens(Step):
-    """A step of one token of each text, read from tensors that change in place, so that a CUDA graph can replay it.
+    """A step of one token of each text, read from tensors that change in place, so that it can be replayed.
 
     Args:
         positions: [rows] of the new tokens.
@@ -126,10 +126,15 @@ class SingleTokens(Step):
     """
 
     def __init__(self, positions: Tensor, keys: Tensor, longest: int) -> None:
-        self.spans = []  # a graph would keep the numbers of its capture
+        self.spans, self.texts = [], {}  # a graph would keep the numbers of its capture
         self.tokens = self.rows = len(positions)
         self.device = positions.device
         self.positions, self.places = positions, keys + positions
         bounds = torch.arange(self.rows + 1, device=self.device, dtype=torch.int32)
         padded = torch.nn.functional.pad(keys, (0, 1)).int()
         self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))
+
+    def table(self, first: Tensor) -> Tensor:
+        """Return the table of ``decode_attention``; ``first`` is the position of the first key that each text sees."""
+        rows, extents = torch.arange(self.rows), self.places - self.positions
+        return torch.stack((rows, self.places, extents + first, self.positions + 1 - first), dim=1)

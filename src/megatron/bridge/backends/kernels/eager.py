@@ -21,6 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.bridge.backends.kernels import c_kernels
+
 CHUNK = 1 << 18  # elements: 1 MB in fp32, so a chunk stays in the cache of a core
 
 core_cross_entropy = tensor_parallel.vocab_parallel_cross_entropy  # before ``install`` replaces it
@@ -51,6 +53,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; ``gain`` has the dtype of ``x``."""
+    if c_kernels.takes(x):
+        return torch.ops.megatron_bridge.rms_norm(x, gain, eps)
     return _RMSNorm.apply(x, gain, eps) if _records() else _normalize(x, gain, eps)[0]  # pyright: ignore
 
 
@@ -99,6 +103,8 @@ def rotary(t: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     known = vars(freqs).setdefault("cos_sin", {})  # all layers get the same angles
     if (mscale, t.dtype) not in known:
         known[mscale, t.dtype] = tuple((turn(freqs) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin))
+    if c_kernels.takes(t) and t.dim() == 4 and t.size(1) == t.stride(3) == 1 and len(freqs) == len(t):
+        return torch.ops.megatron_bridge.rotate(t, *known[mscale, t.dtype])
     apply = _Rotary.apply if _records() else rotate
     return apply(t, *known[mscale, t.dtype])  # pyright: ignore[reportReturnType]
 
@@ -125,8 +131,10 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor, bias: Tensor | None = None, *_: bool) -> Tensor:
     """Megatron-Core's ``bias_swiglu_impl``; its other options only save memory on GPUs."""
-    apply = _SwiGLU.apply if _records() else _gate
-    return apply(x if bias is None else x + bias)  # pyright: ignore[reportReturnType]
+    x = x if bias is None else x + bias
+    if c_kernels.takes(x):
+        return torch.ops.megatron_bridge.swiglu(x)
+    return _SwiGLU.apply(x) if _records() else _gate(x)  # pyright: ignore[reportReturnType]
 
 
 def _gate(x: Tensor) -> Tensor:

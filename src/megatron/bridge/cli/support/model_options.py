@@ -95,7 +95,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of ``LLM`` from the options of the table ``model``."""
-    names = (*_SAME, "window_rings", "cuda_graphs", "trust_remote_code", "trust_checkpoint")
+    names = (*_SAME, "window_rings", "graphs", "trust_remote_code", "trust_checkpoint")
     template = args.template and read_text(args.template, f"--template {args.template}")
     named = {"adapters": getattr(args, "adapters", None), "template": template}
     return {**named, **{name: getattr(args, name) for name in names}}

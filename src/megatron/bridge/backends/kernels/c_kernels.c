@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of one new token of each text to the cached keys and values of its text; see decode_attention.py.
-// It sums in float32. A text is computed alone, in the order of its keys, so its bits do not depend on other texts.
+// Kernels of generation on CPUs; see c_kernels.py. They compute in float32. Each text and each row is computed alone and
+// in a fixed order, so its bits do not depend on the others.
 
 #include <math.h>
 #include <stdint.h>
@@ -28,6 +28,10 @@ typedef float element;
 static inline float widen(element x) { return x; }
 static inline element narrow(float x) { return x; }
 #endif
+
+enum { LANES = 16 };
+
+#define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 
 // The text's row in the step, the place of its new token in the caches, and the places of the keys that it sees.
 typedef struct { int64_t row, place, first, count; } Text;
@@ -104,4 +108,49 @@ int attend(const Tensors *all, const Shape *shape, const Text *texts) {
     for (int64_t i = 0; i < shape->texts * shape->groups; i++)
         failed |= attend_text(all, shape, texts + i / shape->groups, i % shape->groups);
     return failed;
+}
+
+// x / sqrt(mean(x^2) + eps) * gain
+void rms_norm(const element *x, const element *gain, element *out, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for if (rows > 64)
+    for (int64_t r = 0; r < rows; r++) {
+        const element *from = x + r * width;
+        element *to = out + r * width;
+        float sums[LANES] = {0}, total = 0;
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES)
+            for (int64_t lane = 0; lane < LANES; lane++) sums[lane] += widen(from[i + lane]) * widen(from[i + lane]);
+        for (; i < width; i++) total += widen(from[i]) * widen(from[i]);
+        for (int64_t lane = 0; lane < LANES; lane++) total += sums[lane];
+        const float scale = 1 / sqrtf(total / width + eps);
+        for (i = 0; i < width; i++) to[i] = narrow(widen(from[i]) * scale * widen(gain[i]));
+    }
+}
+
+// x * cos + rotate_half(x) * sin, with products that are rounded as those of PyTorch's operators
+void rotate(const element *x, const element *cos, const element *sin, element *out, int64_t rows, int64_t heads,
+            int64_t half, int64_t row_stride, int64_t head_stride) {
+#pragma omp parallel for if (rows > 64)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            const element *a = x + r * row_stride + h * head_stride, *b = a + half;
+            const element *cos1 = cos + 2 * r * half, *cos2 = cos1 + half, *sin1 = sin + 2 * r * half, *sin2 = sin1 + half;
+            element *out1 = out + 2 * (r * heads + h) * half, *out2 = out1 + half;
+            for (int64_t i = 0; i < half; i++) {
+                out1[i] = narrow(ROUND(widen(a[i]) * widen(cos1[i])) - ROUND(widen(b[i]) * widen(sin1[i])));
+                out2[i] = narrow(ROUND(widen(b[i]) * widen(cos2[i])) + ROUND(widen(a[i]) * widen(sin2[i])));
+            }
+        }
+}
+
+// silu(gate) * up of the two halves of a row
+void swiglu(const element *x, element *out, int64_t rows, int64_t width) {
+#pragma omp parallel for if (rows > 64)
+    for (int64_t r = 0; r < rows; r++) {
+        const element *gate = x + 2 * r * width, *up = gate + width;
+        for (int64_t i = 0; i < width; i++) {
+            const float g = widen(gate[i]), e = exponential(g < 0 ? g : -g);
+            out[r * width + i] = narrow(ROUND(g * (g < 0 ? e : 1) / (1 + e)) * widen(up[i]));
+        }
+    }
 }

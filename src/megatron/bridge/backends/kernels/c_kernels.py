@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""C kernels for generation on CPUs, which this machine's compiler translates at first use.
+
+Attention of one new token of each text: PyTorch's kernel attends to the keys of one text a call, and packs bfloat16
+keys anew each time. 30 layers with 32 texts of 100 tokens took 80 ms (float32: 57 ms) on one core, this kernel 8 ms
+(9 ms). RMSNorm, rotary embeddings and SwiGLU are one call each, where PyTorch has 5 to 9 operators of a few rows.
+Without a C compiler, PyTorch's operators are used.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_FLAGS = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
+_OPTIMIZE = "-O3 -march=native -fPIC -fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno"
+
+_log = logging.getLogger(__name__)
+_in_use = ContextVar("in_use", default=False)
+
+
+@contextmanager
+def in_use() -> Iterator[None]:
+    """Use the kernels for norms, rotary embeddings and SwiGLU inside the context; training has its own."""
+    token = _in_use.set(True)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+def takes(x: Tensor) -> bool:
+    """Return whether the kernels are in use and support ``x``."""
+    return _in_use.get() and is_supported(x)
+
+
+def is_supported(x: Tensor) -> bool:
+    """Return whether the kernels support the device and dtype of ``x`` and compile on this machine."""
+    return x.device.type == "cpu" and x.dtype in _FLAGS and _library(x.dtype) is not None
+
+
+_operators = torch.library.Library("megatron_bridge", "FRAGMENT")  # operators are seen when a step is recorded
+for _schema in (
+    "decode_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor texts, "
+    "float scale, Tensor(c!) out) -> ()",
+    "rms_norm(Tensor x, Tensor gain, float eps) -> Tensor",
+    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    "swiglu(Tensor x) -> Tensor",
+):
+    _operators.define(_schema)
+
+
+@torch.library.impl("megatron_bridge::rms_norm", "CPU")
+def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    width = x.size(-1)
+    _call("rms_norm", x, gain, out, x.numel() // width, width, eps)
+    return out
+
+
+@torch.library.impl("megatron_bridge::rotate", "CPU")
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype)
+    rows, _, heads, width = x.shape
+    _call("rotate", x, cos, sin, out, rows, heads, width // 2, x.stride(0), x.stride(2))
+    return out
+
+
+@torch.library.impl("megatron_bridge::swiglu", "CPU")
+def _swiglu(x: Tensor) -> Tensor:
+    x, width = x.contiguous(), x.size(-1) // 2
+    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+    _call("swiglu", x, out, out.numel() // width, width)
+    return out
+
+
+def _call(name: str, x: Tensor, *arguments: Tensor | float) -> None:
+    """Call a kernel for the dtype of ``x``."""
+    getattr(_library(x.dtype), name)(*(it.data_ptr() if isinstance(it, Tensor) else it for it in (x, *arguments)))
+
+
+class _Tensors(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "out")]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("key_row", "value_row", "texts", "groups", "heads", "width")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def attend(
+    new: tuple[Tensor, Tensor, Tensor], caches: tuple[Tensor, Tensor], texts: Tensor, scale: float, out: Tensor
+) -> None:
+    """Store the new keys and values in the caches, and write attention to the texts' rows of ``out``.
+
+    Args:
+        new: queries [rows, h, d], keys and values [rows, g, d].
+        caches: keys and values [tokens, g, d], contiguous.
+        texts: int64 [texts, 4]: the row of each text, the place of its new token in the caches, and the first place
+            and the number of the keys that it sees.
+        out: [rows, h, d], contiguous.
+    """
+    torch.ops.megatron_bridge.decode_attention(*new, *caches, texts, scale, out)
+
+
+@torch.library.impl("megatron_bridge::decode_attention", "CPU")
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, texts: Tensor, scale: float, out: Tensor
+) -> None:
+    query, key, value = query.contiguous(), key.flatten(1), value.flatten(1)
+    assert key.stride(1) == value.stride(1) == 1, "the features of a token lie side by side"
+    groups, width = keys.shape[1:]
+    heads = query.size(1) // groups
+    shape = _Shape(key.stride(0), value.stride(0), len(texts), groups, heads, width, scale)
+    tensors = _Tensors(*(tensor.data_ptr() for tensor in (query, key, value, keys, values, out)))
+    library = _library(query.dtype)
+    assert library is not None, "is_supported() comes first"
+    if library.attend(ctypes.byref(tensors), ctypes.byref(shape), ctypes.c_void_p(texts.data_ptr())):
+        raise MemoryError(f"no memory for the scores of {len(texts)} texts")
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    source = Path(__file__).with_suffix(".c")
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    wide = ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            object_file, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
+            _run([*compiler, *_OPTIMIZE.split(), *wide, *_FLAGS[dtype], "-c", str(source), "-o", object_file])
+            # Linking without -fopenmp leaves OpenMP to PyTorch's own library, so both use the same threads.
+            _run([*compiler, "-shared", object_file, "-o", library])
+            return _typed(ctypes.CDLL(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("no C compiler, so decoding is slower; install gcc, or set CC to a compiler: %s", error)
+        return None
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    library.rms_norm.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_float]
+    library.rotate.argtypes = [pointer] * 4 + [size] * 5
+    library.swiglu.argtypes = [pointer] * 2 + [size] * 2
+    return library
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C kernels of generation, against formulas in float64."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.bridge.backends.kernels import c_kernels, eager
+
+TEXTS = torch.tensor([[3, 210, 200, 11], [5, 0, 0, 1], [0, 800, 500, 301], [1, 905, 900, 10]])  # the last one is a ring
+
+
+def _tensors(dtype: torch.dtype, width: int):
+    torch.manual_seed(0)
+    caches = tuple(torch.randn(1000, 2, width).to(dtype) for _ in range(2))
+    fused = torch.randn(8, 10 * width).to(dtype)  # keys and values are views into it, as in a layer
+    query, key, value = fused.split((6 * width, 2 * width, 2 * width), dim=1)
+    return (query.reshape(8, 6, width), key.view(8, 2, width), value.view(8, 2, width)), caches
+
+
+@pytest.mark.parametrize("width", [7, 64, 80, 128])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_attention_is_that_of_float64(dtype, rounding, width):
+    new, (keys, values) = _tensors(dtype, width)
+    if not c_kernels.is_supported(keys):
+        pytest.skip("no C compiler")
+    out = torch.zeros_like(new[0])
+    c_kernels.attend(new, (keys, values), TEXTS, width**-0.5, out)
+    for row, place, first, count in TEXTS.tolist():
+        assert torch.equal(keys[place], new[1][row])
+        assert torch.equal(values[place], new[2][row])
+        seen = (cache[first : first + count].transpose(0, 1).double() for cache in (keys, values))
+        wanted = F.scaled_dot_product_attention(new[0][row].view(2, 3, width).double(), *seen).view(6, width)
+        torch.testing.assert_close(out[row].double(), wanted, atol=1e-6, rtol=rounding)
+        alone = torch.zeros_like(out)
+        c_kernels.attend(new, (keys, values), torch.tensor([[row, place, first, count]]), width**-0.5, alone)
+        assert torch.equal(alone[row], out[row])
+    assert not out[[2, 4, 6, 7]].any()  # rows without a text
+
+
+def test_not_a_number_is_not_hidden():
+    new, caches = _tensors(torch.float32, 64)
+    if not c_kernels.is_supported(caches[0]):
+        pytest.skip("no C compiler")
+    caches[0][205] = float("nan")
+    out = torch.zeros_like(new[0])
+    c_kernels.attend(new, caches, TEXTS, 0.125, out)
+    assert out[3].isnan().all()
+    assert not out[5].isnan().any()
+
+
+def _operations(x: torch.Tensor, gain: torch.Tensor, angles: torch.Tensor) -> list[torch.Tensor]:
+    """A norm over all features, embeddings of heads that are views of wider rows, and SwiGLU of two halves."""
+    heads = x.view(len(x), 1, 4, -1)[..., 8 : 8 + angles.size(-1)]
+    return [eager.rms_norm(x, gain, 1e-5), eager.rotary(heads, angles[: len(x)]), eager.swiglu(x)]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("width", [36, 72, 256])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-7)])
+def test_small_operations_are_those_of_float64(dtype, rounding, width):
+    torch.manual_seed(1)
+    x, gain = (3 * torch.randn(100, 1, 4 * width)).to(dtype), torch.randn(4 * width).to(dtype)
+    angles = 9 * torch.rand(100, 1, 1, width - 8)
+    if not c_kernels.is_supported(x):
+        pytest.skip("no C compiler")
+    wanted = _operations(x.double(), gain.double(), angles.double())
+    pytorch = _operations(x, gain, angles)
+    with c_kernels.in_use():
+        found, alone = _operations(x, gain, angles), _operations(x[:1].clone(), gain, angles)
+    for index, (one, other) in enumerate(zip(found, alone, strict=True)):
+        assert one.dtype == dtype
+        assert torch.equal(one[:1], other)  # a row has the same bits in any batch
+        if index == 1 and dtype == torch.bfloat16:  # cosines and products are rounded
+            assert torch.equal(one, pytorch[index])
+        else:
+            torch.testing.assert_close(one.double(), wanted[index], atol=rounding, rtol=rounding)
+
+
+def test_training_keeps_its_own_operators():
+    with c_kernels.in_use():
+        assert c_kernels.takes(torch.zeros(1)) == c_kernels.is_supported(torch.zeros(1))
+    assert not c_kernels.takes(torch.zeros(1))
+
+
+def test_a_machine_without_a_compiler_is_told_once(monkeypatch, caplog):
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    monkeypatch.setattr(c_kernels, "_library", c_kernels._library.__wrapped__)
+    with caplog.at_level(logging.WARNING):
+        assert not c_kernels.is_supported(torch.zeros(1, 1, 8))
+    assert "no-such-compiler" in caplog.text
+    assert not c_kernels.is_supported(torch.zeros(1, 1, 8, dtype=torch.float16))  # another kernel's
