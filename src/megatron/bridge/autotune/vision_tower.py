@@ -7,7 +7,7 @@ while the live storages are counted. Attention saves the tensors that fused kern
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import dummy_media, encode
+from megatron.bridge.utils.replaced import replaced
 
 _NAME = "megatron_bridge_counted"
 
@@ -100,14 +101,10 @@ def _fused_attention(tower: nn.Module) -> Iterator[None]:
     transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
     found = [getattr(part, "config", None) for part in tower.modules()]
     configs = {id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    for config in configs.values():
-        config._attn_implementation = name
-    try:
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(replaced(config, _attn_implementation=name))
         yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
 
 
 def _attend(
