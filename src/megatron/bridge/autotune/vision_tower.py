@@ -7,7 +7,7 @@ while the live storages are counted. Attention saves the tensors that fused kern
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import dummy_media, encode
-from megatron.bridge.utils.replaced import replaced
 
 _NAME = "megatron_bridge_counted"
 
@@ -101,10 +100,14 @@ def _fused_attention(tower: nn.Module) -> Iterator[None]:
     transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
     found = [getattr(part, "config", None) for part in tower.modules()]
     configs = {id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)}
-    with ExitStack() as stack:
-        for config in configs.values():
-            stack.enter_context(replaced(config, _attn_implementation=name))
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._attn_implementation = name
+    try:
         yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
 
 
 def _attend(
