@@ -112,8 +112,12 @@ class ModelProvider(TransformerConfig):
 
         By default, the same number as for other layers, but experts with biases cannot be sharded.
         """
-        have_biases = self.num_moe_experts and self.add_bias_linear
-        return self.expert_tensor_parallel_size or (1 if have_biases else self.tensor_model_parallel_size)
+        default = 1 if self._has_expert_biases else self.tensor_model_parallel_size
+        return self.expert_tensor_parallel_size or default
+
+    @property
+    def _has_expert_biases(self) -> bool:
+        return bool(self.num_moe_experts) and self.add_bias_linear
 
     def finalize(self) -> None:
         """Check that the values fit together and change nothing.
