@@ -98,7 +98,7 @@ class Rerun(Callback):
             if rejected and self._problem is None:
                 self._problem = f"{name} is {value.item():g} on rank {distributed.rank()} ({socket.gethostname()})"
             # with fatal=True the state machine would end the job, to repeat the step on another host
-            self._machine.validate_result(value, lambda _, rejected=rejected: rejected, name, fatal=False)
+            self._machine.validate_result(value, partial(_is_rejected, rejected), name, fatal=False)
 
     def _results(self, run: Run) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Name and value of each checked result, and whether it is invalid."""
@@ -205,6 +205,10 @@ def _router_biases(run: Run) -> list[torch.Tensor]:
     """The biases with which routers balance experts: Megatron-Core updates them when it reduces gradients."""
     buffers = (named for chunk in run.model for named in chunk.named_buffers())
     return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
+
+
+def _is_rejected(rejected: bool, value: torch.Tensor) -> bool:
+    return rejected
 
 
 def _is_not_finite(value: torch.Tensor) -> bool:
