@@ -198,7 +198,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         weighting=0 if _is_fused(model) else 1,
         wide=model.moe_router_dtype is not None,
         norm=_FP32 if model.layernorm_zero_centered_gamma else number,
-        rotates=_has_rotary(model),
+        rotates=model.multi_latent_attention or model.position_embedding_type in ("rope", "mrope", "yarn"),
         separate_gradients=not model.gradient_accumulation_fusion,
         logit=_logit_bytes(model),
         masks=model.hidden_dropout > 0,
@@ -256,10 +256,6 @@ def _tokens_of_image(config: ConfigContainer) -> int:
 
 def _is_fused(model: ModelProvider) -> bool:
     return model.bias_activation_fusion or model.use_te_activation_func
-
-
-def _has_rotary(model: Any) -> bool:
-    return model.multi_latent_attention or model.position_embedding_type in ("rope", "mrope", "yarn")
 
 
 def _logit_bytes(model: ModelProvider) -> int:

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
 from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.replaced import replaced
 
 _GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # names of parallel_state's global variables
 
@@ -95,19 +96,12 @@ def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator
 
     ``several`` tells whether the pipeline has other stages.
     """
-    state: Any = parallel_state
-    before = {name: value for name, value in vars(state).items() if _GLOBAL.match(name)}
-    with _default_group(), _readable_groups():
-        try:
-            for name in before:
-                setattr(state, name, _neutral(name))
-            for name, value in _state(model, stage, several).items():
-                assert name in before, f"parallel_state has no {name} in this version of Megatron-Core"
-                setattr(state, name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(state, name, value)
+    values = {name: _neutral(name) for name in vars(parallel_state) if _GLOBAL.match(name)}
+    for name, value in _state(model, stage, several).items():
+        assert name in values, f"parallel_state has no {name} in this version of Megatron-Core"
+        values[name] = value
+    with _default_group(), _readable_groups(), replaced(parallel_state, **values):
+        yield
 
 
 def _neutral(name: str) -> Any:
@@ -153,22 +147,17 @@ def nothing_random() -> Iterator[None]:
         del tracker.fork
 
 
-@contextmanager
-def _readable_groups() -> Iterator[None]:
+def _readable_groups() -> AbstractContextManager[None]:
     """Let ``torch.distributed`` also read size and rank of a ``_Group``: the hybrid model asks there."""
-    before = dist.get_rank, dist.get_world_size
+    get_rank, get_size = dist.get_rank, dist.get_world_size
 
     def size(group: Any = None) -> int:
-        return group.size() if isinstance(group, _Group) else before[1](group)
+        return group.size() if isinstance(group, _Group) else get_size(group)
 
     def rank(group: Any = None) -> int:
-        return group.rank() if isinstance(group, _Group) else before[0](group)
+        return group.rank() if isinstance(group, _Group) else get_rank(group)
 
-    dist.get_rank, dist.get_world_size = rank, size
-    try:
-        yield
-    finally:
-        dist.get_rank, dist.get_world_size = before
+    return replaced(dist, get_rank=rank, get_world_size=size)
 
 
 @contextmanager

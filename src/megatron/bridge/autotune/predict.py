@@ -29,19 +29,12 @@ _MODULES = {
 }
 
 
-def predict(
-    config: ConfigContainer,
-    world_size: int,
-    card: str,
-    stages: Sequence[Sequence[MegatronModule]] | None = None,
-    profile: Profile | None = None,
-) -> Prediction:
+def predict(config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None) -> Prediction:
     """Predict the time of a training step of a resolved config on GPUs named ``card`` in ``gpus.GPUS``.
 
-    ``stages`` are the chunks of all stages, if they are already built. ``profile`` replaces data sheets.
+    ``profile`` replaces data sheets.
     """
-    model = without_quantization(config.model)
-    plan = plan_of(config, meta_model.stage_chunks(model, config.peft) if stages is None else stages)
+    plan = plan_of(config, meta_model.stage_chunks(without_quantization(config.model), config.peft))
     return predict_step(plan, setting_of(config, world_size), roofline_of(config, card, profile, world_size))
 
 

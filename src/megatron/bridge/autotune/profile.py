@@ -54,7 +54,6 @@ class Profile:
 
 
 def read(path: Path) -> Profile:
-    """Read a profile that ``write`` created."""
     found = strict_json.read(path)
     try:
         profile = Profile(**found)
@@ -100,17 +99,14 @@ class MeasuredKernels(Roofline):
         return count * (exact or interpolated(self._products, 2.0 * tokens * rows * columns))
 
     def attention(self, operations: float, direction: Direction) -> float:
-        return interpolated(self._kernel(direction), operations)
+        return interpolated(self.profile.kernels[direction], operations)
 
     def moved(self, size: float, kernels: int = 1) -> float:
-        return interpolated(self._kernel("moved"), size)
+        return interpolated(self.profile.kernels["moved"], size)
 
     def measured(self, name: str, operations: float, cost: Cost) -> Cost:
         samples = self.profile.layers.get(name)
         return cost.slowed(interpolated(samples, operations) / cost.compute) if samples and cost.compute else cost
-
-    def _kernel(self, name: str) -> Samples:
-        return self.profile.kernels[name]
 
     @property
     def links(self) -> AlphaBeta:

@@ -73,13 +73,13 @@ def read_lengths(path: Path) -> np.ndarray:
     return np.array([int(line) for line in lines])
 
 
-def drawn_lengths(count: int, prompt: int, response: int, seed: int = 0) -> np.ndarray:
+def drawn_lengths(count: int, prompt: int, response: int) -> np.ndarray:
     """Draw lengths of ``count`` samples: log-normal prompts and responses, truncated at ``prompt`` and ``response``.
 
     The medians are half and a quarter of the limits, and the standard deviations of the logarithm are 0.5 and 0.8: most
     responses of a reasoning model are short, some reach the limit. These are assumptions; prefer measured lengths.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     prompts = np.minimum(random.lognormal(np.log(prompt / 2), 0.5, count), prompt)
     responses = np.minimum(random.lognormal(np.log(response / 4), 0.8, count), response)
     return np.maximum(prompts, 1).astype(int) + np.maximum(responses, 1).astype(int)

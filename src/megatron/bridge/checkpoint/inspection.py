@@ -86,7 +86,7 @@ def _stack_of(name: str) -> str | None:
     return prefix if prefix and not name.removeprefix(prefix).partition(".")[0].isdecimal() else None
 
 
-def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | None, iteration: int = 0) -> Path:
+def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | None) -> Path:
     """Convert the weights of a checkpoint, for example of Megatron-LM, to the format of this package.
 
     Args:
@@ -110,8 +110,8 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
         for name, value in unstack_layers(tensor.name.removeprefix(model_io.NEMO_PREFIX), whole, layers)
     }
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
-    directory = paths.iteration_dir(root, iteration)
+    directory = paths.iteration_dir(root, 0)
     extra = None if run_config is None else model_io.extra_files(run_config)
     with lock.held(root):
-        saving.save(state, directory, extra, published=lambda: paths.write_tracker(root, iteration))
+        saving.save(state, directory, extra, published=lambda: paths.write_tracker(root, 0))
     return directory

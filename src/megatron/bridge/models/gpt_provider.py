@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -42,6 +42,8 @@ class GPTModelProvider(ModelProvider):
     Attributes:
         backend: layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available.
     """
+
+    _model_class: ClassVar[type[Any]] = GPTModel
 
     vocab_size: int | None = None
     """The true vocabulary; rows of padding are added by ``padded_vocab_size`` only."""
@@ -259,7 +261,7 @@ class GPTModelProvider(ModelProvider):
         decoder = config._decoder_spec(vp_stage)
         # Megatron-Core 0.19 says at every chunk that HybridModel succeeds GPTModel: users cannot act on that here
         with silenced(gpt_model):
-            model = config._model_class()(
+            model = config._model_class(
                 transformer_layer_spec=decoder,
                 rope_scaling=config.rope_scaling,
                 rope_scaling_factor=config.rope_scaling_factor,
@@ -269,9 +271,6 @@ class GPTModelProvider(ModelProvider):
         mtp_loss.share_output_weight(model)
         config.finish(model)
         return model
-
-    def _model_class(self) -> type[Any]:
-        return GPTModel
 
     def _model_arguments(
         self, pre_process: bool | None, post_process: bool | None, vp_stage: int | None

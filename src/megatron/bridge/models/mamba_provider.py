@@ -2,7 +2,7 @@
 """The provider of Megatron-Core's hybrid models: Mamba-2 layers among attention, feed-forward and experts."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -30,6 +30,8 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 @dataclass
 class MambaModelProvider(GPTModelProvider):
     """A ``GPTModelProvider`` whose layers have one job each, as ``hybrid_override_pattern`` says."""
+
+    _model_class: ClassVar[type[Any]] = HybridModel
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "none"
     normalization: str = "RMSNorm"
@@ -84,16 +86,13 @@ class MambaModelProvider(GPTModelProvider):
     ) -> HybridModel:
         """Build the ``HybridModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
         config = self.resolved()
-        model = config._model_class()(
+        model = config._model_class(
             hybrid_stack_spec=config._stack_spec(),
             hybrid_layer_pattern=config.staged_pattern(),
             **config._model_arguments(pre_process, post_process, vp_stage),
         )
         config.finish(model)
         return model
-
-    def _model_class(self) -> type[Any]:
-        return HybridModel
 
     def _stack_spec(self) -> ModuleSpec:
         stack = hybrid_stack_spec(self, self.backend)

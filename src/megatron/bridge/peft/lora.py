@@ -148,7 +148,6 @@ class LowRankPEFT(PEFT):
         return [site.name]
 
     def adapter_for(self, site: Site) -> nn.Module:
-        """The adapter of a chosen layer."""
         raise NotImplementedError(f"{type(self).__name__} must define adapter_for")
 
     def shape_for(self, name: str) -> Shape:

@@ -145,7 +145,6 @@ def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]
 
 
 def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse patterns that match none of ``names``."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))

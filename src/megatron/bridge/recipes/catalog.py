@@ -158,7 +158,6 @@ def _table(node: ast.Dict, tables: Tables) -> dict[str, Value]:
 
 
 def _literals(values: Mapping[Any, ast.expr]) -> dict[str, Value]:
-    """Return the literals among ``values``, by their keys."""
     return {
         key: value.value
         for key, value in values.items()

@@ -143,7 +143,6 @@ def randomise(model: Any) -> None:
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
-    """Buffers that are saved with the parameters."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True)
     return [value for name, value in state.items() if isinstance(value, Tensor) and name not in parameters]

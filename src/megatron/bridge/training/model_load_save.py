@@ -2,7 +2,7 @@
 """Models in Megatron's format outside of a run: their config, and one process to load them in."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.bridge.models.conversion.engine import side_files, stored_provider
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.replaced import replaced
 
 
 def load_model_config(checkpoint_path: str | Path) -> tuple[Any, None]:
@@ -43,11 +44,6 @@ def temporary_distributed_context(backend: str = "gloo") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def megatron_cpu_init_context(config: Any) -> Iterator[None]:
+def megatron_cpu_init_context(config: Any) -> AbstractContextManager[None]:
     """Let the provider ``config`` build its models on the CPU, inside the context."""
-    before, config.use_cpu_initialization = config.use_cpu_initialization, True
-    try:
-        yield
-    finally:
-        config.use_cpu_initialization = before
+    return replaced(config, use_cpu_initialization=True)

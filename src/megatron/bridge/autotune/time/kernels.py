@@ -69,7 +69,6 @@ class Roofline:
 
     @property
     def links(self) -> AlphaBeta:
-        """Times of collectives."""
         return AlphaBeta(self.card)
 
     @property

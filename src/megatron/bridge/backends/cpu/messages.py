@@ -2,7 +2,7 @@
 """Record the messages of a step on tensors without memory, in order, with their groups and sizes."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron.bridge.utils.replaced import replaced
 
 _KINDS = {
     "allreduce_": "all-reduce",
@@ -69,16 +71,13 @@ def _message(func: Any, args: tuple[Any, ...]) -> Message:
 @contextmanager
 def recorded_messages(chosen: float) -> Iterator[list[Message]]:
     """Record the messages of this process in ``one_rank``; tokens are distributed evenly over the experts."""
-    replacements = (
-        (dist, "batch_isend_irecv", _one_by_one),
-        (MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _shared_out),
-        (CheckpointWithoutOutput, "checkpoint", _recomputed),
-        (CheckpointWithoutOutput, "discard_output_and_register_recompute", lambda *_: None),
-    )
-    with ExitStack() as stack, Messages(chosen) as messages:
-        for owner, name, function in replacements:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+    recompute = {"checkpoint": _recomputed, "discard_output_and_register_recompute": lambda *_: None}
+    with (
+        replaced(dist, batch_isend_irecv=_one_by_one),
+        replaced(MoEAlltoAllTokenDispatcher, _maybe_dtoh_and_synchronize=_shared_out),
+        replaced(CheckpointWithoutOutput, **recompute),
+        Messages(chosen) as messages,
+    ):
         yield messages.found
 
 

@@ -3,7 +3,7 @@
 
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.bridge.backends.cpu import device
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.replaced import replaced
 
 
 @dataclass
@@ -54,18 +55,11 @@ def _on_meta() -> Iterator[None]:
         answer = named(tensor, *args, **options)
         return answer.replace("torch.meta.", "torch.cuda.") if isinstance(answer, str) else answer
 
-    torch.Tensor.type = type_of  # type: ignore[assignment]
-    try:
-        with device.placed_on(meta), meta:
-            yield
-    finally:
-        torch.Tensor.type = named  # type: ignore[assignment]
+    with replaced(torch.Tensor, type=type_of), device.placed_on(meta), meta:
+        yield
 
 
-@contextmanager
-def _everyone_says_the_same(traffic: Traffic) -> Iterator[None]:
-    before = dist.all_gather_object, dist.broadcast_object_list
-
+def _everyone_says_the_same(traffic: Traffic) -> AbstractContextManager[None]:
     def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
         data = pickle.dumps(value)
         traffic.received += len(data) * len(found)
@@ -74,8 +68,4 @@ def _everyone_says_the_same(traffic: Traffic) -> Iterator[None]:
     def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
         """Keep this rank's objects for every sender."""
 
-    dist.all_gather_object, dist.broadcast_object_list = all_gather_object, broadcast_object_list
-    try:
-        yield
-    finally:
-        dist.all_gather_object, dist.broadcast_object_list = before
+    return replaced(dist, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list)

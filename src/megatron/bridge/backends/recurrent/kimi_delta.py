@@ -70,9 +70,8 @@ class KimiDeltaAttention(TensorParallelMixer):
         else:
             x = mappings.copy_to_tensor_model_parallel_region(hidden_states, self.tp_group)
         parts = [F.linear(x, getattr(self, f"{name}_proj")) for name in _QKV]
-        for name in ("f", "g"):
-            parts.append(F.linear(F.linear(x, self._whole(f"{name}_a_proj")), getattr(self, f"{name}_b_proj")))
-        return torch.cat((*parts, F.linear(x, self.b_proj)), -1)
+        low = [F.linear(F.linear(x, self._whole(f"{name}_a_proj")), getattr(self, f"{name}_b_proj")) for name in "fg"]
+        return torch.cat((*parts, *low, F.linear(x, self.b_proj)), -1)
 
     def _whole(self, name: str) -> Tensor:
         """Return a parameter that all ranks have; its gradient is from this rank's heads."""

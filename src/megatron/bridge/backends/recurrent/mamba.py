@@ -8,8 +8,7 @@ bounds for the step size. Both mixers here read them from the config.
 import functools
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron.bridge.backends.kernels.norms import SplitNorm
 from megatron.bridge.backends.recurrent import ssd
 from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.replaced import replaced
 
 _log = logging.getLogger(__name__)
 
@@ -253,16 +253,9 @@ class _MetaDeviceMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-@contextmanager
-def _without_mamba_ssm() -> Iterator[None]:
+def _without_mamba_ssm() -> AbstractContextManager[None]:
     """Allow Megatron-Core's mixer to be built without mamba-ssm, with the norm of this module."""
-    own = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupRMSNorm}
-    theirs = {name: getattr(mamba_mixer, name) for name in own}
-    mamba_mixer.__dict__.update(own)
-    try:
-        yield
-    finally:
-        mamba_mixer.__dict__.update(theirs)
+    return replaced(mamba_mixer, HAVE_MAMBA_SSM=True, MAMBA_HAS_STATE_DTYPE=True, ExtendedRMSNorm=GroupRMSNorm)
 
 
 def lengths_of(packed: Any, total: int) -> list[int]:

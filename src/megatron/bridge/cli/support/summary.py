@@ -61,7 +61,7 @@ def _groups(config: "ConfigContainer", world_size: int) -> Iterator[str]:
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     if tensor * context > 1:
         shares = [f"tensor groups of {tensor}: {span(0, tensor)}"] if tensor > 1 else []
-        shares += [f"context groups of {context}: {_list(0, context, tensor)}"] if context > 1 else []
+        shares += [f"context groups of {context}: {_list(context, tensor)}"] if context > 1 else []
         yield f"in a cell: {'; '.join(shares)}"
     if model.num_moe_experts:
         yield _experts(config)
@@ -75,7 +75,7 @@ def _experts(config: "ConfigContainer") -> str:
     cut = model.expert_tensor_ranks
     each = f"{experts // size} of {experts} experts on each rank"
     # Megatron-Core orders the ranks of experts by expert tensor, expert, then the rest
-    groups = f"expert groups of {size}: {_list(0, size, cut)}" if size > 1 else "no expert groups"
+    groups = f"expert groups of {size}: {_list(size, cut)}" if size > 1 else "no expert groups"
     return f"experts: {groups}; {each}" + (f", each split over {cut} ranks" if cut > 1 else "")
 
 
@@ -132,8 +132,8 @@ def span(start: int, count: int) -> str:
     return str(start) if count == 1 else f"{start}-{start + count - 1}"
 
 
-def _list(start: int, count: int, step: int) -> str:
-    numbers = [str(start + step * index) for index in range(min(count, 4))]
+def _list(count: int, step: int) -> str:
+    numbers = [str(step * index) for index in range(min(count, 4))]
     return ", ".join(numbers) + (", ..." if count > 4 else "")
 
 

@@ -201,7 +201,6 @@ def _uncooked(sample: Any) -> Any:
 
 
 def _record(parts: dict[str, Any]) -> LocatedRecord:
-    """The record of a sample, and where it is."""
     where = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
     for key in JSON:
         if key in parts:

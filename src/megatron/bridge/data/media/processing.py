@@ -61,7 +61,6 @@ class TileProcessor:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a tile."""
         return int((self.values["image_size"] // self.values["patch_size"] * self.values["downsample_ratio"]) ** 2)
 
     def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:

@@ -124,7 +124,6 @@ def split_problems(split: str | None) -> list[str]:
 
 
 def blend_problems(name: str, blend: Blend | None) -> list[str]:
-    """Return the problems of the blend ``name`` of the config."""
     if blend is None:
         return []
     if len(blend) != 2 or isinstance(blend[0], str):

@@ -234,7 +234,6 @@ def _image_places(sample: Sample, media: MediaProcessor | None) -> dict[tuple[in
 
 
 def _beginning(batch: Batch, row: int) -> Sample:
-    """The first tokens of a row."""
     tokens = np.concatenate((batch["tokens"][row, :1].numpy(), batch["labels"][row].numpy()))
     trained = np.concatenate((np.zeros(1, np.bool_), batch["loss_mask"][row].numpy() > 0))
     return Sample(tokens[:SHOWN_TOKENS], trained[:SHOWN_TOKENS])

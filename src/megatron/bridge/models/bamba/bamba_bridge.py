@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bamba: Mamba-2 mixers, whose heads are one group, in the place of attention in most layers."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron.bridge.models.families import *
-
-
-def _layers(attention: list[int] | None, config: Mapping[str, Any]) -> list[int]:
-    return [int(layer not in (attention or ())) for layer in range(config["num_hidden_layers"])]
-
-
-def _layers_back(layers: list[int], _: Any) -> list[int] | None:
-    return [index for index, mixer in enumerate(layers) if not mixer] or None
 
 
 @register_bridge("BambaForCausalLM", model_type="bamba")
 class BambaBridge(DecoderBridge):
     fields = (
         *override((*DENSE, *BIASES), PARTIAL_ROPE, *ONE_GROUP_MAMBA),
-        Field("attn_layer_indices", "mamba_layers", default=None, to=_layers, back=_layers_back),
+        Field(
+            "attn_layer_indices",
+            "mamba_layers",
+            default=None,
+            to=lambda found, config: [int(layer not in (found or ())) for layer in range(config["num_hidden_layers"])],
+            back=lambda layers, _: [index for index, mixer in enumerate(layers) if not mixer] or None,
+        ),
     )
     fixed = {**LLAMA_LIKE, **ONE_GROUP}
     irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))

@@ -341,7 +341,6 @@ def families_that_read(key: str) -> list[str]:
 
 
 def declared_fields() -> dict[str, tuple[Field, ...]]:
-    """Return the fields of every declared architecture."""
     return {name: bridge.fields for name, bridge in declared_bridges().items()}
 
 

@@ -1,21 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-2 and what was trained like it: learned positions, matrices stored as [in, out]."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron.bridge.models.families import *
 
 _SUMMARY = tuple(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
-
-
-def _width(width: Any, config: Mapping[str, Any]) -> int:
-    return 4 * config["n_embd"] if width is None else width
-
-
-def _width_back(width: int, provider: Any) -> int | None:
-    return None if width == 4 * provider.hidden_size else width
 
 
 @register_bridge("GPT2LMHeadModel", model_type="gpt2")
@@ -24,7 +14,13 @@ class GPT2Bridge(DecoderBridge):
         DTYPE,
         Field("vocab_size", "vocab_size"),
         Field("n_embd", "hidden_size"),
-        Field("n_inner", "ffn_hidden_size", default=None, to=_width, back=_width_back),
+        Field(
+            "n_inner",
+            "ffn_hidden_size",
+            default=None,
+            to=lambda width, config: 4 * config["n_embd"] if width is None else width,
+            back=lambda width, provider: None if width == 4 * provider.hidden_size else width,
+        ),
         Field("n_layer", "num_layers"),
         Field("n_head", "num_attention_heads"),
         Field("n_positions", ("max_position_embeddings", "seq_length")),

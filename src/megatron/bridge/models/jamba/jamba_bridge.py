@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jamba: Mamba-1 mixers in the place of attention in most layers, no positions, experts in every other layer."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron.bridge.models.families import *
-
-
-def _widths(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
-    return width, width if config["num_experts"] > 1 else None
-
 
 _SIZES = (
     *SELECTIVE_MAMBA,
     *PERIODIC_EXPERTS,
-    Field("intermediate_size", ("ffn_hidden_size", "moe_ffn_hidden_size"), to=_widths),
+    Field(
+        "intermediate_size",
+        ("ffn_hidden_size", "moe_ffn_hidden_size"),
+        to=lambda width, config: (width, width if config["num_experts"] > 1 else None),
+    ),
     Field("num_experts", "num_moe_experts", to=lambda n, _: n if n > 1 else None, back=lambda n, _: n or 1),
     Field("num_experts_per_tok", "moe_router_topk"),
     AUX_LOSS,

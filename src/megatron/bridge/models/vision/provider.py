@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,8 @@ PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "conne
 @dataclass
 class VisionGPTModelProvider(GPTModelProvider):
     """A ``GPTModelProvider`` with transformers' vision tower on the first pipeline stage."""
+
+    _model_class: ClassVar[type[Any]] = VisionGPTModel
 
     vision: dict[str, Any] | None = None  # Hugging Face's config without its text model; None builds that alone
     deallocate_pipeline_outputs: bool = False  # a stage of deepstack sends a view, whose memory cannot be freed
@@ -155,9 +157,6 @@ class VisionGPTModelProvider(GPTModelProvider):
                 "model.freeze_language_model, freeze_vision_model and freeze_vision_projection to False"
             )
 
-    def _model_class(self) -> type[Any]:
-        return VisionGPTModel
-
     def finish(self, model: Any) -> None:
         """Add three-axis positions and the tower, and freeze what is not trained."""
         super().finish(model)
@@ -200,10 +199,9 @@ class VisionGPTModelProvider(GPTModelProvider):
 class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
     """A ``MambaModelProvider`` with RADIO, as in transformers, on the first pipeline stage."""
 
-    radio_layer_scales: bool = False  # RADIO's layers scale what they add; not in published checkpoints
+    _model_class: ClassVar[type[Any]] = VisionHybridModel
 
-    def _model_class(self) -> type[Any]:
-        return VisionHybridModel
+    radio_layer_scales: bool = False  # RADIO's layers scale what they add; not in published checkpoints
 
     def _build_tower(self, vision: dict[str, Any]) -> nn.Module:
         return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)

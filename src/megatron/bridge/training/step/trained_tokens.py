@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.finetuning.packing import cut_for_rank
+from megatron.bridge.utils.replaced import replaced
 
 
 def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
@@ -100,10 +101,8 @@ def _gathered(hidden_states: Tensor, output_layer: Any) -> Iterator[Tensor]:
     if not getattr(output_layer, "sequence_parallel", False):
         yield hidden_states
         return
-    output_layer.sequence_parallel = False
-    try:  # the output layer sums the gradients of its ranks, so each takes its own part
+    with replaced(output_layer, sequence_parallel=False):
+        # the output layer sums the gradients of its ranks, so each takes its own part
         yield gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group
         )
-    finally:
-        output_layer.sequence_parallel = True

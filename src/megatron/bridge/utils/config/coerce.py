@@ -5,11 +5,11 @@ import collections.abc
 import dataclasses
 import enum
 import functools
-import importlib
 import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
@@ -138,17 +138,13 @@ def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if not isinstance(value, str):
         return value if callable(value) else _refuse("the name of a function", value)
     if "." not in value:
-        modules = [module for module in map(_import, FUNCTION_MODULES) if hasattr(module, value)]
+        modules = [module for module in map(import_module, FUNCTION_MODULES) if hasattr(module, value)]
         if not modules:
-            known = [name for module in FUNCTION_MODULES[:2] for name in dir(_import(module)) if name[0] != "_"]
+            known = [name for module in FUNCTION_MODULES[:2] for name in dir(import_module(module)) if name[0] != "_"]
             _refuse("the name of a function", value, did_you_mean(value, known))
         return getattr(modules[0], value)
     found = locate(value)
     return found if callable(found) else _refuse("the name of a function", value)
-
-
-def _import(module: str) -> Any:
-    return importlib.import_module(module)
 
 
 def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
@@ -211,7 +207,7 @@ def _coerce_enum(value: Any, kind: type[enum.Enum]) -> Any:
 def _coerce_dtype(value: Any) -> Any:
     if isinstance(value, str):
         name = value.removeprefix("torch.")
-        found = getattr(_import("torch"), DTYPE_NAMES.get(name, name), None)
+        found = getattr(import_module("torch"), DTYPE_NAMES.get(name, name), None)
         if is_dtype(found):
             return found
     return _refuse("a torch dtype such as bfloat16", value)

@@ -29,7 +29,6 @@ class Origins:
         return self._table.get(key)
 
     def record(self, config: Any, changes: Iterable[Change]) -> None:
-        """Record the origins of ``changes``."""
         leaves = leaf_values(config)
         for change in changes:
             key = change.key

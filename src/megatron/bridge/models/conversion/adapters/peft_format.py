@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mode
 from typing import Any, cast
 
 import safetensors.torch
@@ -185,7 +186,7 @@ def _module_of(name: str) -> str:
 def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
     adapters = {one.module: one.described for one in found if one.described is not None}
-    first = _most_common(adapters.values())
+    first = mode(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
         if len({getattr(one, key) for one in adapters.values()}) > 1:
             raise UserError(f"the adapters differ in {key}, which the peft format has once for all: merge them")
@@ -215,11 +216,6 @@ def config_of(described: Described, base: str | None) -> dict[str, Any]:
         "use_rslora": described.use_rslora,
         "use_dora": described.use_dora,
     }
-
-
-def _most_common(described: Iterable[Described]) -> Described:
-    found = list(described)
-    return max(found, key=found.count)
 
 
 def _leaf(module: str) -> str:

@@ -272,9 +272,7 @@ ATTENTION_WIDTH: tuple[Field, ...] = (
 )
 """Width of a head, under its current and its older name."""
 
-MLP_BIAS = Field(
-    "mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias, back=lambda values, _: values[0]
-)
+MLP_BIAS = Field("mlp_bias", ("mlp_bias", "add_bias_linear"), default=False, to=_mlp_bias)
 
 MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
 

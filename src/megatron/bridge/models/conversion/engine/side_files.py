@@ -133,7 +133,7 @@ def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
     return History(adapters=type(method).__name__ + (f" of rank {rank}" if rank else ""))
 
 
-def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") -> History:
+def history_of_checkpoint(path: str | Path, adapters: str = "") -> History:
     """Return the history of a checkpoint from the folder of its run: steps, initial weights, losses."""
     directory = paths.resolve(path)
     steps = paths.iteration_of(directory) or 0
@@ -146,7 +146,7 @@ def history_of_checkpoint(path: str | Path, adapters: str = "", note: str = "") 
     own = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
     run_files = tuple(file for file in own if steps and file.is_file())
     limits = {name: data[name] for name in (*_IMAGE_LIMITS, *_VIDEO_LIMITS) if data.get(name)}
-    return History(steps, from_scratch, adapters, note, losses, run_files, limits)
+    return History(steps, from_scratch, adapters, losses=losses, run_files=run_files, image_limits=limits)
 
 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:

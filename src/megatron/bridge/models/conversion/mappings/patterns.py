@@ -21,7 +21,6 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def is_concrete(pattern: str) -> bool:
-    """Return whether ``pattern`` has no wildcard."""
     return "*" not in pattern
 
 

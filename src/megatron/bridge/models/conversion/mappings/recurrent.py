@@ -141,7 +141,6 @@ class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
     keeps_shapes = True
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
-        """Return the weight minus one."""
         (weight,) = self._by_name(hf_weights).values()
         return (weight.float() - 1.0).to(weight.dtype)
 

@@ -12,8 +12,7 @@ from megatron.bridge.training.state import Run
 class Evaluation(Callback):
     """Evaluates every ``validation.eval_interval`` steps and after the last step; on the test data at the end."""
 
-    def __init__(self) -> None:
-        self._evaluated_step: int | None = None
+    _evaluated_step: int | None = None
 
     def on_train_step_end(self, context: Run) -> None:
         if context.is_due(context.config.validation.eval_interval):
@@ -53,8 +52,7 @@ class ParamGather(Callback):
 class GarbageCollection(Callback):
     """With ``train.manual_gc``, collects at fixed steps: automatic collections make ranks wait for each other."""
 
-    def __init__(self) -> None:
-        self._was_enabled = gc.isenabled()
+    _was_enabled = False
 
     def on_train_start(self, context: Run) -> None:
         if context.config.train.manual_gc:
