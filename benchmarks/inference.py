@@ -20,9 +20,11 @@ import torch
 from benchmarks.measure import DEVICE, interleaved, median, table
 
 PUBLISHED = Path("tests/families/published")
-SHAPES = {
-    "smollm2-135m": PUBLISHED / "HuggingFaceTB--SmolLM2-135M.json",
-    "llama32-1b": PUBLISHED / "meta-llama--Llama-3.2-1B.json",
+_SMOL, _TOY = PUBLISHED / "HuggingFaceTB--SmolLM2-135M.json", {"num_hidden_layers": 1, "vocab_size": 512}
+SHAPES: dict[str, tuple[Path, dict[str, int]]] = {
+    "smollm2-135m": (_SMOL, {}),
+    "toy": (_SMOL, _TOY),
+    "llama32-1b": (PUBLISHED / "meta-llama--Llama-3.2-1B.json", {}),
 }
 
 
@@ -30,7 +32,8 @@ def make_model(folder: Path, dtype: str, tied: bool = True, shape: str = "smollm
     """A model of transformers with random weights, saved in ``folder``."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**json.loads(SHAPES[shape].read_text()) | {"tie_word_embeddings": tied})
+    path, changes = SHAPES[shape]
+    config = AutoConfig.for_model(**json.loads(path.read_text()) | changes | {"tie_word_embeddings": tied})
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()

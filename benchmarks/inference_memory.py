@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of generation beside weights and caches: ``python -m benchmarks.inference_memory --dtype bfloat16``.
 
-A model of SmolLM2-135M's shape with random weights answers ``--batch`` prompts; the caches are as small as these texts
+A model of ``--shape`` with random weights answers ``--batch`` prompts; the caches are as small as these texts
 need, so that all of their pages are touched. Anonymous memory of the process is compared before the model is loaded,
-and while it generates; pages of mapped files, which the kernel drops when memory is short, do not count. The floor is
-the bytes of all weights and of the caches.
+and while it generates; pages of mapped files, which the kernel drops when memory is short, do not count. A toy has
+generated before, so modules and compiled kernels do not count either. The floor is the bytes of all weights and of the
+caches.
 """
 
 import argparse
+import json
 import multiprocessing
 import tempfile
 import threading
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.inference import make_model, prompts
+from benchmarks.inference import SHAPES, make_model, prompts
 
 
 def own_bytes() -> int:
@@ -50,10 +52,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--untied", action="store_true", help="an output layer of its own")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as toy:
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # it leaves no memory here
-            pool.apply(make_model_only, (Path(folder), args.dtype, not args.untied))
+            pool.apply(make_model_only, (Path(folder), args.dtype, not args.untied, args.shape))
+            pool.apply(make_model_only, (Path(toy), args.dtype, True, "toy"))
+        warm_up(toy)
         measure(Path(folder), args)
 
 
@@ -61,17 +66,24 @@ def make_model_only(*options: Any) -> None:
     make_model(*options)
 
 
+def warm_up(folder: str) -> None:
+    from megatron.bridge.inference.llm import LLM
+    from megatron.bridge.inference.requests import Sampling
+
+    with LLM(folder, max_requests=8, kv_memory=1 << 22) as llm:
+        llm.generate(prompts(8, 512), Sampling(max_new_tokens=4, ignore_eos=True))
+
+
 def measure(folder: Path, args: argparse.Namespace) -> None:
     """Load the model, generate, and print."""
     from megatron.bridge.inference.decoding_state import Kept
-    from megatron.bridge.inference.engine import Engine  # noqa: F401 - the imports of LLM
     from megatron.bridge.inference.llm import LLM
-    from megatron.bridge.inference.loading import load  # noqa: F401
     from megatron.bridge.inference.requests import Sampling
 
-    texts = prompts(args.batch, 49152)
+    texts, shape = prompts(args.batch, 512), json.loads(SHAPES[args.shape][0].read_text())
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    each = 2 * 30 * 3 * 64 * getattr(torch, args.dtype).itemsize  # keys and values of 30 layers with 3 heads of 64
+    heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    each = 2 * heads * 64 * getattr(torch, args.dtype).itemsize  # keys and values of heads with 64 features
     arena = each * sum(-(-(len(text) + args.tokens) // 16) * 16 for text in texts)
     before = own_bytes()
     with Highest() as loading:

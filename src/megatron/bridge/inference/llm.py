@@ -92,6 +92,7 @@ class LLM:
         import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
         from megatron.bridge.backends.cpu.device import has_cuda
         from megatron.bridge.checkpoint.model_io import unwrap
+        from megatron.bridge.backends.cpu import allocator
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
         from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_tokens
@@ -118,6 +119,7 @@ class LLM:
         pixels = reader.pixels if model.media else None
         engine = Engine(model.chunks, config, model.hf, model.adapters, pixels)
         self.engine = self._cleanup.enter_context(engine)
+        allocator.trim()  # packing has freed the weights as they were read
         self._bridge, self._chunks = model.bridge, model.chunks
 
     @property

@@ -30,8 +30,17 @@ def release_freed_memory() -> None:
     _set({M_MMAP_THRESHOLD: 1 << 20})
 
 
+def trim() -> None:
+    """Return memory that is free now to the system. Does nothing without glibc."""
+    _glibc("malloc_trim", 0)
+
+
 def _set(parameters: dict[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
-    if mallopt is not None:
-        for name, value in parameters.items():
-            mallopt(name, value)
+    for name, value in parameters.items():
+        _glibc("mallopt", name, value)
+
+
+def _glibc(function: str, *arguments: int) -> None:
+    found = getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
+    if found is not None:
+        found(*arguments)

@@ -6,13 +6,14 @@ write the tensors that were there when they were recorded: inputs are tensors wh
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -31,7 +32,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._graph = fx.Graph()
-        self._known: dict[int, tuple[Tensor, fx.Node]] = {}  # by id; the tensors stay alive, so ids stay unique
+        self._nodes: MutableMapping[Tensor, fx.Node] = WeakIdKeyDictionary()  # memory of results is freed as always
         self._constants: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,20 +47,20 @@ class _Recorder(TorchDispatchMode):
             return found
         node = self._graph.call_function(func, *tree_map(self._node, (args, kwargs)))
         if isinstance(found, Tensor):
-            self._known.setdefault(id(found), (found, node))  # an operator in place returns its argument
+            self._nodes.setdefault(found, node)  # an operator in place returns its argument
         else:
             for index, part in enumerate(found or ()):
-                self._known[id(part)] = part, self._graph.call_function(operator.getitem, (node, index))
+                self._nodes[part] = self._graph.call_function(operator.getitem, (node, index))
         return found
 
     def _node(self, value: Any) -> Any:
         """Return the node that computes a tensor, or an input of the graph for a tensor from before."""
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self._known:
+        if value not in self._nodes:
             self._constants.append(value)
-            self._known[id(value)] = value, self._graph.placeholder(f"constant{len(self._constants)}")
-        return self._known[id(value)][1]
+            self._nodes[value] = self._graph.placeholder(f"constant{len(self._constants)}")
+        return self._nodes[value]
 
     def replay(self, result: Tensor) -> Callable[[], Tensor]:
         self._graph.output(self._node(result))

@@ -63,7 +63,7 @@ for _schema in (
 
 @torch.library.impl("megatron_bridge::rms_norm", "CPU")
 def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    x, out = x.contiguous(), x.new_empty(x.shape)
     width = x.size(-1)
     _call("rms_norm", x, gain, out, x.numel() // width, width, eps)
     return out
@@ -71,7 +71,7 @@ def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 @torch.library.impl("megatron_bridge::rotate", "CPU")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     rows, _, heads, width = x.shape
     _call("rotate", x, cos, sin, out, rows, heads, width // 2, x.stride(0), x.stride(2))
     return out
@@ -80,7 +80,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @torch.library.impl("megatron_bridge::swiglu", "CPU")
 def _swiglu(x: Tensor) -> Tensor:
     x, width = x.contiguous(), x.size(-1) // 2
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+    out = x.new_empty(*x.shape[:-1], width)
     _call("swiglu", x, out, out.numel() // width, width)
     return out
 
