@@ -90,9 +90,9 @@ class LLM:
 
     def _load(self, path: str, options: dict[str, Any]) -> None:
         import megatron.bridge  # noqa: F401 - makes megatron.core usable without a GPU
+        from megatron.bridge.backends.cpu import allocator
         from megatron.bridge.backends.cpu.device import has_cuda
         from megatron.bridge.checkpoint.model_io import unwrap
-        from megatron.bridge.backends.cpu import allocator
         from megatron.bridge.inference.engine import Engine, EngineConfig
         from megatron.bridge.inference.loading import load
         from megatron.bridge.inference.prompts import PromptReader, declared_ends, end_tokens

@@ -127,20 +127,23 @@ void rms_norm(const element *x, const element *gain, element *out, int64_t rows,
     }
 }
 
+// A head of a row. Its pointers do not overlap, which the compiler must know to use vectors.
+static void rotate_head(const element *restrict x, const element *restrict cos, const element *restrict sin,
+                        element *restrict out, int64_t half) {
+    for (int64_t i = 0, j = half; i < half; i++, j++) {
+        out[i] = narrow(ROUND(widen(x[i]) * widen(cos[i])) - ROUND(widen(x[j]) * widen(sin[i])));
+        out[j] = narrow(ROUND(widen(x[j]) * widen(cos[j])) + ROUND(widen(x[i]) * widen(sin[j])));
+    }
+}
+
 // x * cos + rotate_half(x) * sin, with products that are rounded as those of PyTorch's operators
 void rotate(const element *x, const element *cos, const element *sin, element *out, int64_t rows, int64_t heads,
             int64_t half, int64_t row_stride, int64_t head_stride) {
 #pragma omp parallel for if (rows > 64)
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < heads; h++) {
-            const element *a = x + r * row_stride + h * head_stride, *b = a + half;
-            const element *cos1 = cos + 2 * r * half, *cos2 = cos1 + half, *sin1 = sin + 2 * r * half, *sin2 = sin1 + half;
-            element *out1 = out + 2 * (r * heads + h) * half, *out2 = out1 + half;
-            for (int64_t i = 0; i < half; i++) {
-                out1[i] = narrow(ROUND(widen(a[i]) * widen(cos1[i])) - ROUND(widen(b[i]) * widen(sin1[i])));
-                out2[i] = narrow(ROUND(widen(b[i]) * widen(cos2[i])) + ROUND(widen(a[i]) * widen(sin2[i])));
-            }
-        }
+        for (int64_t h = 0; h < heads; h++)
+            rotate_head(x + r * row_stride + h * head_stride, cos + 2 * r * half, sin + 2 * r * half,
+                        out + 2 * (r * heads + h) * half, half);
 }
 
 // silu(gate) * up of the two halves of a row
