@@ -29,7 +29,8 @@ static inline float widen(element x) { return x; }
 static inline element narrow(float x) { return x; }
 #endif
 
-enum { LANES = 16 };
+#define INLINE static inline __attribute__((always_inline))
+enum { LANES = 16, BLOCK = 16 };
 
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 
@@ -59,25 +60,44 @@ static inline void softmax(float *scores, int64_t count) {
     for (int64_t j = 0; j < count; j++) scores[j] /= total;
 }
 
-// One group of one text. The function is inlined, so that the compiler unrolls loops over a constant width.
-static inline __attribute__((always_inline)) void attend_group(
+INLINE void widen_rows(const element *from, float *to, int64_t rows, int64_t stride, int64_t width) {
+    for (int64_t j = 0; j < rows; j++)
+        for (int64_t i = 0; i < width; i++) to[j * width + i] = widen(from[j * stride + i]);
+}
+
+// Pointers that do not overlap let the compiler keep a query or a sum in registers.
+INLINE void score_rows(const float *restrict query, const float *restrict keys, float *restrict scores,
+                              int64_t rows, int64_t width) {
+    for (int64_t j = 0; j < rows; j++) {
+        float score = 0;
+        for (int64_t i = 0; i < width; i++) score += query[i] * keys[j * width + i];
+        scores[j] = score;
+    }
+}
+
+INLINE void add_rows(const float *restrict weights, const float *restrict values, float *restrict sums,
+                            int64_t rows, int64_t width) {
+    for (int64_t j = 0; j < rows; j++)
+        for (int64_t i = 0; i < width; i++) sums[i] += weights[j] * values[j * width + i];
+}
+
+// One group of one text, by blocks of keys. It is inlined, so that loops over a constant width are unrolled.
+INLINE void attend_group(
     const element *query, const element *keys, const element *values, element *out, float *scratch, int64_t count,
     int64_t row, int64_t heads, int64_t width, float scale) {
-    float *wide_query = scratch, *sums = wide_query + heads * width, *wide = sums + heads * width, *scores = wide + width;
+    float *wide_query = scratch, *sums = wide_query + heads * width, *wide = sums + heads * width;
+    float *scores = wide + BLOCK * width;
     for (int64_t i = 0; i < heads * width; i++) wide_query[i] = widen(query[i]) * scale, sums[i] = 0;
-    for (int64_t j = 0; j < count; j++) {
-        for (int64_t i = 0; i < width; i++) wide[i] = widen(keys[j * row + i]);
-        for (int64_t h = 0; h < heads; h++) {
-            float score = 0;
-            for (int64_t i = 0; i < width; i++) score += wide_query[h * width + i] * wide[i];
-            scores[h * count + j] = score;
-        }
+    for (int64_t j = 0; j < count; j += BLOCK) {
+        const int64_t rows = count - j < BLOCK ? count - j : BLOCK;
+        widen_rows(keys + j * row, wide, rows, row, width);
+        for (int64_t h = 0; h < heads; h++) score_rows(wide_query + h * width, wide, scores + h * count + j, rows, width);
     }
     for (int64_t h = 0; h < heads; h++) softmax(scores + h * count, count);
-    for (int64_t j = 0; j < count; j++) {
-        for (int64_t i = 0; i < width; i++) wide[i] = widen(values[j * row + i]);
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t i = 0; i < width; i++) sums[h * width + i] += scores[h * count + j] * wide[i];
+    for (int64_t j = 0; j < count; j += BLOCK) {
+        const int64_t rows = count - j < BLOCK ? count - j : BLOCK;
+        widen_rows(values + j * row, wide, rows, row, width);
+        for (int64_t h = 0; h < heads; h++) add_rows(scores + h * count + j, wide, sums + h * width, rows, width);
     }
     for (int64_t i = 0; i < heads * width; i++) out[i] = narrow(sums[i]);
 }
@@ -87,7 +107,7 @@ static int attend_text(const Tensors *all, const Shape *shape, const Text *text,
     memcpy(all->keys + text->place * row + offset, all->key + text->row * shape->key_row + offset, width * sizeof(element));
     memcpy(all->values + text->place * row + offset, all->value + text->row * shape->value_row + offset,
            width * sizeof(element));
-    float *scratch = malloc(sizeof(float) * (2 * heads * width + width + heads * text->count));
+    float *scratch = malloc(sizeof(float) * (2 * heads * width + BLOCK * width + heads * text->count));
     if (!scratch) return 1;
     const int64_t first_head = (text->row * shape->groups + group) * heads * width;
     const element *query = all->query + first_head;
