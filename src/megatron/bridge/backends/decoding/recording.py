@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron.bridge.backends.kernels.c_kernels import FUNCTIONS
+
 
 def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Run ``function``, and return a function that runs the same operators.
@@ -45,7 +47,7 @@ class _Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         if args and found is args[0] and not func._schema.is_mutable:  # such as a cast to the same dtype
             return found
-        node = self._graph.call_function(func, *tree_map(self._node, (args, kwargs)))
+        node = self._graph.call_function(FUNCTIONS.get(func, func), *tree_map(self._node, (args, kwargs)))
         if isinstance(found, Tensor):
             self._nodes.setdefault(found, node)  # an operator in place returns its argument
         else:

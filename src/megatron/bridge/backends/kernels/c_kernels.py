@@ -15,10 +15,11 @@ import platform
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,26 +51,13 @@ def is_supported(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in _FLAGS and _library(x.dtype) is not None
 
 
-_operators = torch.library.Library("megatron_bridge", "FRAGMENT")  # operators are seen when a step is recorded
-for _schema in (
-    "decode_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor texts, "
-    "float scale, Tensor(c!) out) -> ()",
-    "rms_norm(Tensor x, Tensor gain, float eps) -> Tensor",
-    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-    "swiglu(Tensor x) -> Tensor",
-):
-    _operators.define(_schema)
-
-
-@torch.library.impl("megatron_bridge::rms_norm", "CPU")
 def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    x, out = x.contiguous(), x.new_empty(x.shape)
-    width = x.size(-1)
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.size(-1)
     _call("rms_norm", x, gain, out, x.numel() // width, width, eps)
     return out
 
 
-@torch.library.impl("megatron_bridge::rotate", "CPU")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     rows, _, heads, width = x.shape
@@ -77,7 +65,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-@torch.library.impl("megatron_bridge::swiglu", "CPU")
 def _swiglu(x: Tensor) -> Tensor:
     x, width = x.contiguous(), x.size(-1) // 2
     out = x.new_empty(*x.shape[:-1], width)
@@ -116,7 +103,6 @@ def attend(
     torch.ops.megatron_bridge.decode_attention(*new, *caches, texts, scale, out)
 
 
-@torch.library.impl("megatron_bridge::decode_attention", "CPU")
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, texts: Tensor, scale: float, out: Tensor
 ) -> None:
@@ -159,3 +145,24 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def _run(command: Sequence[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+_OPERATORS = torch.library.Library("megatron_bridge", "FRAGMENT")
+_SCHEMAS = {
+    "decode_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor texts, "
+    "float scale, Tensor(c!) out) -> ()": _attend,
+    "rms_norm(Tensor x, Tensor gain, float eps) -> Tensor": _rms_norm,
+    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor": _rotate,
+    "swiglu(Tensor x) -> Tensor": _swiglu,
+}
+
+
+def _define(schema: str, function: Callable[..., object]) -> Any:
+    """Make an operator, which is seen when a step is recorded, of a function."""
+    name = _OPERATORS.define(schema)
+    _OPERATORS.impl(name, function, "CPU")
+    return getattr(torch.ops.megatron_bridge, name).default
+
+
+FUNCTIONS = {_define(schema, function): function for schema, function in _SCHEMAS.items()}
+"""The functions behind the operators; PyTorch's dispatcher takes 10 us to call one."""
