@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.bridge.autotune.measure.kernels import attention, messages, moved, product
+from megatron.bridge.autotune.measure.kernels import attention, moved, product
 from megatron.bridge.autotune.measure.layers import time_layers
+from megatron.bridge.autotune.measure.messages import messages
 from megatron.bridge.autotune.profile import Profile, Samples, Shape
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.training.config import ConfigContainer
