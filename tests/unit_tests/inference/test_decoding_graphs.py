@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from megatron.bridge.backends.attention import flash_attention
-from megatron.bridge.backends.decoding.recording import record
+from megatron.bridge.backends.decoding.op_recorder import record
 from megatron.bridge.inference import decoding_graphs, decoding_state
-from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from tests import recorded_graph
@@ -30,7 +29,7 @@ def recorded(monkeypatch):
     captured = recorded_graph.install(monkeypatch)
     monkeypatch.setattr(flash_attention, "is_supported", lambda query: True)
     monkeypatch.setattr(flash_attention, "attend_extents", naive.attend_extents)
-    monkeypatch.setattr(DecodingGraphs, "_on_gpu", True)
+    monkeypatch.setattr(decoding_graphs, "has_cuda", lambda: True)
     monkeypatch.setattr(decoding_state, "can_pack", lambda weight: False)  # as for weights of a GPU
     return captured
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
 from megatron.bridge.utils.config import yaml_text
-from megatron.bridge.utils.replaced import replaced
+from megatron.bridge.utils.patching import patched
 
 _GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # names of parallel_state's global variables
 
@@ -100,7 +100,7 @@ def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator
     for name, value in _state(model, stage, several).items():
         assert name in values, f"parallel_state has no {name} in this version of Megatron-Core"
         values[name] = value
-    with _default_group(), _readable_groups(), replaced(parallel_state, **values):
+    with _default_group(), _readable_groups(), patched(parallel_state, **values):
         yield
 
 
@@ -157,7 +157,7 @@ def _readable_groups() -> AbstractContextManager[None]:
     def rank(group: Any = None) -> int:
         return group.rank() if isinstance(group, _Group) else get_rank(group)
 
-    return replaced(dist, get_rank=rank, get_world_size=size)
+    return patched(dist, get_rank=rank, get_world_size=size)
 
 
 @contextmanager

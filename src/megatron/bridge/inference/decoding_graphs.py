@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.bridge.backends.decoding.recording import record
+from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.decoding.op_recorder import record
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, SingleTokens
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.scheduler import Plan
@@ -46,17 +47,13 @@ class DecodingGraphs:
         return self._graphs[rows].run(plan)
 
     def _rows(self, texts: int) -> int:
-        if self._on_gpu:
+        if has_cuda():
             return max(ROW_MULTIPLE, 1 << (texts - 1).bit_length())
         return self._state.padded_logits(texts)
 
-    @property
-    def _on_gpu(self) -> bool:
-        return torch.cuda.is_available()
-
     def _capture(self, forward: _Forward) -> _Forward:
         """Return a function that repeats ``forward`` and returns its result."""
-        if not self._on_gpu:
+        if not has_cuda():
             self._state.when_weights_move(self._graphs.clear)
             return record(forward)
         self._pool = self._pool or torch.cuda.graph_pool_handle()

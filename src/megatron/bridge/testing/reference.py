@@ -188,7 +188,7 @@ def settings(provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any
 
 
 def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | None:
-    """One pass over [rows, sequence], a row a microbatch, after which gradients are final; the last stage's logits."""
+    """Run a step over [rows, sequence], one row a microbatch, finish gradients, and return the last stage's logits."""
     found: list[Tensor] = []
     positions = torch.arange(ids.shape[1])[None]
     config = unwrap(model[0]).config

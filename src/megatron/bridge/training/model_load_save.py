@@ -14,7 +14,7 @@ from megatron.bridge.models.conversion.engine import side_files, stored_provider
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.replaced import replaced
+from megatron.bridge.utils.patching import patched
 
 
 def load_model_config(checkpoint_path: str | Path) -> tuple[Any, None]:
@@ -46,4 +46,4 @@ def temporary_distributed_context(backend: str = "gloo") -> Iterator[None]:
 
 def megatron_cpu_init_context(config: Any) -> AbstractContextManager[None]:
     """Let the provider ``config`` build its models on the CPU, inside the context."""
-    return replaced(config, use_cpu_initialization=True)
+    return patched(config, use_cpu_initialization=True)

@@ -76,7 +76,7 @@ def _patch_current_device() -> None:
 
 @contextlib.contextmanager
 def placed_on(place: torch.device) -> Iterator[None]:
-    """Let ``place`` be the current device, and ``device="cuda"``, for a time."""
+    """Make ``place`` the current device, and what ``device="cuda"`` means, inside the context."""
     _place.append(place)
     try:
         yield

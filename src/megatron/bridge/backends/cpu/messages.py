@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.bridge.utils.replaced import replaced
+from megatron.bridge.utils.patching import patched
 
 _KINDS = {
     "allreduce_": "all-reduce",
@@ -73,9 +73,9 @@ def recorded_messages(chosen: float) -> Iterator[list[Message]]:
     """Record the messages of this process in ``one_rank``; tokens are distributed evenly over the experts."""
     recompute = {"checkpoint": _recomputed, "discard_output_and_register_recompute": lambda *_: None}
     with (
-        replaced(dist, batch_isend_irecv=_one_by_one),
-        replaced(MoEAlltoAllTokenDispatcher, _maybe_dtoh_and_synchronize=_shared_out),
-        replaced(CheckpointWithoutOutput, **recompute),
+        patched(dist, batch_isend_irecv=_one_by_one),
+        patched(MoEAlltoAllTokenDispatcher, _maybe_dtoh_and_synchronize=_shared_out),
+        patched(CheckpointWithoutOutput, **recompute),
         Messages(chosen) as messages,
     ):
         yield messages.found

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.bridge.backends.cpu import device
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.replaced import replaced
+from megatron.bridge.utils.patching import patched
 
 
 @dataclass
@@ -55,7 +55,7 @@ def _on_meta() -> Iterator[None]:
         answer = named(tensor, *args, **options)
         return answer.replace("torch.meta.", "torch.cuda.") if isinstance(answer, str) else answer
 
-    with replaced(torch.Tensor, type=type_of), device.placed_on(meta), meta:
+    with patched(torch.Tensor, type=type_of), device.placed_on(meta), meta:
         yield
 
 
@@ -68,4 +68,4 @@ def _everyone_says_the_same(traffic: Traffic) -> AbstractContextManager[None]:
     def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
         """Keep this rank's objects for every sender."""
 
-    return replaced(dist, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list)
+    return patched(dist, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list)

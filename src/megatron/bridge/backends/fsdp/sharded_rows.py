@@ -136,7 +136,7 @@ def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 
 @contextmanager
 def _replaced(part: nn.Module, make: Callable[[DTensor], nn.Parameter]) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
-    """Replace each sharded parameter of ``part`` inside; yield pairs (sharded, replacement)."""
+    """Replace the sharded parameters of ``part`` inside the context, and yield pairs (sharded, replacement)."""
     held = [
         (module, name, parameter)
         for module in part.modules()

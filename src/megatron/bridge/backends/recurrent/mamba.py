@@ -28,7 +28,7 @@ from megatron.bridge.backends.kernels.norms import SplitNorm
 from megatron.bridge.backends.recurrent import ssd
 from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution
 from megatron.bridge.utils.errors import UserError
-from megatron.bridge.utils.replaced import replaced
+from megatron.bridge.utils.patching import patched
 
 _log = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ class _MetaDeviceMode(TorchFunctionMode):
 
 def _without_mamba_ssm() -> AbstractContextManager[None]:
     """Allow Megatron-Core's mixer to be built without mamba-ssm, with the norm of this module."""
-    return replaced(mamba_mixer, HAVE_MAMBA_SSM=True, MAMBA_HAS_STATE_DTYPE=True, ExtendedRMSNorm=GroupRMSNorm)
+    return patched(mamba_mixer, HAVE_MAMBA_SSM=True, MAMBA_HAS_STATE_DTYPE=True, ExtendedRMSNorm=GroupRMSNorm)
 
 
 def lengths_of(packed: Any, total: int) -> list[int]:

@@ -28,7 +28,7 @@ def mrope_positions(
     time_steps: Sequence[float] | None = None,
     split_frames: bool = False,
 ) -> Positions:
-    """Positions [3, sequence] of the tokens of one sample.
+    """Return positions [3, sequence] of the tokens of one sample.
 
     Args:
         types: [sequence], 0 for text, 1 for a token of an image, 2 for one of a video.

@@ -245,7 +245,7 @@ class MediaProcessor:
         return self.expansion.grid(64, 64) is not None
 
     def positions(self, tokens: np.ndarray, media: Sequence[MediaReference]) -> Positions:
-        """Positions [3, sequence] of the tokens of one sample."""
+        """Return positions [3, sequence] of the tokens of one sample."""
         image, video = self.token_ids
         types = np.where(tokens == image, IMAGE, np.where(tokens == video, VIDEO, TEXT))
         videos = [item for item in media if isinstance(item, VideoReference) and self._is_video(item)]

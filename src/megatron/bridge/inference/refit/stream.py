@@ -131,7 +131,7 @@ class WeightStream:
         return name in self._new and self._new[name] != self._hashes.get(name)
 
     def mark_sent(self) -> None:
-        """Record that the receiver has the values of the last ``changed``."""
+        """Record that the receiver has the values that ``changed`` returned last."""
         self._hashes |= self._new
 
 

@@ -112,7 +112,7 @@ class VisionGPTModelProvider(GPTModelProvider):
         return len(((self.vision or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
 
     def derive(self) -> None:
-        """Check what vision and rotary embeddings ask for."""
+        """Check the settings that vision and rotary embeddings require."""
         super().derive()
         if self.mrope_section is not None:
             self._check_mrope()

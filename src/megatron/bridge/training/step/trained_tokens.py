@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.data.finetuning.packing import cut_for_rank
-from megatron.bridge.utils.replaced import replaced
+from megatron.bridge.utils.patching import patched
 
 
 def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _gathered(hidden_states: Tensor, output_layer: Any) -> Iterator[Tensor]:
     if not getattr(output_layer, "sequence_parallel", False):
         yield hidden_states
         return
-    with replaced(output_layer, sequence_parallel=False):
+    with patched(output_layer, sequence_parallel=False):
         # the output layer sums the gradients of its ranks, so each takes its own part
         yield gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False, group=output_layer.tp_group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replace attributes of modules, classes and objects for a while."""
+"""Replace attributes of modules, classes and objects inside a context."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 
 @contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def patched(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes that ``owner`` has to ``values`` inside the context."""
     before = {name: getattr(owner, name) for name in values}
     try:
