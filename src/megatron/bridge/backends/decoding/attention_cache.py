@@ -98,7 +98,7 @@ class AttentionCache:
         return torch.tensor([self._text(span, core.first_key(span.start)) for span in spans])
 
     def _text(self, span: Span, low: int) -> tuple[int, int, int, int]:
-        """Return a row of the table that ``c_kernels`` reads; ``low`` is the first position that is seen."""
+        """Return a row of the table of ``c_kernels.attend``; ``low`` is the first position that is seen."""
         return span.row, span.extent + span.start, span.extent + low, span.start + 1 - low
 
     def repeats_kernels(self, core: Any) -> bool:

@@ -135,6 +135,6 @@ class SingleTokens(Step):
         self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))
 
     def table(self, first: Tensor) -> Tensor:
-        """Return the table of ``decode_attention``; ``first`` is the position of the first key that each text sees."""
+        """Return the table of ``c_kernels.attend``; ``first`` is the position of the first key that each text sees."""
         rows, extents = torch.arange(self.rows), self.places - self.positions
         return torch.stack((rows, self.places, extents + first, self.positions + 1 - first), dim=1)

@@ -177,6 +177,10 @@ def _has_bias(part: int) -> Callable[[Any, Any], bool]:
     return back
 
 
+def _inverse(scale: float | None, _: Any) -> float:
+    return 1.0 / scale if scale else 1.0
+
+
 def _inverse_back(divisor: float, _: Any) -> float:
     return float(f"{1.0 / divisor:.15g}")  # the original number, without a rounding error in the last bit
 
@@ -322,7 +326,7 @@ PART_BIASES: tuple[Field, ...] = (
 ALL_BIASES = Field("use_bias", "add_bias_linear", default=False)
 """One switch for the biases of attention and feed-forward layer."""
 
-LOGIT_SCALE = Field("logit_scale", "logits_scaling", 1.0, lambda scale, _: 1.0 / scale if scale else 1.0, _inverse_back)
+LOGIT_SCALE = Field("logit_scale", "logits_scaling", default=1.0, to=_inverse, back=_inverse_back)
 """Factor of the logits; the provider has its inverse."""
 
 ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}

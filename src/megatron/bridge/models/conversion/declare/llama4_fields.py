@@ -31,6 +31,10 @@ def _chunk(size: int | None, _: Any) -> tuple[tuple[int, int] | None, bool]:
     return None if size is None else (size - 1, 0), size is not None
 
 
+def _chunk_back(values: tuple[Any, bool], _: Any) -> int | None:
+    return values[0] and values[0][0] + 1
+
+
 def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | None]:
     """Return (beta, length), both None if queries are not scaled."""
     if not config.get("attn_temperature_tuning", True):
@@ -57,9 +61,7 @@ def _single(count: int, _: Any) -> int:
 
 
 CHUNKS: tuple[Field, ...] = (
-    Field(
-        "attention_chunk_size", ("window_size", "chunked_attention"), 8192, _chunk, lambda it, _: it[0] and it[0][0] + 1
-    ),
+    Field("attention_chunk_size", ("window_size", "chunked_attention"), default=8192, to=_chunk, back=_chunk_back),
     Field("layer_types", "window_attn_skip_freq", to=_chunked, back=_chunked_back),
 )
 """Layers in which tokens attend only to tokens of their chunk."""
