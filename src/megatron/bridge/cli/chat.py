@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         raise UserError("chat reads from a terminal: start it without torchrun; --tp and --pp start the processes")
     sampling = Sampling(**model_options.sampling_values(args))
-    model_options.check_model(args.model)
+    model_options.check_paths(args)
     with model_options.load(args) as llm:
         Conversation(llm, sampling, args.system).run(_ask, sys.stdout.write)
     return 0

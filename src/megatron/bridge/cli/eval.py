@@ -13,7 +13,7 @@ from megatron.bridge.utils.optional_imports import import_optional
 
 def run(args: argparse.Namespace) -> int:
     import_optional("lm_eval", "megatron-bridge eval", "eval", is_setting=False)
-    model_options.check_model(args.model)
+    model_options.check_paths(args)
     from megatron.bridge.inference.evaluation import harness
     from megatron.bridge.utils import distributed
 

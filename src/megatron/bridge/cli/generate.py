@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     if args.image and args.prompts is not None:
         raise UserError("--image is for --prompt: name the images of --prompts in its messages")
     sampling = model_options.sampling_values(args)
-    model_options.check_model(args.model)
+    model_options.check_paths(args)
     return _print_one(args, sampling) if args.prompts is None else _write_all(args, sampling)
 
 

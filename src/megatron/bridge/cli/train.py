@@ -6,7 +6,7 @@ import os
 import sys
 
 from megatron.bridge.cli.support.text_format import write_file
-from megatron.bridge.cli.support.train_job import Job, forward_step, prepare
+from megatron.bridge.cli.support.train_job import STEPS, Job, forward_step, prepare, step_function
 from megatron.bridge.recipes.catalog import search
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
@@ -18,6 +18,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     _check_options(args)
     with without_gc():
+        if args.step_func not in (None, *STEPS):
+            step_function(args.step_func)  # before anything slow is imported
         job = prepare(args)
         if args.dry_run:
             return _dry_run(job, args)

@@ -55,8 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_words(args: argparse.Namespace) -> None:
     """Check the options' words before anything slow is imported."""
+    from megatron.bridge.autotune.gpus import gpu_name
     from megatron.bridge.autotune.search.candidate import FREE
 
+    if args.gpu is not None:
+        gpu_name(args.gpu)
     if args.recipe is not None:
         catalog.find(args.recipe)
     for name in args.free:

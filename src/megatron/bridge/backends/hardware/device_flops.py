@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak FLOP/s of GPUs."""
 
-import torch
-
 from megatron.bridge.utils.config import yaml_text
 
 BF16_TFLOPS: dict[str, float] = yaml_text.tables_beside(__file__)
@@ -23,4 +21,6 @@ def bf16_tflops(name: str) -> float | None:
 
 def device_tflops() -> float | None:
     """Return the peak TFLOP/s of this process's GPU; None without a GPU or if it is not in the table."""
+    import torch  # the table is read without it
+
     return bf16_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.utils import torchrun_env
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -26,8 +27,6 @@ def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    from megatron.bridge.utils import distributed
-
     given = {name: size for name in ("tp", "pp", "vp", "ep", "etp") if (size := getattr(args, name)) is not None}
     for name, size in given.items():
         if size < 1:
@@ -38,7 +37,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
         " x ".join(f"--{name} {given[name]}" for name in names): prod(given[name] for name in names)
         for names in (("tp", "pp"), ("ep", "etp" if "etp" in given else "tp", "pp"))
     }
-    world = distributed.world_size()
+    world = torchrun_env.read_number("WORLD_SIZE", 1)
     for named, ranks in groups.items():
         if world % ranks:
             raise UserError(
@@ -79,12 +78,19 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 _SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
 
 
-def check_model(model: str) -> None:
-    """Refuse a model that is not there, before anything slow is imported."""
-    if hub.is_megatron(model):
-        paths.resolve(model)
+def check_paths(args: argparse.Namespace) -> None:
+    """Refuse a model, an adapter or a template that is not there, before anything slow is imported."""
+    if hub.is_megatron(args.model):
+        paths.resolve(args.model)
     else:
-        hub.local_folder(model)
+        hub.local_folder(args.model)
+    if args.adapter is not None:
+        paths.resolve(args.adapter)
+    _template(args)
+
+
+def _template(args: argparse.Namespace) -> str | None:
+    return args.template and read_text(args.template, f"--template {args.template}")
 
 
 def load(args: argparse.Namespace, **options: Any) -> Any:
@@ -96,8 +102,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of ``LLM`` from the options of the table ``model``."""
     names = (*_SAME, "window_rings", "graphs", "trust_remote_code", "trust_checkpoint")
-    template = args.template and read_text(args.template, f"--template {args.template}")
-    named = {"adapters": getattr(args, "adapters", None), "template": template}
+    named = {"adapters": getattr(args, "adapters", None), "template": _template(args)}
     return {**named, **{name: getattr(args, name) for name in names}}
 
 

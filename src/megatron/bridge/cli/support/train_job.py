@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.recipes.catalog import Recipe, find
+from megatron.bridge.training.config.early import check_early
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
-from megatron.bridge.utils.config.names import importing, locate
+from megatron.bridge.utils.config.names import TARGET, importing, locate
 from megatron.bridge.utils.config.origins import Origins, leaf_values
 from megatron.bridge.utils.config.overrides import Change, Layer, apply_layers, check_sticks, settle_types
 from megatron.bridge.utils.config.serialize import from_plain
@@ -70,7 +71,13 @@ def prepare(args: argparse.Namespace) -> Job:
 def _configured(args: argparse.Namespace) -> Job:
     """The config of the recipe or file, with everything that was set on it."""
     overrides = [*args.overrides, *_overrides_after_data(args)]
-    job, layers = _start(args)
+    values = _read_config(args.config) if args.config else {}
+    is_whole = TARGET in values
+    # references of a whole config are resolved again after overrides, which they may name
+    of_file = references_in(values) if is_whole else values
+    layers = [Layer(f"file {args.config}", of_file)] if of_file else []
+    check_early([*layers, Layer("command line", overrides=overrides)])
+    job = _from_whole_file(args, values, layers) if is_whole else _start(args)
     if args.mode in DISTILL_MODES and job.config.distill is None:
         from megatron.bridge.training.config import DistillConfig
 
@@ -157,19 +164,14 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
         raise UserError(f"--mode {job.mode}, but {job.source} has {found}: change its peft, or leave --mode out")
 
 
-def _start(args: argparse.Namespace) -> tuple[Job, list[Layer]]:
-    """The recipe or the whole file, and what a file sets on it."""
-    values = _read_config(args.config) if args.config else None
-    if values is not None and "_target_" in values:
-        return _from_whole_file(args, values)
+def _start(args: argparse.Namespace) -> Job:
+    """The recipe, or the model alone."""
     if args.recipe is None and args.hf_model is not None and args.model_alone:
-        job = _from_model(args)
-        return job, [Layer(f"file {args.config}", values)] if values else []
+        return _from_model(args)
     if args.recipe is None:
         reason = f"{args.config} is not a whole config" if args.config else "there is nothing to run"
         raise UserError(f"{reason}: give --recipe NAME (--list shows the names)")
-    job = _from_recipe(find(args.recipe), args)
-    return job, [Layer(f"file {args.config}", values)] if values else []
+    return _from_recipe(find(args.recipe), args)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -179,24 +181,22 @@ def _read_config(path: Path) -> dict[str, Any]:
     return values
 
 
-def _from_whole_file(args: argparse.Namespace, values: dict[str, Any]) -> tuple[Job, list[Layer]]:
-    from megatron.bridge.training.config import ConfigContainer
-
+def _from_whole_file(args: argparse.Namespace, values: dict[str, Any], references: list[Layer]) -> Job:
     of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
     extra = [name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None]
     if extra:
         raise UserError(f"--{extra[0]} cannot be used with {args.config}, a whole config: leave one out")
+    from megatron.bridge.training.config import ConfigContainer
+
     config = from_plain(resolve_tree(values))
     if not isinstance(config, ConfigContainer):
         raise UserError(
             f"{args.config} describes a {type(config).__name__}, not a run: its top must be _target_: ConfigContainer"
         )
-    origin = f"file {args.config}"
-    layers = [Layer(origin, references_in(values))]  # again after overrides, which references may name
-    apply_layers(config, layers)
+    apply_layers(config, references)
     settle_types(config)
     mode = "pretrain" if config.checkpoint.pretrained_checkpoint is None else "sft"
-    return Job(config, Origins.of(config, origin), str(args.config), mode, None), layers
+    return Job(config, Origins.of(config, f"file {args.config}"), str(args.config), mode, None)
 
 
 def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
@@ -254,6 +254,11 @@ def forward_step(name: str | None, config: "ConfigContainer") -> Any:
         name = "head_step" if config.model.head else STEPS[has_tower]
     if name == "vlm_step" and not has_tower:
         raise UserError("--step_func vlm_step, and the model has no vision tower: leave it out")
+    return step_function(name)
+
+
+def step_function(name: str) -> Any:
+    """Import one of ``STEPS``, or ``package.module.function``."""
     if "." not in name:
         if name not in STEPS:
             raise UserError(f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function")

@@ -11,35 +11,14 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from megatron.bridge.training.config.ranges import BELOW_ONE, RANGES, out_of_range
 from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
-_TABLES = yaml_text.tables_beside(__file__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Legal values of a setting."""
-
-    rule: str  # the range in words, after "must"
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf  # an open lower bound
-    below: float = math.inf  # an open upper bound
-
-    def __contains__(self, value: float) -> bool:
-        below = value < self.below or math.isinf(self.below)  # infinity itself may mean "no limit"
-        return self.least <= value <= self.most and self.above < value and below
-
-
-BELOW_ONE = Range("lie in [0, 1)", least=0, below=1)
 _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
-ELEMENTWISE = ("train.iterations_to_skip", "model.window_size")
-"""Lists of numbers; other lists are patterns, such as ``model.moe_layer_freq``."""
-RANGES = {key: Range(rule, **row["bounds"]) for rule, row in _TABLES["ranges"].items() for key in row["settings"]}
 
 
 def numbers_are_finite(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -71,19 +50,11 @@ def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
     for key, allowed in RANGES.items():
         # a size is a number with which other rules compute
         is_size = allowed != BELOW_ONE and key.partition(".")[0] in ("model", "tokenizer", "dataset", "peft", "rng")
-        value = value_of(config, key)
-        if is_size == sizes and any(number not in allowed for number in _numbers(key, value)):
-            yield f"{key}={value}: must {allowed.rule}"
+        if is_size == sizes and (problem := out_of_range(key, value_of(config, key))):
+            yield problem
 
 
-def _numbers(key: str, value: Any) -> list[float]:
-    """The numbers of a setting, if it has any; another rule refuses NaN."""
-    values = (value or ()) if key in ELEMENTWISE else [value]
-    numbers = [item for item in values if isinstance(item, int | float) and not isinstance(item, bool)]
-    return [number for number in numbers if not math.isnan(number)]
-
-
-UNAVAILABLE = {key: remedy for remedy, keys in _TABLES["unavailable"].items() for key in keys}
+UNAVAILABLE = {key: remedy for remedy, keys in yaml_text.tables_beside(__file__).items() for key in keys}
 
 
 def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:
