@@ -99,7 +99,9 @@ def grids() -> int:
         search = searched(name, gpus, card)
         allowed = [each for each in search.space.candidates() if not search.problems(each)]
         start = time.monotonic()
-        best = min(everything(search, allowed[:: max(1, -(-len(allowed) // GRID))]), key=lambda price: price.rank)
+        best = min(
+            everything(search, allowed[:: max(1, -(-len(allowed) // GRID))]), key=lambda price: price.seconds_per_token
+        )
         whole, start = time.monotonic() - start, time.monotonic()
         found = search.run(1).best[0]
         change = found.seconds / best.seconds - 1

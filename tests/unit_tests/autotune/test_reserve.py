@@ -4,7 +4,6 @@
 import types
 
 import pytest
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.bridge.autotune.gpus import GPUS
 from megatron.bridge.autotune.reserve import Reserve, communicators, reserve_of
@@ -47,8 +46,6 @@ def resolved(world_size, values):
 def test_communicators_are_those_of_a_real_step(monkeypatch, name):
     """Ranks meet in the group of all of them when they start; a message outside a batch connects two ranks."""
     world_size, values, expected = CASES[name]
-    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", scale)  # a step sets one without memory
     leave()
     config = resolved(world_size, values)
     predicted = communicators(config, world_size)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron.bridge import AutoBridge
@@ -58,8 +57,6 @@ def _device(monkeypatch):
     assert ROWS.keys() >= IN_CI
     monkeypatch.setattr(torch.cuda, "current_device", lambda: META)
     monkeypatch.setattr(token_dispatcher, "sort_chunks_by_idxs", unsorted)
-    # a step that ran before leaves its scale here
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
     monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
     for dispatcher in (token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher):
         monkeypatch.setattr(dispatcher, "dispatch_postprocess", with_even_counts(dispatcher.dispatch_postprocess))

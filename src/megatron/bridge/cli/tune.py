@@ -272,7 +272,9 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
     current = None if probed or search.problems(search.current) else search.price(search.current)
     if current is not None:
         state = "fits" if current.fullest <= search.budget else "does not fit"
-        change = f"{best.rank / current.rank - 1:+.1%} time" + " of a token" * bool(best.candidate.batch)
+        change = f"{best.seconds_per_token / current.seconds_per_token - 1:+.1%} time" + " of a token" * bool(
+            best.candidate.batch
+        )
         yield (
             f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
             f"{current.fullest / 1e9:.1f} GB; the best one takes {change}"

@@ -58,8 +58,7 @@ class Price:
         return self.prediction.seconds
 
     @property
-    def rank(self) -> float:
-        """The seconds per token, which are lowest for the best candidate."""
+    def seconds_per_token(self) -> float:
         return 1 / self.prediction.tokens_per_second
 
 

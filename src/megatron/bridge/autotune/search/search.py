@@ -156,17 +156,17 @@ class Search:
         return None, least
 
     def _simulated(self, prices: list[Price]) -> list[Price]:
-        prices.sort(key=lambda price: price.rank)
+        prices.sort(key=lambda price: price.seconds_per_token)
         plain = [replace(each.candidate, layout=None) for each in prices[:FINALISTS]]
         finalists = [price for candidate in plain if (price := self._recomputing_least(candidate))]
-        finalists.sort(key=lambda price: price.rank)
+        finalists.sort(key=lambda price: price.seconds_per_token)
         switched = [self._switched(price) for price in finalists[:_SWITCHED]]
-        return sorted([*switched, *finalists[_SWITCHED:]], key=lambda price: price.rank)
+        return sorted([*switched, *finalists[_SWITCHED:]], key=lambda price: price.seconds_per_token)
 
     def _recomputing_least(self, candidate: Candidate) -> Price | None:
         """Return the cost of the candidate or, if faster, with full recomputation of some layers of each chunk only."""
         choices = (candidate, *self._with_block(candidate))
-        return min(filter(None, map(self.price, choices)), key=lambda price: price.rank, default=None)
+        return min(filter(None, map(self.price, choices)), key=lambda price: price.seconds_per_token, default=None)
 
     def _with_block(self, candidate: Candidate) -> list[Candidate]:
         """Return the candidate with the fewest such layers that fit; none if no or all layers must be recomputed."""
@@ -184,7 +184,11 @@ class Search:
             before = {key: value for key, value in price.candidate.switches if key != switch[0]}
             candidate = replace(price.candidate, layout=None, switches=(*before.items(), switch))
             if known.issuperset(self._switch_problems(candidate)) and (found := self.price(candidate)):
-                price = found if found.fullest <= self.budget and found.rank < _WORTH * price.rank else price
+                price = (
+                    found
+                    if found.fullest <= self.budget and found.seconds_per_token < _WORTH * price.seconds_per_token
+                    else price
+                )
         return price
 
     def _switch_problems(self, candidate: Candidate) -> list[str]:
