@@ -6,8 +6,7 @@ every override again, on the config of the recipe.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import field, fields, make_dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from megatron.bridge.data.tokenizer import TokenizerConfig
@@ -16,24 +15,29 @@ from megatron.bridge.training.config.blocks.logger import LoggerConfig, Profilin
 from megatron.bridge.training.config.blocks.train import RNGConfig, SchedulerConfig, TrainingConfig, ValidationConfig
 from megatron.bridge.training.config.ranges import RANGES, out_of_range
 from megatron.bridge.utils.config import yaml_text
-from megatron.bridge.utils.config.overrides import OTHER_NAMES, Layer, apply_layers
+from megatron.bridge.utils.config.overrides import OTHER_NAMES, Layer, apply_layers, dotted_keys
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
 
-BLOCKS: dict[str, type[Any]] = {
-    "train": TrainingConfig,
-    "scheduler": SchedulerConfig,
-    "logger": LoggerConfig,
-    "tokenizer": TokenizerConfig,
-    "checkpoint": CheckpointConfig,
-    "rng": RNGConfig,
-    "validation": ValidationConfig,
-    "profiling": ProfilingConfig,
-}
-"""Blocks of ``RunConfig`` whose modules import no torch."""
+
+@dataclass
+class EarlyConfig:
+    """The blocks of ``RunConfig`` whose modules import no torch."""
+
+    train: TrainingConfig = field(default_factory=TrainingConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    rng: RNGConfig = field(default_factory=RNGConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    profiling: ProfilingConfig | None = field(default_factory=ProfilingConfig)
+
+
+_KEYS = frozenset(dotted_keys(EarlyConfig()))
 
 
 def check_early(layers: Iterable[Layer]) -> None:
-    """Refuse settings of ``BLOCKS`` that do not exist or have a wrong type, and numbers that are out of range.
+    """Refuse settings of these blocks that do not exist or have a wrong type, and numbers that are out of range.
 
     If one of the settings needs the whole config, nothing is refused, so that all mistakes are reported together.
     """
@@ -44,8 +48,9 @@ def check_early(layers: Iterable[Layer]) -> None:
             problems[key] = out_of_range(key, value) if is_number else None
             if not problems[key] and key and not (_is_known(key) and _is_plain(value)):
                 return
-    config = make_dataclass("EarlyConfig", [(name, kind, field(default_factory=kind)) for name, kind in BLOCKS.items()])
-    apply_layers(config(), [replace(layer, overrides=[*filter(_is_of_blocks, layer.overrides)]) for layer in layers])
+    apply_layers(
+        EarlyConfig(), [replace(layer, overrides=[*filter(_is_of_blocks, layer.overrides)]) for layer in layers]
+    )
     refuse(filter(None, problems.values()))
 
 
@@ -64,22 +69,17 @@ def _settings(layer: Layer) -> Iterator[tuple[str, Any]]:
 
 def _is_of_blocks(item: str) -> bool:
     key = item.partition("=")[0]
-    return key not in RANGES or key in _keys()
+    return key not in RANGES or key in _KEYS
 
 
 def _is_known(key: str) -> bool:
     """Return whether ``key`` is a key of the blocks, or surely is meant to be one."""
     block, _, name = key.rpartition(".")
-    is_foreign = block in ("", *BLOCKS) and name in OTHER_NAMES
-    is_slip = f"{block}{name}".isidentifier() and misspelling(key, _keys())
-    return key in _keys() or is_foreign or bool(is_slip)
+    is_foreign = (not block or block in _KEYS) and name in OTHER_NAMES
+    is_slip = f"{block}{name}".isidentifier() and misspelling(key, _KEYS)
+    return key in _KEYS or is_foreign or bool(is_slip)
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether ``value`` refers to no other value and names no class."""
     return not isinstance(value, dict) and "${" not in str(value)
-
-
-@cache
-def _keys() -> frozenset[str]:
-    return frozenset(f"{block}.{entry.name}" for block, kind in BLOCKS.items() for entry in fields(kind))
