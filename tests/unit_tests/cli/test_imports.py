@@ -65,6 +65,7 @@ MISTYPED = [
             ["train.train_iters=many"],
             ["model.hidden_dropout=2"],
             ["--step_func", "math.setp"],
+            ["--hf-model", "/nope"],
         )
     ),
     ["tune", "--recipe", "llama32_1b_pretrain_config", "--gpu", "H1000"],

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.recipes.catalog import Recipe, find
 from megatron.bridge.training.config.early import check_early
 from megatron.bridge.utils.atomic import read_text
@@ -166,6 +167,8 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
 
 def _start(args: argparse.Namespace) -> Job:
     """The recipe, or the model alone."""
+    if args.hf_model is not None:
+        hub.local_folder(args.hf_model)  # before anything slow is imported
     if args.recipe is None and args.hf_model is not None and args.model_alone:
         return _from_model(args)
     if args.recipe is None:
