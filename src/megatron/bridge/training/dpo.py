@@ -31,15 +31,8 @@ from megatron.bridge.training.callbacks.observe.report import FinetuningReport
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.blocks.objectives import DPOConfig
 from megatron.bridge.training.distill import SameTeacher
+from megatron.bridge.training.distillation import student_teacher
 from megatron.bridge.training.distillation.step import model_inputs
-from megatron.bridge.training.distillation.student_teacher import (
-    ChunkPair,
-    bare_decoder,
-    bind,
-    pair_of,
-    set_input,
-    width,
-)
 from megatron.bridge.training.distillation.teacher import identity, load_teacher, set_shared_settings
 from megatron.bridge.training.finetune import check_tokenizer
 from megatron.bridge.training.gpt_step import next_batch
@@ -100,7 +93,7 @@ class PreferenceStep:
         On the last stage the tensor is the loss of each token, [1, tokens of this context-parallel rank].
         """
         assert run.config.dpo is not None, "dpo is not set"
-        batch, pair = next_batch(data_iterator), pair_of(model)
+        batch, pair = next_batch(data_iterator), student_teacher.pair_of(model)
         assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
         ours, theirs = pair.run(model, {**model_inputs(batch), "labels": batch["labels"]})
         kind = KTOLoss if run.config.dpo.loss_type == "kto" else PreferenceLoss
@@ -207,20 +200,20 @@ AttachReference = Callable[[list[MegatronModule]], None]
 
 
 @dataclass
-class AdaptersOff(ChunkPair):
+class AdaptersOff(student_teacher.ChunkPair):
     """A chunk that is its own reference."""
 
     peft: LoRA | None = None
 
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The outputs of the chunk with and without its adapters."""
-        received: Tensor | None = bare_decoder(self.student).input_tensor
+        received: Tensor | None = student_teacher.bare_decoder(self.student).input_tensor
         parts = (None, None) if received is None else [part.contiguous() for part in received.chunk(2, dim=-1)]
         if parts[0] is not None:
-            set_input(self.student, parts[0])
+            student_teacher.set_input(self.student, parts[0])
         ours = model(**inputs)
         if parts[1] is not None:
-            set_input(self.student, parts[1].detach())
+            student_teacher.set_input(self.student, parts[1].detach())
         return ours, self._without_adapters(inputs)
 
     def _without_adapters(self, inputs: dict[str, Any]) -> Tensor:
@@ -248,7 +241,7 @@ def reference_provider(config: ConfigContainer, name: str, world_size: int) -> G
 
 def attach_model(provider: GPTModelProvider) -> AttachReference:
     """A hook that loads the reference beside the new chunks of a model."""
-    return lambda chunks: bind(chunks, load_teacher(provider), {})
+    return lambda chunks: student_teacher.bind(chunks, load_teacher(provider), {})
 
 
 def attach_base(config: ConfigContainer) -> AttachReference:
@@ -256,7 +249,7 @@ def attach_base(config: ConfigContainer) -> AttachReference:
 
     def attach(chunks: list[MegatronModule]) -> None:
         for chunk in chunks:
-            size, peft = width(chunk), cast(LoRA, config.peft)
+            size, peft = student_teacher.width(chunk), cast(LoRA, config.peft)
             sizes = {"student": size, "teacher": size}
             chunk_info(chunk).student_teacher = AdaptersOff(
                 chunk, chunk, (), {}, exchange.stage(), cast(Any, sizes), peft=peft

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.activations import (
-    ChunkCounts,
-    LayerCounts,
-    counts_of_layer,
-    counts_of_tower,
-    sizes_of,
-    stage_moments,
-)
+from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.autotune.forward_only import forward_bytes
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
@@ -83,7 +75,7 @@ class Pricer:
         self.imbalance = 1.0  # tokens of the busiest expert rank divided by the average
         self.microbatches: Callable[[Candidate], int] | None = None  # replaces the microbatches of the config's batch
         self._layers: dict[tuple[int, int], _Layers] = {}
-        self._counted: dict[Any, LayerCounts] = {}
+        self._counted: dict[Any, activations.LayerCounts] = {}
         self._towers: dict[int, TowerCounts] = {}
         self._divided: dict[Candidate, list[int] | None] = {}
         self._shapes: dict[LayerShape, LayerShape] = {}
@@ -210,19 +202,21 @@ class Pricer:
     def _memory(
         self, candidate: Candidate, config: ConfigContainer, plan: Plan, modules: list[list[list[Any]]]
     ) -> tuple[int, ...]:
-        setting, sizes = setting_of(config, self.world_size), replace(sizes_of(config), experts=1)
+        setting, sizes = setting_of(config, self.world_size), replace(activations.sizes_of(config), experts=1)
         sizes = replace(sizes, chosen=int(sizes.chosen * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
         found = []
         for stage, chunks in enumerate(plan):
             front = None if stage else self._with_tower
             counted = [
-                ChunkCounts([self._count(module, sizes) for module in inside], chunk.losses > 0)
+                activations.ChunkCounts([self._count(module, sizes) for module in inside], chunk.losses > 0)
                 for chunk, inside in zip(chunks, modules[stage], strict=True)
             ]
             if front is not None:
                 counted[0] = replace(counted[0], tower=self._count_tower(sizes.images))
-            most = max(moment.total for moment in stage_moments(config.model, counted, sizes, pipeline, stage))
+            most = max(
+                moment.total for moment in activations.stage_moments(config.model, counted, sizes, pipeline, stage)
+            )
             tower = (0 if front is None else sum(map(torch.numel, front.vision.parameters())), 0)
             held = np.sum([stage_weights(chunks, setting, frozen=True), tower], 0)
             trained = np.sum([stage_weights(chunks, setting), tower], 0)
@@ -239,7 +233,7 @@ class Pricer:
         """Return the peak bytes of a forward-only pass without weights."""
         config = self.configured(candidate)
         layers = {id(module): module for _, module in self._of(candidate).decoder}
-        return forward_bytes(config.model, list(layers.values()), replace(sizes_of(config), experts=1))
+        return forward_bytes(config.model, list(layers.values()), replace(activations.sizes_of(config), experts=1))
 
     @cached_property
     def _with_tower(self) -> Any:
@@ -248,13 +242,13 @@ class Pricer:
 
     def _count_tower(self, tokens: int) -> TowerCounts:
         if tokens not in self._towers:
-            self._towers[tokens] = counts_of_tower(self._with_tower, tokens)
+            self._towers[tokens] = activations.counts_of_tower(self._with_tower, tokens)
         return self._towers[tokens]
 
-    def _count(self, module: Any, sizes: Any) -> LayerCounts:
+    def _count(self, module: Any, sizes: Any) -> activations.LayerCounts:
         key = (id(module), sizes)
         if key not in self._counted:
-            self._counted[key] = counts_of_layer(module, sizes)
+            self._counted[key] = activations.counts_of_layer(module, sizes)
         return self._counted[key]
 
     def _state_bytes(
