@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge.models.conversion import param_mapping as pm
-from megatron.bridge.models.conversion.declare.moe_blocks import expert_names
+from megatron.bridge.models.conversion.declare.moe import expert_names
 from megatron.bridge.models.conversion.engine import buckets, exchange, export, load, plan
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge

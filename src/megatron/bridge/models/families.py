@@ -11,14 +11,10 @@ from megatron.bridge.models.conversion.declare.fields import *
 from megatron.bridge.models.conversion.declare.gated_delta_net import *
 from megatron.bridge.models.conversion.declare.gemma4_fields import *
 from megatron.bridge.models.conversion.declare.heterogeneous_fields import *
-from megatron.bridge.models.conversion.declare.hybrid_blocks import *
-from megatron.bridge.models.conversion.declare.hybrid_fields import *
+from megatron.bridge.models.conversion.declare.hybrid import *
 from megatron.bridge.models.conversion.declare.llama4_fields import *
-from megatron.bridge.models.conversion.declare.mla_blocks import *
-from megatron.bridge.models.conversion.declare.mla_fields import *
-from megatron.bridge.models.conversion.declare.moe_blocks import *
-from megatron.bridge.models.conversion.declare.moe_fields import *
-from megatron.bridge.models.conversion.declare.short_conv import *
+from megatron.bridge.models.conversion.declare.mla import *
+from megatron.bridge.models.conversion.declare.moe import *
 from megatron.bridge.models.conversion.declare.vision import *
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge

@@ -3,13 +3,12 @@
 
 from math import inf
 
-from megatron.bridge.models.conversion.declare import hybrid_fields as hybrid
-from megatron.bridge.models.conversion.declare import moe_fields as moe
+from megatron.bridge.models.conversion.declare import hybrid, moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field, override
-from megatron.bridge.models.conversion.declare.hybrid_blocks import mamba
-from megatron.bridge.models.conversion.declare.moe_blocks import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.hybrid import mamba
+from megatron.bridge.models.conversion.declare.moe import experts, router, shared_experts
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 

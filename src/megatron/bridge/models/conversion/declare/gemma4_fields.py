@@ -9,8 +9,7 @@ from megatron.bridge.backends.specs.kv_sharing import has_window, projections
 from megatron.bridge.models.conversion.declare.blocks import Block, attention
 from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field, optional, read_by_others
-from megatron.bridge.models.conversion.declare.moe_blocks import stacked_experts
-from megatron.bridge.models.conversion.declare.moe_fields import DROPLESS
+from megatron.bridge.models.conversion.declare.moe import DROPLESS, stacked_experts
 from megatron.bridge.models.conversion.param_mapping import *
 from megatron.bridge.utils.errors import UserError
 

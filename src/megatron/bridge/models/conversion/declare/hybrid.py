@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of hybrid architectures: kinds of layers, Mamba-2 mixers, and experts in some models of a family."""
+"""Hybrid architectures: fields and weights of kinds of layers, Mamba mixers, short convolutions, and some experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from math import ceil, inf
 from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
+from megatron.bridge.models.conversion.declare.blocks import Block, fused_norm
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
 from megatron.bridge.models.conversion.declare.fields import (
     ABSENT,
@@ -17,6 +18,8 @@ from megatron.bridge.models.conversion.declare.fields import (
     read_by_others,
 )
 from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
+from megatron.bridge.models.conversion.param_mapping import *
+from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping, ShortConvMapping
 from megatron.bridge.models.features.mamba_beside_attention import MULTIPLIERS
 from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
 from megatron.bridge.utils.errors import UserError
@@ -280,3 +283,91 @@ MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
 def of_experts(*fields: Field) -> tuple[Field, ...]:
     """Return ``fields`` that apply only if a layer has experts."""
     return tuple(_OfExperts(field.hf, field.megatron, field.default, field.to, field.back) for field in fields)
+
+
+def mamba(
+    layers: str, names: str = "mixer", norm: str | None = "norm", replaces_attention: bool = False, ours: str = "mixer"
+) -> Block:
+    """A Mamba-2 mixer and the normalization before it.
+
+    ``norm`` is None if ``attention`` maps the normalization of the same layer. With ``replaces_attention``, the mixer
+    replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module. ``ours`` is
+    Megatron's name of a mixer parallel to attention.
+    """
+    ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else ours}", f"{layers}.{names}"
+    norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
+    if replaces_attention:
+        norms = (ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),)
+    return (
+        *norms,
+        MambaInProjMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
+        MambaConv1dMapping(f"{ours}.conv1d_weight", f"{theirs}.conv1d.weight"),
+        MambaConv1dMapping(f"{ours}.conv1d_bias", f"{theirs}.conv1d.bias"),
+        *(
+            ColumnParallelMapping(f"{ours}.{name}", f"{theirs}.{name}")
+            for name in ("A_log", "D", "dt_bias", "norm.weight")
+        ),
+        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+    )
+
+
+def selective_mamba(layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm") -> Block:
+    """A Mamba-1 mixer; ``attention`` maps the normalization before it if that is a separate module."""
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    same = ("A_log", "D", "out_proj.weight")
+    pairs = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias", "x_proj": "x_proj.weight"}
+    pairs |= {"dt_proj": "dt_proj.weight", "dt_bias": "dt_proj.bias", **dict(zip(same, same, strict=True))}
+    return (
+        ConcatenatedGatedMLPMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
+        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        *(AutoMapping(f"{ours}.{mine}", f"{theirs}.{hf}") for mine, hf in pairs.items()),
+        *(ReplicatedMapping(f"{ours}.norms.{n}.weight", f"{theirs}.{n}_layernorm.weight") for n in ("dt", "b", "c")),
+    )
+
+
+_MULTIPLE = 256
+
+
+def _adjusted(_: Any, config: Mapping[str, Any]) -> int:
+    """Return the width of feed-forward layers that transformers derives from four keys."""
+    width: int = config["intermediate_size"]
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return width
+    multiple: int = config.get("block_multiple_of", _MULTIPLE)
+    factor: float | None = config.get("block_ffn_dim_multiplier")
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
+
+
+def _is_adjusted(width: int, _: Any) -> bool:
+    return width % _MULTIPLE == 0
+
+
+def _adjusted_back(width: int, _: Any) -> int:
+    return width * 3 // 2 if _is_adjusted(width, None) else width
+
+
+SHORT_CONV: tuple[Field, ...] = (
+    Field("conv_L_cache", "linear_conv_kernel_dim"),
+    layers_of_kind("layer_types", "short_conv_layers", ("full_attention", "conv")),
+)
+"""Layers with a convolution instead of attention, and the convolution's number of tokens."""
+
+ADJUSTED_WIDTH: tuple[Field, ...] = (
+    Field("intermediate_size", "ffn_hidden_size", to=_adjusted, back=_adjusted_back),
+    Field("block_auto_adjust_ff_dim", "ffn_hidden_size", default=True, to=_adjusted, back=_is_adjusted),
+    Field("block_ffn_dim_multiplier", "ffn_hidden_size", default=1.0, to=_adjusted, back=lambda _, __: 1.0),
+    Field("block_multiple_of", "ffn_hidden_size", default=_MULTIPLE, to=_adjusted, back=lambda _, __: _MULTIPLE),
+)
+"""Width of feed-forward layers: 2/3 of the config's value, rounded up to a multiple, unless adjustment is off."""
+
+
+def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
+    """A gated short convolution; ``attention`` maps the normalization before it if that is a module."""
+    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.conv"
+    return (
+        ShortConvMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
+        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        AutoMapping(f"{ours}.conv1d.weight", f"{theirs}.conv.weight"),
+        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+    )
