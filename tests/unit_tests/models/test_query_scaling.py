@@ -9,7 +9,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.features import query_scaling
+from megatron.bridge.models.features import multipliers
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 from tests.families.rows.mistral import SIZE, YARN
@@ -37,7 +37,7 @@ def packed(*lengths, padded=None):
 
 def positions(rows, keys=None, segments=None, where=None):
     query, key = torch.empty(rows, 1, 1, 1), torch.empty(keys or rows, 1, 1, 1)
-    return query_scaling._positions(query, key, segments, where).tolist()
+    return multipliers._positions(query, key, segments, where).tolist()
 
 
 def test_positions():

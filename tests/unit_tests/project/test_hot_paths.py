@@ -29,7 +29,6 @@ ALLOWED = {
     "backends/recurrent/tensor_parallel_mixer.py make_parameters torch.ones": "first values",
     "models/features/activations.py __init__ torch.full": "first values",
     "models/features/multipliers.py _scale_embeddings torch.tensor": "a number of no dimension goes along as one",
-    "models/features/multipliers.py scale torch.tensor": "the same function",
     "models/features/per_layer_inputs.py __init__ .item()": "when the model is built",
     "models/features/per_layer_inputs.py __init__ torch.tensor": "the same",
     "models/features/rope.py _ntk_alpha torch.arange": "when the model is built",

@@ -24,8 +24,6 @@ from megatron.bridge.models.features import (
     multipliers,
     padding,
     per_layer_inputs,
-    positions,
-    query_scaling,
     rope,
     routing,
 )
@@ -226,7 +224,7 @@ class GPTModelProvider(ModelProvider):
         heads.derive(self)
         mamba_beside_attention.derive(self)
         gated_delta_net.check(self)
-        positions.check(self)
+        self._check_positions()
         per_layer_inputs.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
@@ -324,8 +322,8 @@ class GPTModelProvider(ModelProvider):
         layer_features.mark_sinks(model)
         layer_features.keep_lengths_without_rope(model, self)
         rope.apply_rope(model, self)
-        positions.apply_offset(model, self)
-        query_scaling.apply_query_scaling(model, self)
+        _offset_positions(model, self.position_offset)
+        multipliers.apply_query_scaling(model, self)
         biases.apply_biases(model, self)
         biases.apply_output_bias(model, self)
         routing.apply_routing(model, self)
@@ -342,6 +340,16 @@ class GPTModelProvider(ModelProvider):
         for name, default in defaults.items():
             if (value := getattr(self, name)) != default:
                 raise UserError(f"{name}={value!r} has no effect {where}: set model.{name}={default!r}")
+
+    def _check_positions(self) -> None:
+        """Refuse sequences that are longer than the table of learned positions."""
+        if self.position_embedding_type != "learned_absolute" or self.max_position_embeddings is None:
+            return
+        if self.seq_length > self.max_position_embeddings:
+            raise UserError(
+                f"seq_length={self.seq_length} is more than max_position_embeddings={self.max_position_embeddings}, "
+                "the positions that this model has learned: use shorter sequences"
+            )
 
     def _check_layer_lists(self) -> None:
         for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", *gated_delta_net.LAYERS):
@@ -411,3 +419,10 @@ def drop_mtp_layers(provider: Any) -> None:
     provider.mtp_num_layers = None
     if isinstance(provider.pipeline_model_parallel_layout, str):
         provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace("m", "")
+
+
+def _offset_positions(model: LanguageModule, offset: int) -> None:
+    """Start the learned positions of ``model`` at row ``offset`` of their table."""
+    if offset and hasattr(model, "embedding"):
+        table = model.get_submodule("embedding.position_embeddings")
+        table.register_forward_pre_hook(lambda _, inputs: (inputs[0] + offset,))

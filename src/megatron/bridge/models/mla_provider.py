@@ -8,7 +8,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.bridge.models.features import mla_rope, sparse_attention
+from megatron.bridge.models.features import rope, sparse_attention
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 
@@ -44,7 +44,7 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         self._refuse_ineffective({**_WITHOUT_EFFECT, **without}, "with multi-latent attention")
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
         sparse_attention.check(self)
-        mla_rope.derive(self)
+        rope.derive_latent_rope(self)
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -66,7 +66,7 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
     def finish(self, model: LanguageModule) -> None:
         """Add the positions and the epsilons of latent attention."""
         super().finish(model)
-        mla_rope.apply(model, self)
+        rope.apply_latent_rope(model, self)
         sparse_attention.apply(model, self)
         _set_latent_epsilon(model, self.latent_layernorm_epsilon)
 

@@ -64,12 +64,7 @@ def _check_delta_nets(config: TransformerConfig) -> None:
     _check_heads(config)
     if config.activation_func is not F.silu:
         raise UserError("activation_func must be SiLU: gated delta nets have no other")
-    for name, harmless in _OF_ATTENTION.items():
-        if getattr(config, name, harmless) != harmless:
-            raise UserError(
-                f"{name}={getattr(config, name)!r} is not supported in a model with gated delta nets: set "
-                f"model.{name}={harmless!r}"
-            )
+    exclude(config, _OF_ATTENTION, "in a model with gated delta nets", say_value=True)
 
 
 def _check_layers(config: TransformerConfig, layers: str) -> None:
@@ -89,7 +84,7 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
         others["multi_latent_attention"] = True
         others["linear_value_head_dim"] = config.linear_key_head_dim
         others["linear_num_value_heads"] = config.linear_num_key_heads
-    exclude(config, others, layers)
+    exclude(config, others, f"with {layers}")
 
 
 def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
@@ -103,11 +98,12 @@ def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
             )
 
 
-def exclude(config: Any, harmless: Mapping[str, Any], feature: str) -> None:
-    """Refuse settings that are not supported together with ``feature``, unless they have no effect."""
+def exclude(config: Any, harmless: Mapping[str, Any], where: str, say_value: bool = False) -> None:
+    """Refuse settings that are not supported ``where``, unless they are ``harmless``, a value that may be named."""
     for name, value in harmless.items():
-        if getattr(config, name, value) != value:
-            raise UserError(f"{name}={getattr(config, name)!r} is not supported with {feature}")
+        if (given := getattr(config, name, value)) != value:
+            way_out = f": set model.{name}={value!r}" if say_value else ""
+            raise UserError(f"{name}={given!r} is not supported {where}{way_out}")
 
 
 def _check_heads(config: TransformerConfig) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron.bridge.utils.errors import UserError
@@ -41,8 +42,6 @@ class LinearForLastLayer(nn.Linear):
     ) -> dict[str, Any]:
         """The parameters, whole on every rank."""
         del metadata
-        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
         return make_sharded_tensors_for_checkpoint(
             dict(self.named_parameters()), prefix, sharded_offsets=sharded_offsets
         )

@@ -2,6 +2,7 @@
 """Multipliers of layers with a Mamba-2 mixer in parallel with attention (Falcon-H1), and unsupported settings."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def derive(config: Any) -> None:
     for name in config.mamba_beside_attention:
         if name not in MULTIPLIERS:
             raise UserError(f"mamba_beside_attention has no multiplier {name}{did_you_mean(name, MULTIPLIERS)}")
-    gated_delta_net.exclude(config, _EXCLUDED, _FIELD)
+    gated_delta_net.exclude(config, _EXCLUDED, f"with {_FIELD}")
     _check_sizes(config)
     factors = {**MULTIPLIERS, **config.mamba_beside_attention}
     if config.softmax_scale is None:
@@ -76,19 +77,17 @@ def apply(model: nn.Module, config: Any) -> None:
             states = mixer.ngroups_local_tp * mixer.d_state
             sizes = (mixer.d_inner_local_tp, mixer.d_inner_local_tp, states, states, mixer.nheads_local_tp)
             each = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
-            mixer.in_proj.register_forward_hook(_multiply(each, sizes))
+            mixer.in_proj.register_forward_hook(partial(_multiply, each, sizes))
         elif isinstance(module, MLP):
             width = config.ffn_hidden_size // config.tensor_model_parallel_size
-            module.get_submodule("linear_fc1").register_forward_hook(_multiply((gate, 1.0), (width, width)))
-            module.get_submodule("linear_fc2").register_forward_hook(_multiply((down,), (config.hidden_size,)))
+            module.get_submodule("linear_fc1").register_forward_hook(partial(_multiply, (gate, 1.0), (width, width)))
+            module.get_submodule("linear_fc2").register_forward_hook(partial(_multiply, (down,), (config.hidden_size,)))
 
 
-def _multiply(factors: Sequence[float], sizes: Sequence[int]) -> Any:
-    """A hook that multiplies parts of a linear layer's concatenated outputs."""
-
-    def multiply(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        out, bias = outputs
-        parts = [out.new_full((size,), factor) for factor, size in zip(factors, sizes, strict=True)]
-        return out * torch.cat(parts), bias
-
-    return multiply
+def _multiply(
+    factors: Sequence[float], sizes: Sequence[int], _module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]
+) -> tuple[Tensor, Any]:
+    """Multiply parts of a linear layer's concatenated outputs."""
+    out, bias = outputs
+    parts = [out.new_full((size,), factor) for factor, size in zip(factors, sizes, strict=True)]
+    return out * torch.cat(parts), bias

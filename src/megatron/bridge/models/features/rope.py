@@ -3,14 +3,20 @@
 
 Megatron-Core supports two kinds of scaling and fixes some of their parameters. Here the inverse frequencies and the
 attention factor come from transformers' own functions, so a scaled model equals its reference.
+
+The same holds for multi-latent attention, where every layer of Megatron-Core owns its embedding, and YaRN's parameters
+follow different rules: with only ``mscale`` or ``mscale_all_dim`` they differ from transformers'.
 """
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -161,7 +167,7 @@ def apply_rope(model: Any, config: Any) -> None:
     if config.rotary_reversed and _is_plain(parameters):
         model.rotary_pos_emb.inv_freq = -model.rotary_pos_emb.inv_freq
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
-        return  # latent attention has an embedding in each layer: models/features/mla_rope.py
+        return  # latent attention has an embedding in each layer: ``apply_latent_rope``
     if config.position_embedding_type != "rope" or config.rope_scaling:
         name, what = "rope_parameters", f"rope_parameters.rope_type={parameters.get('rope_type')!r}"
         if _is_plain(parameters):
@@ -183,18 +189,14 @@ def apply_rope(model: Any, config: Any) -> None:
     for layer in layers:
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
         own = model.rotary_pos_emb.local if is_local else everywhere
-        take = _take(int(is_local), 2 * len(own.inv_freq))
+        take = partial(_take, int(is_local), 2 * len(own.inv_freq))
         layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
         _set_attention_factor([layer], config, own)
 
 
-def _take(index: int, width: int) -> Any:
-    """A hook that selects a layer's own angles from those of ``LayerwiseRotaryEmbedding``."""
-
-    def take(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index, ..., :width]}
-
-    return take
+def _take(index: int, width: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Select a layer's own angles from those of ``LayerwiseRotaryEmbedding``."""
+    return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index, ..., :width]}
 
 
 def _is_plain(parameters: dict[str, Any]) -> bool:
@@ -247,3 +249,66 @@ def reference_config(config: Any, parameters: dict[str, Any], width: int) -> Sim
         max_position_embeddings=config.max_position_embeddings or config.seq_length,
         standardize_rope_params=lambda: None,
     )
+
+
+_LATENT = ("linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+class LatentRotaryEmbedding(YarnRotaryEmbedding):
+    """Angles of the ``qk_pos_emb_head_dim`` rotated dimensions of a head, shared by all layers."""
+
+    def __init__(self, config: Any, cp_group: Any) -> None:
+        parameters = {**config.rope_parameters, "rope_theta": config.rotary_base}
+        self._reference = reference_config(config, parameters, config.qk_pos_emb_head_dim)
+        self._frequencies, self._attention_factor = frequencies_and_factor(self._reference)
+        check_factors(parameters, len(self._frequencies))
+        super().__init__(
+            config.qk_pos_emb_head_dim,
+            rotary_base=config.rotary_base,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=cp_group,
+        )
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[torch.Tensor, float]:
+        """Angles [position, 1, 1, qk_pos_emb_head_dim] from ``offset`` on, and the factor of sines and cosines."""
+        length, device = offset + max_seq_len, torch.cuda.current_device()
+        frequencies = self._frequencies = self._frequencies.to(device)
+        if changes_with_length(self._reference, length):
+            frequencies = frequencies_and_factor(self._reference, length)[0].to(device)
+        angles = torch.outer(torch.arange(offset, length, device=frequencies.device, dtype=torch.float32), frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :], self._attention_factor
+
+
+def derive_latent_rope(config: Any) -> None:
+    """Set the Megatron-Core settings that ``config.rope_parameters`` implies, if it is set."""
+    parameters = config.rope_parameters or {}
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return
+    if kind not in _LATENT:
+        raise UserError(
+            f"rope_parameters.rope_type={kind!r} is not supported with multi-latent attention: {', '.join(_LATENT)} are"
+        )
+    config.rope_type = "yarn"  # the kind whose embedding has an attention factor
+    # only sizes a first table of cosines: the least that can be shared out, as the layers' are replaced
+    config.original_max_position_embeddings = 2 * config.context_parallel_size
+    # the softmax is scaled by (0.1 mscale_all_dim ln(factor) + 1)^2, section 3.1.4 of arXiv:2405.04434
+    config.rotary_scaling_factor = parameters.get("factor", 1.0)
+    config.mscale_all_dim = parameters.get("mscale_all_dim") or 0.0
+
+
+def apply_latent_rope(model: Any, config: Any) -> None:
+    """Share one embedding, as ``config.rope_parameters`` describes, among all attention layers of ``model``."""
+    layers = [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
+    if config.position_embedding_type == "none":  # the same features, not rotated
+        for layer in layers:
+            layer.rotary_pos_emb.inv_freq.zero_()
+    if (config.rope_parameters or {}).get("rope_type", "default") == "default":
+        return
+    if layers:
+        shared = LatentRotaryEmbedding(config, layers[0].pg_collection.cp)
+        for layer in layers:
+            layer.rotary_pos_emb = shared
+            if getattr(layer.core_attention, "indexer", None):
+                layer.core_attention.indexer.rotary_pos_emb = shared

@@ -12,6 +12,7 @@ evaluated. Training follows the same choice; its authors drew the experts at ran
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,11 +102,11 @@ def apply_routing(model: nn.Module, config: Any) -> None:
         if config.moe_router_norm_min is not None:
             _correct(router, config.moe_router_norm_min)
         elif eps is not None:
-            router.routing = _sparse_mixer(router.routing, config, eps)
+            router.routing = partial(_sparse_mixer, router.routing, config, eps)
         elif (
             not config.moe_router_norm_topk and config.moe_router_topk > 1
         ):  # Megatron-Core does not normalize a single one
-            router.routing = _unnormalized(router.routing, config.num_moe_experts)
+            router.routing = partial(_unnormalized, router.routing, config.num_moe_experts)
     if config.moe_router_norm_min is not None:
         config.moe_router_enable_expert_bias = True  # of the resolved copy: Megatron-Core trains the correction
 
@@ -119,13 +120,12 @@ def _correct(router: Any, smallest: float) -> None:
     router.router_replay = CorrectedSoftmax(router, smallest)
 
 
-def _unnormalized(normalized: Callable[..., Routing], experts: int) -> Callable[..., Routing]:
-    def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
-        weights, chosen = normalized(logits, *args, **kwargs)
-        total = (logits.view(-1, experts).float().sigmoid() * chosen).sum(-1, keepdim=True)
-        return (weights * total).type_as(weights), chosen
-
-    return routing
+def _unnormalized(
+    normalized: Callable[..., Routing], experts: int, logits: Tensor, *args: Any, **kwargs: Any
+) -> Routing:
+    weights, chosen = normalized(logits, *args, **kwargs)
+    total = (logits.view(-1, experts).float().sigmoid() * chosen).sum(-1, keepdim=True)
+    return (weights * total).type_as(weights), chosen
 
 
 def sparse_mixer(scores: Tensor, topk: int, eps: float) -> Tensor:
@@ -140,11 +140,10 @@ def sparse_mixer(scores: Tensor, topk: int, eps: float) -> Tensor:
     return weights
 
 
-def _sparse_mixer(usual: Callable[..., Routing], config: Any, eps: float) -> Callable[..., Routing]:
-    def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Routing:
-        weights, chosen = usual(logits, *args, **kwargs)
-        mixed = sparse_mixer(logits.view(-1, config.num_moe_experts).float(), config.moe_router_topk, eps)
-        # Megatron-Core has attached the auxiliary losses to its weights, and they need no gradient of these
-        return mixed.type_as(weights) + 0 * weights, chosen
-
-    return routing
+def _sparse_mixer(
+    usual: Callable[..., Routing], config: Any, eps: float, logits: Tensor, *args: Any, **kwargs: Any
+) -> Routing:
+    weights, chosen = usual(logits, *args, **kwargs)
+    mixed = sparse_mixer(logits.view(-1, config.num_moe_experts).float(), config.moe_router_topk, eps)
+    # Megatron-Core has attached the auxiliary losses to its weights, and they need no gradient of these
+    return mixed.type_as(weights) + 0 * weights, chosen

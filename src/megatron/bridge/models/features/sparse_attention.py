@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer, is_sparse, link_shared, takes_over
+from megatron.bridge.models.features.gated_delta_net import exclude
 from megatron.bridge.utils.errors import UserError
 
 _OTHERS: dict[str, Any] = {
@@ -23,12 +24,7 @@ def check(config: Any) -> None:
     """Refuse settings of sparse attention that this implementation does not have."""
     if not is_sparse(config):
         return
-    for name, value in _OTHERS.items():
-        if getattr(config, name) != value:
-            raise UserError(
-                f"{name}={getattr(config, name)!r} is not supported with experimental_attention_variant='dsa': set "
-                f"model.{name}={value!r}"
-            )
+    exclude(config, _OTHERS, "with experimental_attention_variant='dsa'", say_value=True)
     for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "q_lora_rank"):
         if not getattr(config, name):
             raise UserError(
