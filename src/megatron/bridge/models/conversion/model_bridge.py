@@ -15,6 +15,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron.bridge.models.conversion import heads
@@ -360,8 +361,6 @@ def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
 
 def register_bridge(architecture: str, *, provider: Any = None, model_type: str | None = None) -> Callable[[B], B]:
     """Register a built-in family's bridge by name; see ``MegatronModelBridge.register_bridge``."""
-    from megatron.core.models.gpt import GPTModel
-
     return MegatronModelBridge.register_bridge(
         source=architecture, target=GPTModel, provider=provider, model_type=model_type
     )

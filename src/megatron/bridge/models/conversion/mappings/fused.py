@@ -10,21 +10,19 @@ from torch import Tensor, nn
 from megatron.bridge.models.conversion.mappings.base import (
     AttentionHeads,
     AutoMapping,
+    ColumnParallelMapping,
     HFRange,
     HFWeights,
-    MegatronParamMapping,
     ShardSpec,
 )
 
 
-class QKVMapping(MegatronParamMapping):
+class QKVMapping(ColumnParallelMapping):
     """Separate query, key and value projections, interleaved by key-value group in Megatron.
 
     For each group, Megatron stores the rows of its queries, its key and its value; [heads per group + 2 rows of
     ``kv_channels``] x groups. Biases have the same order. A layer may lack the value, or key and value.
     """
-
-    kind = "column"
 
     def __init__(self, megatron_param: str, q: str, k: str | None = None, v: str | None = None) -> None:
         names = {"q": q, "k": k, "v": v}
@@ -56,10 +54,8 @@ class GatedQKVMapping(QKVMapping):
                 yield HFRange(names[role], group * heads.width, heads.width)
 
 
-class SeparatelyGatedQKVMapping(MegatronParamMapping):
+class SeparatelyGatedQKVMapping(ColumnParallelMapping):
     """Like ``GatedQKVMapping``, with a separate projection for the gates of attention's output."""
-
-    kind = "column"
 
     def __init__(self, megatron_param: str, q: str, gate: str, k: str, v: str) -> None:
         super().__init__(megatron_param, {"q": q, "gate": gate, "k": k, "v": v})
@@ -74,10 +70,8 @@ class SeparatelyGatedQKVMapping(MegatronParamMapping):
                 yield HFRange(names[role], group * length, length)
 
 
-class ConcatenatedQKVMapping(MegatronParamMapping):
+class ConcatenatedQKVMapping(ColumnParallelMapping):
     """One Hugging Face tensor with all queries, then all keys, then all values."""
-
-    kind = "column"
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         assert isinstance(self.hf_param, str)
@@ -88,10 +82,8 @@ class ConcatenatedQKVMapping(MegatronParamMapping):
             yield HFRange(self.hf_param, start, length)
 
 
-class GroupedQKVMapping(MegatronParamMapping):
+class GroupedQKVMapping(ColumnParallelMapping):
     """One Hugging Face tensor in Megatron's order: for each group its queries, its key, its value."""
-
-    kind = "column"
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         assert isinstance(self.hf_param, str)
@@ -99,10 +91,8 @@ class GroupedQKVMapping(MegatronParamMapping):
         yield HFRange(self.hf_param, 0, (heads.queries + 2 * heads.groups) * heads.width)
 
 
-class KVMapping(MegatronParamMapping):
+class KVMapping(ColumnParallelMapping):
     """Separate key and value projections, interleaved by group in Megatron (cross attention)."""
-
-    kind = "column"
 
     def __init__(self, megatron_param: str, k: str, v: str) -> None:
         super().__init__(megatron_param, {"k": k, "v": v})
@@ -113,10 +103,8 @@ class KVMapping(MegatronParamMapping):
             yield HFRange(names[role], start, length)
 
 
-class GatedMLPMapping(MegatronParamMapping):
+class GatedMLPMapping(ColumnParallelMapping):
     """Separate gate and up projections; each Megatron shard stores its rows of gate before its rows of up."""
-
-    kind = "column"
 
     def __init__(self, megatron_param: str, gate: str, up: str) -> None:
         super().__init__(megatron_param, {"gate": gate, "up": up})
@@ -130,10 +118,8 @@ class GatedMLPMapping(MegatronParamMapping):
             yield HFRange(names["up"], rank * half, half)
 
 
-class ConcatenatedGatedMLPMapping(MegatronParamMapping):
+class ConcatenatedGatedMLPMapping(ColumnParallelMapping):
     """One Hugging Face tensor with the rows of gate before the rows of up."""
-
-    kind = "column"
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         assert isinstance(self.hf_param, str)
@@ -143,10 +129,8 @@ class ConcatenatedGatedMLPMapping(MegatronParamMapping):
             yield HFRange(self.hf_param, (shard.parts + rank) * half, half)
 
 
-class InterleavedGatedMLPMapping(MegatronParamMapping):
+class InterleavedGatedMLPMapping(ColumnParallelMapping):
     """One Hugging Face tensor with alternating rows of gate and up."""
-
-    kind = "column"
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         assert isinstance(self.hf_param, str)

@@ -12,18 +12,16 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from megatron.bridge.models.conversion.mappings.base import (
+    ColumnParallelMapping,
     HFRange,
     HFWeights,
-    MegatronParamMapping,
     ReplicatedMapping,
     ShardSpec,
 )
 
 
-class SegmentedMapping(MegatronParamMapping):
+class SegmentedMapping(ColumnParallelMapping):
     """One tensor with several row segments that are sharded separately; subclasses define their lengths."""
-
-    kind = "column"
 
     def segments(self, config: Any) -> tuple[int, ...]:
         """Return the rows of each segment over all ranks, in order."""
@@ -80,15 +78,13 @@ class ShortConvMapping(SegmentedMapping):
         return (config.hidden_size,) * 3
 
 
-class GDNLinearMapping(MegatronParamMapping):
+class GDNLinearMapping(ColumnParallelMapping):
     """Input projection of a gated delta net, from two Hugging Face tensors that are grouped by key head.
 
     For each key head, Hugging Face stores query, key, values and output gates in ``qkvz``, and write strengths (beta)
     and decays (alpha) in ``ba``. A Megatron rank stores the queries of its heads, then keys, values, gates, betas and
     alphas.
     """
-
-    kind = "column"
 
     def __init__(self, megatron_param: str, qkvz: str, ba: str) -> None:
         super().__init__(megatron_param, {"qkvz": qkvz, "ba": ba})
@@ -110,10 +106,8 @@ class GDNLinearMapping(MegatronParamMapping):
                 offsets[role] += length
 
 
-class SplitGDNLinearMapping(MegatronParamMapping):
+class SplitGDNLinearMapping(ColumnParallelMapping):
     """The same from four Hugging Face tensors that are ordered by head; ``qkv`` is ordered by kind."""
-
-    kind = "column"
 
     def __init__(self, megatron_param: str, qkv: str, z: str, b: str, a: str) -> None:
         super().__init__(megatron_param, {"qkv": qkv, "z": z, "b": b, "a": a})
