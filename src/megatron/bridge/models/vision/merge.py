@@ -2,6 +2,7 @@
 """Features in the place of placeholders, and what deeper layers add to them."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -95,19 +96,16 @@ class Deepstack:
     def __init__(self, layers: list[nn.Module]) -> None:
         self._current: tuple[Places, tuple[Tensor, ...]] | None = None
         for depth, layer in enumerate(layers):
-            layer.register_forward_hook(self._hook(depth))
+            layer.register_forward_hook(partial(self._add, depth))
 
     def set(self, places: Places | None, features: tuple[Tensor, ...] = ()) -> None:
         """What the next pass of the decoder adds; nothing if None."""
         self._current = None if places is None else (places, features)
 
-    def _hook(self, depth: int) -> Any:
-        def add(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-            if self._current is None:
-                return output
-            places, features = self._current
-            stream, *rest = output if isinstance(output, tuple) else (output,)
-            stream = places.add(stream, features[depth])
-            return (stream, *rest) if isinstance(output, tuple) else stream
-
-        return add
+    def _add(self, depth: int, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if self._current is None:
+            return output
+        places, features = self._current
+        stream, *rest = output if isinstance(output, tuple) else (output,)
+        stream = places.add(stream, features[depth])
+        return (stream, *rest) if isinstance(output, tuple) else stream

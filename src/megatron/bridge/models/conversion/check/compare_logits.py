@@ -76,13 +76,10 @@ def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
     def keep_embedding(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         hidden[EMBEDDING] = inputs[0].cpu()
 
+    named = {f"layer {index}": layer for index, layer in enumerate(layers)}
     # the input of the first layer: some models scale the embedding's output
-    first = layers[0].register_forward_pre_hook(keep_embedding)
-    try:
-        with _recorded({f"layer {index}": layer for index, layer in enumerate(layers)}, hidden):
-            logits = model(input_ids=ids, use_cache=False, **extra).logits
-    finally:
-        first.remove()
+    with layers[0].register_forward_pre_hook(keep_embedding), _recorded(named, hidden):
+        logits = model(input_ids=ids, use_cache=False, **extra).logits
     return ModelOutputs(logits.cpu(), hidden)
 
 

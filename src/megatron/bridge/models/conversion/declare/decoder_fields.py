@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -168,13 +169,9 @@ def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:
     return (False, True, qkv, out, mlp) if out or mlp else (qkv, False, None, None, None)
 
 
-def _has_bias(part: int) -> Callable[[Any, Any], bool]:
-    """Return a function: whether linear layers have biases, and switch ``part`` of ``_PART_BIASES`` is not off."""
-
-    def back(values: tuple[bool | None, ...], _: Any) -> bool:
-        return bool(values[1]) and values[part] is not False
-
-    return back
+def _has_bias(part: int, values: tuple[bool | None, ...], _: Any) -> bool:
+    """Return whether linear layers have biases, and switch ``part`` of ``_PART_BIASES`` is not off."""
+    return bool(values[1]) and values[part] is not False
 
 
 def _inverse(scale: float | None, _: Any) -> float:
@@ -317,9 +314,9 @@ BIASES: tuple[Field, ...] = (
 _PART_BIASES = ("add_qkv_bias", "add_bias_linear", "attention_bias", "attention_output_bias", "mlp_bias")
 
 PART_BIASES: tuple[Field, ...] = (
-    Field("attention_bias", _PART_BIASES, False, _part_biases, lambda it, _: bool(it[0]) or _has_bias(2)(it, _)),
-    Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(3)),
-    Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=_has_bias(4)),
+    Field("attention_bias", _PART_BIASES, False, _part_biases, lambda it, _: bool(it[0]) or _has_bias(2, it, _)),
+    Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=partial(_has_bias, 3)),
+    Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=partial(_has_bias, 4)),
 )
 """Biases of queries, keys and values, of the output projection, and of the feed-forward layer, separately."""
 

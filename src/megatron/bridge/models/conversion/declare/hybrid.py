@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, inf
 from typing import Any
 
@@ -141,11 +142,8 @@ def _sparse(_: Any, config: Mapping[str, Any]) -> list[int] | int:
     return _every(config, "expert", 2, 1) if config["num_experts"] > 1 else 1
 
 
-def _sparse_back(index: int) -> Callable[[Any, Any], int]:
-    def back(_: Any, provider: Any) -> int:
-        return (_period(moe_pattern(provider)) if provider.num_moe_experts else (2, 1))[index]
-
-    return back
+def _sparse_back(index: int, _: Any, provider: Any) -> int:
+    return (_period(moe_pattern(provider)) if provider.num_moe_experts else (2, 1))[index]
 
 
 _PATTERN = "hybrid_override_pattern"
@@ -262,8 +260,8 @@ SELECTIVE_MAMBA: tuple[Field, ...] = (
 """Mamba-1 mixers and their sizes; one layer per period has attention."""
 
 PERIODIC_EXPERTS: tuple[Field, ...] = (
-    Field("expert_layer_period", "moe_layer_freq", 2, _sparse, _sparse_back(0)),
-    Field("expert_layer_offset", "moe_layer_freq", 1, _sparse, _sparse_back(1)),
+    Field("expert_layer_period", "moe_layer_freq", 2, _sparse, partial(_sparse_back, 0)),
+    Field("expert_layer_offset", "moe_layer_freq", 1, _sparse, partial(_sparse_back, 1)),
 )
 """Experts in one layer per period; no experts if there is only one."""
 

@@ -7,7 +7,8 @@ Experts are parameters of one grouped layer (``experts.linear_fc1.weight3``) or 
 (``experts.local_experts.3.linear_fc1.weight``). A block lists both names, and a model has one of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -25,33 +26,27 @@ def _of_all_layers(number: int | list[int]) -> Any:
     return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
 
 
-def _top(key: str, normalized: str) -> Callable[[Any, Mapping[str, Any]], int]:
-    def check(count: Any, config: Mapping[str, Any]) -> int:
-        count = _of_all_layers(count)
-        if count == 1 and config.get(normalized, True):
-            switch = f" with {normalized}=True" if normalized in config else ""
-            raise UserError(
-                f"{key}=1{switch} is not supported: one expert's normalized weight is always 1, so the router could "
-                "not learn"
-            )
-        return count
-
-    return check
+def _top(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> int:
+    count = _of_all_layers(count)
+    if count == 1 and config.get(normalized, True):
+        switch = f" with {normalized}=True" if normalized in config else ""
+        raise UserError(
+            f"{key}=1{switch} is not supported: one expert's normalized weight is always 1, so the router could "
+            "not learn"
+        )
+    return count
 
 
-def _enough(key: str, chosen: str) -> Callable[[Any, Mapping[str, Any]], int]:
-    def check(count: Any, config: Mapping[str, Any]) -> int:
-        count, top = map(_of_all_layers, (count, config[chosen]))
-        for name, value in ((key, count), (chosen, top)):
-            if not isinstance(value, int):
-                raise UserError(f"{name}={value} must be one number for all layers")
-        if top < 1:
-            raise UserError(f"{chosen}={top} must be at least 1, because the config has {key}={count}")
-        if count < top:
-            raise UserError(f"{chosen}={top} is more than {key}={count}")
-        return count
-
-    return check
+def _enough(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int:
+    count, top = map(_of_all_layers, (count, config[chosen]))
+    for name, value in ((key, count), (chosen, top)):
+        if not isinstance(value, int):
+            raise UserError(f"{name}={value} must be one number for all layers")
+    if top < 1:
+        raise UserError(f"{chosen}={top} must be at least 1, because the config has {key}={count}")
+    if count < top:
+        raise UserError(f"{chosen}={top} is more than {key}={count}")
+    return count
 
 
 def _not(value: Any, _: Any) -> bool:
@@ -163,8 +158,8 @@ def expert_sizes(
 ) -> tuple[Field, ...]:
     """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalized``."""
     return (
-        Field(count, "num_moe_experts", to=_enough(count, chosen)),
-        Field(chosen, "moe_router_topk", to=_top(chosen, normalized)),
+        Field(count, "num_moe_experts", to=partial(_enough, count, chosen)),
+        Field(chosen, "moe_router_topk", to=partial(_top, chosen, normalized)),
         Field(width, "moe_ffn_hidden_size"),
     )
 
