@@ -119,7 +119,7 @@ def forward_backward(model: list[Any], samples: list[Sample], row: VisionRow) ->
         batch, media = this_rank(samples[next(rows)], row)
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            found.append(harness.whole_vocabulary(logits.detach().clone()))
+            found.append(tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone()))
             losses = tensor_parallel.vocab_parallel_cross_entropy(
                 logits.transpose(0, 1).contiguous(), batch["labels"].transpose(0, 1).contiguous()
             )

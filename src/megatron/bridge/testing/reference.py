@@ -199,7 +199,7 @@ def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | 
         row = next(rows)
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            found.append(whole_vocabulary(logits.detach().clone()))
+            found.append(tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone()))
             losses = tensor_parallel.vocab_parallel_cross_entropy(
                 logits.transpose(0, 1).contiguous(), labels[row][:, None]
             )
@@ -217,13 +217,6 @@ def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | 
         forward_only=False,
     )
     return torch.cat(found) if found else None
-
-
-def whole_vocabulary(logits: Tensor) -> Tensor:
-    """The logits of all tensor-parallel ranks, joined."""
-    parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    torch.distributed.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-    return torch.cat(parts, dim=-1)
 
 
 def gradients_for_weights(model: list[Any]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation: train a student on the predictions of a teacher."""
 
+from functools import partial
 from typing import Any, cast
 
 from megatron.core.transformer.module import MegatronModule
@@ -42,7 +43,7 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
         mine += [SameTeacher(cache.header.teacher, cache.header.identity), CachedTargets(cache)]
     else:
         provider, name = teacher_provider(student, distributed.world_size()), cast(str, settings.teacher)
-        student.model.register_pre_wrap_hook(_attach(provider, student))
+        student.model.register_pre_wrap_hook(partial(_attach, provider, student))
         mine.append(SameTeacher(name, identity(name)))
     return pretrain(resolved, forward_step, CallbackManager([*mine, *(callbacks or ())]))
 
@@ -67,18 +68,14 @@ class SameTeacher(Callback):
             )
 
 
-def _attach(provider: Any, config: ConfigContainer) -> Any:
-    """A hook that attaches the teacher and the projections of hidden states to the student's new chunks."""
+def _attach(provider: Any, config: ConfigContainer, chunks: list[MegatronModule]) -> None:
+    """Attach the teacher and the projections of hidden states to the student's new ``chunks``."""
     distill, start = config.distill, config.checkpoint.pretrained_checkpoint
     assert distill is not None, "distill is not set"
-
-    def attach(chunks: list[MegatronModule]) -> None:
-        teachers = load_teacher(provider)
-        bind(chunks, teachers, distill.hidden_layers)
-        widths = width(chunks[0]), width(teachers[0])
-        if distill.hidden_layers and widths[0] != widths[1]:
-            if start is not None:
-                fill_before_adding(chunks, start)
-            add_projections(chunks, distill.hidden_layers, widths, config.rng.seed)
-
-    return attach
+    teachers = load_teacher(provider)
+    bind(chunks, teachers, distill.hidden_layers)
+    widths = width(chunks[0]), width(teachers[0])
+    if distill.hidden_layers and widths[0] != widths[1]:
+        if start is not None:
+            fill_before_adding(chunks, start)
+        add_projections(chunks, distill.hidden_layers, widths, config.rng.seed)

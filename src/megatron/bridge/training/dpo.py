@@ -5,8 +5,8 @@ Here are the forward step, the losses of answers, and the reference that they ar
 the trained model with its adapters switched off.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -196,9 +196,6 @@ def answer_of_token(batch: dict[str, Any]) -> Tensor:
     return torch.searchsorted(bounds[1:], positions, right=True)
 
 
-AttachReference = Callable[[list[MegatronModule]], None]
-
-
 @dataclass
 class AdaptersOff(student_teacher.ChunkPair):
     """A chunk that is its own reference."""
@@ -239,23 +236,19 @@ def reference_provider(config: ConfigContainer, name: str, world_size: int) -> G
     return set_shared_settings(provider, name, config, world_size, key="dpo.reference")
 
 
-def attach_model(provider: GPTModelProvider) -> AttachReference:
-    """A hook that loads the reference beside the new chunks of a model."""
-    return lambda chunks: student_teacher.bind(chunks, load_teacher(provider), {})
+def attach_model(provider: GPTModelProvider, chunks: list[MegatronModule]) -> None:
+    """Load the reference beside the new ``chunks`` of a model."""
+    student_teacher.bind(chunks, load_teacher(provider), {})
 
 
-def attach_base(config: ConfigContainer) -> AttachReference:
-    """A hook that makes each new chunk, without the adapters that it will have, its own reference."""
-
-    def attach(chunks: list[MegatronModule]) -> None:
-        for chunk in chunks:
-            size, peft = student_teacher.width(chunk), cast(LoRA, config.peft)
-            sizes = {"student": size, "teacher": size}
-            chunk_info(chunk).student_teacher = AdaptersOff(
-                chunk, chunk, (), {}, exchange.stage(), cast(Any, sizes), peft=peft
-            )
-
-    return attach
+def attach_base(config: ConfigContainer, chunks: list[MegatronModule]) -> None:
+    """Make each new chunk, without the adapters that it will have, its own reference."""
+    for chunk in chunks:
+        size, peft = student_teacher.width(chunk), cast(LoRA, config.peft)
+        sizes = {"student": size, "teacher": size}
+        chunk_info(chunk).student_teacher = AdaptersOff(
+            chunk, chunk, (), {}, exchange.stage(), cast(Any, sizes), peft=peft
+        )
 
 
 def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
@@ -277,9 +270,9 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
     resolved = resolve_run(config)
     name, mine = reference_of(resolved.config), list[Callback]()
     if name is None:
-        attach = attach_base(resolved.config)
+        attach = partial(attach_base, resolved.config)
     else:
-        attach = attach_model(reference_provider(resolved.config, name, distributed.world_size()))
+        attach = partial(attach_model, reference_provider(resolved.config, name, distributed.world_size()))
         mine.append(SameTeacher(name, identity(name), key="dpo.reference"))
     resolved.config.model.register_pre_wrap_hook(attach)
     return pretrain(resolved, forward_step, CallbackManager([*mine, *(callbacks or ()), FinetuningReport()]))

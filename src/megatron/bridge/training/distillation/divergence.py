@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -56,7 +57,8 @@ def top_tokens(logits: Tensor, count: int, temperature: float, group: dist.Proce
     """
     scaled = _to_fp32(logits) / temperature
     values, places = scaled.topk(min(count, scaled.shape[-1]), dim=-1)
-    values, ids = _gathered(values, group), _gathered(places + group.rank() * scaled.shape[-1], group)
+    ids = places + group.rank() * scaled.shape[-1]
+    values, ids = (gather_from_tensor_model_parallel_region(part, group) for part in (values, ids))
     values, order = values.topk(count, dim=-1)
     ids = ids.gather(-1, order)
     rest = _log_sum_exp(_masked_out(scaled, ids, group), group)
@@ -171,14 +173,6 @@ def _log_sum_exp(scaled: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = (scaled - shift.unsqueeze(-1)).exp_().sum(-1)
     _reduce(total, dist.ReduceOp.SUM, group)
     return total.log() + shift
-
-
-def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if group.size() == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def _reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup) -> None:

@@ -8,6 +8,7 @@ schedule, and no stage keeps more than the microbatches in flight. The gradients
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -121,14 +122,11 @@ def _watched(side: Side, model: nn.Module, places: Sequence[WatchedLayer]) -> li
 def _watch(pair: ChunkPair, side: Side, model: nn.Module) -> None:
     for number, layer in _layers(model):
         if (side, number) in pair.places:
-            layer.register_forward_hook(_keeper(pair, (side, number)))
+            layer.register_forward_hook(partial(_keep, pair, (side, number)))
 
 
-def _keeper(pair: ChunkPair, place: WatchedLayer) -> Any:
-    def keep(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        pair.states[place] = outputs[0] if isinstance(outputs, tuple) else outputs
-
-    return keep
+def _keep(pair: ChunkPair, place: WatchedLayer, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+    pair.states[place] = outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def add_projections(

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,18 +39,15 @@ class StragglerDetection(Callback):
 
     def on_train_start(self, context: Run) -> None:
         hooks = cast(Any, utils).get_model_config(context.model[0])
-        hooks.finalize_model_grads_func = self._timed(hooks.finalize_model_grads_func)
+        hooks.finalize_model_grads_func = partial(self._time, hooks.finalize_model_grads_func)
 
     def on_train_step_start(self, context: Run) -> None:
         self._started = time.perf_counter()
 
-    def _timed(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            torch.cuda.synchronize()
-            self._seconds.append(time.perf_counter() - self._started)
-            return reduce(*args, **kwargs)
-
-        return timed
+    def _time(self, reduce: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        torch.cuda.synchronize()
+        self._seconds.append(time.perf_counter() - self._started)
+        return reduce(*args, **kwargs)
 
     def on_train_step_end(self, context: Run) -> None:
         """At the interval, print which ranks are slow."""
