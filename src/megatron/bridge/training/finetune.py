@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.checkpoint.model_io import tokenizer_dir
+from megatron.bridge.data.tokenizer import load_hf_tokenizer
 from megatron.bridge.models.conversion.pretrained import is_megatron_checkpoint, local_weights
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.training.callbacks.base import CallbackManager
@@ -60,8 +61,6 @@ def compare_tokenizers(chosen: TokenizerConfig, name: str | Path) -> None:
         return
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
         return
-    from megatron.bridge.data.tokenizer import load_hf_tokenizer
-
     theirs = load_hf_tokenizer(str(beside), chosen.trust_remote_code).get_vocab()
     try:
         ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()

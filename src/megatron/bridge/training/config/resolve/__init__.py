@@ -5,7 +5,7 @@ Each step fills in only what is None, or what it alone owns, and notes every val
 contradicts another one is a problem and is never replaced. Resolving a resolved config changes nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from megatron.bridge.training.config.resolve.findings import Findings, Hardware
 from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
 from megatron.bridge.training.config.resolve.requirements import check_requirements
 from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
-from megatron.bridge.training.config.resolve.urls import use_local_folders
 from megatron.bridge.training.config.resolve.usual_ranges import unusual_numbers
 from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.config.origins import Origins, leaf_values
 from megatron.bridge.utils.config.serialize import copy_config
+from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.storage_paths import url_of
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,34 @@ def _derive(config: RunConfig, world_size: int, findings: Findings) -> None:
     derive_schedule(config, findings)
     derive_folders(config)
     findings.notes += unusual_numbers(config)
+
+
+_FOLDERS = ("save", "load", "pretrained_checkpoint")
+# read where they are used
+_READ = (
+    *("tokenizer.tokenizer_model", "dataset.dataset_root", "dataset.dataset_name", "dataset.blend"),
+    *("dataset.blend_per_split", "dpo.reference"),
+)
+
+
+def use_local_folders(config: RunConfig) -> Iterator[str]:
+    """Replace the URLs in ``config``; yields a sentence for each one that cannot be used."""
+    for name in _FOLDERS:
+        value = getattr(config.checkpoint, name)
+        try:
+            setattr(config.checkpoint, name, str(storage.local(value)) if "://" in (value or "") else value)
+        except UserError as error:
+            yield f"checkpoint.{name}={value}: {error}"
+    takes = (*(f"checkpoint.{name}" for name in _FOLDERS), *_READ)
+    for key, value in leaf_values(config).items():
+        if key not in takes and storage.is_url(value):
+            yield f"{key}={value} cannot be a URL: give a local path; URLs can be given for {', '.join(takes)}"
+    saved = config.checkpoint
+    on_a_disk = {
+        "checkpoint.async_strategy=nvrx": saved.async_save and saved.async_strategy == "nvrx",
+        "checkpoint.also_hf=True": saved.also_hf,
+        "checkpoint.non_persistent_ckpt_type=global": saved.non_persistent_ckpt_type == "global",
+        "ft": config.ft is not None,
+    }
+    for key in (key for key, is_set in on_a_disk.items() if is_set and url_of(saved.save or "") is not None):
+        yield f"{key} needs a run folder on a disk, and checkpoint.save={saved.save} is a URL: change one of them"
