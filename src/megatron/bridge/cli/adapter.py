@@ -59,10 +59,9 @@ def unmerge(args: argparse.Namespace) -> None:
 
 def _adapted(args: argparse.Namespace, check_base: bool = True) -> "tuple[AutoBridge, list[Any]]":
     """The bridge and the model with its adapters; ``check_base`` requires that the model is their base."""
-    from megatron.bridge.peft import hf_adapter
-    from megatron.bridge.training.checkpointing import adapter_checkpoint
+    from megatron.bridge.peft import checkpoint, hf_adapter
 
-    source: Any = hf_adapter if _in_peft_format(args.adapter) else adapter_checkpoint
+    source: Any = hf_adapter if _in_peft_format(args.adapter) else checkpoint
     name = args.hf_model or source.base_name(args.adapter)
     if not name:
         raise UserError(f"the adapter {args.adapter} does not name its base: give it with --hf-model")

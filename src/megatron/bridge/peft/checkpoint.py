@@ -15,6 +15,7 @@ from megatron.bridge.checkpoint import loading, model_io, paths, verification
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
+from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.peft.base import PEFT, bare_chunks
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.serialize import from_plain
@@ -121,3 +122,20 @@ def _positions(shard: ShardedTensor, like: Tensor) -> Tensor:
     for axis in range(shard.prepend_axis_num):
         place = (place * _MULTIPLIER + shard.global_offset[axis] + 1) & 0x7FFFFFFF
     return place
+
+
+def base_name(path: Path) -> str | None:
+    """The path or hub id of the base model on which the adapters were trained."""
+    _, base = saved_base(path)
+    return None if base is None else base["name"]
+
+
+def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
+    """Load the base model, a directory or hub id, with the adapters of a checkpoint, in one process.
+
+    ``check`` refuses a base model on which the adapters were not trained.
+    """
+    bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    load_adapters(model, path, check)
+    return bridge, model
