@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from megatron.bridge.autotune.live_bytes import LiveBytes
+from megatron.bridge.autotune.vision_tower import LiveBytes
 from megatron.bridge.models.conversion.engine.exchange import Pending
 from tests.families import harness
 

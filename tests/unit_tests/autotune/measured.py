@@ -8,7 +8,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module import language_module
 
 from megatron.bridge.autotune import meta_model
-from megatron.bridge.autotune.live_bytes import LiveBytes
+from megatron.bridge.autotune.vision_tower import LiveBytes
 from megatron.bridge.models.model_provider import silenced
 from tests.one_stage import run_stage
 

@@ -11,11 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.autotune import activations, meta_model
-from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.search.search import candidate_of
-from megatron.bridge.autotune.vision_tower import _dropped_gradients, _images, tower_counts, tower_flops
+from megatron.bridge.autotune.vision_tower import LiveBytes, _dropped_gradients, _images, tower_counts, tower_flops
 from megatron.bridge.backends.kernels import eager
 from megatron.bridge.models.vision.merge import media_rows
 from megatron.bridge.models.vision.tower import build_tower, encode

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.autotune.live_bytes import LiveBytes
+from megatron.bridge.autotune.vision_tower import LiveBytes
 from tests.toy_models import make_llama
 
 HF = {"num_hidden_layers": 3, "vocab_size": 512, "hidden_size": 96, "intermediate_size": 256}

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
+from megatron.bridge.utils import distributed
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.patching import patched
 
@@ -166,13 +167,7 @@ def _default_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    # registers the "fake" backend of torch
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # pyright: ignore
-
     hook = sys.excepthook  # each call of torch wraps this hook once more
-    dist.init_process_group("fake", store=cast(Any, dist.HashStore()), rank=0, world_size=2)
-    sys.excepthook = hook
-    try:
+    with distributed.fake_group(rank=0, world_size=2):
+        sys.excepthook = hook
         yield
-    finally:
-        dist.destroy_process_group()

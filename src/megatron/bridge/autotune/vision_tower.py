@@ -6,6 +6,7 @@ while the live storages are counted. Attention saves the tensors that fused kern
 """
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.bridge.autotune.live_bytes import LiveBytes
 from megatron.bridge.models.vision.tower import dummy_media, encode
 
 _NAME = "megatron_bridge_counted"
@@ -156,3 +158,28 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         return *(torch.empty_like(saved) for saved in ctx.saved_tensors[:3]), None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of live storages that this thread allocated since it entered the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for storage in {storage._cdata: storage for storage in _storages(found)}.values():
+            if storage._cdata not in given:  # views and in-place results use existing storages
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return found
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -313,8 +313,7 @@ def _line(each: "Reason") -> str:
 
 
 def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
-    from megatron.bridge.autotune.search.explain import nearest_fit, steps_to
-    from megatron.bridge.autotune.search.oom import unpredicted
+    from megatron.bridge.autotune.search.explain import nearest_fit, steps_to, unpredicted
 
     if args.fix_oom is not True:
         search.budget -= unpredicted(search, Path(args.fix_oom))

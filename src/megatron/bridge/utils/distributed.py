@@ -2,9 +2,10 @@
 """Rank helpers that also work before or without ``torch.distributed``."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,19 @@ def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store:
     dist.init_process_group(
         backend or ("nccl" if cuda else "gloo"), timeout=timedelta(minutes=timeout_minutes), **where
     )
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be a rank of a default process group that sends nothing, with torch's backend ``fake``."""
+    # registers the backend, which ships with torch
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  # pyright: ignore
+
+    dist.init_process_group("fake", store=cast(Any, dist.HashStore()), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def gpu_of_rank(local_rank: int, visible: int) -> int:

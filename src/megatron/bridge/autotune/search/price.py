@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from megatron.bridge.autotune import activations, meta_model
-from megatron.bridge.autotune.forward_only import forward_bytes
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, run_of, setting_of
@@ -233,7 +232,8 @@ class Pricer:
         """Return the peak bytes of a forward-only pass without weights."""
         config = self.configured(candidate)
         layers = {id(module): module for _, module in self._of(candidate).decoder}
-        return forward_bytes(config.model, list(layers.values()), replace(activations.sizes_of(config), experts=1))
+        sizes = replace(activations.sizes_of(config), experts=1)
+        return activations.forward_bytes(config.model, list(layers.values()), sizes)
 
     @cached_property
     def _with_tower(self) -> Any:

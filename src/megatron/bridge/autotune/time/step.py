@@ -112,15 +112,11 @@ def predict_step(
     passes = _passes(costs, busy, kernels.crowding) * setting.pipeline.microbatches
     split = passes.parts()
     # if processes share cores, other processes compute while a stage waits, but not while it sends
-    sending = 0.0 if kernels.crowding == 1.0 else _sending(setting.pipeline, times)
+    messages = 2 * setting.pipeline.chunks * setting.pipeline.microbatches * times.blocking
+    sending = 0.0 if kernels.crowding == 1.0 else messages * times.message
     split["bubble"] = max(span(setting.pipeline, times) - passes.total, sending)
     split |= _after(plan, setting, kernels, times)
     return _prediction(plan, setting, kernels, times, busy, split)
-
-
-def _sending(pipeline: Pipeline, times: PassTimes) -> float:
-    """Return the time that a stage spends on messages that block its passes."""
-    return 2 * pipeline.chunks * pipeline.microbatches * times.message * times.blocking
 
 
 def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float) -> Cost:

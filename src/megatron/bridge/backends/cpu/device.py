@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.bridge.backends.hardware import compiler
+from megatron.bridge.utils.patching import patched
 
 _MARK = "__megatron_bridge_cpu__"
 _CPU = torch.device("cpu")
@@ -450,19 +451,14 @@ def core_import_context() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _without_compile() -> Iterator[None]:
+def _without_compile() -> contextlib.AbstractContextManager[None]:
     """Leave Megatron-Core's small functions uncompiled.
 
     ``jit_fuser`` is ``torch.compile``, applied where functions are defined: 16 to 29 s of C++ compilation in the
     first step, instead of 0.05 to 0.1 s. Disabling it after the import has no effect. With a GPU and without a C
     compiler or Python's headers, the first call would raise an error.
     """
-    compile_, torch.compile = torch.compile, _uncompiled  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_
+    return patched(torch, compile=_uncompiled)
 
 
 def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
