@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from megatron.bridge.backends.cpu.without_memory import one_rank
-from megatron.bridge.cli.rehearse.step import messages_of_step
+from megatron.bridge.cli.rehearse.rank import messages_of_step
 from megatron.bridge.training import setup
 from megatron.bridge.training.optim.optimizer import build_optimizer
 from tests.unit_tests.autotune.models import provider

@@ -10,32 +10,36 @@ import json
 import pickle
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.backends.cpu.messages import Message
-from megatron.bridge.backends.cpu.without_memory import Traffic, one_rank
+from megatron.bridge.backends.cpu.without_memory import Message, Traffic, one_rank, recorded_messages
 from megatron.bridge.checkpoint import model_io, saving
 from megatron.bridge.checkpoint.hashing_writer import gc_paused
-from megatron.bridge.cli.rehearse import step
-from megatron.bridge.cli.support.text_format import say, write_file
+from megatron.bridge.cli.support.text_format import columns, say, write_file
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.data.samplers import MegatronPretrainingSampler
 from megatron.bridge.training import setup
+from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import samples_of
 from megatron.bridge.training.config.resolve.precision import without_quantization
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.loop import train_step
 from megatron.bridge.training.optim.optimizer import allocate_state
 from megatron.bridge.training.optim.optimizer_state import sharded_optimizer_state
-from megatron.bridge.training.setup import build_optimizer
+from megatron.bridge.training.setup import build_optimizer, build_scheduler, connect
+from megatron.bridge.training.state import Run
+from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.errors import UserError
 
 VOCAB_SIZE = 128 * 1024  # for a recipe whose vocabulary size comes from the tokenizer
@@ -86,7 +90,7 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     say(f"rank {rank} of {world_size} of {job.source}: without memory and without other processes")
     say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
     messages = rehearse_parts(config, rank, world_size, lambda part: say(_line(part)))
-    for line in ("", *step.message_table(messages), ""):
+    for line in ("", *message_table(messages), ""):
         say(line)
     if file is not None:
         write_file("--messages", file, "".join(json.dumps(asdict(each)) + "\n" for each in messages))
@@ -198,12 +202,12 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
 
 def _step(clock: Clock, config: ConfigContainer, model: list[Any], optimizer: Any) -> list[Message]:
     replicas = parallel_state.get_data_parallel_world_size()
-    count, whole = step.microbatches(config, replicas)
+    count, whole = microbatches(config, replicas)
     config = copy.copy(config)
     config.train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * replicas)
     return clock.measure(
         "step",
-        lambda: step.messages_of_step(config, model, optimizer),
+        lambda: messages_of_step(config, model, optimizer),
         lambda found: f"{count} of {whole} microbatches, {len(found):,} messages",
     )
 
@@ -217,3 +221,50 @@ def _slices_only(plan: bytes) -> Any:
 def _line(part: Part) -> str:
     line = f"{part.name:<24}{part.wall:>9.2f}{part.cpu:>9.2f}{part.memory:>9.0f}{part.received:>10.1f}"
     return f"{line}  {part.facts}".rstrip()
+
+
+def microbatches(config: ConfigContainer, replicas: int) -> tuple[int, int]:
+    """Count the microbatches of a rehearsed and of a real step: after two per stage, the schedule repeats."""
+    whole = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
+    return min(whole, 2 * config.model.pipeline_model_parallel_size), whole
+
+
+def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) -> list[Message]:
+    """The messages of one training step with ``config``'s batch, in their order."""
+    connect(model, optimizer, config.ddp, config.dist.align_grad_reduce)
+    run = Run(
+        config=config,
+        origins=Origins({}),
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        tokenizer=None,
+        forward_step=forward_step,
+        callbacks=CallbackManager([]),
+        train_batches=[repeat(_batch(config)) for _ in model],
+    )
+    experts = config.model.num_moe_experts
+    with recorded_messages((config.model.moe_router_topk or 1) / experts if experts else 1.0) as found:
+        train_step(run)
+    return found
+
+
+def _batch(config: ConfigContainer) -> dict[str, Any]:
+    """A microbatch on the host."""
+    shape = config.train.micro_batch_size, config.dataset.seq_length
+    tokens, mask = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.ones(shape, device="cpu")
+    return {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": mask, "attention_mask": None}
+
+
+def message_table(messages: Sequence[Message]) -> Iterator[str]:
+    """Messages by kind and group, those with the most bytes first."""
+    kinds: dict[tuple[str, str, int], list[int]] = {}
+    for each in messages:
+        kinds.setdefault((each.kind, each.group, each.ranks), []).append(each.bytes)
+    rows = [("times", "MB each", "GB", "ranks", "messages")]
+    for (kind, group, ranks), sizes in sorted(kinds.items(), key=lambda item: -sum(item[1])):
+        low, high = f"{min(sizes) / 1e6:.3g}", f"{max(sizes) / 1e6:.3g}"
+        span = low if low == high else f"{low} to {high}"
+        name = group.lower().removesuffix("_group").replace("_", " ")
+        rows.append((f"{len(sizes):,}", span, f"{sum(sizes) / 1e9:.3g}", str(ranks), f"{kind}, {name}"))
+    yield from columns(rows)
