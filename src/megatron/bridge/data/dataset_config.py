@@ -57,6 +57,9 @@ class DatasetConfig(ABC):
     has_epochs: ClassVar[bool] = False
     """Whether ``count_rows`` can count the rows of an epoch, for ``train.num_epochs``."""
 
+    masks_tokens: ClassVar[bool] = False
+    """Whether some tokens are left out of the loss, so that samples contribute unequal numbers of tokens."""
+
     seq_length: int
     """Number of tokens in a sample."""
     dataloader_type: DataloaderType = "single"
@@ -67,11 +70,6 @@ class DatasetConfig(ABC):
     order then depends on the number of ranks."""
     num_workers: int = 0
     """Number of worker processes that load data; 0 loads it in the training process."""
-
-    @property
-    def masks_tokens(self) -> bool:
-        """Whether some tokens are left out of the loss, so that samples contribute unequal numbers of tokens."""
-        return False
 
     @property
     def joins_samples(self) -> bool:

@@ -130,16 +130,13 @@ class BlendedDatasetConfig(DatasetConfig):
     """Several datasets for fine-tuning at once."""
 
     read_ahead: ClassVar[bool] = True
+    masks_tokens: ClassVar[bool] = True
 
     datasets: list[SFTDatasetConfig]
     """The parts. All must have the ``seq_length`` of the blend and the same kind of rows."""
     weights: list[float]
     """Share of the rows that comes from each part. Without packing a row is a sample; a packed row is full of
     tokens, whatever the number of its samples."""
-
-    @property
-    def masks_tokens(self) -> bool:
-        return True
 
     @property
     def shuffle_seed(self) -> int:

@@ -69,18 +69,19 @@ class PairEncoder(RecordEncoder):
 
 def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
     """The record of each answer, with ``prompt`` and ``completion``."""
-    missing = [name for name in ANSWERS if record.get(name) is None]
-    if missing:
-        raise UserError(
-            f"{where}: {' and '.join(missing)} is missing: a pair has prompt, chosen and rejected, or lists of "
-            f"messages chosen and rejected (keys: {', '.join(sorted(record))})"
-        )
+    _require(record, ANSWERS, where, "a pair has prompt, chosen and rejected, or lists of messages chosen and rejected")
     prompt, begin = _prompt(record, where)
     rest = {key: value for key, value in record.items() if key not in ("prompt", *ANSWERS)}
     return {
         name: {**rest, "prompt": prompt, "completion": record[name][begin:] if begin else record[name]}
         for name in ANSWERS
     }
+
+
+def _require(record: Record, keys: Sequence[str], where: str, rule: str) -> None:
+    if missing := [name for name in keys if record.get(name) is None]:
+        names = ", ".join(sorted(record))
+        raise UserError(f"{where}: {' and '.join(missing)} is missing: {rule} (keys: {names})")
 
 
 def _prompt(record: Record, where: str) -> tuple[Any, int]:
@@ -124,12 +125,7 @@ class LabeledEncoder(PairEncoder):
         return encoded
 
     def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
-        missing = [name for name in KEYS if record.get(name) is None]
-        if missing:
-            raise UserError(
-                f"{where}: {' and '.join(missing)} is missing: a record for dpo.loss_type=kto has prompt, "
-                f"completion and label (keys: {', '.join(sorted(record))})"
-            )
+        _require(record, KEYS, where, "a record for dpo.loss_type=kto has prompt, completion and label")
         label = record["label"]
         if not isinstance(label, bool):
             raise UserError(f"{where}: label={label!r} must be true (desirable) or false: correct it")

@@ -93,7 +93,8 @@ def _read(config: "PreprocessConfig", part: Part, place: InputPosition) -> Itera
         with _opened(part.url) as file:
             yield DocumentChunk(part.name, 1, [file.read()], part.format, InputPosition(place.file + 1))
         return
-    for lines in _rows(config, part, place) if _has_rows(part.url) else _lines(part, place):
+    has_rows = part.url.startswith(HUB) or part.url.endswith(TABLE)
+    for lines in _rows(config, part, place) if has_rows else _lines(part, place):
         end = InputPosition(place.file, place.offset + sum(map(len, lines)), place.line + len(lines))
         yield DocumentChunk(part.name, place.line, lines, part.format, end)
         place = end
@@ -101,10 +102,6 @@ def _read(config: "PreprocessConfig", part: Part, place: InputPosition) -> Itera
 
 def _is_document(config: "PreprocessConfig", part: Part) -> bool:
     return part.format == "text" and config.text_document == "file"
-
-
-def _has_rows(url: str) -> bool:
-    return url.startswith(HUB) or url.endswith(TABLE)
 
 
 def _lines(part: Part, place: InputPosition) -> Iterator[list[bytes]]:

@@ -56,6 +56,7 @@ class RecordDatasetConfig(DatasetConfig):
     """
 
     read_ahead: ClassVar[bool] = True
+    masks_tokens: ClassVar[bool] = True
 
     seed: int = 1234
     """Seed of the training order, which changes every epoch."""
@@ -102,10 +103,6 @@ class RecordDatasetConfig(DatasetConfig):
     """Number of frames to use per second of a video. None uses the rate of the video processor."""
     max_frames: int | None = None
     """Maximum number of frames to use of a video. None uses the limit of the video processor."""
-
-    @property
-    def masks_tokens(self) -> bool:
-        return True
 
     @property
     def shuffle_seed(self) -> int:
