@@ -38,7 +38,8 @@ def distribute_replicas(state: dict[str, Any]) -> None:
         state: The sharded part of a state dict; the replica ids are changed in place.
     """
     group = _data_parallel_group()
-    shards = [(_shard_digest(entry), entry) for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+    entries = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
+    shards = [(digest(repr((it.key, tuple(it.global_offset), it.flattened_range))), it) for it in entries]
     main = {number: shard for number, shard in shards if is_main_replica(shard.replica_id)}
     others = np.array(sorted({number for number, _ in shards} - main.keys()), dtype=np.int64)
     holders = shard_holders(distributed.all_gather_object(others, group))
@@ -90,7 +91,3 @@ def _data_parallel_group() -> Any:
 def digest(name: str) -> int:
     """A 64-bit hash of a name, the same in all processes, unlike Python's own hashes."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), signed=True)
-
-
-def _shard_digest(shard: ShardedTensor) -> int:
-    return digest(repr((shard.key, tuple(shard.global_offset), shard.flattened_range)))

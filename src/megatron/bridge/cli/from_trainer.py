@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron.bridge.cli.migrate.translation import Translation
@@ -86,19 +87,15 @@ def _translate(key: str, value: Any, run: TrainerRun) -> None:
             found.set(target, value, key)
 
 
-def _choice(target: str, known: Mapping[str, str]) -> Callable[[Any, TrainerRun], str | None]:
+def _choose(target: str, known: Mapping[str, str], value: Any, run: TrainerRun) -> str | None:
     """Set ``target``, a key or an option (without a dot), to this package's name of the value."""
-
-    def special(value: Any, run: TrainerRun) -> str | None:
-        if value not in known:
-            return f"{value} has no counterpart: choose one of {', '.join(dict.fromkeys(known.values()))}"
-        if "." in target:
-            run.translation.set(target, known[value], value)
-        elif run.options.get(target) in (None, "sft"):  # an adapter or another loss overrides it
-            run.options[target] = known[value]
-        return None
-
-    return special
+    if value not in known:
+        return f"{value} has no counterpart: choose one of {', '.join(dict.fromkeys(known.values()))}"
+    if "." in target:
+        run.translation.set(target, known[value], value)
+    elif run.options.get(target) in (None, "sft"):  # an adapter or another loss overrides it
+        run.options[target] = known[value]
+    return None
 
 
 def _recompute(value: Any, run: TrainerRun) -> None:
@@ -128,10 +125,10 @@ def _targets(value: Any, run: TrainerRun) -> str | None:
 
 
 _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
-    "lr_scheduler_type": _choice("scheduler.lr_decay_style", _TABLES["schedules"]),
-    "optim": _choice("optimizer.optimizer", _TABLES["optimizers"]),
-    "stage": _choice("mode", _TABLES["modes"]),
-    "finetuning_type": _choice("mode", _TABLES["modes"]),
+    "lr_scheduler_type": partial(_choose, "scheduler.lr_decay_style", _TABLES["schedules"]),
+    "optim": partial(_choose, "optimizer.optimizer", _TABLES["optimizers"]),
+    "stage": partial(_choose, "mode", _TABLES["modes"]),
+    "finetuning_type": partial(_choose, "mode", _TABLES["modes"]),
     "bf16": lambda value, run: run.translation.set("mixed_precision", "bf16_mixed", "bf16"),
     "fp16": lambda value, run: run.translation.set("mixed_precision", "fp16_mixed", "fp16"),
     "gradient_checkpointing": _recompute,

@@ -8,7 +8,6 @@ bounds for the step size. Both mixers here read them from the config.
 import functools
 import logging
 import math
-from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
@@ -105,7 +104,9 @@ class TorchMambaMixer(MambaMixer):
         dt_init_floor: float = 1e-4,
         **others: Any,
     ) -> None:
-        with _without_mamba_ssm(), _MetaDeviceMode():
+        # without mamba-ssm, with the norm of this module
+        here = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupRMSNorm}
+        with patched(mamba_mixer, **here), _MetaDeviceMode():
             super().__init__(config, submodules, **others)
         self.step_limit = step_limit(config)
         self.norm.eps = config.layernorm_epsilon
@@ -251,11 +252,6 @@ class _MetaDeviceMode(TorchFunctionMode):
         if "device" in kwargs and torch.get_default_device().type == "meta":
             kwargs["device"] = None
         return function(*args, **kwargs)
-
-
-def _without_mamba_ssm() -> AbstractContextManager[None]:
-    """Allow Megatron-Core's mixer to be built without mamba-ssm, with the norm of this module."""
-    return patched(mamba_mixer, HAVE_MAMBA_SSM=True, MAMBA_HAS_STATE_DTYPE=True, ExtendedRMSNorm=GroupRMSNorm)
 
 
 def lengths_of(packed: Any, total: int) -> list[int]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from megatron.bridge.autotune import meta_model
 from megatron.bridge.autotune.activations import images_of_row, sizes_of
 from megatron.bridge.autotune.gpus import GPUS, gpu, gpu_name
@@ -185,8 +187,6 @@ def _compute_of_tower(config: "ConfigContainer") -> Iterator[str]:
 
 
 def _model_with_adapters(config: "ConfigContainer") -> Any:
-    import torch
-
     model = meta_model.whole_model(config.model)
     if config.peft is not None:
         with meta_model.as_only_rank(config.model), torch.device("meta"):

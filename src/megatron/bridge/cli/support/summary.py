@@ -8,6 +8,7 @@ from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.data.config import MockGPTDatasetConfig
 from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.config.batch_size import BatchSize
 
 NODE = 8  # GPUs per node
 
@@ -138,8 +139,6 @@ def _list(count: int, step: int) -> str:
 
 
 def describe(config: "ConfigContainer", world_size: int) -> list[str]:
-    from megatron.bridge.training.config.batch_size import BatchSize
-
     model, train = config.model, config.train
     replicas = config.data_parallel_size(world_size)
     tokens = train.global_batch_size * config.dataset.seq_length

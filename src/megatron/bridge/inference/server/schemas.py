@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.errors import did_you_mean
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
@@ -224,8 +225,6 @@ class DetokenizeRequest(_Strict):
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
     """Return a message for a pydantic error, and its field if it is one of ``names``."""
-    from megatron.bridge.utils.errors import did_you_mean
-
     where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
     field = ".".join(where)[:100] or None
     if error["type"] == "extra_forbidden":
