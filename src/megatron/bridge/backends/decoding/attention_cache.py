@@ -76,7 +76,7 @@ class AttentionCache:
                 single.append(span)
             else:
                 others.append((span, mask))
-        if others:
+        if others or len({span.slot for span in single}) < len(single):  # a token sees another
             self.store(*new[1:])
         if single:
             self._attend_single(core, new, single, out)
