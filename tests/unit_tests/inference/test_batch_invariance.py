@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request gives the same bits alone and in any company, also when it has to be computed again."""
 
+import contextlib
 import random
 
 import pytest
@@ -92,6 +93,29 @@ def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
         rings = seed % 4 in (1, 2)
         little = {"kv_memory": tight(model, rings), "max_requests": 5} if seed % 2 else {}
         assert together(model, config_of(case, rings, graphs=True, **little), requests, seed) == expected[rings]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "llama_tied"])
+def test_a_step_that_fails_is_computed_again(family_case, name):
+    case = family_case(name)
+    model = decoding.decoder(case, "one")
+    requests = random_requests(2, case.row.config["vocab_size"], 4)
+    expected, calls = alone(model, config_of(case, False), requests), []
+
+    def interrupt(*_):
+        calls.append(0)
+        if len(calls) in (1, 2, 4, 9):
+            raise KeyboardInterrupt
+
+    with Engine(model, config_of(case, False)) as engine:
+        jobs = [engine.submit(*request)[0] for request in requests]
+        hook = model[0].get_submodule("decoder.final_layernorm").register_forward_pre_hook(interrupt)
+        while not engine.is_idle:
+            with contextlib.suppress(KeyboardInterrupt):
+                engine.step()
+        hook.remove()
+    assert len(calls) > 9
+    assert [job.completion for job in jobs] == expected
 
 
 def config_of(case, rings, **changes):

@@ -272,8 +272,13 @@ class Engine(AbstractContextManager["Engine"]):
         width = width_of([output for outputs, _ in wanted for output in outputs])
         counts = [len(outputs) for outputs, _ in wanted]
         mine = self._lane
-        table = self._runner.run(plans[mine], wanted[mine][0], width)
-        rows = share(table, sum(counts), width, sum(counts[:mine]), self._state.device).tolist()
+        try:
+            table = self._runner.run(plans[mine], wanted[mine][0], width)
+            rows = share(table, sum(counts), width, sum(counts[:mine]), self._state.device).tolist()
+        except BaseException:  # some layers may have advanced their states
+            for lane in self.lanes:
+                lane.restart()
+            raise
         for lane, plan in zip(self.lanes, plans, strict=True):
             lane.commit(plan)
         jobs = [job for _, jobs in wanted for job in jobs]

@@ -340,6 +340,11 @@ class Scheduler:
         for work in kept:
             self._append(plan, work.text, work.start, work.count)
 
+    def restart(self) -> None:
+        """Compute all running texts again from their first token."""
+        for text in self.running[::-1]:
+            self._preempt(text, Plan())
+
     def _release(self, text: Text) -> None:
         assert text.extent is not None
         self._over.pop(text.extent, None)
