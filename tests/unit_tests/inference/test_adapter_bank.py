@@ -76,6 +76,14 @@ def test_one_of_the_adapters_is_the_one_loaded_by_itself(model_dir, adapters):  
         assert_close(answers(llm, names=["wide"] * len(PROMPTS)), expected)
 
 
+def test_replayed_steps_with_an_adapter_have_the_same_bits(model_dir, adapters):  # noqa: F811
+    found = []
+    for graphs in (True, False):
+        with LLM(str(model_dir), adapter=adapters["wide"], graphs=graphs, **OPTIONS) as llm:
+            found.append(numbers(llm.generate(PROMPTS, sampling(None))))
+    assert found[0] == found[1]
+
+
 def assert_close(found, expected):
     for (tokens, logprobs), (want, close) in zip(found, expected, strict=True):
         assert tokens == want

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.decoding.op_recorder import record
@@ -133,3 +134,14 @@ def test_a_recording_follows_its_inputs_and_writes_in_place():
         x += 1
         assert torch.equal(again(), torch.tensor([10.0, 14, 18]))
         assert torch.equal(total, torch.tensor([1.0, 3, 5]))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_have_the_bits_of_the_unrecorded_operator(trained, transposed):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 96), requires_grad=trained)
+    x = torch.randn(1, 8, 96).transpose(0, 1) if transposed else torch.randn(8, 1, 96)
+    with torch.inference_mode():
+        for product in (lambda: F.linear(x, weight), lambda: torch.matmul(x, weight.t())):
+            assert torch.equal(record(product)(), product())

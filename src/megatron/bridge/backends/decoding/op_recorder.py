@@ -17,6 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.bridge.backends.kernels.c_kernels import FUNCTIONS
 
+_WHOLE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+"""Operators whose parts depend on strides and on ``requires_grad``, and are others when Python sees them."""
+
 
 def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Run ``function``, and return a function that runs the same operators.
@@ -41,7 +44,7 @@ class _Recorder(TorchDispatchMode):
         assert func is not torch.ops.aten._local_scalar_dense.default, "the value of a tensor is read in Python"
         kwargs = kwargs or {}
         with self:
-            found = func.decompose(*args, **kwargs)
+            found = NotImplemented if func in _WHOLE else func.decompose(*args, **kwargs)
         if found is not NotImplemented:  # it consists of other operators, which have been recorded
             return found
         found = func(*args, **kwargs)
