@@ -85,10 +85,11 @@ def test_training_keeps_its_own_operators():
     assert not c_kernels.takes(torch.zeros(1))
 
 
-def test_a_machine_without_a_compiler_is_told_once(monkeypatch, caplog):
-    monkeypatch.setenv("CC", "no-such-compiler -m64")
+@pytest.mark.parametrize(("command", "word"), [("no-such-compiler -m64", "no-such-compiler"), ("cc '", "quot")])
+def test_a_machine_without_a_compiler_is_told_once(monkeypatch, caplog, command, word):
+    monkeypatch.setenv("CC", command)
     monkeypatch.setattr(c_kernels, "_library", c_kernels._library.__wrapped__)
     with caplog.at_level(logging.WARNING):
         assert not c_kernels.is_supported(torch.zeros(1, 1, 8))
-    assert "no-such-compiler" in caplog.text
+    assert word in caplog.text
     assert not c_kernels.is_supported(torch.zeros(1, 1, 8, dtype=torch.float16))  # another kernel's

@@ -121,16 +121,16 @@ def _attend(
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     source = Path(__file__).with_suffix(".c")
-    compiler = shlex.split(os.environ.get("CC", "cc"))
     wide = ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
     try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
         with tempfile.TemporaryDirectory() as folder:
             object_file, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
             _run([*compiler, *_OPTIMIZE.split(), *wide, *_FLAGS[dtype], "-c", str(source), "-o", object_file])
             # Linking without -fopenmp leaves OpenMP to PyTorch's own library, so both use the same threads.
             _run([*compiler, "-shared", object_file, "-o", library])
             return _typed(ctypes.CDLL(library))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning("no C compiler, so decoding is slower; install gcc, or set CC to a compiler: %s", error)
         return None
 
