@@ -6,8 +6,13 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+SCALES = {
+    scaler: scaler.main_loss_backward_scale
+    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler, DSAIndexerLossAutoScaler)
+}
+
 
 @pytest.fixture(autouse=True)
 def no_loss_scale_left(monkeypatch):
-    for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler, DSAIndexerLossAutoScaler):
-        monkeypatch.setattr(scaler, "main_loss_backward_scale", None)
+    for scaler, scale in SCALES.items():
+        monkeypatch.setattr(scaler, "main_loss_backward_scale", scale)
