@@ -18,10 +18,14 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import utils
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -290,8 +294,8 @@ class TorchAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Return the learned sinks as a tensor that is sharded over tensor-parallel ranks."""
-        metadata = utils.ensure_metadata_has_dp_cp_group(metadata)
-        return utils.make_sharded_tensors_for_checkpoint(
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},
@@ -304,7 +308,7 @@ class TorchAttention(MegatronModule):
 def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
     """Return the earlier and later positions that queries see (-1: no limit); None for a layer without a window."""
     skip: Any = config.window_attn_skip_freq
-    if config.window_size is None or not utils.is_layer_window_attention(config.window_size, skip, layer_number):
+    if config.window_size is None or not is_layer_window_attention(config.window_size, skip, layer_number):
         return None
     left, right = config.window_size
     return left, right

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import (
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -192,7 +196,7 @@ class GroupedLinear(torch.nn.Module):
         bias = self._parameter(self._empty(size))
         torch.nn.init.zeros_(bias)
         # the experts of each rank are different parameters, which count in the gradient norm
-        layers.set_tensor_model_parallel_attributes(bias, True, 0, self._stride())
+        set_tensor_model_parallel_attributes(bias, True, 0, self._stride())
         return bias
 
     def _stride(self) -> int:
@@ -203,17 +207,17 @@ class GroupedLinear(torch.nn.Module):
         config, stride = self.config, self._stride()
         if not config.perform_initialization:
             for weight in self.weights():
-                layers.set_tensor_model_parallel_attributes(weight, True, self.split, stride)
+                set_tensor_model_parallel_attributes(weight, True, self.split, stride)
             return
         if not config.use_cpu_initialization:
             for weight in self.weights():
-                layers._initialize_affine_weight_gpu(weight, init_method, self.split, stride=stride, is_expert=True)
+                _initialize_affine_weight_gpu(weight, init_method, self.split, stride=stride, is_expert=True)
             return
         # every rank draws all experts and keeps its own, so the model is the same under any layout
         mine = {self.groups.ep.rank() * self.count + index: weight for index, weight in enumerate(self.weights())}
         for expert in range(self.groups.ep.size() * self.count):
             if expert in mine:
-                layers._initialize_affine_weight_cpu(
+                _initialize_affine_weight_cpu(
                     mine[expert],
                     rows,
                     columns,

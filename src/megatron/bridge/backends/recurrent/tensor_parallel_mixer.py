@@ -8,9 +8,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import utils
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor, nn
 
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
@@ -113,15 +117,15 @@ class TensorParallelMixer(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        metadata = utils.ensure_metadata_has_dp_cp_group(metadata)
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         own = {name: weight for name, weight in self.named_parameters() if "." not in name or name in self.cut}
-        state = utils.make_sharded_tensors_for_checkpoint(own, prefix, self.cut, sharded_offsets, **groups)
+        state = make_sharded_tensors_for_checkpoint(own, prefix, self.cut, sharded_offsets, **groups)
         for name, module in self.named_children():
             if f"{name}.weight" in own:
                 continue
             options: Any = (f"{prefix}{name}.", sharded_offsets, metadata)
-            state |= utils.sharded_state_dict_default(module, *options, tp_group=self.tp_group)
+            state |= sharded_state_dict_default(module, *options, tp_group=self.tp_group)
         if parts := list(self.projected):
             weight = f"{prefix}in_proj.weight"
             state[weight] = _split_tensor_factory(state[weight], [self.features] * len(parts), parts, 0)

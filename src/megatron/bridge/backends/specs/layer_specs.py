@@ -13,15 +13,22 @@ from typing import Any, NamedTuple, cast
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, get_backend
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
-from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
-from megatron.core.transformer import transformer_layer
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.heterogeneous.heterogeneous_config import TransformerBlockConfig
@@ -33,6 +40,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from megatron.bridge.backends.attention.sparse_attention import SparseAttention, is_sparse
@@ -109,7 +121,7 @@ def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -
 
         return own.get_gpt_heterogeneous_layer_spec(config, use_te=True, vp_stage=vp_stage)  # type: ignore[arg-type]
     if config.experimental_attention_variant is None:
-        block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
         )
         provider = get_backend("transformer_engine")
@@ -139,7 +151,7 @@ def _with_mixers(
 
 def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
     parts = layer.submodules
-    assert isinstance(parts, transformer_layer.TransformerLayerSubmodules)
+    assert isinstance(parts, TransformerLayerSubmodules)
     names = {**parts.sharded_state_dict_keys_map}
     if "input_layernorm." in names:
         names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
@@ -188,7 +200,7 @@ def mtp_block_spec(
     provider: BackendSpecProvider = (
         get_backend("transformer_engine") if backend == "transformer_engine" else TorchSpecProvider()
     )
-    return gpt_layer_specs.get_gpt_mtp_block_spec_for_backend(config, decoder, provider, vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec_for_backend(config, decoder, provider, vp_stage=vp_stage)
 
 
 def moe_pattern(config: TransformerConfig) -> list[int]:
@@ -224,7 +236,7 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)  # type: ignore[union-attr]
-    first = transformer_layer.get_transformer_layer_offset(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
@@ -236,13 +248,13 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bo
     attention = _latent_attention if config.multi_latent_attention else _delta_net if linear else _attention
     norm = provider.layer_norm(has_residual=True)
     return ModuleSpec(
-        module=transformer_layer.TransformerLayer,
-        submodules=transformer_layer.TransformerLayerSubmodules(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention(config, provider),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             pre_mlp_layernorm=norm,
-            mlp=gpt_layer_specs.get_mlp_module_spec_for_backend(
+            mlp=get_mlp_module_spec_for_backend(
                 provider, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm
             ),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
@@ -427,7 +439,7 @@ class LinearReplacement(ColumnParallelLinear):
 
     def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         """Map [s, b, hidden] to the same shape; there is no bias."""
-        out = mappings.gather_from_tensor_model_parallel_region(super().forward(x)[0], group=self.tp_group)
+        out = gather_from_tensor_model_parallel_region(super().forward(x)[0], group=self.tp_group)
         if self.config.sequence_parallel:
-            out = mappings.scatter_to_sequence_parallel_region(out, group=self.tp_group)
+            out = scatter_to_sequence_parallel_region(out, group=self.tp_group)
         return out, None

@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.torch_norm import LayerNormBuilder
@@ -72,12 +77,12 @@ class TorchLatentAttention(MLASelfAttention):
         queries, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
             return queries, latent
-        latent = mappings.gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
+        latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
         if self.config.sequence_parallel:
-            return queries, mappings.scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+            return queries, scatter_to_sequence_parallel_region(latent, group=self.tp_group)
         positions = self.config.qk_pos_emb_head_dim
         compressed, rotated = latent.split([latent.size(-1) - positions, positions], dim=-1)
-        rotated = mappings.copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
+        rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
         return queries, torch.cat((compressed, rotated), dim=-1)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +91,7 @@ class TorchLatentAttention(MLASelfAttention):
             return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         queries, latents = self._qkv_down_projection(hidden_states)
         if self.config.sequence_parallel:
-            latents = mappings.gather_from_sequence_parallel_region(latents, group=self.tp_group)
+            latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
         compressed, rotated = latents.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         norm: Any = self.kv_layernorm
         compressed = norm(compressed)

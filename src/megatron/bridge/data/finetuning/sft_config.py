@@ -7,8 +7,17 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.bridge.data.dataset_config import DatasetConfig, DatasetRequest, Split, Splits, too_small
-from megatron.bridge.data.records import sources
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
+from megatron.bridge.data.records.sources import (
+    SUFFIXES,
+    FileSource,
+    HoldOutSource,
+    HubSource,
+    LimitedSource,
+    RecordSource,
+    RenamedSource,
+    is_saved_dataset,
+)
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
@@ -50,10 +59,10 @@ class SFTDatasetConfig(RecordDatasetConfig):
     """The training samples that ``count_rows`` has tokenized; the next build takes them."""
 
     @abstractmethod
-    def source(self, split: Split) -> sources.RecordSource | None:
+    def source(self, split: Split) -> RecordSource | None:
         """The records of a split; None if there are none."""
 
-    def limited_source(self, split: Split) -> sources.RecordSource | None:
+    def limited_source(self, split: Split) -> RecordSource | None:
         wanted, limit = {
             "train": (True, self.max_train_samples),
             "valid": (self.do_validation, self.max_validation_samples),
@@ -61,8 +70,8 @@ class SFTDatasetConfig(RecordDatasetConfig):
         }[split]
         source = self.source(split) if wanted else None
         if source is not None and self.columns:
-            source = sources.RenamedSource(source, self.columns)
-        return source if source is None or limit is None else sources.LimitedSource(source, limit)
+            source = RenamedSource(source, self.columns)
+        return source if source is None or limit is None else LimitedSource(source, limit)
 
     def encoder(self, tokenizer: "Tokenizer") -> "RecordEncoder":
         from megatron.bridge.data.records.encoding import RecordEncoder  # imports torch
@@ -110,19 +119,19 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
         if not storage.fetch(self.dataset_root).is_dir():
             raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
 
-    def source(self, split: Split) -> sources.RecordSource:
+    def source(self, split: Split) -> RecordSource:
         folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
-        found = [path for suffix in sources.SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
+        found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
         if len(found) > 1:
             raise UserError(f"{' and '.join(map(str, found))} both exist: remove or rename one of them")
         if not found:
             names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
             switches = {"valid": ", or set dataset.do_validation=false", "test": ", or set dataset.do_test=false"}
             raise UserError(
-                f"{folder} has no file {stem} with one of the endings {', '.join(sources.SUFFIXES)} (it holds "
+                f"{folder} has no file {stem} with one of the endings {', '.join(SUFFIXES)} (it holds "
                 f"{', '.join(names) or 'nothing'}): add it{switches.get(split, '')}"
             )
-        return sources.FileSource(found[0])
+        return FileSource(found[0])
 
 
 @dataclass(kw_only=True)
@@ -190,7 +199,7 @@ def is_read_by_datasets(name: str) -> bool:
     path = storage.fetch(name)
     if not path.exists():
         return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is not None  # the form of a hub id
-    if path.is_file() or sources.is_saved_dataset(path):
+    if path.is_file() or is_saved_dataset(path):
         return True
     return not any(path.glob(f"{FILE_STEMS['train']}.*")) and any(path.rglob("*.parquet"))
 
@@ -236,7 +245,7 @@ class HFDatasetConfig(SFTDatasetConfig):
         if (storage.is_url(name) or name.startswith(("/", "./", "../", "~"))) and not self.is_local:
             raise UserError(f"dataset.dataset_name={name} does not exist: check the path")
 
-    def source(self, split: Split) -> sources.RecordSource | None:
+    def source(self, split: Split) -> RecordSource | None:
         names = {"train": self.train_split, "valid": self.validation_split, "test": self.test_split}
         holds_out = self.do_validation and self.validation_split is None and split != "test"
         name = self.train_split if holds_out else names[split]
@@ -244,9 +253,7 @@ class HFDatasetConfig(SFTDatasetConfig):
             return None
         place = storage.fetch(self.dataset_name)
         place_name = str(place) if storage.is_url(self.dataset_name) else self.dataset_name
-        whole: sources.RecordSource = sources.HubSource(
-            place_name, self.dataset_subset, name, self.revision, self.streaming
-        )
+        whole: RecordSource = HubSource(place_name, self.dataset_subset, name, self.revision, self.streaming)
         if place.is_file():
-            whole = sources.FileSource(place)
-        return sources.HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole
+            whole = FileSource(place)
+        return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole

@@ -7,7 +7,6 @@ from megatron.bridge.data.config import DatasetConfig
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft.base import PEFT
-from megatron.bridge.training.config.blocks import resiliency
 from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
 from megatron.bridge.training.config.blocks.distributed import (
     CommOverlapConfig,
@@ -18,6 +17,13 @@ from megatron.bridge.training.config.blocks.logger import LoggerConfig, Profilin
 from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig
 from megatron.bridge.training.config.blocks.objectives import DistillConfig, DPOConfig
 from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig
+from megatron.bridge.training.config.blocks.resiliency import (
+    FaultToleranceConfig,
+    InProcessRestartConfig,
+    NVRxStragglerDetectionConfig,
+    RerunStateMachineConfig,
+    StragglerDetectionConfig,
+)
 from megatron.bridge.training.config.blocks.train import RNGConfig, SchedulerConfig, TrainingConfig, ValidationConfig
 from megatron.bridge.utils import distributed
 
@@ -45,16 +51,16 @@ class RunConfig:
     dist: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     mixed_precision: str | MixedPrecisionConfig | None = None
-    ft: resiliency.FaultToleranceConfig | None = None
-    straggler: resiliency.StragglerDetectionConfig | None = None
-    nvrx_straggler: resiliency.NVRxStragglerDetectionConfig | None = None
+    ft: FaultToleranceConfig | None = None
+    straggler: StragglerDetectionConfig | None = None
+    nvrx_straggler: NVRxStragglerDetectionConfig | None = None
     profiling: ProfilingConfig | None = None
     peft: PEFT | None = None
     distill: DistillConfig | None = None
     dpo: DPOConfig | None = None
     comm_overlap: CommOverlapConfig | None = None
-    rerun_state_machine: resiliency.RerunStateMachineConfig | None = None
-    inprocess_restart: resiliency.InProcessRestartConfig | None = None
+    rerun_state_machine: RerunStateMachineConfig | None = None
+    inprocess_restart: InProcessRestartConfig | None = None
     tensor_inspect: None = None
 
     def data_parallel_size(self, world_size: int | None = None) -> int:

@@ -3,7 +3,15 @@
 
 from collections.abc import Sequence
 
-from megatron.bridge.data import config as data_config
+from megatron.bridge.data.config import (
+    BlendedDatasetConfig,
+    ClassificationDatasetConfig,
+    DatasetConfig,
+    PackedSequenceSpecs,
+    PreferenceDatasetConfig,
+    RecordDatasetConfig,
+    TokenClassificationDatasetConfig,
+)
 from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.data.media.media_rules import has_processor
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
@@ -25,16 +33,16 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
         if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
             part.hf_processor_path = path
         _count_classes(part, config)
-        if isinstance(part, data_config.PreferenceDatasetConfig) and part.labeled is None:
+        if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
             part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
     findings.notes += [*_count_tokens(config, parts), *_vary_lengths(config)]
 
 
-def tuning_parts(dataset: data_config.DatasetConfig) -> Sequence[data_config.RecordDatasetConfig]:
+def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
     """The record datasets in ``dataset``; none if it is of another kind."""
-    if isinstance(dataset, data_config.BlendedDatasetConfig):
+    if isinstance(dataset, BlendedDatasetConfig):
         return dataset.datasets
-    return [dataset] if isinstance(dataset, data_config.RecordDatasetConfig) else []
+    return [dataset] if isinstance(dataset, RecordDatasetConfig) else []
 
 
 def sequence_multiple(config: RunConfig, padding_free: bool) -> int:
@@ -45,11 +53,11 @@ def sequence_multiple(config: RunConfig, padding_free: bool) -> int:
     return multiple * model.tensor_model_parallel_size if padding_free and model.sequence_parallel else multiple
 
 
-def _pad_for_layout(part: data_config.RecordDatasetConfig, config: RunConfig) -> None:
+def _pad_for_layout(part: RecordDatasetConfig, config: RunConfig) -> None:
     if not part.joins_samples:
         return
     if part.packed_sequence_specs is None:
-        part.packed_sequence_specs = data_config.PackedSequenceSpecs()
+        part.packed_sequence_specs = PackedSequenceSpecs()
     if part.packed_sequence_specs.pad_seq_to_mult is None:
         part.packed_sequence_specs.pad_seq_to_mult = sequence_multiple(config, part.padding_free)
 
@@ -58,8 +66,8 @@ def has_tower(config: RunConfig) -> bool:
     return getattr(config.model, "vision", None) is not None
 
 
-def _count_classes(part: data_config.RecordDatasetConfig, config: RunConfig) -> None:
-    if not isinstance(part, data_config.ClassificationDatasetConfig | data_config.TokenClassificationDatasetConfig):
+def _count_classes(part: RecordDatasetConfig, config: RunConfig) -> None:
+    if not isinstance(part, ClassificationDatasetConfig | TokenClassificationDatasetConfig):
         return
     if part.num_labels is None:
         part.num_labels = config.model.num_labels
@@ -67,7 +75,7 @@ def _count_classes(part: data_config.RecordDatasetConfig, config: RunConfig) -> 
         config.model.label_names = part.label_names
 
 
-def _count_tokens(config: RunConfig, parts: Sequence[data_config.RecordDatasetConfig]) -> list[str]:
+def _count_tokens(config: RunConfig, parts: Sequence[RecordDatasetConfig]) -> list[str]:
     """Samples differ in trained tokens, so a mean of means would depend on which of them share a microbatch."""
     if not parts or config.model.calculate_per_token_loss:
         return []
