@@ -75,8 +75,9 @@ def test_settings_of_a_file_are_checked():
 
 def test_numbers_are_in_range():
     early("rng.seed=1", rng={"seed": -1})
-    with pytest.raises(UserError, match=r"model\.hidden_dropout=2: must lie in \[0, 1\)"):
-        early("model.hidden_dropout=2")
+    for typed in ("model.hidden_dropout=2", "model.hidden_dropout = 2"):
+        with pytest.raises(UserError, match=r"model\.hidden_dropout=2: must lie in \[0, 1\)"):
+            early(typed)
 
 
 def test_no_key_of_another_block_counts_as_a_slip():

@@ -37,7 +37,7 @@ _KEYS = frozenset(dotted_keys(EarlyConfig()))
 
 
 def check_early(layers: Iterable[Layer]) -> None:
-    """Refuse settings of these blocks that do not exist or have a wrong type, and numbers that are out of range.
+    """Refuse settings of ``EarlyConfig`` that do not exist or have a wrong type, and numbers that are out of range.
 
     If one of the settings needs the whole config, nothing is refused, so that all mistakes are reported together.
     """
@@ -68,7 +68,7 @@ def _settings(layer: Layer) -> Iterator[tuple[str, Any]]:
 
 
 def _is_of_blocks(item: str) -> bool:
-    key = item.partition("=")[0]
+    key = item.partition("=")[0].strip()
     return key not in RANGES or key in _KEYS
 
 

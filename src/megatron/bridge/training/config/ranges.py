@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How small and how large the number of a setting may be."""
+"""Legal ranges of numeric settings."""
 
 import math
 from dataclasses import dataclass
