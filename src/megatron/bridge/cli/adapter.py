@@ -2,12 +2,10 @@
 """``megatron-bridge adapter``: merge adapters, subtract them again, or write them for the peft library."""
 
 import argparse
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
-from megatron.bridge.utils import storage
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not _in_peft_format(args.adapter):
+    if not hub.is_peft_adapter(args.adapter):
         paths.resolve(args.adapter)  # before anything slow is imported
     {"merge": merge, "unmerge": unmerge, "export": export}[args.subcommand](args)
     return 0
@@ -29,7 +27,7 @@ def merge(args: argparse.Namespace) -> None:
 
     bridge, model = _adapted(args)
     known = side_files.history_of(model, merge=True)
-    if not _in_peft_format(args.adapter):
+    if not hub.is_peft_adapter(args.adapter):
         known = side_files.history_of_checkpoint(args.adapter, adapters=known.adapters)
     if lost := rounding_loss(model, to_dtype(args.dtype)):
         console().print(
@@ -61,13 +59,8 @@ def _adapted(args: argparse.Namespace, check_base: bool = True) -> "tuple[AutoBr
     """The bridge and the model with its adapters; ``check_base`` requires that the model is their base."""
     from megatron.bridge.peft import checkpoint, hf_adapter
 
-    source: Any = hf_adapter if _in_peft_format(args.adapter) else checkpoint
+    source: Any = hf_adapter if hub.is_peft_adapter(args.adapter) else checkpoint
     name = args.hf_model or source.base_name(args.adapter)
     if not name:
         raise UserError(f"the adapter {args.adapter} does not name its base: give it with --hf-model")
     return source.adapted_model(args.adapter, str(name), args.trust_remote_code, check=check_base)
-
-
-def _in_peft_format(path: Path) -> bool:
-    storage.pull(path, {"adapter_config.json", "adapter_model.safetensors"})
-    return os.path.lexists(path / "adapter_config.json")

@@ -66,7 +66,7 @@ def load(
     if adapter is not None and adapters:
         raise UserError(f"--adapter {adapter} applies to all requests: remove it, or remove --adapters")
     for folder in (adapter, *(adapters or {}).values()):
-        if folder is not None and not _is_peft(Path(folder)):
+        if folder is not None and not hub.is_peft_adapter(folder):
             paths.resolve(folder)
     source = _Source.of(path, sizes, trust_remote_code)
     provider, bridge = source.provider, source.bridge
@@ -159,16 +159,9 @@ def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) 
     return load_hf_tokenizer(str(folder), trust_remote_code)
 
 
-def _is_peft(path: Path) -> bool:
-    """Return whether ``path`` is an adapter in the format of the peft library; download one from object storage."""
-    path = storage.local(path)
-    storage.pull(path, {"adapter_config.json", "adapter_model.safetensors"})
-    return (path / "adapter_config.json").is_file()
-
-
 def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> None:
     path = storage.local(path)
-    if _is_peft(path):
+    if hub.is_peft_adapter(path):
         if bridge is None:
             raise UserError(f"the adapter {path} is in the format of peft, which needs a Hugging Face base model")
         hf_adapter.peft_for(bridge, path)(chunks, training=False)

@@ -84,7 +84,7 @@ def check_paths(args: argparse.Namespace) -> None:
         paths.resolve(args.model)
     else:
         hub.local_folder(args.model)
-    if args.adapter is not None:
+    if args.adapter is not None and not hub.is_peft_adapter(args.adapter):
         paths.resolve(args.adapter)
     _template(args)
 

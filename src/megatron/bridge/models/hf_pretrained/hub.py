@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the files of a model are: a local directory, or the hub's cache; and the way back to the hub."""
 
+import os
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,13 @@ def is_hf_model(path: str | Path) -> bool:
 def is_megatron(path: str | Path) -> bool:
     """Return whether ``path`` is a directory of another format, which can only be a Megatron checkpoint."""
     return Path(path).is_dir() and not is_hf_model(path)
+
+
+def is_peft_adapter(path: str | Path) -> bool:
+    """Return whether ``path`` is an adapter in the format of the peft library; download one from object storage."""
+    folder = storage.local(path)
+    storage.pull(folder, {"adapter_config.json", "adapter_model.safetensors"})
+    return os.path.lexists(folder / "adapter_config.json")  # a broken link is named when it is read
 
 
 def has_tokenizer(folder: Path) -> bool:
