@@ -2,15 +2,15 @@
 """The predicted time of published training runs against the published one.
 
 ``python -m benchmarks.predict published.csv`` reads a table with the columns model, gpu, gpus, tp, pp, vp, cp, ep,
-etp, dp, mbs, gbs, seq, precision, recompute, tflops_per_gpu and step_time_s, and prints each row and the medians.
-Rows of models without a recipe are counted, not guessed. Nothing of the prediction is fitted to a row.
+etp, dp, mbs, gbs, seq, precision, recompute, tflops_per_gpu, step_time_s and source, and prints each row and the
+medians. Rows of models without a recipe are counted, not guessed. Nothing of the prediction is fitted to a row.
 """
 
 import argparse
 import csv
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,19 @@ from megatron.bridge.autotune.ledger import spread
 from megatron.bridge.autotune.search.candidate import FULL_RECOMPUTE, NO_RECOMPUTE, Candidate, Recompute
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.time.simulate import makespan
-from megatron.bridge.recipes.catalog import find
+from megatron.bridge.recipes.catalog import catalog, find
 
-RECIPES = {
-    "llama31405b": "llama31_405b",
-    "llama38b": "llama3_8b",
-    "llama370b": "llama3_70b",
-    "llama27b": "llama2_7b",
-    "llama270b": "llama2_70b",
-    "deepseekv3": "deepseek_v3",
-    "gptoss120b": "gpt_oss_120b",
-    "gptoss20b": "gpt_oss_20b",
-    "qwen330ba3b": "qwen3_30b_a3b",
-    "qwen3235ba22b": "qwen3_235b_a22b",
-    "nemotron340b": "nemotron4_340b",
-    "nemotron415b": "nemotron4_15b",
-    "gpt3175b": "gpt3_175b",
-    "mixtral8x7b": "mixtral_8x7b",
-    "mixtral8x22b": "mixtral_8x22b",
-}
-"""Models as published tables spell them, letters and digits only -> the start of a recipe's name."""
+PRETRAIN = "_pretrain_config"
+ALIASES = {"nemotron340b": "nemotron4340b", "nemotron15b": "nemotron415b"}
+"""Models as published tables spell them, letters and digits only, where the names of recipes differ."""
 
 GPT_SIZES = {"gpt70b": (80, 8192, 64), "gpt177b": (96, 12288, 96), "gpt314b": (96, 16384, 128)}
 """Layers, hidden size and heads of the models in Megatron-LM's table."""
+
+LLAMA_PAPER = {"virtual": 8, "layout": "|".join(["E", *["t"] * 126, "L"])}
+"""What "The Llama 3 Herd of Models" (2024), section 3.3.2, says about its runs on 16 stages, beside its table 4: the
+first chunk has only the embedding and the last one only the output layer, because one layer was taken from each. So a
+chunk has one layer: 126 layers and two empty chunks on 16 stages are 8 chunks a stage. Keys are all-gathered."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +83,32 @@ def _rows(path: Path, skipped: list[str], verbose: bool) -> Iterator[Row]:
 
 
 def _config(line: dict[str, str]) -> Any:
-    key = "".join(filter(str.isalnum, line["model"].lower()))
+    key = _plain(line["model"])
     if key in GPT_SIZES:
         config = _resolved("gpt3_175b")
         config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = GPT_SIZES[key]
         config.model.ffn_hidden_size, config.model.kv_channels = 4 * config.model.hidden_size, None
         config.model.num_query_groups = None
         return config
-    return _resolved(RECIPES[key]) if key in RECIPES else None
+    starts = {_plain(start): start for start in (name.removesuffix(PRETRAIN) for name in catalog())}
+    start = starts.get(ALIASES.get(key, key))
+    return start and _resolved(start)
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _resolved(start: str) -> Any:
-    recipe = find(f"{start}_pretrain_config")
+    recipe = find(start + PRETRAIN)
     return recipe.build().resolve(recipe.gpus).config
 
 
 def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row:
     gpus, length = int(line["gpus"]), int(line["seq"])
-    candidate = _candidate(line, config)
+    candidate, is_paper = _candidate(line, config), line["source"].startswith("Llama 3 paper")
+    if is_paper and candidate.pipeline == 16:
+        candidate = replace(candidate, **LLAMA_PAPER)
     ranks = candidate.tensor * candidate.context * candidate.pipeline
     replicas = int(line["dp"] or gpus // ranks)
     config.train.global_batch_size = int(line["gbs"] or 4 * replicas * candidate.micro_batch)
@@ -119,7 +117,7 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     config.model.fp8 = "hybrid" if quantized else None
     config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
     config.model.tp_comm_overlap = candidate.tensor > 1
-    config.model.cp_comm_type = "p2p"
+    config.model.cp_comm_type = "all_gather" if is_paper else "p2p"
     price = Pricer(config, gpus, card).price(candidate, makespan)
     assert price is not None, line
     step = price.prediction

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from megatron.bridge.backends.attention import flash_attention
 from megatron.bridge.backends.decoding.op_recorder import record
-from megatron.bridge.backends.kernels import c_kernels
 from megatron.bridge.inference import decoding_graphs, decoding_state
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
@@ -97,21 +96,6 @@ def test_recordings_end_with_the_packed_weights_that_they_read(tmp_path):
                 for parameter in llm._chunks[0].parameters():
                     parameter.data.mul_(1.1)
             found.append(llm.generate(PROMPTS, SAMPLED))
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("name", ["llama_plain", "gemma3"])
-def test_tokens_of_a_prompt_may_be_computed_in_any_order(tmp_path, monkeypatch, name):
-    harness.save(harness.hf_model(ROWS[name]), tmp_path)
-    attend, found = c_kernels.attend, []
-    for order in (1, -1):  # as threads do
-
-        def one_by_one(new, caches, texts, scale, out, order=order):
-            for text in texts.split(1)[::order]:
-                attend(new, caches, text, scale, out)
-
-        monkeypatch.setattr(c_kernels, "attend", one_by_one)
-        found.append(texts(tmp_path, chunk=1, graphs=False))
     assert found[0] == found[1]
 
 

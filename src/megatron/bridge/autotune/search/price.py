@@ -157,6 +157,8 @@ class Pricer:
 
     def divide(self, candidate: Candidate) -> tuple[Candidate, list[int]] | None:
         """Return the candidate with its pipeline layout, and the layers per chunk; None if there are too few layers."""
+        if candidate.layout is not None:
+            return candidate, [part.count("t") for part in candidate.layout.split("|")]
         parts, layers = candidate.pipeline * candidate.virtual, self._of(candidate)
         count, ahead = len(layers.decoder), len(layers.ahead)
         is_hybrid = hasattr(self.config.model, "has_own_stages")  # its pattern defines the stages, or they are equal

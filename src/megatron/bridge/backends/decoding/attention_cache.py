@@ -19,6 +19,9 @@ from megatron.bridge.backends.kernels import c_kernels
 
 _New = tuple[Tensor, Tensor, Tensor]  # queries [rows, h, d], keys [rows, g, d], values [rows, g, dv]
 
+_BLOCK = 32
+"""Tokens of a text that the C kernel computes together."""
+
 
 class AttentionCache:
     """Keys and values, attached to a ``TorchAttention`` as its ``cache``.
@@ -57,7 +60,7 @@ class AttentionCache:
             tokens = self.step.tokens
             out[:tokens] = flash_attention.attend_extents(new[0][:tokens], self.keys, self.values, *form)
         elif isinstance(self.step, SingleTokens):
-            self._attend_single(core, new, (), out)
+            self._attend_compiled(core, new, (), out)
         else:
             self._attend_spans(core, new, masks, out)
         return out.flatten(1).unsqueeze(1)
@@ -69,37 +72,37 @@ class AttentionCache:
         self.values.index_copy_(0, self.step.places, value[:tokens])
 
     def _attend_spans(self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor) -> None:
-        """Attend to the keys of each text, in one call for all texts that have one new token."""
-        single, others, compiles = [], [], self._compiles(core)
+        """Attend to the keys of each text, in one call for all texts whose tokens see no later ones."""
+        plain, others, compiles = [], [], self._compiles(core)
         for span, mask in zip(self.step.spans, masks, strict=True):
-            if compiles and span.count == 1 and _sees_all(mask):
-                single.append(span)
+            if compiles and (mask is None or (span.count == 1 and _sees_all(mask))):
+                plain.append(span)
             else:
                 others.append((span, mask))
-        if others or len({span.slot for span in single}) < len(single):  # a token sees another
+        if others:
             self.store(*new[1:])
-        if single:
-            self._attend_single(core, new, single, out)
+        if plain:
+            self._attend_compiled(core, new, plain, out)
         for span, mask in others:
             seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
             rows = slice(span.row, span.row + span.count)
             out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
 
-    def _attend_single(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
-        """Store the new token of each span, or of all rows of ``SingleTokens``, and attend to the keys that it sees."""
+    def _attend_compiled(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
+        """Store the tokens of the spans, or all rows of ``SingleTokens``, and attend to the keys that they see."""
         kind = type(self), core.chunk_size, core.window_size, tuple(span.row for span in spans)
-        if kind not in self.step.texts:
-            self.step.texts[kind] = self._table(core, spans)
-        c_kernels.attend(new, (self.keys, self.values), self.step.texts[kind], core.scale, out)
+        if kind not in self.step.tables:
+            self.step.tables[kind] = self._tables(core, spans)
+        c_kernels.attend(new, (self.keys, self.values), *self.step.tables[kind], core.scale, out)
 
-    def _table(self, core: Any, spans: Sequence[Span]) -> Tensor:
+    def _tables(self, core: Any, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Return the tables ``tokens`` and ``starts`` of ``c_kernels.attend``."""
+        tokens = self.step.table(core.first_key(self.step.positions))
         if isinstance(self.step, SingleTokens):
-            return self.step.table(core.first_key(self.step.positions))
-        return torch.tensor([self._text(span, core.first_key(span.start)) for span in spans])
-
-    def _text(self, span: Span, low: int) -> tuple[int, int, int, int]:
-        """Return a row of the table of ``c_kernels.attend``; ``low`` is the first position that is seen."""
-        return span.row, span.extent + span.start, span.extent + low, span.start + 1 - low
+            return tokens, torch.arange(len(tokens) + 1)
+        parts = [torch.arange(span.row, span.row + span.count) for span in spans]
+        sizes = [len(block) for part in parts for block in part.split(_BLOCK)]
+        return tokens[torch.cat(parts)], torch.tensor([0, *sizes]).cumsum(0)
 
     def repeats_kernels(self, core: Any) -> bool:
         """Return whether all steps of one token per text call the same kernels."""
@@ -134,19 +137,23 @@ class WindowCache(AttentionCache):
         """Store and attend span by span, because a step may have several chunks of a text."""
         spans, compiles = self.step.spans, self._compiles(core)
         if compiles and all(span.count == 1 for span in spans) and len({span.slot for span in spans}) == len(spans):
-            self._attend_single(core, new, spans, out)
+            self._attend_compiled(core, new, spans, out)
             return
         for span in spans:
             rows = slice(span.row, span.row + span.count)
             if compiles and span.count == 1:
-                self._attend_single(core, new, [span], out)
+                self._attend_compiled(core, new, [span], out)
             else:
                 keys, values = self._seen(span, core.first_key(span.start), new[1][rows], new[2][rows])
                 out[rows] = _attend(core, new[0][rows], keys, values, span.ahead)
 
-    def _text(self, span: Span, low: int) -> tuple[int, int, int, int]:
-        first = span.slot * self._length
-        return span.row, first + span.start % self._length, first, span.start + 1 - low
+    def _tables(self, core: Any, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        first = [span.slot * self._length for span in spans]
+        rows = [
+            (span.row, low + span.start % self._length, low, span.start + 1 - core.first_key(span.start))
+            for span, low in zip(spans, first, strict=True)
+        ]
+        return torch.tensor(rows), torch.arange(len(rows) + 1)
 
     def attends_at_once(self, core: Any) -> bool:
         return False

@@ -69,8 +69,14 @@ class Step:
         positions = [span.start + index for span in spans for index in range(span.count)]
         self.positions = torch.tensor(positions + [0] * (self.rows - self.tokens), device=device)
         """Positions [rows]; 0 for padding."""
-        self.texts: dict[Any, Tensor] = {}
-        """Tables of places of keys, made once for all layers of a kind."""
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Tables of ``c_kernels.attend``, made once for all layers of a kind."""
+
+    def table(self, first: Tensor) -> Tensor:
+        """Return the ``tokens`` of ``c_kernels.attend``; ``first`` has the position of the first key that each sees."""
+        positions, rows = self.positions[: self.tokens], torch.arange(self.tokens)
+        first = first[: self.tokens]
+        return torch.stack((rows, self.places, self.places - positions + first, positions + 1 - first), dim=1)
 
     @cached_property
     def long_rows(self) -> Tensor:
@@ -126,15 +132,10 @@ class SingleTokens(Step):
     """
 
     def __init__(self, positions: Tensor, keys: Tensor, longest: int) -> None:
-        self.spans, self.texts = [], {}  # a graph would keep the numbers of its capture
+        self.spans, self.tables = [], {}  # a graph would keep the numbers of its capture
         self.tokens = self.rows = len(positions)
         self.device = positions.device
         self.positions, self.places = positions, keys + positions
         bounds = torch.arange(self.rows + 1, device=self.device, dtype=torch.int32)
         padded = torch.nn.functional.pad(keys, (0, 1)).int()
         self.extents = Extents(bounds, padded, (positions + 1).int(), (1, longest))
-
-    def table(self, first: Tensor) -> Tensor:
-        """Return the table of ``c_kernels.attend``; ``first`` is the position of the first key that each text sees."""
-        rows, extents = torch.arange(self.rows), self.places - self.positions
-        return torch.stack((rows, self.places, extents + first, self.positions + 1 - first), dim=1)

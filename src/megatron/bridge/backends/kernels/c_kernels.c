@@ -30,17 +30,20 @@ static inline element narrow(float x) { return x; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { LANES = 16, BLOCK = 16 };
+enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64 };
 
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
+#define UP(count, multiple) (((count) + (multiple) - 1) / (multiple) * (multiple))
 
-// The text's row in the step, the place of its new token in the caches, and the places of the keys that it sees.
-typedef struct { int64_t row, place, first, count; } Text;
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+// The row of a new token in the step, its place in the caches, and the places of the keys that it sees.
+typedef struct { int64_t row, place, first, count; } Token;
 
 typedef struct { const element *query, *key, *value; element *keys, *values, *out; } Tensors;
 
 // Distances of rows of new keys and values, in elements; `heads` query heads share a group's key head.
-typedef struct { int64_t key_row, value_row, texts, groups, heads, width; float scale; } Shape;
+typedef struct { int64_t key_row, value_row, tokens, blocks, groups, heads, width; float scale; } Shape;
 
 // exp(x) for x <= 0: 2^n by its bits, and the Taylor series of the rest, at most ln(2) / 2 in size.
 static inline float exponential(float x) {
@@ -53,16 +56,28 @@ static inline float exponential(float x) {
     return rest * power;
 }
 
-static inline void softmax(float *scores, int64_t count) {
-    float largest = scores[0], total = 0;
-    for (int64_t j = 1; j < count; j++) largest = scores[j] > largest ? scores[j] : largest;
-    for (int64_t j = 0; j < count; j++) total += scores[j] = exponential(scores[j] - largest);
-    for (int64_t j = 0; j < count; j++) scores[j] /= total;
+static inline float largest_of(const float *x, int64_t count) {  // by lanes, which the compiler does not do by itself
+    float lanes[LANES], largest = x[0];
+    int64_t j = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = largest;
+    for (; j + LANES <= count; j += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = x[j + lane] > lanes[lane] ? x[j + lane] : lanes[lane];
+    for (; j < count; j++) largest = x[j] > largest ? x[j] : largest;
+    for (int64_t lane = 0; lane < LANES; lane++) largest = lanes[lane] > largest ? lanes[lane] : largest;
+    return largest;
 }
 
-INLINE void widen_rows(const element *from, float *to, int64_t rows, int64_t stride, int64_t width) {
+static inline void softmax(float *scores, int64_t count) {
+    const float largest = largest_of(scores, count);
+    float total = 0;
+    for (int64_t j = 0; j < count; j++) total += scores[j] = exponential(scores[j] - largest);
+    const float factor = 1 / total;
+    for (int64_t j = 0; j < count; j++) scores[j] *= factor;
+}
+
+INLINE void widen_rows(const element *from, float *to, int64_t rows, int64_t stride, int64_t width, int64_t to_row) {
     for (int64_t j = 0; j < rows; j++)
-        for (int64_t i = 0; i < width; i++) to[j * width + i] = widen(from[j * stride + i]);
+        for (int64_t i = 0; i < width; i++) to[j * to_row + i] = widen(from[j * stride + i]);
 }
 
 // Pointers that do not overlap let the compiler keep a query or a sum in registers.
@@ -81,7 +96,7 @@ INLINE void add_rows(const float *restrict weights, const float *restrict values
         for (int64_t i = 0; i < width; i++) sums[i] += weights[j] * values[j * width + i];
 }
 
-// One group of one text, by blocks of keys. It is inlined, so that loops over a constant width are unrolled.
+// One group of one token, by blocks of keys. It is inlined, so that loops over a constant width are unrolled.
 INLINE void attend_group(
     const element *query, const element *keys, const element *values, element *out, float *scratch, int64_t count,
     int64_t row, int64_t heads, int64_t width, float scale) {
@@ -90,30 +105,27 @@ INLINE void attend_group(
     for (int64_t i = 0; i < heads * width; i++) wide_query[i] = widen(query[i]) * scale, sums[i] = 0;
     for (int64_t j = 0; j < count; j += BLOCK) {
         const int64_t rows = count - j < BLOCK ? count - j : BLOCK;
-        widen_rows(keys + j * row, wide, rows, row, width);
+        widen_rows(keys + j * row, wide, rows, row, width, width);
         for (int64_t h = 0; h < heads; h++) score_rows(wide_query + h * width, wide, scores + h * count + j, rows, width);
     }
     for (int64_t h = 0; h < heads; h++) softmax(scores + h * count, count);
     for (int64_t j = 0; j < count; j += BLOCK) {
         const int64_t rows = count - j < BLOCK ? count - j : BLOCK;
-        widen_rows(values + j * row, wide, rows, row, width);
+        widen_rows(values + j * row, wide, rows, row, width, width);
         for (int64_t h = 0; h < heads; h++) add_rows(scores + h * count + j, wide, sums + h * width, rows, width);
     }
     for (int64_t i = 0; i < heads * width; i++) out[i] = narrow(sums[i]);
 }
 
-static int attend_text(const Tensors *all, const Shape *shape, const Text *text, int64_t group) {
+static int attend_token(const Tensors *all, const Shape *shape, const Token *token, int64_t group) {
     const int64_t width = shape->width, heads = shape->heads, row = shape->groups * width, offset = group * width;
-    memcpy(all->keys + text->place * row + offset, all->key + text->row * shape->key_row + offset, width * sizeof(element));
-    memcpy(all->values + text->place * row + offset, all->value + text->row * shape->value_row + offset,
-           width * sizeof(element));
-    float *scratch = malloc(sizeof(float) * (2 * heads * width + BLOCK * width + heads * text->count));
+    float *scratch = malloc(sizeof(float) * (2 * heads * width + BLOCK * width + heads * token->count));
     if (!scratch) return 1;
-    const int64_t first_head = (text->row * shape->groups + group) * heads * width;
+    const int64_t first_head = (token->row * shape->groups + group) * heads * width;
     const element *query = all->query + first_head;
-    const element *keys = all->keys + text->first * row + offset, *values = all->values + text->first * row + offset;
+    const element *keys = all->keys + token->first * row + offset, *values = all->values + token->first * row + offset;
     element *out = all->out + first_head;
-#define ATTEND(width) attend_group(query, keys, values, out, scratch, text->count, row, heads, width, shape->scale)
+#define ATTEND(width) attend_group(query, keys, values, out, scratch, token->count, row, heads, width, shape->scale)
     if (width == 64) ATTEND(64);
     else if (width == 128) ATTEND(128);
     else ATTEND(width);
@@ -121,12 +133,95 @@ static int attend_text(const Tensors *all, const Shape *shape, const Text *text,
     return 0;
 }
 
-// Stores the new keys and values and computes `out`; returns 0, or 1 if memory is short.
-int attend(const Tensors *all, const Shape *shape, const Text *texts) {
+// Adds left [ROWS, depth] times right [depth, LANES] to `sums`.
+INLINE void multiply(const float *left, int64_t left_row, const float *right, int64_t right_row, int64_t depth,
+                     float *sums, int64_t sums_row) {
+    Vector total[ROWS];
+    for (int64_t r = 0; r < ROWS; r++) total[r] = *(const Vector *)(sums + r * sums_row);
+    for (int64_t k = 0; k < depth; k++) {
+        const Vector factors = *(const Vector *)(right + k * right_row);
+        for (int64_t r = 0; r < ROWS; r++) total[r] += left[r * left_row + k] * factors;
+    }
+    for (int64_t r = 0; r < ROWS; r++) *(Vector *)(sums + r * sums_row) = total[r];
+}
+
+// The matrices of a block of tokens: a row for each of their query heads, and the keys or values of a tile.
+typedef struct { float *queries, *scores, *sums, *tile; int64_t rows, columns, wide; } Block;
+
+INLINE void score_block(const Block *it, const element *keys, int64_t row, int64_t count, int64_t width) {
+    for (int64_t j = 0; j < it->columns; j += LANES) {
+        for (int64_t lane = 0; lane < LANES; lane++)
+            for (int64_t i = 0; i < width; i++)
+                it->tile[i * LANES + lane] = j + lane < count ? widen(keys[(j + lane) * row + i]) : 0;
+        for (int64_t r = 0; r < it->rows; r += ROWS)
+            multiply(it->queries + r * width, width, it->tile, LANES, width, it->scores + r * it->columns + j, it->columns);
+    }
+}
+
+INLINE void add_block(const Block *it, const element *values, int64_t row, int64_t count, int64_t width) {
+    for (int64_t j = 0; j < count; j += TILE) {
+        const int64_t depth = count - j < TILE ? count - j : TILE;
+        widen_rows(values + j * row, it->tile, depth, row, width, it->wide);
+        for (int64_t r = 0; r < it->rows; r += ROWS)
+            for (int64_t c = 0; c < it->wide; c += LANES)
+                multiply(it->scores + r * it->columns + j, it->columns, it->tile + c, it->wide, depth,
+                         it->sums + r * it->wide + c, it->wide);
+    }
+}
+
+// Several new tokens of one text, which see mostly the same keys: those from the first one's first to the last one's last.
+static int attend_block(const Tensors *all, const Shape *shape, const Token *tokens, int64_t count, int64_t group) {
+    const int64_t width = shape->width, heads = shape->heads, row = shape->groups * width, offset = group * width;
+    const int64_t low = tokens[0].first, seen = tokens[count - 1].first + tokens[count - 1].count - low;
+    Block it = {.rows = UP(count * heads, ROWS), .columns = UP(seen, LANES), .wide = UP(width, LANES)};
+    float *scratch = calloc(it.rows * (width + it.columns + it.wide) + TILE * it.wide, sizeof(float));
+    if (!scratch) return 1;
+    it.queries = scratch, it.scores = it.queries + it.rows * width, it.sums = it.scores + it.rows * it.columns;
+    it.tile = it.sums + it.rows * it.wide;
+    for (int64_t r = 0; r < count * heads; r++) {
+        const int64_t head = (tokens[r / heads].row * shape->groups + group) * heads + r % heads;
+        for (int64_t i = 0; i < width; i++) it.queries[r * width + i] = widen(all->query[head * width + i]) * shape->scale;
+    }
+    const element *keys = all->keys + low * row + offset, *values = all->values + low * row + offset;
+    if (width == 64) score_block(&it, keys, row, seen, 64);
+    else if (width == 128) score_block(&it, keys, row, seen, 128);
+    else score_block(&it, keys, row, seen, width);
+    for (int64_t r = 0; r < count * heads; r++) {
+        float *scores = it.scores + r * it.columns;
+        const int64_t first = tokens[r / heads].first - low, end = first + tokens[r / heads].count;
+        softmax(scores + first, end - first);
+        memset(scores, 0, first * sizeof(float));
+        memset(scores + end, 0, (it.columns - end) * sizeof(float));
+    }
+    memset(it.tile, 0, TILE * it.wide * sizeof(float));
+    if (width == 64) add_block(&it, values, row, seen, 64);
+    else if (width == 128) add_block(&it, values, row, seen, 128);
+    else add_block(&it, values, row, seen, width);
+    for (int64_t r = 0; r < count * heads; r++) {
+        const int64_t head = (tokens[r / heads].row * shape->groups + group) * heads + r % heads;
+        for (int64_t i = 0; i < width; i++) all->out[head * width + i] = narrow(it.sums[r * it.wide + i]);
+    }
+    free(scratch);
+    return 0;
+}
+
+// Stores the new keys and values and computes `out`; returns 0, or 1 if memory is short. Tokens from `starts[i]` up to
+// `starts[i + 1]` belong to one text.
+int attend(const Tensors *all, const Shape *shape, const Token *tokens, const int64_t *starts) {
+    const int64_t row = shape->groups * shape->width, size = row * sizeof(element);
     int failed = 0;
-#pragma omp parallel for reduction(| : failed)
-    for (int64_t i = 0; i < shape->texts * shape->groups; i++)
-        failed |= attend_text(all, shape, texts + i / shape->groups, i % shape->groups);
+#pragma omp parallel for if (shape->tokens > 64)
+    for (int64_t i = 0; i < shape->tokens; i++) {
+        memcpy(all->keys + tokens[i].place * row, all->key + tokens[i].row * shape->key_row, size);
+        memcpy(all->values + tokens[i].place * row, all->value + tokens[i].row * shape->value_row, size);
+    }
+#pragma omp parallel for schedule(dynamic) reduction(| : failed)
+    for (int64_t i = 0; i < shape->blocks * shape->groups; i++) {
+        const int64_t block = i / shape->groups, count = starts[block + 1] - starts[block];
+        const Token *first = tokens + starts[block];
+        failed |= count == 1 ? attend_token(all, shape, first, i % shape->groups)
+                             : attend_block(all, shape, first, count, i % shape->groups);
+    }
     return failed;
 }
 

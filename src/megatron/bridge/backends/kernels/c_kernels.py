@@ -83,39 +83,55 @@ class _Tensors(ctypes.Structure):
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("key_row", "value_row", "texts", "groups", "heads", "width")),
+        *((name, ctypes.c_int64) for name in ("key_row", "value_row", "tokens", "blocks", "groups", "heads", "width")),
         ("scale", ctypes.c_float),
     ]
 
 
 def attend(
-    new: tuple[Tensor, Tensor, Tensor], caches: tuple[Tensor, Tensor], texts: Tensor, scale: float, out: Tensor
+    new: tuple[Tensor, Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    tokens: Tensor,
+    starts: Tensor,
+    scale: float,
+    out: Tensor,
 ) -> None:
-    """Store the new keys and values in the caches, and write attention to the texts' rows of ``out``.
+    """Store the new keys and values in the caches, and write attention to the tokens' rows of ``out``.
 
     Args:
         new: queries [rows, h, d], keys and values [rows, g, d].
-        caches: keys and values [tokens, g, d], contiguous.
-        texts: int64 [texts, 4]: the row of each text, the place of its new token in the caches, and the first place
-            and the number of the keys that it sees.
+        caches: keys and values [places, g, d], contiguous.
+        tokens: int64 [tokens, 4]: the row of each token, its place in the caches, and the first place and the number
+            of the keys that it sees.
+        starts: int64 [blocks + 1]: where blocks of tokens begin. The tokens of a block follow each other in one text,
+            and a kernel computes them together.
         out: [rows, h, d], contiguous.
     """
-    torch.ops.megatron_bridge.decode_attention(*new, *caches, texts, scale, out)
+    torch.ops.megatron_bridge.cached_attention(*new, *caches, tokens, starts, scale, out)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, texts: Tensor, scale: float, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    scale: float,
+    out: Tensor,
 ) -> None:
     query, key, value = query.contiguous(), key.flatten(1), value.flatten(1)
     assert key.stride(1) == value.stride(1) == 1, "the features of a token lie side by side"
     groups, width = keys.shape[1:]
     heads = query.size(1) // groups
-    shape = _Shape(key.stride(0), value.stride(0), len(texts), groups, heads, width, scale)
+    shape = _Shape(key.stride(0), value.stride(0), len(tokens), len(starts) - 1, groups, heads, width, scale)
     tensors = _Tensors(*(tensor.data_ptr() for tensor in (query, key, value, keys, values, out)))
     library = _library(query.dtype)
     assert library is not None, "is_supported() comes first"
-    if library.attend(ctypes.byref(tensors), ctypes.byref(shape), ctypes.c_void_p(texts.data_ptr())):
-        raise MemoryError(f"no memory for the scores of {len(texts)} texts")
+    tables = (ctypes.c_void_p(table.data_ptr()) for table in (tokens, starts))
+    if library.attend(ctypes.byref(tensors), ctypes.byref(shape), *tables):
+        raise MemoryError(f"no memory for the attention scores of {len(tokens)} tokens")
 
 
 @functools.cache
@@ -158,7 +174,7 @@ def _define(name: str, function: Callable[..., object], *mutates: str) -> Any:
 
 
 FUNCTIONS = {
-    _define("decode_attention", _attend, "keys", "values", "out"): _attend,
+    _define("cached_attention", _attend, "keys", "values", "out"): _attend,
     _define("rms_norm", _rms_norm): _rms_norm,
     _define("rotate", _rotate): _rotate,
     _define("swiglu", _swiglu): _swiglu,
