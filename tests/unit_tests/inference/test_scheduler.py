@@ -117,6 +117,21 @@ def make_text(draw):
     return Text(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40), **whole)
 
 
+@pytest.mark.parametrize(("rows", "counts"), [(8, [[1, 8], [1, 8], [1, 1, 8]]), (25, [[1, 8, 8, 8], [1, 1, 1]])])
+def test_chunks_join_single_tokens(rows, counts):
+    """A step computes as many chunks as fit, and at least one beside the single tokens of other texts."""
+    scheduler = Scheduler(Limits(tokens=640, requests=8, chunk=8, rows=rows, reuses=False))
+    for length in (1, 16, 8):
+        scheduler.add(Text([7] * length, length, length + 9))
+    for expected in counts:
+        plan = scheduler.plan()
+        assert [work.count for work in plan.work] == expected
+        sampled = [work.text for work in plan.work if work.samples]
+        scheduler.commit(plan)
+        for text in sampled:
+            text.tokens.append(9)
+
+
 def test_a_text_that_can_never_fit_is_a_mistake_of_the_caller():
     with pytest.raises(AssertionError, match=r"Engine\.check"):
         Scheduler(Limits(tokens=64, requests=1)).add(Text([1], 1, 100))

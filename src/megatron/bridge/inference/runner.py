@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
+from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.decoding.step import Span, Step
 from megatron.bridge.backends.kernels import c_kernels
 from megatron.bridge.inference.adapter_bank import AdapterNames
@@ -22,6 +23,9 @@ from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
 from megatron.bridge.inference.sampling import Output, choose_outputs
 from megatron.bridge.inference.scheduler import Plan
+
+_MANY_ROWS = 64
+"""A step of so many rows takes 100 times as long as to return its memory to the system."""
 
 Pixels = Callable[[Sequence[Any]], dict[str, Tensor]]
 """Convert references to images and videos to the inputs of a vision tower."""
@@ -68,6 +72,8 @@ class Runner:
         self._state.begin(step, [output.row for output in outputs])
         self._adapters.begin(plan, self._state.device)
         logits = self._forward(ids, step, self._inputs(plan, step))
+        if step.rows >= _MANY_ROWS and self._state.device.type == "cpu":
+            allocator.trim()
         if logits is None or not _answers():
             return None
         logits = logits[0, : len(outputs), : self._vocabulary]

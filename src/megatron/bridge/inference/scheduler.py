@@ -237,7 +237,7 @@ class Scheduler:
                 self._append(plan, text, text.computed, 1)
         for text in self.running:
             self._plan_prompt(text, plan)
-        while self.waiting and self._has_room(plan, self.waiting[0]):
+        while self.waiting and self._has_room(plan, self.waiting[0], 0):
             if not self._admit(self.waiting[0], plan):
                 break
             self._plan_prompt(self.running[-1], plan)
@@ -254,18 +254,21 @@ class Scheduler:
                     if end > work.start:
                         self._chunks.setdefault(key, text)
 
-    def _has_room(self, plan: Plan, text: Text) -> bool:
+    def _has_room(self, plan: Plan, text: Text, start: int) -> bool:
+        """Return whether the tokens of a prompt from ``start`` on join the step; one chunk joins any single tokens."""
         if text.images is not None and plan.images is not None:  # a step encodes the images of only one text
             return False
-        if text.is_whole and plan.rows <= len(self.running):  # long prompts would wait until no text runs
-            return True
+        return plan.rows <= len(self.running) or plan.rows + self._chunk(text, start) <= self.limits.rows
+
+    def _chunk(self, text: Text, start: int) -> int:
+        """Return the number of tokens of a prompt that are computed together from ``start`` on."""
         chunk = text.chunked if text.is_whole else self.limits.chunk
-        return not plan.rows or plan.rows + chunk <= self.limits.rows
+        return min(chunk - start % chunk, text.chunked - start)
 
     def _plan_prompt(self, text: Text, plan: Plan) -> None:
-        start, chunk = text.computed, text.chunked if text.is_whole else self.limits.chunk
-        while start < text.chunked and self._has_room(plan, text):
-            count = min(chunk - start % chunk, text.chunked - start)
+        start = text.computed
+        while start < text.chunked and self._has_room(plan, text, start):
+            count = self._chunk(text, start)
             self._append(plan, text, start, count)
             start += count
 
