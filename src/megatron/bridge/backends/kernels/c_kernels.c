@@ -30,7 +30,7 @@ static inline element narrow(float x) { return x; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64 };
+enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, SCORES = 1 << 22 };
 
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 #define UP(count, multiple) (((count) + (multiple) - 1) / (multiple) * (multiple))
@@ -205,6 +205,18 @@ static int attend_block(const Tensors *all, const Shape *shape, const Token *tok
     return 0;
 }
 
+// Tokens of one text, as many at a time as the scores in memory allow.
+static int attend_tokens(const Tensors *all, const Shape *shape, const Token *tokens, int64_t count, int64_t group) {
+    const int64_t seen = tokens[count - 1].first + tokens[count - 1].count - tokens[0].first;
+    const int64_t most = SCORES / (shape->heads * seen), size = most < 1 ? 1 : most;
+    int failed = 0;
+    for (int64_t i = 0; i < count; i += size) {
+        const int64_t part = count - i < size ? count - i : size;
+        failed |= part == 1 ? attend_token(all, shape, tokens + i, group) : attend_block(all, shape, tokens + i, part, group);
+    }
+    return failed;
+}
+
 // Stores the new keys and values and computes `out`; returns 0, or 1 if memory is short. Tokens from `starts[i]` up to
 // `starts[i + 1]` belong to one text.
 int attend(const Tensors *all, const Shape *shape, const Token *tokens, const int64_t *starts) {
@@ -217,10 +229,8 @@ int attend(const Tensors *all, const Shape *shape, const Token *tokens, const in
     }
 #pragma omp parallel for schedule(dynamic) reduction(| : failed)
     for (int64_t i = 0; i < shape->blocks * shape->groups; i++) {
-        const int64_t block = i / shape->groups, count = starts[block + 1] - starts[block];
-        const Token *first = tokens + starts[block];
-        failed |= count == 1 ? attend_token(all, shape, first, i % shape->groups)
-                             : attend_block(all, shape, first, count, i % shape->groups);
+        const int64_t *start = starts + i / shape->groups;
+        failed |= attend_tokens(all, shape, tokens + start[0], start[1] - start[0], i % shape->groups);
     }
     return failed;
 }

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """C kernels for generation on CPUs, which this machine's compiler translates at first use.
 
-Attention of one new token of each text: PyTorch's kernel attends to the keys of one text a call, and packs bfloat16
-keys anew each time. 30 layers with 32 texts of 100 tokens took 80 ms (float32: 57 ms) on one core, this kernel 8 ms
-(9 ms). RMSNorm, rotary embeddings and SwiGLU are one call each, where PyTorch has 5 to 9 operators of a few rows.
+Attention to the keys of several texts: PyTorch's kernel attends to those of one text a call, and packs bfloat16 keys
+anew each time. With one new token of each of 32 texts of 100 tokens, 30 layers took 80 ms (float32: 57 ms) on one core,
+this kernel 8 ms (9 ms); a layer of a prompt of 75 tokens took 0.36 ms, here 0.19 ms, and of 2,400 tokens 110 ms and
+91 ms. RMSNorm, rotary embeddings and SwiGLU are one call each, where PyTorch has 5 to 9 operators of a few rows.
 Without a C compiler, PyTorch's operators are used.
 """
 
