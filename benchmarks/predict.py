@@ -19,7 +19,7 @@ from megatron.bridge.autotune.ledger import spread
 from megatron.bridge.autotune.search.candidate import FULL_RECOMPUTE, NO_RECOMPUTE, Candidate, Recompute
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.time.simulate import makespan
-from megatron.bridge.recipes.catalog import catalog, find
+from megatron.bridge.recipes.catalog import catalog
 
 PRETRAIN = "_pretrain_config"
 ALIASES = {"nemotron340b": "nemotron4340b", "nemotron15b": "nemotron415b"}
@@ -100,7 +100,7 @@ def _plain(name: str) -> str:
 
 
 def _resolved(start: str) -> Any:
-    recipe = find(start + PRETRAIN)
+    recipe = catalog()[start + PRETRAIN]
     return recipe.build().resolve(recipe.gpus).config
 
 

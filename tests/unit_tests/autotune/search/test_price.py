@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quick memory of a layout against the exact count on the sharded model."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.bridge.autotune.memory import memory_per_rank
@@ -55,3 +57,11 @@ def test_a_model_whose_experts_overlap_is_priced():
     price = Pricer(config, 2, "H100 80GB").price(candidate_of(config))
     config.model.overlap_moe_expert_parallel_comm = False
     assert price.seconds < Pricer(config, 2, "H100 80GB").price(candidate_of(config)).seconds
+
+
+def test_a_given_layout_is_priced_as_it_is():
+    config = configured(provider("llama", 14, **{PP: 2})).resolve(2).config
+    pricer, even = Pricer(config, 2, "H100 80GB"), candidate_of(config)
+    given = replace(even, virtual=8, layout="|".join(["E", *["t"] * 14, "L"]))  # fewer layers than chunks
+    assert pricer.divide(given) == (given, [0, *[1] * 14, 0])
+    assert pricer.price(given).prediction.split["bubble"] < pricer.price(even).prediction.split["bubble"]
