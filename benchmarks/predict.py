@@ -28,7 +28,11 @@ ALIASES = {"nemotron340b": "nemotron4340b", "nemotron15b": "nemotron415b"}
 GPT_SIZES = {"gpt70b": (80, 8192, 64), "gpt177b": (96, 12288, 96), "gpt314b": (96, 16384, 128)}
 """Layers, hidden size and heads of the models in Megatron-LM's table."""
 
-LLAMA_PAPER = {"virtual": 8, "layout": "|".join(["E", *["t"] * 126, "L"])}
+LLAMA_PAPER = {
+    "virtual": 8,
+    "layout": "|".join(["E", *["t"] * 126, "L"]),
+    "switches": (("model.cp_comm_type", "all_gather"),),
+}
 """What "The Llama 3 Herd of Models" (2024), section 3.3.2, says about its runs on 16 stages, beside its table 4: the
 first chunk has only the embedding and the last one only the output layer, because one layer was taken from each. So a
 chunk has one layer: 126 layers and two empty chunks on 16 stages are 8 chunks a stage. Keys are all-gathered."""
@@ -106,8 +110,8 @@ def _resolved(start: str) -> Any:
 
 def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row:
     gpus, length = int(line["gpus"]), int(line["seq"])
-    candidate, is_paper = _candidate(line, config), line["source"].startswith("Llama 3 paper")
-    if is_paper and candidate.pipeline == 16:
+    candidate = _candidate(line, config)
+    if line["source"].startswith("Llama 3 paper") and candidate.pipeline == 16:
         candidate = replace(candidate, **LLAMA_PAPER)
     ranks = candidate.tensor * candidate.context * candidate.pipeline
     replicas = int(line["dp"] or gpus // ranks)
@@ -117,7 +121,7 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     config.model.fp8 = "hybrid" if quantized else None
     config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
     config.model.tp_comm_overlap = candidate.tensor > 1
-    config.model.cp_comm_type = "all_gather" if is_paper else "p2p"
+    config.model.cp_comm_type = "p2p"
     price = Pricer(config, gpus, card).price(candidate, makespan)
     assert price is not None, line
     step = price.prediction

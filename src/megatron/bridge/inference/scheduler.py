@@ -182,7 +182,7 @@ class Limits:
     tokens: int  # tokens of the caches
     requests: int  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that one step computes together
-    rows: int = 1024  # maximum new tokens in a step, unless a single chunk is longer
+    rows: int = 1024  # maximum new tokens in a step, but one chunk fits beside any number of single tokens
     reserve: int = 256  # generated tokens for which a text initially gets memory; it grows when needed
     reuses: bool = True  # whether a text can reuse the caches of another text with the same prefix
 

@@ -19,9 +19,6 @@ from megatron.bridge.backends.kernels import c_kernels
 
 _New = tuple[Tensor, Tensor, Tensor]  # queries [rows, h, d], keys [rows, g, d], values [rows, g, dv]
 
-_BLOCK = 32
-"""Tokens of a text that the C kernel computes together."""
-
 
 class AttentionCache:
     """Keys and values, attached to a ``TorchAttention`` as its ``cache``.
@@ -100,9 +97,8 @@ class AttentionCache:
         tokens = self.step.table(core.first_key(self.step.positions))
         if isinstance(self.step, SingleTokens):
             return tokens, torch.arange(len(tokens) + 1)
-        parts = [torch.arange(span.row, span.row + span.count) for span in spans]
-        sizes = [len(block) for part in parts for block in part.split(_BLOCK)]
-        return tokens[torch.cat(parts)], torch.tensor([0, *sizes]).cumsum(0)
+        rows = [row for span in spans for row in range(span.row, span.row + span.count)]
+        return tokens[rows], torch.tensor([0, *(span.count for span in spans)]).cumsum(0)
 
     def repeats_kernels(self, core: Any) -> bool:
         """Return whether all steps of one token per text call the same kernels."""

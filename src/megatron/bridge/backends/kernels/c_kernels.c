@@ -30,7 +30,7 @@ static inline element narrow(float x) { return x; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, SCORES = 1 << 22 };
+enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, TOKENS = 32, SCORES = 1 << 22 };
 
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 #define UP(count, multiple) (((count) + (multiple) - 1) / (multiple) * (multiple))
@@ -43,7 +43,7 @@ typedef struct { int64_t row, place, first, count; } Token;
 typedef struct { const element *query, *key, *value; element *keys, *values, *out; } Tensors;
 
 // Distances of rows of new keys and values, in elements; `heads` query heads share a group's key head.
-typedef struct { int64_t key_row, value_row, tokens, blocks, groups, heads, width; float scale; } Shape;
+typedef struct { int64_t key_row, value_row, tokens, texts, groups, heads, width; float scale; } Shape;
 
 // exp(x) for x <= 0: 2^n by its bits, and the Taylor series of the rest, at most ln(2) / 2 in size.
 static inline float exponential(float x) {
@@ -96,10 +96,14 @@ INLINE void add_rows(const float *restrict weights, const float *restrict values
         for (int64_t i = 0; i < width; i++) sums[i] += weights[j] * values[j * width + i];
 }
 
-// One group of one token, by blocks of keys. It is inlined, so that loops over a constant width are unrolled.
+// Calls a function with a usual width as a constant, for which the compiler unrolls its loops.
+#define BY_WIDTH(function, ...) \
+    (width == 64 ? function(__VA_ARGS__, 64) : width == 128 ? function(__VA_ARGS__, 128) : function(__VA_ARGS__, width))
+
+// One group of one token, by blocks of keys.
 INLINE void attend_group(
     const element *query, const element *keys, const element *values, element *out, float *scratch, int64_t count,
-    int64_t row, int64_t heads, int64_t width, float scale) {
+    int64_t row, int64_t heads, float scale, int64_t width) {
     float *wide_query = scratch, *sums = wide_query + heads * width, *wide = sums + heads * width;
     float *scores = wide + BLOCK * width;
     for (int64_t i = 0; i < heads * width; i++) wide_query[i] = widen(query[i]) * scale, sums[i] = 0;
@@ -125,10 +129,7 @@ static int attend_token(const Tensors *all, const Shape *shape, const Token *tok
     const element *query = all->query + first_head;
     const element *keys = all->keys + token->first * row + offset, *values = all->values + token->first * row + offset;
     element *out = all->out + first_head;
-#define ATTEND(width) attend_group(query, keys, values, out, scratch, token->count, row, heads, width, shape->scale)
-    if (width == 64) ATTEND(64);
-    else if (width == 128) ATTEND(128);
-    else ATTEND(width);
+    BY_WIDTH(attend_group, query, keys, values, out, scratch, token->count, row, heads, shape->scale);
     free(scratch);
     return 0;
 }
@@ -169,69 +170,85 @@ INLINE void add_block(const Block *it, const element *values, int64_t row, int64
     }
 }
 
-// Several new tokens of one text, which see mostly the same keys: those from the first one's first to the last one's last.
+// The head that row `r` of a block belongs to.
+static inline int64_t head_of(const Shape *shape, const Token *tokens, int64_t r, int64_t group) {
+    return (tokens[r / shape->heads].row * shape->groups + group) * shape->heads + r % shape->heads;
+}
+
+static inline int64_t keys_of(const Token *tokens, int64_t count) {  // from the first token's first to the last one's last
+    return tokens[count - 1].first + tokens[count - 1].count - tokens[0].first;
+}
+
+// Replaces the scores by weights: zeros for keys that a token does not see.
+static void weigh_block(const Block *it, const Shape *shape, const Token *tokens, int64_t count) {
+    for (int64_t r = 0; r < count * shape->heads; r++) {
+        float *scores = it->scores + r * it->columns;
+        const Token *token = tokens + r / shape->heads;
+        const int64_t first = token->first - tokens[0].first, end = first + token->count;
+        softmax(scores + first, token->count);
+        memset(scores, 0, first * sizeof(float));
+        memset(scores + end, 0, (it->columns - end) * sizeof(float));
+    }
+}
+
+// Several new tokens of one text, which see mostly the same keys.
 static int attend_block(const Tensors *all, const Shape *shape, const Token *tokens, int64_t count, int64_t group) {
-    const int64_t width = shape->width, heads = shape->heads, row = shape->groups * width, offset = group * width;
-    const int64_t low = tokens[0].first, seen = tokens[count - 1].first + tokens[count - 1].count - low;
-    Block it = {.rows = UP(count * heads, ROWS), .columns = UP(seen, LANES), .wide = UP(width, LANES)};
+    const int64_t width = shape->width, row = shape->groups * width, seen = keys_of(tokens, count);
+    const int64_t used = count * shape->heads, first = tokens[0].first * row + group * width;
+    Block it = {.rows = UP(used, ROWS), .columns = UP(seen, LANES), .wide = UP(width, LANES)};
     float *scratch = calloc(it.rows * (width + it.columns + it.wide) + TILE * it.wide, sizeof(float));
     if (!scratch) return 1;
     it.queries = scratch, it.scores = it.queries + it.rows * width, it.sums = it.scores + it.rows * it.columns;
     it.tile = it.sums + it.rows * it.wide;
-    for (int64_t r = 0; r < count * heads; r++) {
-        const int64_t head = (tokens[r / heads].row * shape->groups + group) * heads + r % heads;
-        for (int64_t i = 0; i < width; i++) it.queries[r * width + i] = widen(all->query[head * width + i]) * shape->scale;
+    for (int64_t r = 0; r < used; r++) {
+        const element *query = all->query + head_of(shape, tokens, r, group) * width;
+        for (int64_t i = 0; i < width; i++) it.queries[r * width + i] = widen(query[i]) * shape->scale;
     }
-    const element *keys = all->keys + low * row + offset, *values = all->values + low * row + offset;
-    if (width == 64) score_block(&it, keys, row, seen, 64);
-    else if (width == 128) score_block(&it, keys, row, seen, 128);
-    else score_block(&it, keys, row, seen, width);
-    for (int64_t r = 0; r < count * heads; r++) {
-        float *scores = it.scores + r * it.columns;
-        const int64_t first = tokens[r / heads].first - low, end = first + tokens[r / heads].count;
-        softmax(scores + first, end - first);
-        memset(scores, 0, first * sizeof(float));
-        memset(scores + end, 0, (it.columns - end) * sizeof(float));
-    }
-    memset(it.tile, 0, TILE * it.wide * sizeof(float));
-    if (width == 64) add_block(&it, values, row, seen, 64);
-    else if (width == 128) add_block(&it, values, row, seen, 128);
-    else add_block(&it, values, row, seen, width);
-    for (int64_t r = 0; r < count * heads; r++) {
-        const int64_t head = (tokens[r / heads].row * shape->groups + group) * heads + r % heads;
-        for (int64_t i = 0; i < width; i++) all->out[head * width + i] = narrow(it.sums[r * it.wide + i]);
+    BY_WIDTH(score_block, &it, all->keys + first, row, seen);
+    weigh_block(&it, shape, tokens, count);
+    BY_WIDTH(add_block, &it, all->values + first, row, seen);
+    for (int64_t r = 0; r < used; r++) {
+        element *out = all->out + head_of(shape, tokens, r, group) * width;
+        for (int64_t i = 0; i < width; i++) out[i] = narrow(it.sums[r * it.wide + i]);
     }
     free(scratch);
     return 0;
 }
 
-// Tokens of one text, as many at a time as the scores in memory allow.
-static int attend_tokens(const Tensors *all, const Shape *shape, const Token *tokens, int64_t count, int64_t group) {
-    const int64_t seen = tokens[count - 1].first + tokens[count - 1].count - tokens[0].first;
-    const int64_t most = SCORES / (shape->heads * seen), size = most < 1 ? 1 : most;
+// The tokens of a text that are computed together: as many as the memory for their scores allows.
+static int64_t block_size(const Shape *shape, const Token *tokens, int64_t count) {
+    const int64_t most = count < TOKENS ? count : TOKENS, fit = SCORES / (shape->heads * keys_of(tokens, most));
+    return fit < 1 ? 1 : fit < most ? fit : most;
+}
+
+static int attend_blocks(const Tensors *all, const Shape *shape, const Token *tokens, const int64_t *begins, int64_t blocks) {
     int failed = 0;
-    for (int64_t i = 0; i < count; i += size) {
-        const int64_t part = count - i < size ? count - i : size;
-        failed |= part == 1 ? attend_token(all, shape, tokens + i, group) : attend_block(all, shape, tokens + i, part, group);
+#pragma omp parallel for schedule(dynamic) reduction(| : failed)
+    for (int64_t i = 0; i < blocks * shape->groups; i++) {
+        const int64_t group = i % shape->groups, *begin = begins + i / shape->groups, count = begin[1] - begin[0];
+        failed |= count == 1 ? attend_token(all, shape, tokens + begin[0], group)
+                             : attend_block(all, shape, tokens + begin[0], count, group);
     }
     return failed;
 }
 
-// Stores the new keys and values and computes `out`; returns 0, or 1 if memory is short. Tokens from `starts[i]` up to
-// `starts[i + 1]` belong to one text.
+// Stores the new keys and values and computes `out`; returns 0, or 1 if memory is short. The tokens from `starts[i]` up
+// to `starts[i + 1]` follow each other in one text.
 int attend(const Tensors *all, const Shape *shape, const Token *tokens, const int64_t *starts) {
     const int64_t row = shape->groups * shape->width, size = row * sizeof(element);
-    int failed = 0;
 #pragma omp parallel for if (shape->tokens > 64)
     for (int64_t i = 0; i < shape->tokens; i++) {
         memcpy(all->keys + tokens[i].place * row, all->key + tokens[i].row * shape->key_row, size);
         memcpy(all->values + tokens[i].place * row, all->value + tokens[i].row * shape->value_row, size);
     }
-#pragma omp parallel for schedule(dynamic) reduction(| : failed)
-    for (int64_t i = 0; i < shape->blocks * shape->groups; i++) {
-        const int64_t *start = starts + i / shape->groups;
-        failed |= attend_tokens(all, shape, tokens + start[0], start[1] - start[0], i % shape->groups);
-    }
+    int64_t blocks = 0, *begins = malloc((shape->tokens + 1) * sizeof *begins);
+    if (!begins) return 1;
+    for (int64_t text = 0; text < shape->texts; text++)
+        for (int64_t i = starts[text]; i < starts[text + 1]; i += block_size(shape, tokens + i, starts[text + 1] - i))
+            begins[blocks++] = i;
+    begins[blocks] = shape->tokens;
+    const int failed = attend_blocks(all, shape, tokens, begins, blocks);
+    free(begins);
     return failed;
 }
 

@@ -84,7 +84,7 @@ class _Tensors(ctypes.Structure):
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("key_row", "value_row", "tokens", "blocks", "groups", "heads", "width")),
+        *((name, ctypes.c_int64) for name in ("key_row", "value_row", "tokens", "texts", "groups", "heads", "width")),
         ("scale", ctypes.c_float),
     ]
 
@@ -104,8 +104,7 @@ def attend(
         caches: keys and values [places, g, d], contiguous.
         tokens: int64 [tokens, 4]: the row of each token, its place in the caches, and the first place and the number
             of the keys that it sees.
-        starts: int64 [blocks + 1]: where blocks of tokens begin. The tokens of a block follow each other in one text,
-            and a kernel computes them together.
+        starts: int64 [texts + 1]: bounds of the tokens of each text, which follow each other there.
         out: [rows, h, d], contiguous.
     """
     torch.ops.megatron_bridge.cached_attention(*new, *caches, tokens, starts, scale, out)

@@ -100,7 +100,7 @@ def local_folder(model: str | Path) -> Path | None:
 
 
 def check_folder(directory: Path) -> None:
-    """Refuse what would read something else than the model: pipes, devices, and links that lead out of the folder."""
+    """Refuse files that are not the model's own: pipes, devices, and links that lead out of the folder."""
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":  # the hub's cache keeps the files themselves in a folder beside it

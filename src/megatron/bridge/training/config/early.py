@@ -73,7 +73,7 @@ def _is_of_blocks(item: str) -> bool:
 
 
 def _is_known(key: str) -> bool:
-    """Return whether ``key`` is a key of the blocks, or surely is meant to be one."""
+    """Return whether ``key`` is a key of ``EarlyConfig`` or a misspelling of one."""
     block, _, name = key.rpartition(".")
     is_foreign = (not block or block in _KEYS) and name in OTHER_NAMES
     is_slip = f"{block}{name}".isidentifier() and misspelling(key, _KEYS)
