@@ -122,6 +122,8 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
     config.model.tp_comm_overlap = candidate.tensor > 1
     config.model.cp_comm_type = "p2p"
+    if line["source"].startswith("Megatron-Bridge") and config.model.num_moe_experts:
+        config.model.moe_token_dispatcher_type = "flex"  # so do most of NVIDIA's perf_recipes, with HybridEP or DeepEP
     price = Pricer(config, gpus, card).price(candidate, makespan)
     assert price is not None, line
     step = price.prediction

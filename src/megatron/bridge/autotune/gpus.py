@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.autotune.efficiency import EFFICIENCY, Efficiency
 from megatron.bridge.backends.hardware.device_flops import BF16_TFLOPS
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.config import yaml_text
@@ -23,15 +24,24 @@ class Gpu:
     nvlink: float  # bytes per second to the other GPUs of its NVLink domain
     network: float  # bytes per second of its network adapter
     domain: int = 8  # GPUs that NVLink connects
+    efficiency: Efficiency = EFFICIENCY["Hopper"]
 
 
 def _gpu(
-    name: str, memory: int, fp8: float, fp4: float, bandwidth: float, nvlink: int, network: int, domain: int = 8
+    name: str,
+    generation: str,
+    memory: int,
+    fp8: float,
+    fp4: float,
+    bandwidth: float,
+    nvlink: int,
+    network: int,
+    domain: int = 8,
 ) -> Gpu:
     """Return a row of the table from GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
     peak = BF16_TFLOPS[name] * 1e12
     rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
-    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain)
+    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain, EFFICIENCY[generation])
 
 
 GPUS: dict[str, Gpu] = {name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()}

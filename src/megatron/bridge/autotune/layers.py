@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.bridge.autotune.time.work import LayerShape, Matrix
-from megatron.bridge.models.flops import operations_between
+from megatron.bridge.models.flops import head_widths, keys_seen, operations_between
 
 INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 
@@ -39,7 +39,10 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         keys=_keys(attention),
         weights=whole - dispatched,
         expert_weights=dispatched // _local_experts(layer),
+        seen=keys_seen(attention, length) if attention is not None else 1.0,
+        head=head_widths(attention.config)[1] if attention is not None else 0,
         expert_biases=any(is_dispatched(path) and "bias" in path for path, _, _ in numbers),
+        clamped=getattr(layer.config, "activation_func_clamp_value", None) is not None,
         trained=sum(count for _, count, trained in numbers if trained) / max(whole, 1),
     )
 

@@ -105,6 +105,7 @@ def run_of(config: ConfigContainer) -> Run:
         sequence_parallel=model.sequence_parallel,
         tensor_overlap=bool(model.tp_comm_overlap),
         expert_overlap=bool(model.overlap_moe_expert_parallel_comm),
+        flex=model.moe_token_dispatcher_type == "flex",
         context_kind=kind[0] if isinstance(kind, list) and kind else kind,
         number=2 if model.bf16 or model.fp16 else 4,
     )

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from megatron.bridge.autotune.efficiency import Direction
 from megatron.bridge.autotune.gpus import Gpu
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
-from megatron.bridge.autotune.time.kernels import Direction, Roofline
+from megatron.bridge.autotune.time.kernels import Roofline
 from megatron.bridge.autotune.time.work import Cost
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import write_text
@@ -98,7 +99,7 @@ class MeasuredKernels(Roofline):
         exact = self._exact.get((int(tokens), rows, columns)) if tokens == int(tokens) else None
         return count * (exact or interpolated(self._products, 2.0 * tokens * rows * columns))
 
-    def attention(self, operations: float, direction: Direction) -> float:
+    def attention(self, operations: float, direction: Direction, seen: float, head: int) -> float:
         return interpolated(self.profile.kernels[direction], operations)
 
     def moved(self, size: float, kernels: int = 1) -> float:
@@ -107,6 +108,9 @@ class MeasuredKernels(Roofline):
     def measured(self, name: str, operations: float, cost: Cost) -> Cost:
         samples = self.profile.layers.get(name)
         return cost.slowed(interpolated(samples, operations) / cost.compute) if samples and cost.compute else cost
+
+    def slowest(self, world_size: int) -> float:
+        return 1.0  # the processes that were measured ran beside others
 
     @property
     def links(self) -> AlphaBeta:

@@ -110,15 +110,23 @@ def operations_between(module: nn.Module, length: int) -> float:
 
 
 def _of_attention(module: Any, length: int) -> float:
-    config = module.config
-    keys: float = config.kv_channels
-    values: float = config.kv_channels
+    keys, values = head_widths(module.config)
+    return 2 * (keys + values) * module.num_attention_heads_per_partition * keys_seen(module, length)
+
+
+def head_widths(config: Any) -> tuple[int, int]:
+    """Of the keys and of the values."""
     if config.multi_latent_attention:
-        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
-    heads, seen = module.num_attention_heads_per_partition, _keys_seen(config, module.layer_number, length)
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return config.kv_channels, config.kv_channels
+
+
+def keys_seen(module: Any, length: int) -> float:
+    """By a token, its own included, on average over a sequence."""
+    config = module.config
     if is_sparse(config):
-        seen = _average(min(length, config.dsa_indexer_topk), length)
-    return 2 * (keys + values) * heads * seen
+        return _average(min(length, config.dsa_indexer_topk), length)
+    return _keys_in_window(config, module.layer_number, length)
 
 
 def _of_indexer(module: Indexer, length: int) -> float:
@@ -127,8 +135,7 @@ def _of_indexer(module: Indexer, length: int) -> float:
     return 2 * width * _average(length, length) / config.tensor_model_parallel_size
 
 
-def _keys_seen(config: Any, layer: int, length: int) -> float:
-    """By a token, its own included, on average over a sequence."""
+def _keys_in_window(config: Any, layer: int, length: int) -> float:
     seen = length
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
         seen = min(length, config.window_size[0] + 1)

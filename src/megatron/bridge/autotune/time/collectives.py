@@ -10,9 +10,15 @@ from megatron.bridge.autotune.gpus import Gpu
 NVLINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
-# All-to-all sends many small messages: DeepEP reports 153 of 160 GB/s on NVLink and 43 to 58 of 50 GB/s between
-# nodes, NCCL about 0.7 of a ring.
+# All-to-all sends many small messages: NCCL about 0.7 of a ring.
 ALL_TO_ALL_EFFICIENCY = 0.7
+
+# Fraction of a link's rate that the kernels of DeepEP and HybridEP reach, called from PyTorch in bf16. HybridEP's
+# documentation (DeepEP's branch hybrid-ep, 2026): on B200 and GB200, 530 to 550 GB/s for 8 ranks and 420 to 485 for 32,
+# with 7/8 and 31/32 of it on links of 900; on H100, 41 to 53 GB/s between nodes for 32 and 64 ranks, with 3/4 and 7/8
+# of it on links of 50.
+FLEX_NVLINK_EFFICIENCY = 0.5
+FLEX_NETWORK_EFFICIENCY = 0.75
 
 # Seconds of a collective without data: measured by nccl-tests at 8 bytes, within a node and between nodes.
 NVLINK_LATENCY = 12e-6
@@ -59,6 +65,21 @@ class AlphaBeta:
         far = size * (group.size - inside) / group.size / (self.card.network * NETWORK_EFFICIENCY)
         return max(near, far) / ALL_TO_ALL_EFFICIENCY + self._latency(group)
 
+    def dispatch(self, size: float, top_k: int, group: Group) -> float:
+        """Time DeepEP or HybridEP, which send a token once to a node and once to a rank, however many experts it chose.
+
+        Args:
+            size: Bytes of a rank's tokens, without copies.
+            top_k: Experts that a token chooses, evenly over the ranks.
+        """
+        if group.size == 1 or not size:
+            return 0.0
+        inside = group.inside(self.card.domain)
+        nodes = group.size / inside
+        near = size * reached(group.size, top_k) * (inside - 1) / inside / (self.card.nvlink * FLEX_NVLINK_EFFICIENCY)
+        far = size * reached(nodes, top_k) * (nodes - 1) / nodes / (self.card.network * FLEX_NETWORK_EFFICIENCY)
+        return max(near, far) + self._latency(group)
+
     def send(self, size: float, distance: int) -> float:
         if distance < self.card.domain:
             return size / (self.card.nvlink * NVLINK_EFFICIENCY) + NVLINK_LATENCY
@@ -75,3 +96,13 @@ class AlphaBeta:
     def _latency(self, group: Group) -> float:
         inside = group.inside(self.card.domain)
         return NVLINK_LATENCY if inside >= group.size else NETWORK_LATENCY
+
+
+def reached(places: float, chosen: int) -> float:
+    """Return how many of ``places`` a token reaches on average with ``chosen`` experts.
+
+    Example:
+        >>> reached(1, 8), round(reached(8, 8), 2)
+        (1.0, 5.25)
+    """
+    return places * (1 - (1 - 1 / places) ** chosen)

@@ -4,12 +4,21 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.bridge.autotune.time.collectives import AlphaBeta, Group
-from megatron.bridge.autotune.time.kernels import Direction, Roofline
+from megatron.bridge.autotune.efficiency import Direction
+from megatron.bridge.autotune.time.collectives import AlphaBeta, Group, reached
+from megatron.bridge.autotune.time.kernels import GROUPED_EFFICIENCY, GROUPED_GRADIENT_EFFICIENCY, Roofline
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, operations_per_token
 
 # Scans of Mamba-2 and gated delta nets reach a lower fraction of the peak rate than attention (an assumption).
 SCAN_EFFICIENCY = 0.25
+
+# Numbers that Megatron-Core moves per element, a third of them in the forward pass. Clamping before the fused
+# activation (weighted_bias_quick_geglu_impl): two clamps and a cat forward, two masked gradients and a cat backward.
+# The experts' output biases, one by one and in fp32 (TEGroupedMLP._apply_bias): 28 bytes forward, 40 backward.
+_CLAMP = 9 / 3
+_OUTPUT_BIAS = 34 / 3
+
+_QUANTIZED_BYTES = {"fp8": 33 / 32, "fp4": 9 / 16}  # of a number with its scale, which 32 or 16 share
 
 
 @dataclass(frozen=True)
@@ -36,20 +45,22 @@ def _compute(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(kernels.matrix(run.tokens, each.rows, each.columns) for each in shape.matrices)
     matrix += sum(kernels.matrix(run.between, each.rows, each.columns, quantized=False) for each in shape.router)
     matrix += sum(_grouped(each, run, kernels) for each in shape.experts)
-    return Cost(matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=_moved(shape, run, kernels))
+    moved = _moved(shape, run, kernels) + _quantized(shape, run, kernels, "forward")
+    return Cost(matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=moved)
 
 
 def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(_twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices)
     matrix += 2 * sum(kernels.matrix(run.between, each.columns, each.rows, quantized=False) for each in shape.router)
-    matrix += sum(_twice(each, _grouped(each, run, kernels)) for each in shape.experts)
-    attention = _between(shape, run, kernels, "backward")
-    return Cost(matrix=matrix, attention=attention, memory=2 * _moved(shape, run, kernels))
+    of_weight = GROUPED_EFFICIENCY / GROUPED_GRADIENT_EFFICIENCY
+    matrix += sum(_twice(each, _grouped(each, run, kernels), of_weight) for each in shape.experts)
+    moved = 2 * _moved(shape, run, kernels) + _quantized(shape, run, kernels, "backward")
+    return Cost(matrix=matrix, attention=_between(shape, run, kernels, "backward"), memory=moved)
 
 
-def _twice(matrix: Matrix, seconds: float) -> float:
-    """Add the gradients of the input and, if it is trained, of the weight."""
-    return seconds * (1 + matrix.trained)
+def _twice(matrix: Matrix, seconds: float, of_weight: float = 1.0) -> float:
+    """Add the gradients of the input and, if it is trained, of the weight, which takes ``of_weight`` times as long."""
+    return seconds * (1 + matrix.trained * of_weight)
 
 
 def _grouped(matrix: Matrix, run: Run, kernels: Roofline) -> float:
@@ -63,24 +74,47 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
         return 0.0
     if shape.quadratic:
         # the backward kernel recomputes the scores: five products instead of two
-        return kernels.attention(operations * (1.0 if direction == "forward" else 2.5), direction)
+        passes = 1.0 if direction == "forward" else 2.5
+        return kernels.attention(operations * passes, direction, shape.seen, shape.head)
     return operations * (1 if direction == "forward" else 2) / (kernels.card.bf16 * SCAN_EFFICIENCY)
 
 
 def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     """Return the time of memory-bound kernels.
 
-    Norms read and write, and each block's output is added to the residual stream. Tokens of experts are permuted and
-    copied into the buffers of the all-to-all, and back: four reads and four writes.
+    Norms read and write, and each block's output is added to the residual stream.
     """
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
-    experts = 8 * run.chosen * run.hidden if shape.experts else 0.0
+    experts = _permuted(run) * run.chosen * run.hidden if shape.experts else 0.0
     experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
-    # Megatron-Core adds the experts' output biases one by one in fp32 (TEGroupedMLP._apply_bias): 28 bytes per element
-    experts += 14 * run.chosen * run.hidden * shape.expert_biases
-    casts = 0.0 if kernels.precision == "bf16" else 1.5 * sum(each.columns for each in shape.matrices) * run.tokens
-    return kernels.moved((stream + inner + experts + casts) * run.number, kernels=8 + 40 * bool(shape.experts))
+    experts += (
+        _CLAMP * sum(each.rows for each in shape.experts if each.name == "linear_fc1") * run.chosen * shape.clamped
+    )
+    experts += _OUTPUT_BIAS * run.chosen * run.hidden * shape.expert_biases
+    return kernels.moved((stream + inner + experts) * run.number, kernels=8 + 40 * bool(shape.experts))
+
+
+def _permuted(run: Run) -> float:
+    """Return how many numbers are moved per number of a chosen token to permute it to its expert and back.
+
+    Tokens are copied into the buffers of an all-to-all and sorted by expert, and back: four reads and four writes.
+    With the flex dispatcher, a rank receives each of its tokens once, and copies it for each of its experts.
+    """
+    return 2 * (1 + reached(run.expert, run.top_k) / run.top_k) if run.flex else 8.0
+
+
+def _quantized(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> float:
+    """Return the time to quantize what matrix products read: inputs, and gradients of outputs in the backward pass.
+
+    Each number is read in bf16, and written by rows and by columns.
+    """
+    if kernels.precision == "bf16":
+        return 0.0
+    width = "columns" if direction == "forward" else "rows"
+    numbers = sum(getattr(each, width) for each in shape.matrices) * run.tokens
+    numbers += sum(getattr(each, width) for each in shape.experts) * run.chosen
+    return kernels.moved(numbers * (run.number + 2 * _QUANTIZED_BYTES[kernels.precision]))
 
 
 def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
@@ -126,6 +160,7 @@ def _expert(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
     if not shape.experts:
         return 0.0
     group = Group(run.expert, run.expert_tensor)
-    there = links.all_to_all(run.chosen / run.expert_tensor * run.hidden * run.number, group)
+    size = run.chosen / run.expert_tensor * run.hidden * run.number
+    there = links.dispatch(size / run.top_k, run.top_k, group) if run.flex else links.all_to_all(size, group)
     there += links.all_gather(run.chosen * run.hidden * run.number, Group(run.expert_tensor))
     return 2 * there * (0.2 if run.expert_overlap else 1.0)

@@ -31,7 +31,10 @@ class LayerShape:
     keys: int  # width of a token's keys and values, for context parallelism
     weights: int  # parameters without experts
     expert_weights: int  # parameters of one expert
+    seen: float = 1.0  # keys that a query attends to, on average
+    head: int = 128  # width of a head of attention
     expert_biases: bool = False  # whether experts have biases
+    clamped: bool = False  # whether activations are clamped
     trained: float = 1.0  # fraction of the parameters that are trained
 
     @property
@@ -103,6 +106,7 @@ class Run:
     sequence_parallel: bool = False  # whether norms and the residual stream are split over tensor ranks
     tensor_overlap: bool = False  # ``tp_comm_overlap``
     expert_overlap: bool = False  # ``overlap_moe_expert_parallel_comm``
+    flex: bool = False  # ``moe_token_dispatcher_type=flex``: DeepEP or HybridEP
     context_kind: Any = None  # ``cp_comm_type``: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``
     recompute: float = 0.0  # fraction of a layer's forward work that the backward pass recomputes
     number: int = 2  # bytes per activation element
