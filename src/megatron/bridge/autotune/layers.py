@@ -42,7 +42,7 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         seen=keys_seen(attention, length) if attention is not None else 1.0,
         head=head_widths(attention.config)[1] if attention is not None else 0,
         expert_biases=any(is_dispatched(path) and "bias" in path for path, _, _ in numbers),
-        clamped=getattr(layer.config, "activation_func_clamp_value", None) is not None,
+        clamped=any(_clamp(module) is not None for module in layer.modules()),
         trained=sum(count for _, count, trained in numbers if trained) / max(whole, 1),
     )
 
@@ -86,6 +86,10 @@ def _is_router(path: str) -> bool:
 
 def _local_experts(layer: nn.Module) -> int:
     return next((int(count) for each in layer.modules() if (count := getattr(each, "num_local_experts", None))), 1)
+
+
+def _clamp(module: Any) -> float | None:
+    return getattr(getattr(module, "config", None), "activation_func_clamp_value", None)
 
 
 def _keys(attention: Any) -> int:
