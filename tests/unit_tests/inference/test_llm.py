@@ -153,6 +153,15 @@ def test_bad_options_are_named(model_dir, options, words):
     assert all(word in str(caught.value) for word in words)
 
 
+def test_a_text_that_memory_cannot_hold_is_refused(model_dir):
+    with LLM(str(model_dir), dtype="float32", kv_memory=1 << 16, max_requests=1) as llm:
+        size = llm.engine.lanes[0].arena.size
+        assert size < 100, "the context of 128 is larger"
+        with pytest.raises(UserError, match=rf"a text of {size + 1} tokens .* kv_memory={1 << 16}.*: shorten it"):
+            llm.generate([[1] * 5], Sampling(max_new_tokens=size - 4))
+        assert llm.engine.is_idle
+
+
 @pytest.mark.parametrize("options", [{"adapter": "/no"}, {"adapters": {"one": "/no"}}, {"tokenizer": "/no"}])
 def test_wrong_paths_are_named_before_the_model_is_built(model_dir, monkeypatch, options):
     monkeypatch.setattr(GPTModelProvider, "provide_distributed_model", None)

@@ -10,7 +10,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models import families
 from megatron.bridge.models.conversion import model_bridge
 from megatron.bridge.models.conversion.declare import vocabulary
-from megatron.bridge.models.conversion.declare.fields import Field, read_all
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, read_all
 from megatron.bridge.models.families import (
     DENSE,
     LLAMA_LIKE,
@@ -65,6 +65,19 @@ def test_two_keys_of_one_setting_must_agree():
     assert read_all(fields, {"residual_dropout": 0.1, "embedding_dropout": 0.1}) == {"hidden_dropout": 0.1}
     with pytest.raises(UserError, match=r"residual_dropout=0\.1 and embedding_dropout=0\.2 set hidden_dropout"):
         read_all(fields, {"residual_dropout": 0.1, "embedding_dropout": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (["full", "odd"], r"layer_types='odd' is not supported; known: full, none"),
+        (["full"], r"layer_types lists 1 layers, num_hidden_layers=2: make them agree"),
+    ],
+)
+def test_kinds_of_layers_are_checked(kinds, said):
+    with pytest.raises(UserError, match=said):
+        kind_indices("layer_types", kinds, ("full", "none"), {"num_hidden_layers": 2})
+    assert kind_indices("layer_types", ["none", "full"], ("full", "none"), {"num_hidden_layers": 2}) == [1, 0]
 
 
 def test_a_constant_is_checked_and_written():

@@ -64,7 +64,10 @@ def test_what_cannot_be_built_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "must list full_attention or linear"),
+        (
+            {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]},
+            "layer_types='sliding_attention' is not supported",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: layers without attention have 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ],

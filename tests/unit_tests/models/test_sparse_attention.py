@@ -169,7 +169,7 @@ def test_what_is_refused(row, changes, message):
         (["full", "full", "shared", "full"], None),
         (["full", "shared", "full", "full"], "only 'full' layers at equal distances"),
         (["shared", "full", "shared", "full"], "only 'full' layers at equal distances"),
-        (["full", "none", "full", "full"], "must list full or shared"),
+        (["full", "none", "full", "full"], "indexer_types='none' is not supported; known: full, shared"),
     ],
 )
 def test_which_layers_may_share(kinds, message):

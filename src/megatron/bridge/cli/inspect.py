@@ -19,7 +19,7 @@ _MEGATRON = (paths.TRACKER, "metadata.json")
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class ListedTensor:
     """One tensor of a checkpoint."""
 
     name: str
@@ -38,7 +38,7 @@ class Contents:
 
     format: str  # ``Hugging Face`` or ``Megatron``
     facts: dict[str, str]  # properties of the whole checkpoint, by title
-    tensors: tuple[StoredTensor, ...]  # the weights; optimizer state appears only in ``facts``
+    tensors: tuple[ListedTensor, ...]  # the weights; optimizer state appears only in ``facts``
     bytes: int
     files: int  # number of files with tensors
 
@@ -63,7 +63,7 @@ def _hugging_face(path: Path) -> Contents:
     pretrained = PreTrainedCausalLM(path)
     config = pretrained.raw_config
     tensors = tuple(
-        StoredTensor(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.file.name)
+        ListedTensor(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.file.name)
         for entry in pretrained.state.entries.values()
     )
     facts = {
@@ -83,7 +83,7 @@ def _megatron(path: Path) -> Contents:
     found = inspection.list_tensors(directory)
     files = _files_by_tensor(directory)
     weights = tuple(
-        StoredTensor(
+        ListedTensor(
             tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), first_few(files[tensor.name], 1)
         )
         for tensor in found.values()
@@ -165,7 +165,7 @@ def _totals(contents: Contents) -> dict[str, str]:
     }
 
 
-def _by_dtype(tensors: Iterable[StoredTensor]) -> str:
+def _by_dtype(tensors: Iterable[ListedTensor]) -> str:
     numbers: Counter[str] = Counter()
     for tensor in tensors:
         numbers[tensor.dtype] += tensor.numbers

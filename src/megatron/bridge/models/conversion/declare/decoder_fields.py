@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import utils as transformer_utils
 
-from megatron.bridge.models.conversion.declare.fields import Field, named
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, named
 from megatron.bridge.models.features.activations import gelu_fast, gelu_new, gelu_tanh
 from megatron.bridge.models.features.rope import NTK_ALPHA, check_parameters
 from megatron.bridge.utils.errors import UserError
@@ -197,13 +197,10 @@ def _window_back(window: tuple[int, int] | None, _: Any) -> int | None:
 
 def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with a window, 0 for each without."""
-    for kind in sorted(set(kinds) - set(_LAYER_TYPES)):
-        raise UserError(f"layer_types={kind!r} is not supported: {' and '.join(_LAYER_TYPES)} are")
-    if len(kinds) != config["num_hidden_layers"]:
-        raise UserError(f"layer_types has {len(kinds)} layers, num_hidden_layers={config['num_hidden_layers']}")
-    if _LAYER_TYPES[1] in kinds and not config.get("sliding_window"):
+    windowed = kind_indices("layer_types", kinds, _LAYER_TYPES, config)
+    if any(windowed) and not config.get("sliding_window"):
         raise UserError(f"sliding_window is missing: layer_types has {_LAYER_TYPES[1]}")
-    return [_LAYER_TYPES.index(kind) for kind in kinds]
+    return windowed
 
 
 def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:

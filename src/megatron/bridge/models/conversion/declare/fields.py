@@ -117,9 +117,11 @@ def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: M
     Raises:
         UserError: a kind is not known, or the list does not have one kind per layer.
     """
-    layers = config["num_hidden_layers"]
-    if len(kinds) != layers or not set(kinds) <= set(known):
-        raise UserError(f"{key}={kinds} must list {' or '.join(known)} for each of num_hidden_layers={layers} layers")
+    for kind in sorted(set(kinds) - set(known)):
+        raise UserError(f"{key}={kind!r} is not supported; known: {', '.join(known)}")
+    if len(kinds) != config["num_hidden_layers"]:
+        wanted = config["num_hidden_layers"]
+        raise UserError(f"{key} lists {len(kinds)} layers, num_hidden_layers={wanted}: make them agree")
     return [known.index(kind) for kind in kinds]
 
 

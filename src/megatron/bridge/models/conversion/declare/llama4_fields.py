@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
-from megatron.bridge.models.conversion.declare.fields import Field
+from megatron.bridge.models.conversion.declare.fields import Field, kind_indices
 from megatron.bridge.utils.errors import UserError
 
 _KINDS = ("full_attention", "chunked_attention")
@@ -14,11 +14,10 @@ _SCALING = ("query_scaling_beta", "query_scaling_length")
 
 def _chunked(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with chunks."""
-    if unknown := sorted(set(kinds) - set(_KINDS)):
-        raise UserError(f"layer_types={unknown[0]!r} is not supported: {' and '.join(_KINDS)} are")
-    if _KINDS[1] in kinds and config.get("attention_chunk_size", 8192) is None:
+    chunked = kind_indices("layer_types", kinds, _KINDS, config)
+    if any(chunked) and config.get("attention_chunk_size", 8192) is None:
         raise UserError(f"attention_chunk_size is missing: layer_types has {_KINDS[1]}")
-    return [_KINDS.index(kind) for kind in kinds]
+    return chunked
 
 
 def _chunked_back(layers: Any, provider: Any) -> list[str]:
