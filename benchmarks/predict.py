@@ -122,8 +122,8 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
     config.model.tp_comm_overlap = candidate.tensor > 1
     config.model.cp_comm_type = "p2p"
-    if line["source"].startswith("Megatron-Bridge") and config.model.num_moe_experts:
-        config.model.moe_token_dispatcher_type = "flex"  # so do most of NVIDIA's perf_recipes, with HybridEP or DeepEP
+    if config.model.num_moe_experts and _sends_tokens_once(line):
+        config.model.moe_token_dispatcher_type = "flex"
     price = Pricer(config, gpus, card).price(candidate, makespan)
     assert price is not None, line
     step = price.prediction
@@ -133,6 +133,15 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
         split = ", ".join(f"{kind} {part / step.seconds:.0%}" for kind, part in step.split.items() if part)
         print(f"{name}: MFU {step.mfu:.1%}, {split}")
     return Row(name, bool(config.model.num_moe_experts), measured, step.seconds, step.low, step.high)
+
+
+def _sends_tokens_once(line: dict[str, str]) -> bool:
+    """Whether the run used DeepEP or HybridEP.
+
+    Most of Megatron-Bridge's ``perf_recipes`` do; of NeMo's scripts, ``pretrain_deepseek_v3.py`` does on H100.
+    """
+    of_nemo = "NeMo" in line["source"] and line["model"].startswith("DeepSeek") and line["gpu"].startswith("H100")
+    return of_nemo or line["source"].startswith("Megatron-Bridge")
 
 
 def _candidate(line: dict[str, str], config: Any) -> Candidate:
