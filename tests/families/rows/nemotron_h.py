@@ -27,6 +27,7 @@ EXPERTS = {
     "moe_shared_expert_intermediate_size": 28,
     "routed_scaling_factor": 2.5,
 }
+LATENT = {**EXPERTS, "moe_latent_size": 28}
 GROUPS = {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2}
 
 
@@ -41,5 +42,6 @@ ROWS = [
     row("nemotron_h_biases", "*-M-", {**SIZES, "mlp_bias": True, "layer_norm_epsilon": 1e-3}, ("tp2", "pp2")),
     row("nemotron_h_experts", "ME*E", EXPERTS, ("tp2", "pp2", "vp2", "ep2", "etp2"), four=("tp2ep2",)),
     row("nemotron_h_recomputed", "M*-E", EXPERTS, ("tp2",), provider=FULL),
+    row("nemotron_h_latent", "ME*E", LATENT, ("sp2", "vp2", "ep2", "etp2"), four=("tp2ep2",)),
     row("nemotron_h_expert_groups", "MEM-", {**EXPERTS, **GROUPS}, ("ep2",)),
 ]

@@ -41,6 +41,7 @@ CASES = [
     ("qwen3_moe", 4, {}, 0),
     ("qwen3_moe", 4, FULL, 0),
     ("qwen3_moe", 8, {PP: 2, VP: 2, **FULL}, 0),
+    ("qwen3_moe", 4, {"moe_latent_size": 64}, 0),
     ("gpt_oss", 4, FULL, 0),
     ("gemma2", 4, {}, 0),
     ("gemma2", 4, FULL, 0),

@@ -93,6 +93,7 @@ CHANGES = {
     "model.moe_layer_freq": ("qwen3_moe", {}, [0, 1, 1, 1]),
     "model.moe_ffn_hidden_size": ("qwen3_moe", {}, 64),
     "model.moe_token_dispatcher_type": ("qwen3_moe", EP, "flex"),
+    "model.moe_latent_size": ("qwen3_moe", {}, 64),
     "model.moe_router_topk": ("qwen3_moe", {}, 4),
     "model.cp_comm_type": ("llama", {"context_parallel_size": 2}, "a2a"),
     "model.vocab_size": ("llama", {}, 2048),

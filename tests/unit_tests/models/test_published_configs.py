@@ -64,6 +64,7 @@ COUNTS = {
     "nvidia--NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
     "nvidia--NVIDIA-Nemotron-Nano-12B-v2": 12_310_001_152,
     "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288,
+    "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-BF16": 120_668_687_360,
     "nvidia--Llama-3_3-Nemotron-Super-49B-v1": 49_867_145_216,
     "LiquidAI--LFM2-1.2B": 1_170_340_608,
     "openai--gpt-oss-20b": 20_914_757_184,

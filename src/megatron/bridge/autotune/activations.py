@@ -34,6 +34,7 @@ from torch import nn
 from megatron.bridge.autotune.layers import (
     INTO_RESIDUAL,
     is_dispatched,
+    is_undivided,
     keeps_input,
     layers_of,
     matrices,
@@ -427,7 +428,9 @@ def _of_adapter(module: Any, outputs: int) -> int:
 def _tokens(path: str, sizes: Sizes) -> int:
     if "local_experts" in path:  # experts run one after another
         return sizes.chosen // sizes.experts
-    return sizes.chosen if is_dispatched(path) else sizes.tokens
+    if is_dispatched(path):
+        return sizes.chosen
+    return sizes.between if is_undivided(path) else sizes.tokens
 
 
 def _attention(attention: Any, sizes: Sizes) -> int:
@@ -552,10 +555,10 @@ def _forward_of_mlp(mlp: nn.Module, sizes: Sizes) -> int:
     shapes = {path: (matrix.rows, matrix.columns) for path, matrix in matrices(mlp)}
     total = 0
     for path in (path for path in shapes if path.endswith("linear_fc2")):
-        first, inner = shapes[f"{path[:-1]}1"][0], shapes[path][1]
+        (first, width), inner = shapes[f"{path[:-1]}1"], shapes[path][1]
         activated = first + (1 + sizes.activation) * inner
         if is_dispatched(path):  # tokens in their original order and in the order of experts
-            total += sizes.chosen * (2 * sizes.hidden + activated)
+            total += sizes.chosen * (2 * width + activated)
         elif "shared_experts" in path:  # their output, while the routed experts run
             total += sizes.between * sizes.hidden
         else:

@@ -4,10 +4,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor, nn
 
 from megatron.bridge.autotune.time.work import LayerShape, Matrix
-from megatron.bridge.models.flops import head_widths, keys_seen, operations_between
+from megatron.bridge.models.flops import DELTA_CHUNK, head_widths, keys_seen, operations_between
 
 INTO_RESIDUAL = ("linear_proj", "linear_fc2", "out_proj")
 
@@ -21,7 +23,7 @@ def layers_of(chunk: Any) -> list[nn.Module]:
 def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     """Return the work of ``layer`` (on the meta device) on one rank for sequences of ``length`` tokens."""
     pairs = list(matrices(layer))
-    dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not _is_router(path)]
+    dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not is_undivided(path)]
     experts = [matrix for path, matrix in pairs if is_dispatched(path)]
     attention = next((each for each in layer.modules() if hasattr(each, "core_attention")), None)
     numbers = [(path, parameter.numel(), parameter.requires_grad) for path, parameter in layer.named_parameters()]
@@ -29,9 +31,10 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     dispatched = sum(count for path, count, _ in numbers if is_dispatched(path))
     return LayerShape(
         matrices=tuple(dense),
-        router=tuple(matrix for path, matrix in pairs if _is_router(path)),
+        router=tuple(matrix for path, matrix in pairs if is_undivided(path)),
         experts=tuple(experts),
         between=sum(operations_between(module, length) for module in layer.modules()),
+        states=sum(map(_states, layer.modules())),
         quadratic=attention is not None,
         norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
         inner=sum(each.columns if each.name in INTO_RESIDUAL else each.rows for each in dense),
@@ -80,12 +83,28 @@ def is_dispatched(path: str) -> bool:
     return "experts" in path and "shared_experts" not in path
 
 
-def _is_router(path: str) -> bool:
-    return path.endswith("router")
+def is_undivided(path: str) -> bool:
+    """Return whether all tensor-parallel ranks hold the whole weight: of the router, or around experts."""
+    return path.endswith(("router", "fc1_latent_proj", "fc2_latent_proj"))
 
 
 def _local_experts(layer: nn.Module) -> int:
     return next((int(count) for each in layer.modules() if (count := getattr(each, "num_local_experts", None))), 1)
+
+
+def _states(module: Any) -> float:
+    """Return the bytes per token of a scan's states, one for each chunk.
+
+    The kernels of mamba-ssm write them in fp32, read and write them to pass them on, and read them for the output;
+    those of flash-linear-attention write and read them once in bf16.
+    """
+    if isinstance(module, MambaMixer):
+        states = getattr(module, "state_size", module.d_state)
+        return 4 * 4 * module.nheads_local_tp * module.headdim * states / module.chunk_size
+    if isinstance(module, GatedDeltaNet):
+        heads: Any = module.num_value_heads // module.tp_size
+        return 2 * 2 * heads * module.key_head_dim * module.value_head_dim / DELTA_CHUNK
+    return 0.0
 
 
 def _clamp(module: Any) -> float | None:

@@ -40,7 +40,7 @@ from megatron.bridge.backends.recurrent.tensor_parallel_mixer import TensorParal
 _BY_THEMSELVES = ("word_embeddings", "position_embeddings", "output_layer")
 _TOWER = "vision."  # its work depends on images, not on tokens
 _PASSES = 3  # forward, and two for the gradients of inputs and of weights
-_DELTA_CHUNK = 64
+DELTA_CHUNK = 64
 
 
 def flops_per_token(chunks: Iterable[nn.Module], length: int, teachers: Iterable[nn.Module] = ()) -> float:
@@ -105,7 +105,7 @@ def operations_between(module: nn.Module, length: int) -> float:
     if isinstance(module, GatedDeltaNet):
         net: Any = module
         keys, values = net.key_head_dim, net.value_head_dim
-        return net.num_value_heads // net.tp_size * (6 * keys * values + _DELTA_CHUNK * (3 * keys + 2 * values))
+        return net.num_value_heads // net.tp_size * (6 * keys * values + DELTA_CHUNK * (3 * keys + 2 * values))
     return 0.0
 
 

@@ -3,7 +3,7 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.catalog import name_functions
-from megatron.bridge.recipes.options import PretrainOptions, layout
+from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layout
 from megatron.bridge.recipes.sizes import size_of
 
 # Llama-Nemotron: Llama 3, pruned by a search, so that its layers differ. Learning rates are our own.
@@ -64,12 +64,15 @@ nemotronh_8b_finetune_config = finetune_recipe(NEMOTRONH_8B, layout(tp=2))
 nemotronh_47b_finetune_config = finetune_recipe(NEMOTRONH_47B, layout(tp=8))
 nemotronh_56b_finetune_config = finetune_recipe(NEMOTRONH_56B, layout(tp=8, pp=2))
 
-# Nemotron Nano: version 2, which is dense, and version 3, with experts (E) instead of feed-forward layers.
+# Nemotron Nano: version 2, which is dense, and version 3, with experts (E) instead of feed-forward layers; in Super,
+# experts process projections of the hidden states.
 #
-# The learning rate of 12B v2, from which 9B was pruned, is from "NVIDIA Nemotron Nano 2" (2025); the other one is
-# our own.
+# The learning rate of 12B v2, from which 9B was pruned, is from "NVIDIA Nemotron Nano 2" (2025); the others are our
+# own.
 
 NEMOTRON_3_NANO = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+NEMOTRON_3_SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"
+_SUPER: LayoutOptions = {"recompute": ["layernorm", "moe_act"]}
 _NANO_PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768, "lr": 4.5e-4, "min_lr": 4.5e-6}
 
 nemotron_nano_9b_v2_pretrain_config = pretrain_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", _NANO_PRETRAIN, layout(tp=2))
@@ -79,10 +82,14 @@ nemotron_nano_12b_v2_pretrain_config = pretrain_recipe(
 nemotron_3_nano_pretrain_config = pretrain_recipe(
     NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
 )
+nemotron_3_super_pretrain_config = pretrain_recipe(
+    NEMOTRON_3_SUPER, _SUPER, layout(tp=4, pp=4, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
+)
 
 nemotron_nano_9b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout(tp=2))
 nemotron_nano_12b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-12B-v2", layout(tp=2))
 nemotron_3_nano_finetune_config = finetune_recipe(NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1))
+nemotron_3_super_finetune_config = finetune_recipe(NEMOTRON_3_SUPER, _SUPER, layout(tp=4, pp=4, ep=8, etp=1))
 
 # Nemotron Nano VL v2. Learning rates and the batch size of pretraining are Megatron Bridge's.
 #

@@ -69,7 +69,8 @@ def test_experts_with_few_tokens_are_slower(tokens, part):
 def test_quantization_to_mxfp8_takes_as_long_as_on_a_b300():
     """Transformer Engine's tutorial on profiling products: 1.82 ms for 2.48e9 numbers, the difference of two tables."""
     matrices = (Matrix("linear_fc1", rows=16384, columns=16384),)
-    shape = LayerShape(matrices, (), (), 0.0, False, 0, 0, 0, 0, 0, 0)
+    nothing = {"norms": 0, "inner": 0, "blocks": 0, "keys": 0, "weights": 0, "expert_weights": 0}
+    shape = LayerShape(matrices, (), (), between=0.0, states=0.0, quadratic=False, **nothing)
     run, card = Run(tokens=16384, hidden=0), gpu("B300")
     fp8, bf16 = (layer_time(shape, run, Roofline(card, precision)).forward.memory for precision in ("fp8", "bf16"))
     assert (fp8 - bf16) / (16384 * 16384) == pytest.approx(1.82e-3 / 2.48e9, rel=0.1)

@@ -76,7 +76,8 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
         # the backward kernel recomputes the scores: five products instead of two
         passes = 1.0 if direction == "forward" else 2.5
         return kernels.attention(operations * passes, direction, shape.seen, shape.head)
-    return operations * (1 if direction == "forward" else 2) / (kernels.card.bf16 * SCAN_EFFICIENCY)
+    passes = 1 if direction == "forward" else 2
+    return passes * max(operations / (kernels.card.bf16 * SCAN_EFFICIENCY), kernels.moved(shape.states * run.tokens))
 
 
 def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
@@ -86,12 +87,12 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     """
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
-    experts = _permuted(run) * run.chosen * run.hidden if shape.experts else 0.0
+    experts = _permuted(run) * run.chosen * shape.dispatched if shape.experts else 0.0
     experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
     experts += (
         _CLAMP * sum(each.rows for each in shape.experts if each.name == "linear_fc1") * run.chosen * shape.clamped
     )
-    experts += _OUTPUT_BIAS * run.chosen * run.hidden * shape.expert_biases
+    experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
     return kernels.moved((stream + inner + experts) * run.number, kernels=8 + 40 * bool(shape.experts))
 
 
@@ -160,7 +161,7 @@ def _expert(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
     if not shape.experts:
         return 0.0
     group = Group(run.expert, run.expert_tensor)
-    size = run.chosen / run.expert_tensor * run.hidden * run.number
+    size = run.chosen / run.expert_tensor * shape.dispatched * run.number
     there = links.dispatch(size / run.top_k, run.top_k, group) if run.flex else links.all_to_all(size, group)
-    there += links.all_gather(run.chosen * run.hidden * run.number, Group(run.expert_tensor))
+    there += links.all_gather(run.chosen * shape.dispatched * run.number, Group(run.expert_tensor))
     return 2 * there * (0.2 if run.expert_overlap else 1.0)

@@ -21,9 +21,10 @@ class LayerShape:
     """One layer on one rank of a tensor and an expert tensor group."""
 
     matrices: tuple[Matrix, ...]  # multiply each token of the rank's part of the sequence
-    router: tuple[Matrix, ...]  # multiplies the tokens of one sequence-parallel rank
+    router: tuple[Matrix, ...]  # and projections around experts: multiply the tokens of one sequence-parallel rank
     experts: tuple[Matrix, ...]  # matrices of one expert
     between: float  # forward operations per token between the matrices: attention, or the scan of a mixer
+    states: float  # bytes per token of the states between chunks that a scan writes and reads forward
     quadratic: bool  # whether ``between`` is attention, which runs in a fused kernel
     norms: int  # norms over the hidden size
     inner: int  # elements per token that activations and rotary embeddings read or write
@@ -36,6 +37,11 @@ class LayerShape:
     expert_biases: bool = False  # whether experts have biases
     clamped: bool = False  # whether activations are clamped
     trained: float = 1.0  # fraction of the parameters that are trained
+
+    @property
+    def dispatched(self) -> int:
+        """Width of a token that is sent to an expert."""
+        return self.experts[0].columns if self.experts else 0
 
     @property
     def kind(self) -> str:

@@ -52,6 +52,7 @@ from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager, mtp_loss
 from megatron.bridge.backends.moe import aux_loss_metrics
+from megatron.bridge.backends.moe.latent_experts import LatentExperts
 from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
 from megatron.bridge.backends.recurrent.kimi_delta import KimiDeltaAttention
 from megatron.bridge.backends.recurrent.mamba1 import Mamba1Mixer
@@ -254,13 +255,20 @@ def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bo
             self_attention=attention(config, provider),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(
-                provider, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=config.moe_grouped_gemm
-            ),
+            mlp=_experts(config, provider) if moe else get_mlp_module_spec_for_backend(provider),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map=_fused_names(config, moe, linear),
         ),
     )
+
+
+def _experts(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
+    experts: Any = get_mlp_module_spec_for_backend(
+        provider, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    if config.moe_latent_size and isinstance(provider, TorchSpecProvider):
+        return partial(LatentExperts, *experts.args, **experts.keywords)
+    return experts
 
 
 def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron-H, Nemotron Nano 2 and 3: Mamba-2, attention without positions, and squared ReLU or experts of it."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3: Mamba-2, attention without positions, and squared ReLU or experts of it."""
 
 from math import inf
 
@@ -8,7 +8,7 @@ from megatron.bridge.models.conversion.declare.blocks import attention, ends, ml
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.hybrid import mamba
-from megatron.bridge.models.conversion.declare.moe import experts, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe import experts, latent_projections, router, shared_experts
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 
@@ -33,6 +33,7 @@ class NemotronHBridge(DecoderBridge):
             *moe.GROUPS,
             *(moe.NORM_SIGMOIDS, moe.SCALING),
             Field("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+            Field("moe_latent_size", "moe_latent_size", default=None),
         ),
     )
     fixed = {
@@ -47,19 +48,21 @@ class NemotronHBridge(DecoderBridge):
         # without effect in transformers or on the logits: initialization, caches, choice of kernels, rotary sizes
         **dict.fromkeys(("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")),
         **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap")),
-        **dict.fromkeys(("mtp_layers_block_type", "mtp_hybrid_override_pattern", "time_step_rank")),
+        # layers of multi-token prediction are carried along
+        **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")),
+        "time_step_rank": None,
         **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_parameters", "num_query_groups")),
         **dict.fromkeys(("rms_norm_eps", "norm_eps")),  # layer_norm_epsilon is meant
         "time_step_limit": ([0.0, inf], (0.0, inf)),
         **dict.fromkeys(("attention_bias", "use_bias", "mamba_proj_bias"), (False,)),
         **dict.fromkeys(("residual_in_fp32", "tie_word_embeddings"), (False,)),
         "use_conv_bias": (True,),
-        **dict.fromkeys(("sliding_window", "moe_latent_size"), (None,)),
+        "sliding_window": (None,),
         "mamba_hidden_act": ("silu",),
         "hidden_dropout": (0.0,),
-        "num_nextn_predict_layers": (0, None),
         "n_shared_experts": (1,),
     }
+    carried = ("mtp.**",)
     weights = (
         ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
         mamba(_LAYERS),
@@ -68,4 +71,5 @@ class NemotronHBridge(DecoderBridge):
         router("mixer.gate", layers=_LAYERS),
         experts("mixer.experts.*", gate=None, layers=_LAYERS),
         shared_experts("mixer.shared_experts", gated=False, layers=_LAYERS),
+        latent_projections("mixer", layers=_LAYERS),
     )

@@ -346,5 +346,11 @@ def shared_experts(
     return (*block, ReplicatedMapping(f"{parent}.gate_weight", f"{layers}.{gate}.weight"))
 
 
+def latent_projections(name: str = "mlp", layers: str = "model.layers.*") -> Block:
+    """The projections around routed experts of another width than the hidden size."""
+    names = ("fc1_latent_proj", "fc2_latent_proj")
+    return tuple(ReplicatedMapping(f"{_LAYER}.{each}.weight", f"{layers}.{name}.{each}.weight") for each in names)
+
+
 DENSE_OR_SPARSE: tuple[Block, ...] = (mlp(), router(), experts(), shared_experts())
 """Feed-forward layers of a decoder in which some layers have routed and shared experts."""
