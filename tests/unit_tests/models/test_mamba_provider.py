@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from megatron.core.activations import squared_relu
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.ssm.mlp_layer import MLPLayer
+from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models import MambaModelProvider
@@ -131,6 +133,21 @@ def config(tmp_path):
     return read
 
 
+def test_layers_of_multi_token_prediction_are_carried(tmp_path):
+    """Nemotron 3 Super has some; transformers ignores them, and an export has their bytes."""
+    model = harness.hf_model(ROWS["nemotron_h_latent"])
+    model.config.num_nextn_predict_layers = 1
+    model.save_pretrained(tmp_path / "hf")
+    weights, extra = tmp_path / "hf" / "model.safetensors", {"mtp.layers.0.norm.weight": torch.arange(48.0)}
+    save_file({**load_file(weights), **extra}, weights, metadata={"format": "pt"})
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    bridge.save_hf_pretrained(bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(weights).keys()
+    found = load_file(tmp_path / "out" / "model.safetensors")["mtp.layers.0.norm.weight"]
+    assert torch.equal(found, extra["mtp.layers.0.norm.weight"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -169,8 +186,6 @@ def test_a_config_of_remote_code():
 
 WRONG = {
     "unknown kind": ({"layers_block_type": ["mamba", "moe", "conv", "moe"]}, "conv"),
-    "predictions": ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
-    "latent experts": ({"moe_latent_size": 8}, "moe_latent_size=8 is not supported"),
     "widths": ({"attention_head_dim": 32}, "head_dim=16 and attention_head_dim=32 differ"),
     "biased experts": ({"mlp_bias": True}, "mlp_bias=True is not supported with layers of experts"),
     "tied": ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),

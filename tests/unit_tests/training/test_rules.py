@@ -292,6 +292,11 @@ CASES = {
         1,
         ["moe_router_num_groups=3", "num_moe_experts=8", "use 2 or 4"],
     ),
+    "latent_experts_stand_alone": (
+        {"model.num_moe_experts": 4, "model.moe_latent_size": 16, "model.moe_shared_expert_overlap": True},
+        1,
+        ["moe_shared_expert_overlap=True", "moe_latent_size=16", "set it to false"],
+    ),
     "layer_spec_fits_moe_layer_freq": (
         {
             "model.num_moe_experts": 4,

@@ -27,21 +27,11 @@ class Gpu:
     efficiency: Efficiency = EFFICIENCY["Hopper"]
 
 
-def _gpu(
-    name: str,
-    generation: str,
-    memory: int,
-    fp8: float,
-    fp4: float,
-    bandwidth: float,
-    nvlink: int,
-    network: int,
-    domain: int = 8,
-) -> Gpu:
+def _gpu(name: str, generation: str, memory: int, fp8: float, fp4: float, bandwidth: float, *links: int) -> Gpu:
     """Return a row of the table from GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
-    peak = BF16_TFLOPS[name] * 1e12
+    peak, (nvlink, network, *domain) = BF16_TFLOPS[name] * 1e12, links
     rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
-    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, domain, EFFICIENCY[generation])
+    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, [*domain, 8][0], EFFICIENCY[generation])
 
 
 GPUS: dict[str, Gpu] = {name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()}

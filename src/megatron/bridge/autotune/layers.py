@@ -102,8 +102,9 @@ def _states(module: Any) -> float:
         states = getattr(module, "state_size", module.d_state)
         return 4 * 4 * module.nheads_local_tp * module.headdim * states / module.chunk_size
     if isinstance(module, GatedDeltaNet):
-        heads: Any = module.num_value_heads // module.tp_size
-        return 2 * 2 * heads * module.key_head_dim * module.value_head_dim / DELTA_CHUNK
+        net: Any = module
+        heads = net.num_value_heads // net.tp_size
+        return 2 * 2 * heads * net.key_head_dim * net.value_head_dim / DELTA_CHUNK
     return 0.0
 
 

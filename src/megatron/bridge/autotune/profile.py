@@ -32,8 +32,6 @@ Shape = tuple[int, int, int]
 
 @dataclass
 class Profile:
-    """The measurements of one machine."""
-
     device: str
     dtype: str  # of the matrix products
     memory: int  # bytes of the device

@@ -32,8 +32,6 @@ OFFLOADS = ("params", "grads", "optimizer", "reference")
 
 @dataclass(frozen=True)
 class Job:
-    """The workload of a step."""
-
     lengths: np.ndarray  # tokens of each sample of a step, prompt plus response
     max_token_len: int  # maximum tokens of a packed row in the update
     log_prob_max_token_len: int  # maximum tokens of a packed row in forward-only passes

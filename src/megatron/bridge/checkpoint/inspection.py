@@ -21,8 +21,6 @@ LAYERS = ("decoder.layers.", "encoder.layers.")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

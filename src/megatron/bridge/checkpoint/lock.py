@@ -21,8 +21,7 @@ It takes two steps, which are atomic on network file systems too, with or withou
 
 On object storage, ``bucket`` implements the same.
 
-A process killed between the two leaves an empty ``run.lock``, which is free. A client's cache of a network file system
-can delay a claim, but cannot give two processes the lock.
+A process killed between the two leaves an empty ``run.lock``, which is free.
 """
 
 import atexit

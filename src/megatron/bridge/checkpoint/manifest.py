@@ -66,8 +66,6 @@ FileRecords = dict[str, FileRecord]  # path below the checkpoint's directory -> 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a checkpoint."""
-
     iteration: int | None  # the number in the directory's name; None for a directory without a number
     save_id: str  # names the save; torch's ``.metadata`` holds the same
     files: FileRecords  # all files but the manifest
@@ -146,7 +144,6 @@ class HashingStream:
 
 
 def new_save_id() -> str:
-    """A name for a save with a manifest."""
     return SAVE_ID_PREFIX + uuid.uuid4().hex
 
 

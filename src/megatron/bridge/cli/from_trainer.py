@@ -42,8 +42,6 @@ _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 @dataclass
 class TrainerRun:
-    """Translated settings."""
-
     translation: Translation = field(default_factory=Translation)
     options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of ``megatron-bridge train``, by name; an empty text is a switch."""

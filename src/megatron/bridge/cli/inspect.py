@@ -20,8 +20,6 @@ _MEGATRON = (paths.TRACKER, "metadata.json")
 
 @dataclass(frozen=True)
 class ListedTensor:
-    """One tensor of a checkpoint."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str

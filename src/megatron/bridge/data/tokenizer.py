@@ -21,8 +21,6 @@ NO_TOKEN = -1  # what Megatron-Core uses for "there is no such token": it occurs
 
 @dataclass
 class TokenizerConfig:
-    """Which tokenizer a run uses."""
-
     tokenizer_type: Literal["HuggingFaceTokenizer", "NullTokenizer"] = "HuggingFaceTokenizer"
     """``HuggingFaceTokenizer`` loads ``tokenizer_model``. ``NullTokenizer`` converts a text of numbers to those
     numbers, and only needs ``vocab_size``."""
@@ -251,7 +249,6 @@ def encode_with_offsets(
 
 
 def _fast_backend(hf: "PreTrainedTokenizerBase") -> Any:
-    """The Rust tokenizer, if there is one."""
     backend: Any = getattr(hf, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "encode_batch_fast"):
         return None

@@ -118,8 +118,6 @@ class EngineConfig:
 
 @dataclass(eq=False)
 class Job:
-    """A completion in progress."""
-
     completion: Completion
     sampling: Sampling
     text: Text

@@ -21,8 +21,6 @@ _SEEDS = 1_000_003  # distance between seeds of the command, from which each lin
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A line of a file of prompts."""
-
     id: str | int  # the line's ``id``, or else its number, starting at 1
     prompt: Prompt | Messages  # a text, token ids, or messages
     sampling: Sampling  # sampling of the command, updated with the line's own values

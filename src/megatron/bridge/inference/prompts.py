@@ -34,8 +34,6 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images and videos of a prompt."""
-
     references: tuple[MediaReference, ...]
     rows: NDArray[np.int64]  # [prompt], index of the feature row that replaces each embedding; -1 for text
     positions: Positions | None = None  # [3, prompt], for models with three position axes

@@ -119,8 +119,6 @@ class TokenLogprob:
 
 @dataclass
 class Completion:
-    """One continuation of a prompt."""
-
     prompt_tokens: list[int]
     tokens: list[int] = field(default_factory=list)  # generated tokens, including the token that ended the text
     text: str = ""  # text without special tokens, up to a stop text

@@ -123,7 +123,6 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def _answers(self, first: tuple[str, Any] | None = None) -> Any:
-        """Wait for all ranks and return the answer of rank 0."""
         found = [first or self._receive(0), *(self._receive(rank) for rank in range(1, len(self._pipes)))]
         for kind, value in found:
             if kind == "refused":

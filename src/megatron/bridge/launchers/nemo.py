@@ -124,7 +124,6 @@ def launch(options: LaunchOptions) -> LaunchResult:
 
 @contextmanager
 def _experiment(options: LaunchOptions) -> Iterator[Any]:
-    """An experiment with the tasks added."""
     with run.Experiment(
         options.experiment_name,
         base_dir=None if options.ssh_tunnel or options.remote_job_dir is None else str(options.remote_job_dir),

@@ -115,7 +115,6 @@ def _of_attention(module: Any, length: int) -> float:
 
 
 def head_widths(config: Any) -> tuple[int, int]:
-    """Of the keys and of the values."""
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     return config.kv_channels, config.kv_channels

@@ -373,7 +373,6 @@ def _report(changes: list[layer_specs.DisabledSetting]) -> None:
 
 
 def run_hooks(hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """The chunks after all hooks, in order."""
     for hook in hooks:
         if hook is not None:
             chunks = hook(chunks) or chunks

@@ -306,7 +306,6 @@ class {name}Bridge({parent}):
 
 
 def _attention(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:
-    """The block of attention, by the names of its tensors in a layer."""
     found = next((m for name in ends if (m := re.fullmatch(_PROJECTIONS, name))), None)
     module, first = found.groups() if found else ("self_attn", "q_proj")
     outputs = [f"{module}.{name}" for name in ("o_proj", "out_proj", "dense", "c_proj")]

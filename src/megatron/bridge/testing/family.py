@@ -80,7 +80,6 @@ def export_without_a_source(case: ReferenceFiles, output: Path) -> list[str]:
 
 
 def export_without_a_source_of(bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path) -> list[str]:
-    """The same of a model that was built."""
     AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, output, show_progress=False)
     return _not_as_in_transformers(case, output)
 

@@ -87,8 +87,6 @@ class ReferenceFiles:
 
 @dataclass(frozen=True)
 class Case(ReferenceFiles):
-    """A row and the folder with its reference."""
-
     row: Row
     directory: Path
 

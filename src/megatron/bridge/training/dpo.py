@@ -106,8 +106,6 @@ forward_step = PreferenceStep()
 
 @dataclass
 class PreferenceLoss:
-    """The loss of the pairs of one microbatch."""
-
     settings: DPOConfig
     batch: dict[str, Any]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
     reference: Tensor  # the reference's loss of each token
@@ -198,8 +196,6 @@ def answer_of_token(batch: dict[str, Any]) -> Tensor:
 
 @dataclass
 class AdaptersOff(student_teacher.ChunkPair):
-    """A chunk that is its own reference."""
-
     peft: LoRA | None = None
 
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,6 @@ def trace_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class MergedTrace:
-    """Statistics of merged traces."""
-
     ranks: list[int]  # ranks of the traces
     events: int  # number of events
     apart: float  # largest difference of the ranks' clocks at the barrier before the first step, in seconds

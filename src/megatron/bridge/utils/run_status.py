@@ -23,8 +23,6 @@ _TIMER = re.compile(r"time/(.+) rank (\d+)")
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The status of a run at one moment."""
-
     folder: Path
     rows: list[json_lines.Row]  # the lines of ``metrics.jsonl``
     train_iters: int | None  # the step at which the run ends; None if its config is missing

@@ -70,7 +70,6 @@ def _memory() -> int:
 
 
 def _processor() -> str:
-    """Name of the CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

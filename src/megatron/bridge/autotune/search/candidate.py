@@ -32,8 +32,6 @@ FULL_RECOMPUTE: Recompute = ("full", "uniform", 1, None)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout."""
-
     tensor: int = 1  # tensor-parallel ranks; with two or more, sequence parallelism is on
     context: int = 1  # context-parallel ranks
     pipeline: int = 1  # pipeline stages
@@ -129,7 +127,6 @@ def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
 
 
 def as_yaml(value: Any) -> str:
-    """Format a value for an override."""
     if isinstance(value, list):
         return f"[{','.join(value)}]"
     return value if isinstance(value, str) else json.dumps(value)

@@ -53,8 +53,6 @@ LONG = 2048
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search."""
-
     best: list[Price]  # the fastest candidates that fit, fastest first
     tried: int  # number of candidates that the rules allow
     refused: Counter[str]  # messages of rules without numbers, and how many candidates each rule refused
@@ -178,7 +176,6 @@ class Search:
         return blocks[fewest : fewest + 1]
 
     def _switched(self, price: Price) -> Price:
-        """Return the cost with the switches that make it faster."""
         known = set(self._switch_problems(price.candidate))
         for switch in self.switches:
             before = {key: value for key, value in price.candidate.switches if key != switch[0]}

@@ -5,22 +5,14 @@ from dataclasses import dataclass
 
 from megatron.bridge.autotune.gpus import Gpu
 
-# Fraction of a link's rate that NCCL's ring collectives reach, from nccl-tests on DGX H100: 360 of 450 GB/s within
-# a node, 45 of 50 GB/s per GPU between nodes; set on 2026-11-22.
-NVLINK_EFFICIENCY = 0.8
+# Parts of a link's rate; docs/tuner.md lists the origins.
+NVLINK_EFFICIENCY = 0.8  # NCCL's ring collectives
 NETWORK_EFFICIENCY = 0.9
-
-# All-to-all sends many small messages: NCCL about 0.7 of a ring.
-ALL_TO_ALL_EFFICIENCY = 0.7
-
-# Fraction of a link's rate that the kernels of DeepEP and HybridEP reach, called from PyTorch in bf16. HybridEP's
-# documentation (DeepEP's branch hybrid-ep, 2026): on B200 and GB200, 530 to 550 GB/s for 8 ranks and 420 to 485 for 32,
-# with 7/8 and 31/32 of it on links of 900; on H100, 41 to 53 GB/s between nodes for 32 and 64 ranks, with 3/4 and 7/8
-# of it on links of 50.
-FLEX_NVLINK_EFFICIENCY = 0.5
+ALL_TO_ALL_EFFICIENCY = 0.7  # of a ring, for NCCL's all-to-all, which sends many small messages
+FLEX_NVLINK_EFFICIENCY = 0.5  # DeepEP and HybridEP
 FLEX_NETWORK_EFFICIENCY = 0.75
 
-# Seconds of a collective without data: measured by nccl-tests at 8 bytes, within a node and between nodes.
+# Seconds of a collective without data, within a node and between nodes.
 NVLINK_LATENCY = 12e-6
 NETWORK_LATENCY = 25e-6
 

@@ -9,44 +9,20 @@ from megatron.bridge.autotune.gpus import Gpu
 from megatron.bridge.autotune.time.collectives import AlphaBeta
 from megatron.bridge.autotune.time.work import Cost
 
-# Fraction of the rate of dense products for grouped products of experts with many tokens, on Hopper in FP8. DeepGEMM's
-# README of 2025-04: 1,214 to 1,346 TFLOP/s for 4,096 tokens, 1.2 to 1.3 times the rate of kernels of CUTLASS. For the
-# gradient of the weight, which is added in fp32: 813 to 873 on H200 (DeepGEMM issue 107), which its authors call
-# similar to cuBLAS (issue 125). On Blackwell only torch._grouped_mm is known: 860 to 900 in bf16 on B200, forward and
-# backward (torchao's README, 2025-10), which is 0.57 of the dense rate.
-GROUPED_EFFICIENCY = 0.87
-GROUPED_GRADIENT_EFFICIENCY = 0.70
-
-# Tokens of an expert at which grouped products run at half their rate. In the same README, 256 tokens reach 0.70 to
-# 0.74 of the rate of 4,096, 512 reach 0.8, and 1,024 reach 0.8 to 0.97.
-GROUPED_HALF = 100
-
-# Bytes of the inner dimension at which products run at half their rate, because each tile of the output has to start
-# and end. In the same README, 4,096 tokens reach in FP8, of the rate with an inner dimension of 7,168: 0.90 and 0.92
-# with 2,048, 0.89 with 1,536, and 0.59 with 512. ``Efficiency.matrix`` is the rate with INNER_FULL.
-INNER_HALF = 300
-INNER_FULL = 8192
-_NUMBER: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes
-
-# Keys of a query at which fused attention runs at half its rate, from the results of cuDNN that efficiency.yaml names:
-# it meets causal attention over 2,048 to 32,768 tokens on H200, GB200 and GB300 within 10 %. Windows of 128 tokens on
-# GB300, with heads of 64, take longer: a third forward, 2 % backward.
-ATTENTION_HALF = 600
-
-# Width of heads at which attention reaches its rate; below it by the square root: windows of 1,024 with heads of 64 in
-# the same results on H200, and 45.6 ms of attention in a step of Llama 3.2 1B that this project measured on an H100.
-FULL_HEAD = 128
-
-# Seconds from the end of a short kernel to the start of the next: CUDA launches take 3 to 5 us.
-LAUNCH = 4e-6
-
-# How much longer than the average GPU the slowest of 2^SLOWEST_AT computes, while the others wait: half of the 8 % by
-# which equal GPUs of a cluster differ on average (Sinha et al., SC22, arXiv 2208.11035).
-SLOWEST = 0.04
+# docs/tuner.md lists the origins of these numbers.
+GROUPED_EFFICIENCY = 0.87  # part of the rate of dense products that products of experts with many tokens reach
+GROUPED_GRADIENT_EFFICIENCY = 0.70  # the same for the gradient of the weight, which is added in fp32
+GROUPED_HALF = 100  # tokens of an expert with half of that rate
+INNER_HALF = 300  # bytes of the inner dimension with half of the rate of products, because each tile starts and ends
+INNER_FULL = 8192  # inner dimension with the rate of ``Efficiency.matrix``
+ATTENTION_HALF = 600  # keys of a query with half of the rate of attention
+FULL_HEAD = 128  # width of a head with that rate, below which it falls by the square root
+LAUNCH = 4e-6  # seconds from the end of a short kernel to the start of the next
+SLOWEST = 0.04  # how much longer than the average GPU the slowest of 2^SLOWEST_AT computes, while the others wait
 SLOWEST_AT = 8
 
-# Elements of the output tile that one multiprocessor computes at a time in cuBLAS's large kernels.
-_TILE = (128, 256)
+_NUMBER: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes
+_TILE = (128, 256)  # output elements that one multiprocessor computes at a time in cuBLAS's large kernels
 _MULTIPROCESSORS = 132
 
 

@@ -12,9 +12,8 @@ from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, op
 # Scans of Mamba-2 and gated delta nets reach a lower fraction of the peak rate than attention (an assumption).
 SCAN_EFFICIENCY = 0.25
 
-# Numbers that Megatron-Core moves per element, a third of them in the forward pass. Clamping before the fused
-# activation (weighted_bias_quick_geglu_impl): two clamps and a cat forward, two masked gradients and a cat backward.
-# The experts' output biases, one by one and in fp32 (TEGroupedMLP._apply_bias): 28 bytes forward, 40 backward.
+# Numbers that Megatron-Core moves per element, a third of them forward: clamping before the fused activation, and
+# output biases of experts one by one in fp32 (``weighted_bias_quick_geglu_impl``, ``TEGroupedMLP._apply_bias``).
 _CLAMP = 9 / 3
 _OUTPUT_BIAS = 34 / 3
 

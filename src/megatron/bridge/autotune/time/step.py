@@ -11,17 +11,15 @@ from megatron.bridge.autotune.time.schedule import Pipeline
 from megatron.bridge.autotune.time.simulate import PassTimes, Span, makespan, simulate
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Run, operations_per_token
 
-# Half width of the interval that contains the measured step in about 80 of 100 cases, as a fraction of the step.
-# Published results of one configuration differ between releases by 6 % in the median and 76 % at most. Estimates for
-# dense models and mixtures of experts, of 2026-11-22 and, since the kernels of experts follow measurements, 2026-11-27.
+# Half width of the interval that contains the measured step in about 80 of 100 cases, as a fraction of the step:
+# estimates for dense models and mixtures of experts (docs/tuner.md).
 SPREAD = {False: 0.20, True: 0.30}
 
 # Bytes that AdamW reads and writes per parameter that a rank owns: gradient, fp32 weight and two moments
 # (16 read, 12 written), the bf16 weight (2), and the gradient again for its norm and its scale (8).
 OPTIMIZER_BYTES = 38
 
-# Seconds of a step outside of kernels: reading the loss and the gradient norm, logging, loading the next batch.
-FIXED = 5e-3
+FIXED = 5e-3  # seconds outside of kernels: reading the loss and the gradient norm, logging, loading the next batch
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,6 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step."""
-
     seconds: float  # of a step
     low: float  # the measured step is slower than this in about nine of ten cases
     high: float  # the measured step is faster than this in about nine of ten cases

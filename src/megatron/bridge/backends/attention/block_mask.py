@@ -210,8 +210,6 @@ def chunk_spans(spans: list[QuerySpan], size: int) -> list[QuerySpan]:
 
 @dataclass(frozen=True)
 class PackedSegment:
-    """One sequence of a packed row."""
-
     start: int
     length: int
     padded: int  # length with padding

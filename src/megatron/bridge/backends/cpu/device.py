@@ -116,8 +116,6 @@ class _Event:
 
 
 class _Stream:
-    """The one stream of a CPU."""
-
     device = _CPU
     cuda_stream = 0
 

@@ -34,7 +34,6 @@ class ParameterAttributes:
 
     @classmethod
     def of(cls, parameter: Tensor) -> "ParameterAttributes":
-        """Return the attributes of a parameter before it is sharded."""
         return cls({**vars(parameter), _STORED_DTYPE: parameter.dtype})
 
     def attach(self, parameter: Tensor, ranges: RowRanges, compute_copy: Tensor | None = None) -> None:
@@ -76,7 +75,6 @@ def set_local_rows(parameter: DTensor, values: Tensor) -> None:
 
 
 def update_compute_weights(chunk: nn.Module) -> None:
-    """Copy the master weights of a chunk to its compute weights."""
     for parameter in chunk.parameters():
         if isinstance(parameter, DTensor):
             _update_compute_weight(parameter)

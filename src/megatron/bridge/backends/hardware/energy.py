@@ -16,8 +16,6 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 class EnergyMeter:
-    """The energy counter of one GPU."""
-
     def __init__(self, library: Any, uuid: str) -> None:
         self._library = library
         self._device = ctypes.c_void_p()

@@ -80,8 +80,6 @@ class NormOverRanks(GroupRMSNorm):
 
 @dataclass(kw_only=True)
 class BesideMambaSubmodules(SelfAttentionSubmodules):
-    """The submodules of attention, and of the mixer."""
-
     mixer: MambaMixerSubmodules
 
 

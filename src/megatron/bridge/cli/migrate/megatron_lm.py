@@ -106,7 +106,6 @@ def _parse(words: list[str]) -> Arguments:
 
 
 def _launched(words: list[str]) -> int | None:
-    """The processes that torchrun starts."""
     text = " ".join(words)
     each, nodes = (re.search(rf"--{name}[= ](\d+)", text) for name in ("nproc[_-]per[_-]node", "nnodes"))
     return int(each[1]) * (int(nodes[1]) if nodes else 1) if each else None
@@ -174,7 +173,6 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
 
 
 def _value(name: str, key: str, values: list[str]) -> str:
-    """The values as YAML."""
     field = key.rpartition(".")[2]
     if field in TABLES["patterns"] and values:
         return json.dumps(_pattern(name, values[0]))
@@ -206,7 +204,6 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _number(arguments: Arguments, *names: str) -> int | None:
-    """The value of the first of the arguments that is given."""
     for name in names:
         if values := arguments.get(name):
             if not values[0].isdecimal():

@@ -48,8 +48,6 @@ PLANS = 256  # plans that are merged, to estimate the time to merge those of all
 
 @dataclass(frozen=True)
 class Part:
-    """The cost of a part of the setup."""
-
     name: str
     wall: float  # seconds
     cpu: float  # CPU seconds of this process, which do not depend on other processes
@@ -250,7 +248,6 @@ def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) 
 
 
 def _batch(config: ConfigContainer) -> dict[str, Any]:
-    """A microbatch on the host."""
     shape = config.train.micro_batch_size, config.dataset.seq_length
     tokens, mask = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.ones(shape, device="cpu")
     return {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": mask, "attention_mask": None}

@@ -57,8 +57,6 @@ class ParallelDimensions:
 
 @dataclass
 class Toy:
-    """The shrunk run."""
-
     config: "ConfigContainer"  # the shrunk config, not resolved
     dimensions: ParallelDimensions
     original: ParallelDimensions
@@ -282,7 +280,6 @@ def _shrink_layers(model: Any) -> None:
 
 
 def _layer_kinds(model: Any) -> list[tuple[Any, ...]]:
-    """The properties in which the layers of a model differ, for each layer."""
     columns: list[Sequence[Any]] = [
         [str(item) for item in value] for name in _PER_LAYER if isinstance(value := getattr(model, name, None), list)
     ]

@@ -52,8 +52,6 @@ def main(folder: Path) -> int:
 
 
 class Rehearsal:
-    """The stages of a rehearsal in one folder."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan = json.loads((folder / PLAN_FILE).read_text())

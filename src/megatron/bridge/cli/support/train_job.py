@@ -166,7 +166,6 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
 
 
 def _start(args: argparse.Namespace) -> Job:
-    """The recipe, or the model alone."""
     if args.hf_model is not None:
         hub.local_folder(args.hf_model)  # before anything slow is imported
     if args.recipe is None and args.hf_model is not None and args.model_alone:

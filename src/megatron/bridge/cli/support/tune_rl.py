@@ -35,7 +35,6 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
 
 
 def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
-    """Return one job for each token budget."""
     from megatron.bridge.autotune import rl
 
     limit = args.max_prompt_length + args.max_response_length

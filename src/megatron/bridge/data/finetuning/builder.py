@@ -67,7 +67,6 @@ def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer
 def _rows(
     config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer, media: MediaProcessor | None
 ) -> Dataset[Row]:
-    """The samples as rows of the kind that the config asks for."""
     multiple, padding = config.sequence_multiple, tokenizer.eod
     if config.padding_free:
         return SampleRows(samples, None, padding, multiple, media)

@@ -35,7 +35,6 @@ class Expansion:
         return self.options
 
     def text(self, height: int, width: int) -> str:
-        """The text of an image of this size."""
         return self.token * self.count(height, width)
 
     def count(self, height: int, width: int) -> int:

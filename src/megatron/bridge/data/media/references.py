@@ -26,8 +26,6 @@ _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF; these swap height and w
 
 
 class ImageReference(NamedTuple):
-    """An image of a sample."""
-
     source: str  # a path, or a ``data:`` URL that holds the file
     height: int
     width: int
@@ -35,8 +33,6 @@ class ImageReference(NamedTuple):
 
 
 class VideoReference(NamedTuple):
-    """A video of a sample."""
-
     source: str | list[str]  # as of an image; of a video that is a list of images, that of each
     height: int
     width: int

@@ -24,7 +24,6 @@ class FIMConfig:
     """Special token before the middle."""
 
     def problems(self) -> list[str]:
-        """Return one sentence for each problem of the values."""
         return [
             f"dataset.fim.{name}={getattr(self, name)}: it must be between 0 and 1"
             for name in ("rate", "spm_rate")
@@ -131,7 +130,6 @@ class MockGPTDatasetConfig(DatasetConfig):
         return self.random_seed
 
     def build(self, request: DatasetRequest) -> Splits:
-        """Build datasets of exactly the requested sizes."""
         from megatron.bridge.data.pretraining.mock_dataset import MockGPTDataset  # imports torch
 
         self.finalize()

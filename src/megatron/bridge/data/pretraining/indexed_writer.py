@@ -67,16 +67,12 @@ FINAL = (UserError, OSError)  # a resumed run would fail again with these, so th
 
 
 class InputPosition(NamedTuple):
-    """A position in the input files."""
-
     file: int = 0
     offset: int = 0
     line: int = 1  # number of the next line
 
 
 class EncodedDocuments(NamedTuple):
-    """The tokens of consecutive documents."""
-
     tokens: np.ndarray  # all tokens, concatenated
     lengths: list[int]
     empty: int

@@ -127,7 +127,6 @@ def _lines_within(file: io.BufferedReader, size: int) -> list[bytes]:
 
 
 def _rows(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[list[bytes]]:
-    """Yield the rows as lines of JSON."""
     lines: list[bytes] = []
     size = 0
     rows = _hub_rows(part) if part.url.startswith(HUB) else _table_rows(config, part)

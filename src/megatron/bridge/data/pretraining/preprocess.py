@@ -142,7 +142,6 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 
 
 def checked_parts(config: PreprocessConfig) -> list[Part]:
-    """Return each input as one part."""
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
     if config.chat_template is not None and config.format != "chat":

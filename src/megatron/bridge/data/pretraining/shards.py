@@ -134,7 +134,6 @@ class ShardPlan:
         return self.folder / "incomplete" / f"{number:06d}.{name}"
 
     def name(self, number: int) -> str:
-        """Return the name of a shard in messages."""
         parts = self.shards[number]
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         return f"shard {number} of {len(self.shards)} ({parts[0].name}{more})"

@@ -33,8 +33,6 @@ class CorpusShare:
 
 @dataclass(frozen=True)
 class CorpusPreview:
-    """The data of one split."""
-
     name: str  # ``train``, ``valid`` or ``test``
     samples: int | None  # samples of the run; None for a stream, which has no end
     seq_length: int
@@ -122,8 +120,6 @@ class RankBatch:
 
 @dataclass(frozen=True)
 class Preview:
-    """The data of a run."""
-
     splits: list[SplitPreview] = field(default_factory=list)  # data of records
     corpora: list[CorpusPreview] = field(default_factory=list)  # data without records
     texts: list[list[TextSegment]] = field(default_factory=list)  # the first rows of training data without records

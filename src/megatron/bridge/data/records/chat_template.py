@@ -72,8 +72,6 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The text of a conversation."""
-
     text: str
     spans: list[Span]  # first character and end of each part that is in the loss, in order
     unused: list[str]  # the fields that the template does not render, one entry per message
@@ -218,7 +216,6 @@ def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
 
 
 def _choose(spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, where: str) -> list[Span]:
-    """Return the marked spans of the selected answers."""
     answers = chat.answers
     if selected == answers:
         return spans

@@ -68,8 +68,6 @@ class Draft(NamedTuple):
 
 
 class RecordEncoder:
-    """Tokenizes records."""
-
     def __init__(self, tokenizer: Tokenizer, rules: EncodingRules) -> None:
         self.tokenizer = tokenizer
         self.rules = rules

@@ -37,8 +37,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation."""
-
     messages: list[Message]  # as chat templates expect them: ``role``, ``content``, and any other keys of the record
     tools: list[dict[str, Any]] | None = None  # descriptions of the tools that the assistant may call
     excluded: frozenset[int] = frozenset()  # assistant messages that are left out of the loss (``weight`` 0)
@@ -69,8 +67,6 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Text:
-    """A text, all of it in the loss."""
-
     text: str
 
 

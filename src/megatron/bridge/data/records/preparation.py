@@ -37,8 +37,6 @@ TIMEOUT = timedelta(days=7)  # the other ranks wait for rank 0 without a time li
 
 
 class PreparedSamples(NamedTuple):
-    """Samples, and the report on their records."""
-
     samples: Samples
     report: EncodingReport
     name: str = ""  # the source, for messages
@@ -123,7 +121,6 @@ def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: in
 
 
 def _make_parts(folder: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> Iterator[Path]:
-    """Tokenize the parts that are missing."""
     missing: list[Path] = []
 
     def records() -> Iterator[tuple[LocatedRecord, ...]]:

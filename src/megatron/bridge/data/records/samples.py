@@ -13,8 +13,6 @@ from megatron.bridge.data.media.references import ImageReference, MediaReference
 
 
 class Sample(NamedTuple):
-    """One tokenized sample."""
-
     tokens: np.ndarray  # all tokens, int32
     # whether each token is in the loss, bool. The first one never is, because nothing predicts it.
     trained: np.ndarray

@@ -24,9 +24,7 @@ class RecordSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def records(self) -> Iterator[LocatedRecord]:
-        """Yield all records, in order."""
-        ...
+    def records(self) -> Iterator[LocatedRecord]: ...
 
     def fingerprint(self) -> str:
         """Return a hash that changes whenever the records change."""

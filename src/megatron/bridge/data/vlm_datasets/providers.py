@@ -39,7 +39,6 @@ class Maker(NamedTuple):
 
 
 def conversation(images: list[Any], question: str, answer: str) -> Record:
-    """One question about images, and its answer."""
     parts = [{"type": "image", "image": image} for image in images]
     content = [*parts, {"type": "text", "text": question}]
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
@@ -179,8 +178,6 @@ class MockVLMConversationProvider(SFTDatasetConfig):
 
 @dataclass(frozen=True)
 class MockImageSource:
-    """The records of a split."""
-
     prompt: str
     seed: tuple[int, int]
     image_size: tuple[int, int]
@@ -243,7 +240,6 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
             raise UserError(f"dataset.image_folder={self.image_folder} is not a directory: check the path")
 
     def source(self, split: Split) -> FileSource | None:
-        """The file of the split."""
         path = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]
         if path is None and split == "valid":
             raise UserError(

@@ -22,8 +22,6 @@ from megatron.bridge.utils.errors import UserError
 
 @dataclass(frozen=True)
 class RefitReport:
-    """Statistics of an update."""
-
     tensors: int  # number of tensors
     bytes: int  # size of all tensors
     seconds: float  # duration without the canary

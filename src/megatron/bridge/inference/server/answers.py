@@ -57,7 +57,6 @@ class CompletionFormat:
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def whole(self, choice: Choice) -> Json:
-        """Return a finished choice."""
         text = (choice.echoed or "") + choice.text
         return self._choice(choice, text, choice.logprobs, choice.echoed is not None)
 
@@ -66,7 +65,6 @@ class CompletionFormat:
         return [] if choice.echoed is None else [self._choice(choice, choice.echoed, [], True, over=False)]
 
     def piece(self, choice: Choice, progress: Progress) -> Json:
-        """Return the chunk of a step."""
         return self._choice(choice, progress.piece, progress.logprobs, False)
 
     def _choice(

@@ -81,8 +81,6 @@ class Server:
 
 
 class AsciiJSONResponse(Response):
-    """JSON in ASCII."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:

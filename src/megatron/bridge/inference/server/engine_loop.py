@@ -15,8 +15,6 @@ IDLE_SECONDS = 1.0  # how long rank 0 waits for a request while the other ranks 
 
 @dataclass(frozen=True)
 class Submit:
-    """A prompt to continue."""
-
     id: int
     prompt: list[int]
     sampling: Sampling
@@ -24,15 +22,11 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """A request that was cancelled."""
-
     id: int
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The engine has accepted a request."""
-
     id: int
 
 
@@ -100,7 +94,6 @@ class EngineLoop:
         return not self._engine.is_idle
 
     def apply(self, commands: list[Submit | Cancel]) -> Iterator[Event]:
-        """Submit and cancel requests."""
         for command in commands:
             if isinstance(command, Cancel):
                 for sent in self._sent.pop(command.id, ()):

@@ -113,7 +113,6 @@ class Generation:
         return choice
 
     async def whole(self) -> Json:
-        """Return the complete response."""
         async for _ in self._progress():
             pass
         for choice in self._choices:  # the first choice has the prompt's log-probabilities

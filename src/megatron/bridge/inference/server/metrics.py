@@ -15,8 +15,6 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 
 
 
 class Metrics:
-    """Counters of one server."""
-
     def __init__(self, name: str, load: Callable[[], Load]) -> None:
         self._registry = CollectorRegistry()
 
@@ -48,8 +46,6 @@ class Metrics:
 
 
 class RequestTimes:
-    """The times of one request."""
-
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = time.perf_counter()

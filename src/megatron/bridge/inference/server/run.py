@@ -145,8 +145,6 @@ _FAILED_SECONDS = 3  # time to tell all clients that the engine has ended
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Options of the server."""
-
     name: str  # name of the model
     host: str = "127.0.0.1"  # address to listen on; any other than the loopback address needs a key
     port: int = 8000  # 0 chooses a free port

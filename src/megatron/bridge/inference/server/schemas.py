@@ -38,8 +38,6 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a streamed response."""
-
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
 
@@ -135,8 +133,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(_Strict):
-    """A text part of a message."""
-
     type: Literal["text"]
     text: Text
 
@@ -155,15 +151,11 @@ class ImageUrl(_Strict):
 
 
 class ImagePart(_Strict):
-    """An image of a message."""
-
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
 class ChatMessage(_Strict):
-    """One message of a conversation."""
-
     role: Text = Field(max_length=64)
     content: Text | list[Annotated[TextPart | ImagePart, Discriminator("type")]]
     name: Text | None = None

@@ -65,7 +65,6 @@ def _says(provider: Any, architecture: str) -> bool:
 
 
 def _config(provider: Any, architecture: str) -> Any:
-    """Return a transformers config of the architecture that describes the model."""
     from transformers import CONFIG_MAPPING
 
     values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(provider)

@@ -230,7 +230,6 @@ class DecoderBridge(MegatronModelBridge):
         return _registry(block for block in self.weights if not callable(block))
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        """Return the mappings of all blocks."""
         registry = _registry(block(config) if callable(block) else block for block in self.weights)
         return heads.with_head(registry, config, self.registration.model_type if self.registration else None)
 
@@ -332,7 +331,6 @@ def _key_hint(key: str, claimed: Iterable[str]) -> str:
 
 
 def declared_bridges() -> dict[str, type[DecoderBridge]]:
-    """Return the declarative bridges by architecture."""
     known = {name: _REGISTRY[name].bridge for name in architectures()}
     return {name: bridge for name, bridge in known.items() if issubclass(bridge, DecoderBridge)}
 

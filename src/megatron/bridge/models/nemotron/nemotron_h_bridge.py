@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nemotron-H, Nemotron Nano 2, Nemotron 3: Mamba-2, attention without positions, and squared ReLU or experts of it."""
 
+from collections.abc import Mapping
 from math import inf
+from typing import Any
 
 from megatron.bridge.models.conversion.declare import hybrid, moe
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
@@ -10,6 +12,7 @@ from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.hybrid import mamba
 from megatron.bridge.models.conversion.declare.moe import experts, latent_projections, router, shared_experts
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
+from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.mamba_provider import MambaModelProvider
 
 _LAYERS = "backbone.layers.*"
@@ -62,7 +65,6 @@ class NemotronHBridge(DecoderBridge):
         "hidden_dropout": (0.0,),
         "n_shared_experts": (1,),
     }
-    carried = ("mtp.**",)
     weights = (
         ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
         mamba(_LAYERS),
@@ -73,3 +75,8 @@ class NemotronHBridge(DecoderBridge):
         shared_experts("mixer.shared_experts", gated=False, layers=_LAYERS),
         latent_projections("mixer", layers=_LAYERS),
     )
+
+    def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
+        """Return the layers of multi-token prediction, if the checkpoint has them."""
+        del config
+        return ("mtp.**",) if any(name.startswith("mtp.") for name in entries) else ()

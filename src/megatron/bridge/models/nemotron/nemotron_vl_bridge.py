@@ -30,6 +30,11 @@ class NemotronHOmniBridge(VisionBridge):
         provider.radio_layer_scales = any(".layer_scale1." in name for name in stored)
         return provider
 
+    def _check(self, whole: Mapping[str, Any]) -> None:
+        super()._check(whole)
+        if count := whole["text_config"].get("num_nextn_predict_layers"):
+            raise UserError(f"text_config.num_nextn_predict_layers={count} needs another norm in the tower, use 0")
+
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Audio, and the tower of a text model that is built without it."""
         if config.vision is not None:

@@ -117,7 +117,6 @@ class CallbackManager:
             getattr(callback, method)(context, *values)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """State of each callback that has one, by name."""
         states: dict[str, dict[str, Any]] = {}
         for callback in self._callbacks:
             if state := callback.state_dict():

@@ -50,7 +50,6 @@ forward_step = StudentStep()
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with which a model returns logits."""
     packed = {"packed_seq_params": packed_parameters(batch)} if "cu_seqlens" in batch else {}
     names = {"input_ids": "tokens", "position_ids": "position_ids", "attention_mask": "attention_mask"}
     return {name: batch[key] for name, key in names.items()} | packed
@@ -58,8 +57,6 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class StudentLoss:
-    """The loss of one microbatch."""
-
     config: DistillConfig
     batch: dict[str, Any]  # labels and mask, [batch, sequence]
     model: MegatronModule  # the student's last chunk, with the projections of hidden states

@@ -40,7 +40,6 @@ def freezing_hook(patterns: list[str], first: PreWrapHook | None = None) -> PreW
 
 
 def named_parameters(chunks: list[MegatronModule]) -> Iterator[tuple[str, Parameter]]:
-    """Parameters with their names in the whole model."""
     for chunk in chunks:
         tied = getattr(chunk, "share_embeddings_and_output_weights", False)
         for local, parameter in chunk.named_parameters():

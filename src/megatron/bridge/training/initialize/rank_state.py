@@ -28,7 +28,6 @@ def current_sizes() -> dict[str, int]:
 
 
 def sizes_of(model: Any) -> dict[str, int]:
-    """The sizes that a provider asks for."""
     return {
         "world": distributed.world_size(),
         "tensor": model.tensor_model_parallel_size,

@@ -30,8 +30,6 @@ OTHER_NAMES = yaml_text.tables_beside(__file__)
 
 @dataclass(frozen=True)
 class Change:
-    """One value that was set."""
-
     key: str  # dotted name, such as ``train.train_iters``
     old: Any
     new: Any

@@ -24,8 +24,6 @@ class LowRankPart:
 
 @runtime_checkable
 class AdaptedModule(Protocol):
-    """A layer with an adapter."""
-
     def merged_weight(self, weight: Tensor) -> Tensor:
         """Return the weight with the adapter merged into it; a collective over the ranks of its shards."""
         ...

@@ -16,8 +16,6 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import not_finite
 
 @dataclass(frozen=True)
 class TensorProof:
-    """One tensor on both sides."""
-
     shape: tuple[int, ...]  # shape of the full tensor
     dtype: str  # as stored in the checkpoint
     sha256: str  # hash of the checkpoint's bytes
@@ -27,8 +25,6 @@ class TensorProof:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The results of the comparison."""
-
     hf_model: str
     megatron: str
     tensors: dict[str, TensorProof]  # by Hugging Face name

@@ -22,7 +22,6 @@ from megatron.bridge.utils.errors import UserError
 
 
 def _of_all_layers(number: int | list[int]) -> Any:
-    """Return the number of a list with equal numbers for all layers."""
     return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
 
 

@@ -31,8 +31,6 @@ _IN_FLIGHT = 2 * THREADS  # tensors that are gathered but not yet written
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Options for writing weights."""
-
     strict: bool = True  # refuse to write tensors whose names differ from the source's
     # of all floating-point tensors; None takes the source's, or without a source the model's
     dtype: torch.dtype | None = None

@@ -93,8 +93,6 @@ class WeightConversionTask:
 
 @dataclass(frozen=True)
 class Plan:
-    """All tasks of one model."""
-
     tasks: tuple[WeightConversionTask, ...]  # in the order of the model; equal on every rank of a model replica
     ties: dict[str, str] = field(default_factory=dict[str, str])  # Hugging Face name -> name of the equal tensor
     buffers: tuple[str, ...] = ()  # Hugging Face tensors that are recomputed, or belong to other parts of the model
@@ -247,7 +245,6 @@ def _match(
 
 
 def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: Any) -> list[LocatedParameter]:
-    """Return the parameters of all ranks of the replica."""
     owner = Owner(exchange.stage())
     mine: list[LocatedParameter] = []
     for (chunk, local), (name, module, parameter) in modules.items():
@@ -327,7 +324,6 @@ def _task(
 
 
 def _layer_config(name: str, config: Any) -> Any:
-    """Return the config that the layer of a parameter was built with."""
     found = _LAYER.match(name)
     if found is None or not getattr(config, "heterogeneous_block_specs", False):
         return config
@@ -371,7 +367,6 @@ def _differences(
     ties: Mapping[str, str],
     buffers: Sequence[str],
 ) -> list[str]:
-    """Describe the names that only one side has."""
     left_over = [name for name in entries if name not in claimed and name not in ties and name not in buffers]
     needs = {name: task.global_param_name for task in tasks for name in task.mapping.hf_names}
     missing = [name for name in claimed if name not in entries]

@@ -126,7 +126,6 @@ class Unjoined:
         return numbers if is_view and numbers.is_contiguous() else self.whole()
 
     def whole(self) -> Tensor:
-        """Return the tensor as a copy."""
         target = torch.empty(self.shape, dtype=self.dtype, device=self.like.device)
         self.write(target)
         return target
@@ -149,7 +148,6 @@ class ShardSpec:
 
     @property
     def dim(self) -> int:
-        """The sharded dimension."""
         return 1 if self.kind == "row" and len(self.shape) > 1 else 0
 
     @property
@@ -182,7 +180,6 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def _properties(group: str) -> tuple[Any, Any]:
-    """Return properties for this rank in the group of that name, and for the size of the group."""
     return (
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[1]),

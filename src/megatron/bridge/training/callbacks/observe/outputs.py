@@ -224,8 +224,6 @@ class WandbOutput:
 
 
 class MLflowOutput:
-    """A run of MLflow."""
-
     def __init__(self, config: ConfigContainer) -> None:
         self._config = config
         self._mlflow: Any = None

@@ -73,7 +73,6 @@ def _data(folder: Path) -> Iterator[str]:
 
 
 def _answers(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """The first and the last answer to each prompt."""
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         by_prompt.setdefault(line["prompt"], []).append(line)

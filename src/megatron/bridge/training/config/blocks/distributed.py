@@ -41,8 +41,6 @@ class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
 
 @dataclass
 class DistributedInitConfig:
-    """The process group."""
-
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """None means ``nccl`` with CUDA, and ``gloo`` without."""
     distributed_timeout_minutes: int = 10

@@ -26,8 +26,6 @@ from megatron.bridge.utils.storage_paths import url_of
 
 @dataclass(frozen=True)
 class Resolved[ConfigT: RunConfig]:
-    """What runs."""
-
     config: ConfigT  # a copy of the user's config in which every derived field is set
     world_size: int
     notes: list[str]  # a sentence for each value that was replaced, to be shown to the user
