@@ -66,6 +66,16 @@ def test_experts_with_few_tokens_are_slower(tokens, part):
     assert many / few == pytest.approx(part, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "milliseconds"),
+    [(1024, 2048, 6144, 1.54), (1024, 6144, 2048, 1.43), (2048, 2048, 6144, 2.64), (2048, 6144, 2048, 2.67)],
+)
+def test_products_of_experts_take_as_long_as_on_an_h200(tokens, rows, columns, milliseconds):
+    """32 experts in bf16, one product of cuBLAS after the other (PyTorch issue 163425), which no constant is from."""
+    took = Roofline(gpu("H200")).matrix(tokens, rows, columns, count=32)
+    assert took * 1e3 == pytest.approx(milliseconds, rel=0.1)
+
+
 def test_quantization_to_mxfp8_takes_as_long_as_on_a_b300():
     """Transformer Engine's tutorial on profiling products: 1.82 ms for 2.48e9 numbers, the difference of two tables."""
     matrices = (Matrix("linear_fc1", rows=16384, columns=16384),)

@@ -88,9 +88,8 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     inner = 1.5 * shape.inner * run.tokens
     experts = _permuted(run) * run.chosen * shape.dispatched if shape.experts else 0.0
     experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
-    experts += (
-        _CLAMP * sum(each.rows for each in shape.experts if each.name == "linear_fc1") * run.chosen * shape.clamped
-    )
+    gates = sum(each.rows for each in shape.experts if each.name == "linear_fc1")
+    experts += _CLAMP * gates * run.chosen * shape.clamped
     experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
     return kernels.moved((stream + inner + experts) * run.number, kernels=8 + 40 * bool(shape.experts))
 
