@@ -88,6 +88,8 @@ CHANGES = {
     ),
     "model.fp8": ("llama", {}, "hybrid"),
     "model.fp4": ("llama", {}, "e2m1"),
+    "model.fp8_dot_product_attention": ("llama", {"fp8": "hybrid"}, True),
+    "model.fp8_multi_head_attention": ("llama", {"fp8": "hybrid"}, True),
     "model.fp8_param": ("llama", {"fp8": "hybrid"}, True),
     "model.moe_shared_expert_intermediate_size": ("qwen3_moe", {}, 64),
     "model.moe_layer_freq": ("qwen3_moe", {}, [0, 1, 1, 1]),

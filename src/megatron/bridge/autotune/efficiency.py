@@ -16,6 +16,7 @@ class Efficiency:
 
     matrix: dict[Precision, float]  # large matrix products
     attention: dict[Direction, float]  # fused attention over many keys, of the bf16 rate
+    fp8_attention: dict[Direction, float]  # the same in FP8, of the bf16 rate
     bandwidth: float  # kernels that only read and write
 
 

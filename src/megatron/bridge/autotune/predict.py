@@ -59,7 +59,8 @@ def roofline_of(config: ConfigContainer, card: str, profile: Profile | None = No
     found = gpu(card)
     if not {"bf16": found.bf16, "fp8": found.fp8, "fp4": found.fp4}[precision]:
         precision = "bf16"
-    return Roofline(found, precision)
+    attention = model.fp8_dot_product_attention or model.fp8_multi_head_attention
+    return Roofline(found, precision, fp8_attention=precision == "fp8" and attention)
 
 
 def setting_of(config: ConfigContainer, world_size: int) -> Setting:

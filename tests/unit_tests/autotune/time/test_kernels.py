@@ -31,6 +31,14 @@ def test_attention_runs_at_the_rate_of_cudnn(card, tokens):
         assert 1 / took == pytest.approx(rate, rel=0.1)
 
 
+@pytest.mark.parametrize(("card", "rates"), [("H200", (854, 471)), ("GB200", (1805, 1178)), ("GB300", (2532, 1396))])
+def test_attention_in_fp8_runs_at_the_rate_of_cudnn(card, rates):
+    """4,096 tokens in the same results; backward, the rate depends on the length in another way."""
+    for direction, rate, tolerance in zip(("forward", "backward"), rates, (0.1, 0.35), strict=True):
+        took = Roofline(gpu(card), "fp8", fp8_attention=True).attention(1e12, direction, seen=2048, head=128)
+        assert 1 / took == pytest.approx(rate, rel=tolerance)
+
+
 def test_windows_of_narrow_heads_are_slower_than_their_operations():
     """A window of 128 on GB300 in the same results: 2 x 128 heads of 64 and 4,096 tokens."""
     kernels, seen = Roofline(gpu("GB300")), 128 - 128 * 127 / (2 * 4096)

@@ -32,6 +32,7 @@ class Roofline:
 
     card: Gpu
     precision: Precision = "bf16"
+    fp8_attention: bool = False
 
     def matrix(self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True) -> float:
         """Time ``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows`` in one grouped kernel.
@@ -53,7 +54,8 @@ class Roofline:
             seen: Keys of a query, on average.
             head: Width of a head.
         """
-        rate = self.card.bf16 * self.card.efficiency.attention[direction] * min(1.0, head / FULL_HEAD) ** 0.5
+        reached = self.card.efficiency.fp8_attention if self.fp8_attention else self.card.efficiency.attention
+        rate = self.card.bf16 * reached[direction] * min(1.0, head / FULL_HEAD) ** 0.5
         return operations / rate * (1 + ATTENTION_HALF / seen) + LAUNCH
 
     def moved(self, size: float, kernels: int = 1) -> float:
