@@ -9,9 +9,19 @@ section 4: the tensors that autograd saves for the backward pass, module by modu
   square of the sequence length, and recomputing only core attention saves nothing;
 * experts: the estimate assumes that the router distributes tokens evenly over them.
 
-Memory peaks in the backward pass of a chunk, with the gathered input of its widest layer and the gradients of stream,
-output and weight, or at the loss. Without the kernels of mamba-ssm and flash-linear-attention, PyTorch saves several
-times as much.
+The rank holds a chunk of layers once for each microbatch in flight (see ``time.schedule``). Full recomputation saves
+the input of each layer (with the uniform method, of each group of ``recompute_num_layers`` layers), and during the
+backward pass of one layer or group it also holds everything that this layer or group saves.
+
+Memory peaks at one of these moments. Each counts the saved activations plus the temporary tensors of:
+
+* the backward pass of a chunk: the gathered input of its widest layer and the gradients of the residual stream, of
+  the widest output and, without ``gradient_accumulation_fusion``, of its weight. For experts: the gradients of the
+  inputs and of all weights on the rank, or those of the product with the router's probabilities in fp32;
+* the loss: T x vocabulary/t x bytes per logit. The torch backend writes the gradient over the logits (4 bytes on
+  a CPU, measured 2026-11-20); Megatron-Core's own loss holds the logits and fp32 exponentials (2 + 4).
+
+Without the kernels of mamba-ssm and flash-linear-attention, PyTorch saves several times as much for such layers.
 """
 
 import math
@@ -21,6 +31,7 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
+from megatron.bridge.autotune.efficiency import MXFP8_BYTES
 from megatron.bridge.autotune.layers import (
     INTO_RESIDUAL,
     is_dispatched,
@@ -186,7 +197,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         images=_image_tokens(config),
         between=between,
         number=number,
-        saved=33 / 32 if quantized else number,
+        saved=MXFP8_BYTES if quantized else number,
         copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",)) if quantized else (),
         tensor=tensor,
         hidden=model.hidden_size,

@@ -9,6 +9,8 @@ from megatron.bridge.utils.config import yaml_text
 Direction = Literal["forward", "backward"]
 Precision = Literal["bf16", "fp8", "fp4"]
 
+MXFP8_BYTES = 33 / 32  # of a number with its share of the scale of 32 numbers
+
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:

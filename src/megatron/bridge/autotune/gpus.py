@@ -31,7 +31,7 @@ def _gpu(name: str, generation: str, memory: int, fp8: float, fp4: float, bandwi
     """Return a row of the table from GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
     peak, (nvlink, network, *domain) = BF16_TFLOPS[name] * 1e12, links
     rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
-    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, [*domain, 8][0], EFFICIENCY[generation])
+    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, *domain, efficiency=EFFICIENCY[generation])
 
 
 GPUS: dict[str, Gpu] = {name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()}

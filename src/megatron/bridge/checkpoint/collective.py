@@ -92,6 +92,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
+    """The error and all errors in its chain of causes and contexts."""
     seen: list[BaseException] = []
     queue = [error]
     while queue:

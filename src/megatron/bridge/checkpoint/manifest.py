@@ -144,6 +144,7 @@ class HashingStream:
 
 
 def new_save_id() -> str:
+    """A name for a save with a manifest."""
     return SAVE_ID_PREFIX + uuid.uuid4().hex
 
 

@@ -95,6 +95,7 @@ def _texts(options: LaunchOptions) -> list[str]:
 
 
 def _local(options: LaunchOptions) -> list[str]:
+    """What has a meaning on a cluster only."""
     problems = [
         f"{_flag(name)} belongs to a cluster: leave it out, or leave out --local"
         for name in _CLUSTER_ONLY

@@ -115,13 +115,14 @@ def _of_attention(module: Any, length: int) -> float:
 
 
 def head_widths(config: Any) -> tuple[int, int]:
+    """Return the width of a head's keys, and of its values."""
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     return config.kv_channels, config.kv_channels
 
 
 def keys_seen(module: Any, length: int) -> float:
-    """By a token, its own included, on average over a sequence."""
+    """Return the keys that a token attends to, its own included, on average over a sequence."""
     config = module.config
     if is_sparse(config):
         return _average(min(length, config.dsa_indexer_topk), length)

@@ -196,6 +196,8 @@ def answer_of_token(batch: dict[str, Any]) -> Tensor:
 
 @dataclass
 class AdaptersOff(student_teacher.ChunkPair):
+    """A chunk that is its own reference."""
+
     peft: LoRA | None = None
 
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.bridge.autotune.efficiency import Direction
+from megatron.bridge.autotune.efficiency import MXFP8_BYTES, Direction
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group, reached
 from megatron.bridge.autotune.time.kernels import GROUPED_EFFICIENCY, GROUPED_GRADIENT_EFFICIENCY, Roofline
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, operations_per_token
@@ -17,7 +17,7 @@ SCAN_EFFICIENCY = 0.25
 _CLAMP = 9 / 3
 _OUTPUT_BIAS = 34 / 3
 
-_QUANTIZED_BYTES = {"fp8": 33 / 32, "fp4": 9 / 16}  # of a number with its scale, which 32 or 16 share
+_QUANTIZED_BYTES = {"fp8": MXFP8_BYTES, "fp4": 9 / 16}  # of a number with its share of a scale
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
         return 0.0
     if shape.quadratic:
         # the backward kernel recomputes the scores: five products instead of two
-        passes = 1.0 if direction == "forward" else 2.5
-        return kernels.attention(operations * passes, direction, shape.seen, shape.head)
-    passes = 1 if direction == "forward" else 2
-    return passes * max(operations / (kernels.card.bf16 * SCAN_EFFICIENCY), kernels.moved(shape.states * run.tokens))
+        factor = 1.0 if direction == "forward" else 2.5
+        return kernels.attention(operations * factor, direction, shape.seen, shape.head)
+    scan = max(operations / (kernels.card.bf16 * SCAN_EFFICIENCY), kernels.moved(shape.states * run.tokens))
+    return scan * (1 if direction == "forward" else 2)
 
 
 def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
@@ -95,7 +95,7 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
 
 
 def _permuted(run: Run) -> float:
-    """Return how many numbers are moved per number of a chosen token to permute it to its expert and back.
+    """Return the elements that are read and written, per element of a dispatched token, to permute it and back.
 
     Tokens are copied into the buffers of an all-to-all and sorted by expert, and back: four reads and four writes.
     With the flex dispatcher, a rank receives each of its tokens once, and copies it for each of its experts.

@@ -121,6 +121,7 @@ def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _group_offsets(counts: list[int], device: torch.device) -> torch.Tensor:
+    """Return the end of the rows of each expert."""
     return torch.tensor(list(accumulate(counts)), dtype=torch.int32).to(device, non_blocking=True)
 
 

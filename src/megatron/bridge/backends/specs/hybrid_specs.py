@@ -85,6 +85,7 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
 
 
 def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    """The first half of a decoder layer."""
     whole = layer_spec(config, provider, moe=False)
     return _half(TransformerLayer, whole, "input_layernorm", "self_attention", "self_attn_bda")
 

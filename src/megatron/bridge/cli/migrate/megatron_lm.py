@@ -204,6 +204,7 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def _number(arguments: Arguments, *names: str) -> int | None:
+    """The value of the first of the arguments that is given."""
     for name in names:
         if values := arguments.get(name):
             if not values[0].isdecimal():

@@ -280,6 +280,7 @@ def _shrink_layers(model: Any) -> None:
 
 
 def _layer_kinds(model: Any) -> list[tuple[Any, ...]]:
+    """The properties in which the layers of a model differ, for each layer."""
     columns: list[Sequence[Any]] = [
         [str(item) for item in value] for name in _PER_LAYER if isinstance(value := getattr(model, name, None), list)
     ]

@@ -98,6 +98,7 @@ class GPTSFTDataset(Dataset[Row]):
         return Sample(tokens, trained)
 
     def _tokens(self, name: str | None, text: str, line: dict[str, Any], where: str) -> list[int]:
+        """The tokens of a literal text, or of a field and the text before it."""
         if name is not None:
             if not isinstance(line.get(name), str):
                 keys = ", ".join(line) or "none"

@@ -74,6 +74,7 @@ class TileProcessor:
         return {"pixel_values": (tiles - mean) / deviation}
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns."""
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
         tile = (self.values["image_size"],) * 2

@@ -85,6 +85,7 @@ def _require(record: Record, keys: Sequence[str], where: str, rule: str) -> None
 
 
 def _prompt(record: Record, where: str) -> tuple[Any, int]:
+    """The prompt, and where each answer begins in its key."""
     if record.get("prompt") is not None:
         return record["prompt"], 0
     chosen, rejected = (expect(record[name], "a list", where, f"{name} without a prompt") for name in ANSWERS)

@@ -67,6 +67,8 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Text:
+    """A text, all of it in the loss."""
+
     text: str
 
 

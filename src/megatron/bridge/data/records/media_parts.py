@@ -62,6 +62,7 @@ def as_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
+    """Return the text of content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)

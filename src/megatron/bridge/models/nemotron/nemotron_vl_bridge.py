@@ -33,7 +33,7 @@ class NemotronHOmniBridge(VisionBridge):
     def _check(self, whole: Mapping[str, Any]) -> None:
         super()._check(whole)
         if count := whole["text_config"].get("num_nextn_predict_layers"):
-            raise UserError(f"text_config.num_nextn_predict_layers={count} needs another norm in the tower, use 0")
+            raise UserError(f"text_config.num_nextn_predict_layers={count} adds a norm to the tower: set it to 0")
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Audio, and the tower of a text model that is built without it."""

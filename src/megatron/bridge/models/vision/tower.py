@@ -267,6 +267,7 @@ def _patches(vision: Any) -> dict[str, Tensor]:
 
 
 def _size(config: Any) -> int:
+    """Pixels along a side."""
     vision = config.vision_config
     if config.model_type == _TILES:
         return config.force_image_size or vision.image_size

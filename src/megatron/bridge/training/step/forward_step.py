@@ -116,6 +116,7 @@ def _value(name: str, value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _form(value: Any) -> str:
+    """What a wrong value is, in words."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     if isinstance(value, tuple | list):

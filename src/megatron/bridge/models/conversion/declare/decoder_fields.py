@@ -196,6 +196,7 @@ def _window_back(window: tuple[int, int] | None, _: Any) -> int | None:
 
 
 def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """Return 1 for each layer with a window, 0 for each without."""
     windowed = kind_indices("layer_types", kinds, _LAYER_TYPES, config)
     if any(windowed) and not config.get("sliding_window"):
         raise UserError(f"sliding_window is missing: layer_types has {_LAYER_TYPES[1]}")

@@ -90,6 +90,7 @@ _KINDS = ("full_attention", "linear_attention")
 
 
 def _mixers(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
+    """Return 1 for each layer with a Mamba-2 mixer."""
     older = {"attention": _KINDS[0], "mamba": _KINDS[1]}
     names = [older.get(name, name) for name in names or [_KINDS[1]] * config["num_hidden_layers"]]
     return kind_indices("layer_types", names, _KINDS, config)
@@ -115,11 +116,13 @@ def _groups(count: int, config: Mapping[str, Any]) -> int:
 
 
 def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
+    """Return 1 for each layer of a kind that occurs once per period."""
     period, offset = config.get(f"{kind}_layer_period", period), config.get(f"{kind}_layer_offset", offset)
     return [int(layer % period == offset) for layer in range(config["num_hidden_layers"])]
 
 
 def _period(layers: Sequence[int]) -> tuple[int, int]:
+    """Return (period, offset) of the layers with 1."""
     for period in range(1, len(layers) + 2):
         for offset in range(period):
             if [int(layer % period == offset) for layer in range(len(layers))] == list(layers):

@@ -13,6 +13,7 @@ _SCALING = ("query_scaling_beta", "query_scaling_length")
 
 
 def _chunked(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    """Return 1 for each layer with chunks."""
     chunked = kind_indices("layer_types", kinds, _KINDS, config)
     if any(chunked) and config.get("attention_chunk_size", 8192) is None:
         raise UserError(f"attention_chunk_size is missing: layer_types has {_KINDS[1]}")

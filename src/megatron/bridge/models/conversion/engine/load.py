@@ -156,6 +156,7 @@ def _without_new_head(
 
 
 def _missing(task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint) -> list[str]:
+    """Return the tensors of a head that a checkpoint lacks."""
     return [
         f"the checkpoint has no tensor {name} for the head {task.global_param_name}: add it to "
         "allowed_mismatched_params to keep its initial values"

@@ -120,7 +120,7 @@ class Unjoined:
             piece.of_slice(target).copy_(numbers)
 
     def contiguous(self) -> Tensor:
-        """Return the tensor as a view of a shard that equals it, or as a copy."""
+        """Return the tensor: a view if one shard contains all of it, else a copy."""
         piece, numbers = self.pieces[0]
         is_view = len(self.pieces) == 1 and piece.is_plain and numbers.shape == self.shape
         return numbers if is_view and numbers.is_contiguous() else self.whole()
@@ -180,6 +180,7 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def _properties(group: str) -> tuple[Any, Any]:
+    """Return properties for this rank in the group of that name, and for the size of the group."""
     return (
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[1]),
