@@ -8,9 +8,11 @@ medians. Rows of models without a recipe are counted, not guessed. Nothing of th
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron.bridge.autotune.search.candidate import FULL_RECOMPUTE, NO_RECOMPU
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.time.simulate import makespan
 from megatron.bridge.recipes.catalog import catalog
+from megatron.bridge.utils.config import yaml_text
 
 PRETRAIN = "_pretrain_config"
 ALIASES = {"nemotron340b": "nemotron4340b", "nemotron15b": "nemotron415b"}
@@ -36,6 +39,8 @@ LLAMA_PAPER = {
 """What "The Llama 3 Herd of Models" (2024), section 3.3.2, says about its runs on 16 stages, beside its table 4: the
 first chunk has only the embedding and the last one only the output layer, because one layer was taken from each. So a
 chunk has one layer: 126 layers and two empty chunks on 16 stages are 8 chunks a stage. Keys are all-gathered."""
+
+SETTINGS: dict[str, dict[str, list[str]]] = yaml_text.tables_beside(__file__)
 
 
 @dataclass(frozen=True)
@@ -94,9 +99,15 @@ def _config(line: dict[str, str]) -> Any:
         config.model.ffn_hidden_size, config.model.kv_channels = 4 * config.model.hidden_size, None
         config.model.num_query_groups = None
         return config
-    starts = {_plain(start): start for start in (name.removesuffix(PRETRAIN) for name in catalog())}
-    start = starts.get(ALIASES.get(key, key))
+    start = _start(line)
     return start and _resolved(start)
+
+
+def _start(line: dict[str, str]) -> str | None:
+    """Return the start of the name of the model's recipes."""
+    key = _plain(line["model"])
+    starts = {_plain(start): start for start in (name.removesuffix(PRETRAIN) for name in catalog())}
+    return starts.get(ALIASES.get(key, key))
 
 
 def _plain(name: str) -> str:
@@ -122,8 +133,8 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     config.model.fp4 = "e2m1" if "FP4" in line["precision"] else None
     config.model.tp_comm_overlap = candidate.tensor > 1
     config.model.cp_comm_type = "p2p"
-    if config.model.num_moe_experts and _sends_tokens_once(line):
-        config.model.moe_token_dispatcher_type = "flex"
+    if config.model.num_moe_experts:
+        _set_dispatcher(config.model, line)
     price = Pricer(config, gpus, card).price(candidate, makespan)
     assert price is not None, line
     step = price.prediction
@@ -135,13 +146,19 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     return Row(name, bool(config.model.num_moe_experts), measured, step.seconds, step.low, step.high)
 
 
-def _sends_tokens_once(line: dict[str, str]) -> bool:
-    """Whether the run used DeepEP or HybridEP.
-
-    Most of Megatron-Bridge's ``perf_recipes`` do; of NeMo's scripts, ``pretrain_deepseek_v3.py`` does on H100.
-    """
-    of_nemo = "NeMo" in line["source"] and line["model"].startswith("DeepSeek") and line["gpu"].startswith("H100")
-    return of_nemo or line["source"].startswith("Megatron-Bridge")
+def _set_dispatcher(model: Any, line: dict[str, str]) -> None:
+    """Set how tokens reach their experts; of NeMo's scripts, ``pretrain_deepseek_v3.py`` uses DeepEP on H100."""
+    source, gpu = line["source"], line["gpu"].split()[0]
+    found = re.match(r"Megatron-Bridge.* release ([\d.]+\d)", source)
+    if found is None:
+        flex, overlap = "NeMo" in source and (_start(line), gpu) == ("deepseek_v3", "H100"), False
+    else:
+        release = SETTINGS[max(filter(found[1].startswith, SETTINGS), key=len)]
+        run = f"{_start(line)} {gpu} {line['precision']} EP{line['ep']}"
+        flex, overlap = (any(fnmatchcase(run, each) for each in release[key]) for key in ("alltoall", "overlap"))
+        flex = not flex
+    model.moe_token_dispatcher_type = "flex" if flex else "alltoall"
+    model.overlap_moe_expert_parallel_comm = overlap
 
 
 def _candidate(line: dict[str, str], config: Any) -> Candidate:

@@ -9,12 +9,16 @@ from megatron.bridge.autotune.gpus import Gpu
 NVLINK_EFFICIENCY = 0.8  # NCCL's ring collectives
 NETWORK_EFFICIENCY = 0.9
 ALL_TO_ALL_EFFICIENCY = 0.7  # of a ring, for NCCL's all-to-all, which sends many small messages
-FLEX_NVLINK_EFFICIENCY = 0.5  # DeepEP and HybridEP
-FLEX_NETWORK_EFFICIENCY = 0.75
+FLEX_NVLINK_EFFICIENCY = 0.87  # DeepEP and HybridEP, beside the time per token below
+FLEX_NETWORK_EFFICIENCY = 0.9
 
 # Seconds of a collective without data, within a node and between nodes.
 NVLINK_LATENCY = 12e-6
 NETWORK_LATENCY = 25e-6
+
+# Seconds that DeepEP and HybridEP need to send a token, whatever its size.
+FLEX_NVLINK_TOKEN = 3.4e-9
+FLEX_NETWORK_TOKEN = 20e-9
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,22 @@ class AlphaBeta:
         far = size * (group.size - inside) / group.size / (self.card.network * NETWORK_EFFICIENCY)
         return max(near, far) / ALL_TO_ALL_EFFICIENCY + self._latency(group)
 
-    def dispatch(self, size: float, top_k: int, group: Group) -> float:
+    def dispatch(self, tokens: float, width: float, top_k: int, group: Group) -> float:
         """Time DeepEP or HybridEP, which send a token once to a node and once to a rank, however many experts it chose.
 
         Args:
-            size: Bytes of a rank's tokens, without copies.
+            tokens: Tokens of a rank, without copies.
+            width: Bytes of a token.
             top_k: Experts that a token chooses, evenly over the ranks.
         """
-        if group.size == 1 or not size:
+        if group.size == 1:
             return 0.0
         inside = group.inside(self.card.domain)
         nodes = group.size / inside
-        near = size * reached(group.size, top_k) * (inside - 1) / inside / (self.card.nvlink * FLEX_NVLINK_EFFICIENCY)
-        far = size * reached(nodes, top_k) * (nodes - 1) / nodes / (self.card.network * FLEX_NETWORK_EFFICIENCY)
+        near = width / (self.card.nvlink * FLEX_NVLINK_EFFICIENCY) + FLEX_NVLINK_TOKEN
+        near *= tokens * reached(group.size, top_k) * (inside - 1) / inside
+        far = width / (self.card.network * FLEX_NETWORK_EFFICIENCY) + FLEX_NETWORK_TOKEN
+        far *= tokens * reached(nodes, top_k) * (nodes - 1) / nodes
         return max(near, far) + self._latency(group)
 
     def send(self, size: float, distance: int) -> float:

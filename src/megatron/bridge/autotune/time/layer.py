@@ -16,6 +16,7 @@ SCAN_EFFICIENCY = 0.25
 # output biases of experts one by one in fp32 (``weighted_bias_quick_geglu_impl``, ``TEGroupedMLP._apply_bias``).
 _CLAMP = 9 / 3
 _OUTPUT_BIAS = 34 / 3
+_OUTPUT_BIAS_KERNELS = 9 // 3  # of each expert
 
 _QUANTIZED_BYTES = {"fp8": MXFP8_BYTES, "fp4": 9 / 16}  # of a number with its share of a scale
 
@@ -91,7 +92,8 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     gates = sum(each.rows for each in shape.experts if each.name == "linear_fc1")
     experts += _CLAMP * gates * run.chosen * shape.clamped
     experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
-    return kernels.moved((stream + inner + experts) * run.number, kernels=8 + 40 * bool(shape.experts))
+    launched = 8 + 40 * bool(shape.experts) + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
+    return kernels.moved((stream + inner + experts) * run.number, kernels=launched)
 
 
 def _permuted(run: Run) -> float:
@@ -159,7 +161,10 @@ def _expert(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
     if not shape.experts:
         return 0.0
     group = Group(run.expert, run.expert_tensor)
-    size = run.chosen / run.expert_tensor * shape.dispatched * run.number
-    there = links.dispatch(size / run.top_k, run.top_k, group) if run.flex else links.all_to_all(size, group)
+    copies, width = run.chosen / run.expert_tensor, shape.dispatched * run.number
+    if run.flex:
+        there = links.dispatch(copies / run.top_k, width, run.top_k, group)
+    else:
+        there = links.all_to_all(copies * width, group)
     there += links.all_gather(run.chosen * shape.dispatched * run.number, Group(run.expert_tensor))
     return 2 * there * (0.2 if run.expert_overlap else 1.0)

@@ -13,7 +13,7 @@ from megatron.bridge.autotune.time.work import Cost, LayerShape, Run, operations
 
 # Half width of the interval that contains the measured step in about 80 of 100 cases, as a fraction of the step:
 # estimates for dense models and mixtures of experts (docs/tuner.md).
-SPREAD = {False: 0.20, True: 0.30}
+SPREAD = {False: 0.20, True: 0.25}
 
 # Bytes that AdamW reads and writes per parameter that a rank owns: gradient, fp32 weight and two moments
 # (16 read, 12 written), the bf16 weight (2), and the gradient again for its norm and its scale (8).
