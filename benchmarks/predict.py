@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Row:
     """A published step and the predicted one, in seconds."""
 
     name: str
+    kin: tuple[str, ...]  # model, GPU, precision and source: rows that share them are ordered by their rates
+    operations: float  # of a GPU in a step
     is_moe: bool
     measured: float
     predicted: float
@@ -57,6 +60,11 @@ class Row:
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
+
+    def is_faster(self, other: "Row") -> tuple[bool, bool]:
+        """Return whether a GPU runs faster than in ``other``, as measured and as predicted."""
+        ratio = self.operations / other.operations
+        return ratio > self.measured / other.measured, ratio > self.predicted / other.predicted
 
 
 def main() -> None:
@@ -70,6 +78,7 @@ def main() -> None:
         print(f"{row.error:+7.1%}  measured {row.measured:8.3f} s  predicted {row.predicted:8.3f} s  {row.name}")
     for title, is_moe in (("dense", False), ("mixtures of experts", True)):
         _summary(title, [row for row in rows if row.is_moe == is_moe])
+    _order(rows)
     print(f"{len(skipped)} rows without a recipe: {', '.join(sorted(set(skipped)))}")
 
 
@@ -78,6 +87,18 @@ def _summary(title: str, rows: list[Row]) -> None:
         return
     covered = sum(row.low <= row.measured <= row.high for row in rows) / len(rows)
     print(f"{title}: {len(rows)} rows, {spread([row.error for row in rows])}; the interval covers {covered:.0%}")
+
+
+def _order(rows: list[Row]) -> None:
+    """Print how many pairs of a model's runs are in the right order, if their measured rates differ by over a tenth."""
+    pairs = [pair for pair in combinations(rows, 2) if pair[0].kin == pair[1].kin and _differ(*pair)]
+    right = sum(len(set(one.is_faster(other))) == 1 for one, other in pairs)
+    print(f"order: {right} of {len(pairs)} pairs of runs of one model, GPU, precision and source")
+
+
+def _differ(one: Row, other: Row) -> bool:
+    rates = [row.operations / row.measured for row in (one, other)]
+    return max(rates) > 1.1 * min(rates)
 
 
 def _rows(path: Path, skipped: list[str], verbose: bool) -> Iterator[Row]:
@@ -126,7 +147,9 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
         candidate = replace(candidate, **LLAMA_PAPER)
     ranks = candidate.tensor * candidate.context * candidate.pipeline
     replicas = int(line["dp"] or gpus // ranks)
-    config.train.global_batch_size = int(line["gbs"] or 4 * replicas * candidate.micro_batch)
+    few = 4 * replicas * candidate.micro_batch
+    # rows of NeMo's table of long sequences that state a batch have 4M tokens
+    config.train.global_batch_size = int(line["gbs"] or (2**22 // length if "long_sequence" in line["source"] else few))
     config.dataset.seq_length = config.model.seq_length = length
     quantized = "FP8" in line["precision"]
     config.model.fp8 = "hybrid" if quantized else None
@@ -143,7 +166,9 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     if verbose:
         split = ", ".join(f"{kind} {part / step.seconds:.0%}" for kind, part in step.split.items() if part)
         print(f"{name}: MFU {step.mfu:.1%}, {split}")
-    return Row(name, bool(config.model.num_moe_experts), measured, step.seconds, step.low, step.high)
+    kin = tuple(line[key] for key in ("model", "gpu", "precision", "source"))
+    is_moe = bool(config.model.num_moe_experts)
+    return Row(name, kin, step.operations / gpus, is_moe, measured, step.seconds, step.low, step.high)
 
 
 def _set_dispatcher(model: Any, line: dict[str, str]) -> None:
