@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -90,14 +91,15 @@ class _Replicas:
 
 def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int) -> RankMemory:
     model, replicas = without_quantization(config.model).resolved(), _Replicas.of(config, world_size)
-    for chunk in chunks:
-        if model.bf16 or model.fp16:
-            chunk.to(model.params_dtype)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    if model.bf16 or model.fp16:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(model.params_dtype)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
     weights = sum(tensor.nbytes for tensor in (*parameters, *buffers))
     weights += quantized_bytes(config.model) * sum(map(_quantized_numbers, chunks))
     gradients = optimizer = unsharded = 0
+    stepped = np.zeros(world_size // model.pipeline_model_parallel_size, dtype=np.int64)
     if config.ddp.use_megatron_fsdp or (config.dist.use_torch_fsdp2 and not config.model.use_cpu_initialization):
         unsharded = weights
     if config.dist.use_torch_fsdp2:
@@ -106,10 +108,10 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
         weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
     else:
         for index, chunk in enumerate(chunks):
-            padding, reduced, stepped = _distributed(config, chunk, bucketed=stage == index == 0, replicas=replicas)
+            padding, reduced = _distributed(config, chunk, stage == index == 0, replicas, stepped)
             weights += padding
             gradients += reduced
-            optimizer += stepped
+        optimizer = int(stepped.max())
     return RankMemory(
         stage=stage,
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -188,29 +190,42 @@ def _quantized_numbers(chunk: nn.Module) -> int:
 
 
 def _distributed(
-    config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas
-) -> tuple[int, int, int]:
-    """Return the bytes of buffer padding, gradients and optimizer state for the trained parameters of a chunk."""
+    config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas, stepped: np.ndarray
+) -> tuple[int, int]:
+    """Return the bytes of buffer padding and gradients for the trained parameters of a chunk.
+
+    Add those of the optimizer state to ``stepped``, which has an element for each rank of the stage.
+    """
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
-    wide = bool(config.ddp.grad_reduce_in_fp32)
-    groups = group_params_for_buffers(parameters, wide)
+    groups = group_params_for_buffers(parameters, bool(config.ddp.grad_reduce_in_fp32))
     lengths = {key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()}
-    padded = shares = lengths
+    padded, owned = lengths, {key: np.full(len(stepped), length) for key, length in lengths.items()}
     if config.ddp.use_distributed_optimizer:
         bucket = bucket_size(config, replicas.dense) if bucketed and config.ddp.overlap_grad_reduce else None
         layout = DistributedOptimizer.compute_full_param_layout(
             parameters, bucket, replicas.dense, config.ddp, replicas.expert
         )
         padded = {key: part.bucket_indices[-1][1] for key, part in layout.layouts.items()}
-        shares = {
-            key: length // (replicas.expert if key.is_expert_parallel else replicas.dense)
-            for key, length in padded.items()
+        owned = {
+            key: _owned(part, replicas.expert if key.is_expert_parallel else replicas.dense, len(stepped))
+            for key, part in layout.layouts.items()
         }
+    for key in groups:
+        stepped += owned[key] * optimizer_bytes(config, key.param_dtype)
     return (
         sum((padded[key] - lengths[key]) * key.param_dtype.itemsize for key in groups),
         sum(padded[key] * key.grad_dtype.itemsize for key in groups),
-        sum(shares[key] * optimizer_bytes(config, key.param_dtype) for key in groups),
     )
+
+
+def _owned(part: Any, shards: int, ranks: int) -> np.ndarray:
+    """Return the parameters that each of ``ranks`` owns: those in its part of the buckets, which end with padding."""
+    found = np.zeros(shards, dtype=np.int64)
+    for start, end, bucket in part.param_index_map.values():
+        first, last = part.bucket_indices[bucket]
+        edges = np.linspace(first, last, shards + 1, dtype=np.int64)
+        found += np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
+    return np.resize(np.repeat(found, max(ranks // shards, 1)), ranks)
 
 
 def bucket_size(config: ConfigContainer, replicas: int) -> int:

@@ -23,11 +23,9 @@ from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import write_text
 from megatron.bridge.utils.errors import UserError
 
-Samples = list[tuple[float, float]]
-"""Amounts and seconds, by amount."""
+Samples = list[tuple[float, float]]  # amounts and seconds, by amount
 
-Shape = tuple[int, int, int]
-"""Tokens, rows and columns of a matrix product."""
+Shape = tuple[int, int, int]  # tokens, rows and columns of a matrix product
 
 
 @dataclass

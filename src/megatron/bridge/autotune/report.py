@@ -8,8 +8,7 @@ from megatron.bridge.autotune.time.simulate import Span
 from megatron.bridge.autotune.time.step import Prediction
 from megatron.bridge.utils.config import yaml_text
 
-KINDS: dict[str, str] = yaml_text.tables_beside(__file__)
-"""Display names of the kinds of time in a step."""
+KINDS: dict[str, str] = yaml_text.tables_beside(__file__)  # display names of the kinds of time in a step
 
 _WIDTH, _ROW = 1200, 22  # of the picture in pixels
 _SPANS = 20000  # at most in one picture; a longer schedule is truncated and the page says so

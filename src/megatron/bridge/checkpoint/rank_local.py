@@ -161,8 +161,7 @@ class MemoryStore:
             self._free.clear()
 
 
-RankLocalStore = DiskStore | MemoryStore
-"""Where one rank keeps its parts, by iteration."""
+RankLocalStore = DiskStore | MemoryStore  # where one rank keeps its parts, by iteration
 
 
 def write_origin(directory: Path, origin: dict[str, Any]) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-ALIGNMENT = 16
-"""Extents begin at multiples of this many tokens, so that vector loads are aligned."""
+ALIGNMENT = 16  # extents begin at multiples of this many tokens, so that vector loads are aligned
 
 
 class Arena:

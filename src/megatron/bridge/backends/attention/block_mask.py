@@ -18,8 +18,7 @@ from megatron.bridge.utils.errors import UserError
 
 MASKED_ROWS = 512  # queries in a masked tile: 0.5 MB of mask per 1,000 keys
 
-QKV = tuple[Tensor, Tensor, Tensor]
-"""Queries, keys and values."""
+QKV = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
 
 @dataclass(frozen=True)

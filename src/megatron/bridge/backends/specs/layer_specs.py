@@ -353,8 +353,7 @@ _WITHOUT_EXTENSIONS = {
 _WITHOUT_CUDA = {"masked_softmax_fusion": "it is a CUDA kernel", "bias_dropout_fusion": "it is compiled for CUDA"}
 
 
-_Use = Callable[[str, object, str], None]
-"""Sets a field to a value for a reason."""
+_Use = Callable[[str, object, str], None]  # sets a field to a value for a reason
 
 
 def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:

@@ -12,23 +12,18 @@ from typing import Any
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling
 
-REQUIRED: Any = object()
-"""Marks a field whose key is required."""
+REQUIRED: Any = object()  # marks a field whose key is required
 
-ABSENT: Any = object()
-"""Marks a key that a field leaves out of the config."""
+ABSENT: Any = object()  # marks a key that a field leaves out of the config
 
 
 @dataclass(frozen=True)
 class Field:
     """One key and the attributes that it sets."""
 
-    hf: str
-    """Key of the Hugging Face config."""
-    megatron: str | tuple[str, ...]
-    """Attribute of the provider, or several."""
-    default: Any = REQUIRED
-    """Value to use if the key is missing."""
+    hf: str  # key of the Hugging Face config
+    megatron: str | tuple[str, ...]  # attribute of the provider, or several
+    default: Any = REQUIRED  # value to use if the key is missing
     to: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """(value, whole Hugging Face config) -> value, or values, of ``megatron``; None copies the value."""
     back: Callable[[Any, Any], Any] | None = None
@@ -146,8 +141,7 @@ IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
 HarmlessKeys = Mapping[str, tuple[Any, ...] | None]
 """Keys without effect: always (None), or only with the listed values."""
 
-KeyHint = Callable[[str, Iterable[str]], str]
-"""(unknown key, known keys) -> end of the message about the unknown key."""
+KeyHint = Callable[[str, Iterable[str]], str]  # (unknown key, known keys) -> end of the message about the unknown key
 
 
 def _hint(key: str, claimed: Iterable[str]) -> str:

@@ -207,8 +207,7 @@ def _whole(task: WeightConversionTask) -> WeightConversionTask:
     return replace(task, param_weight=task.exported) if sharded else task
 
 
-Parts = list[tuple[int, Tensor]] | dict[str, Tensor]
-"""Shards with their rank, or full tensors by name."""
+Parts = list[tuple[int, Tensor]] | dict[str, Tensor]  # shards with their rank, or full tensors by name
 
 
 @torch.no_grad()

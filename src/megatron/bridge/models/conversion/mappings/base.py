@@ -54,21 +54,14 @@ class HFRange:
 class CopyRange:
     """``length`` indices along ``dim`` with equal values: of ``hf`` from ``source``, of the shard from ``target``."""
 
-    hf: str
-    """The Hugging Face tensor."""
-    dim: int
-    """The dimension in Megatron's order."""
-    source: int
-    """First index in the Hugging Face tensor."""
-    target: int
-    """First index in the shard."""
+    hf: str  # the Hugging Face tensor
+    dim: int  # the dimension in Megatron's order
+    source: int  # first index in the Hugging Face tensor
+    target: int  # first index in the shard
     length: int
-    step: int = 1
-    """Distance between indices of the Hugging Face tensor."""
-    expert: int | None = None
-    """Index of an expert in a tensor that holds all experts; None for other tensors."""
-    transposed: bool = False
-    """Whether the Hugging Face matrix is transposed."""
+    step: int = 1  # distance between indices of the Hugging Face tensor
+    expert: int | None = None  # index of an expert in a tensor that holds all experts; None for other tensors
+    transposed: bool = False  # whether the Hugging Face matrix is transposed
 
     @property
     def hf_index(self) -> tuple[int | slice, ...]:
@@ -105,8 +98,7 @@ class Unjoined:
     """A Hugging Face tensor whose values are still in shards."""
 
     shape: tuple[int, ...]
-    like: Tensor
-    """A tensor with its dtype and device."""
+    like: Tensor  # a tensor with its dtype and device
     pieces: list[tuple[CopyRange, Tensor]] = field(default_factory=list[tuple[CopyRange, Tensor]])
     """Ranges, and views of the shards with their values."""
 
@@ -135,16 +127,11 @@ class Unjoined:
 class ShardSpec:
     """The part of a parameter on one rank."""
 
-    shape: tuple[int, ...]
-    """Shape on this rank."""
-    kind: ParallelKind
-    """How the parameter is sharded: along rows, along columns, or not at all."""
-    rank: int
-    """This rank in the tensor-parallel group."""
-    size: int
-    """Size of the tensor-parallel group."""
-    config: Any
-    """The ``TransformerConfig`` of the model, for mappings that need head counts."""
+    shape: tuple[int, ...]  # shape on this rank
+    kind: ParallelKind  # how the parameter is sharded: along rows, along columns, or not at all
+    rank: int  # this rank in the tensor-parallel group
+    size: int  # size of the tensor-parallel group
+    config: Any  # the ``TransformerConfig`` of the model, for mappings that need head counts
 
     @property
     def dim(self) -> int:
@@ -202,16 +189,12 @@ class MegatronParamMapping:
         hf_param: Hugging Face name, or names by role, with the same wildcards in the same order.
     """
 
-    kind: ClassVar[ParallelKind | None] = None
-    """How the parameter is sharded; None uses the module's sharding."""
-    is_stacked = False
-    """Whether each Hugging Face tensor holds all experts, and this parameter is one of them."""
-    transposed = False
-    """Whether the Hugging Face matrices are [in, out]."""
+    kind: ClassVar[ParallelKind | None] = None  # how the parameter is sharded; None uses the module's sharding
+    is_stacked = False  # whether each Hugging Face tensor holds all experts, and this parameter is one of them
+    transposed = False  # whether the Hugging Face matrices are [in, out]
     keeps_shapes: ClassVar[bool] = False
     """Whether a mapping that computes keeps the shapes of ``blocks``, so that loading can check them."""
-    expert: int | None = None
-    """Expert index of this parameter in stacked tensors; None while it is a wildcard."""
+    expert: int | None = None  # expert index of this parameter in stacked tensors; None while it is a wildcard
 
     def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
         self.megatron_param = megatron_param
@@ -371,10 +354,8 @@ class MegatronParamMapping:
             return dict(hf_weights)
         return {name: hf_weights[role] for role, name in self.hf_param.items()}
 
-    pp_group = _GroupNow(exchange.pipeline_group)
-    """Group of the pipeline stages."""
-    ep_group = _GroupNow(exchange.expert_group)
-    """Group of the expert-parallel ranks."""
+    pp_group = _GroupNow(exchange.pipeline_group)  # group of the pipeline stages
+    ep_group = _GroupNow(exchange.expert_group)  # group of the expert-parallel ranks
     _tp_group = _GroupNow(exchange.tensor_group)
     _etp_group = _GroupNow(exchange.expert_tensor_group)
 
