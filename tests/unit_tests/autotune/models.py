@@ -53,12 +53,37 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "architectures": ["GptOssForCausalLM"],
     },
+    "mistral": {**BASE, "head_dim": 16, "sliding_window": 64, "architectures": ["MistralForCausalLM"]},
+    "nemotron_h": {
+        **BASE,
+        "hybrid_override_pattern": "M-M*",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "head_dim": 16,
+        "chunk_size": 64,
+        "architectures": ["NemotronHForCausalLM"],
+    },
+    "qwen3_next": {
+        **BASE,
+        **EXPERTS,
+        "num_experts": 8,
+        "head_dim": 32,
+        "shared_expert_intermediate_size": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "architectures": ["Qwen3NextForCausalLM"],
+    },
 }
 
 
 def provider(family, layers=2, **values):
     """The provider of a tiny model of ``family``."""
-    hf = AutoConfig.for_model(family, num_hidden_layers=layers, **FAMILIES[family])
+    depth = {} if family == "nemotron_h" else {"num_hidden_layers": layers}  # its pattern has 4 layers
+    hf = AutoConfig.for_model(family, **depth, **FAMILIES[family])
     model = AutoBridge.from_hf_config(hf).to_megatron_provider(load_weights=False)
     model.seq_length = SEQUENCE
     for name, value in values.items():

@@ -107,16 +107,16 @@ def saved(model):
     return sum(count for count, _ in kept.values())
 
 
-@FAMILY
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("nemotron_h", "qwen3_next")])
 @pytest.mark.parametrize("bf16", [True, False])
 def test_layers_keep_what_autograd_keeps(family, bf16):
-    """Two layers more keep as much more; the masks of tiles (Gemma 2, GPT-OSS) fade at real lengths."""
+    """Two layers more keep as much more; hooks do not see what recurrent layers keep to recompute."""
     more, less = (saved(provider(family, layers, bf16=bf16)) for layers in (3, 1))
     models = [provider(family, layers, bf16=bf16) for layers in (3, 1)]
     for model in models:
         model.bias_activation_fusion = model.resolved().bias_activation_fusion  # as this machine can
     estimate = estimated(models[0]) - estimated(models[1])
-    assert estimate == pytest.approx(more - less, rel=0.1 if family in ("gemma2", "gpt_oss") else 0.05)
+    assert estimate == pytest.approx(more - less, rel=0.1 if family == "gemma2" else 0.05)
 
 
 def estimated(model):

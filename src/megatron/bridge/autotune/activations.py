@@ -19,9 +19,8 @@ Memory peaks at one of these moments. Each counts the saved activations plus the
   the widest output and, without ``gradient_accumulation_fusion``, of its weight. For experts: the gradients of the
   inputs and of all weights on the rank, or those of the product with the router's probabilities in fp32;
 * the loss: T x vocabulary/t x bytes per logit. The torch backend writes the gradient over the logits (4 bytes on
-  a CPU, measured 2026-11-20); Megatron-Core's own loss holds the logits and fp32 exponentials (2 + 4).
-
-Without the kernels of mamba-ssm and flash-linear-attention, PyTorch saves several times as much for such layers.
+  a CPU, measured 2026-11-20). Megatron-Core's own loss and Transformer Engine's (``cross_entropy_forward``, 2026)
+  hold the logits and an fp32 tensor of their size.
 """
 
 import math
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from megatron.bridge.autotune.efficiency import MXFP8_BYTES
@@ -38,13 +38,17 @@ from megatron.bridge.autotune.layers import (
     is_undivided,
     keeps_input,
     layers_of,
-    matrices,
     trained,
     weight_shape,
 )
 from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
+from megatron.bridge.backends.attention.block_mask import MASKED_ROWS
 from megatron.bridge.backends.attention.torch_attention import CUDA_SCORES
+from megatron.bridge.backends.cpu.device import has_cuda
+from megatron.bridge.backends.recurrent.gated_delta_net import DeltaNet
+from megatron.bridge.backends.specs.layer_specs import resolve_backend
+from megatron.bridge.models.flops import DELTA_CHUNK
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.training.config import ConfigContainer
 
@@ -137,9 +141,13 @@ def stage_moments(
 ) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
     kept, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
-    losses = [logits_of(model, sizes) * sizes.logit if chunk.has_loss else 0 for chunk in chunks]
-    # an input that arrived before its pass, a gradient, and the outputs that are not deallocated
-    received = 2 * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
+    # those of multi-token prediction are computed first and keep their gradients
+    ahead = (model.mtp_num_layers or 0) * max(sizes.number, sizes.logit - sizes.number)
+    loss = logits_of(model, sizes) * (sizes.logit + ahead)
+    loss += sizes.tokens * sizes.hidden * sizes.number * (sizes.between < sizes.tokens)  # its gathered input
+    losses = [loss * chunk.has_loss for chunk in chunks]
+    # an input that arrived before its pass, a gradient, and what an interleaved schedule has not replaced yet
+    received = (2 + 3 * (len(chunks) > 1)) * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
     received += sum(rotary_bytes(model, sizes, len(chunk.layers)) for chunk in chunks)
     fullest: dict[str, Moment] = {}
     for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
@@ -172,9 +180,9 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
 
 
 def rotary_bytes(model: Any, sizes: Sizes, layers: int = 1) -> int:
-    """Return the bytes of fp32 angles, cosines and sines of a chunk; latent attention stores angles for each layer."""
+    """Return the bytes of fp32 angles, cosines and sines of a chunk; latent attention stores them for each layer."""
     if model.multi_latent_attention:
-        return sizes.tokens * model.qk_pos_emb_head_dim * _FP32 * layers
+        return sizes.tokens * model.qk_pos_emb_head_dim * (_FP32 + 4 * sizes.number) * layers
     return sizes.tokens * (model.kv_channels or 0) * (_FP32 + 2 * sizes.number) * sizes.rotates
 
 
@@ -188,7 +196,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
     tensor = model.tensor_model_parallel_size
     tokens = config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
     between = tokens // tensor if model.sequence_parallel else tokens
-    gathers = model.backend != "transformer_engine" and model.cp_comm_type in (None, "all_gather")
+    gathers = not _uses_engine(model) and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
     number = 2 if model.bf16 or model.fp16 else _FP32
     quantized = _is_quantized(model)
@@ -207,10 +215,10 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
         wide=model.moe_router_dtype is not None,
-        norm=_FP32 if model.layernorm_zero_centered_gamma else number,
+        norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else number,
         rotates=model.multi_latent_attention or model.position_embedding_type in ("rope", "mrope", "yarn"),
         separate_gradients=not model.gradient_accumulation_fusion,
-        logit=_logit_bytes(model),
+        logit=_FP32 + number * _uses_engine(model),
         masks=model.hidden_dropout > 0,
         scores=_scores_of_tile(config, tokens),
         joined=_joined(model),
@@ -268,22 +276,19 @@ def _is_fused(model: ModelProvider) -> bool:
     return model.bias_activation_fusion or model.use_te_activation_func
 
 
-def _logit_bytes(model: ModelProvider) -> int:
-    if model.backend != "transformer_engine":
-        return _FP32
-    fused = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "te"
-    return (2 if fused else 2 + _FP32) if model.bf16 or model.fp16 else 2 * _FP32
+def _uses_engine(model: ModelProvider) -> bool:
+    return resolve_backend(model.backend) == "transformer_engine"
 
 
 def _joined(model: Any) -> tuple[str, ...]:
     """Return the layers whose outputs attention copies to append rotated parts; values are views unless padded."""
     if not model.multi_latent_attention:
         return ()
-    keys = ("linear_kv_up_proj",) if _pads_values(model) else ()
+    keys = ("linear_kv_up_proj",) if pads_values(model) else ()
     return ("linear_q_up_proj", "linear_q_proj", *keys)
 
 
-def _pads_values(model: Any) -> bool:
+def pads_values(model: Any) -> bool:
     return model.v_head_dim < model.qk_head_dim + model.qk_pos_emb_head_dim
 
 
@@ -310,27 +315,36 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     return LayerCounts(
         _kept_bytes(layer, sizes, recomputed=()),
         _kept_bytes(layer, sizes, sizes.recomputed),
-        max(_working_bytes(layer, sizes), _scored_bytes(layer, sizes)),
+        max(count(layer, sizes) for count in (_working_bytes, _scored_bytes, _scanned_bytes, _summed_bytes)),
     )
 
 
 def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
     """Return the bytes that a chunk saves for one microbatch, and the temporary bytes of its backward pass."""
-    full, kept = [layer.full for layer in chunk.layers], [layer.kept for layer in chunk.layers]
     last = 2 * sizes.stream * chunk.has_loss  # inputs of the final norm and of the output layer
     ends = last + _output(model, sizes) + chunk.tower.kept
-    gradients = max((layer.working for layer in chunk.layers), default=0)
-    again = max((before - after for before, after in zip(full, kept, strict=True)), default=0)
+    held = peak = freed = 0
+    for saved, again, working in reversed(_pieces(model, chunk.layers, sizes)):
+        peak = max(peak, again + working - freed)
+        held += saved
+        # later layers have freed their tensors; with full recomputation, an output replaces them
+        freed += saved * (not again or model.recompute_granularity != "full")
+    # on a CPU, the final norm's backward pass holds its input and gradients in fp32, too, and frees what it has read
+    norm = 7 * sizes.stream * chunk.has_loss * (sizes.number < _FP32 and not has_cuda())
+    # the layers run their backward pass after the output layer's, and the tower after the layers
+    return ends + held, max(norm, max(peak, chunk.tower.working - held) - last)
+
+
+def _pieces(model: ModelProvider, layers: list[LayerCounts], sizes: Sizes) -> list[tuple[int, int, int]]:
+    """Return the saved, the recomputed and the temporary bytes of layers that are recomputed together."""
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
-        held = sum(kept)
-    elif model.recompute_method == "block":  # the first layers of a chunk
-        held, again = len(full[:count]) * sizes.stream + sum(full[count:]), max(full[:count], default=0)
-    else:
-        pieces = [full[start : start + count] for start in range(0, len(full), count)]
-        held, again = len(pieces) * sizes.stream, max(map(sum, pieces), default=0)
-    # the layers run their backward pass after the output layer's, and the tower after the layers
-    return ends + held, max(gradients + again, chunk.tower.working - held) - last
+        return [(layer.kept, layer.full - layer.kept, layer.working) for layer in layers]
+    if model.recompute_method == "block":  # the first layers of a chunk
+        first = [(sizes.stream, layer.full, layer.working) for layer in layers[:count]]
+        return first + [(layer.full, 0, layer.working) for layer in layers[count:]]
+    parts = [layers[start : start + count] for start in range(0, len(layers), count)]
+    return [(sizes.stream, sum(each.full for each in part), max(each.working for each in part)) for part in parts]
 
 
 def _output(model: ModelProvider, sizes: Sizes) -> int:
@@ -393,10 +407,10 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
         if hasattr(module, mark):
             return count(module, sizes)
     shape = weight_shape(module)
-    if shape is None:
+    if shape is None or len(shape) == 3:  # a convolution's result is recomputed
         return 0
     if len(shape) == 1:  # a norm; norms of heads and latents read tensors that are saved anyway
-        return sizes.between * sizes.hidden * sizes.norm if shape[0] == sizes.hidden else 0
+        return sizes.between * (sizes.hidden * sizes.norm + _FP32) if shape[0] == sizes.hidden else 0
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
     beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
@@ -443,16 +457,30 @@ def _attention(attention: Any, sizes: Sizes) -> int:
     numbers = 0
     if config.multi_latent_attention:
         groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
-        numbers += 2 * heads * width if _pads_values(config) else 0
-    elif config.qk_layernorm:
-        numbers += heads * width
+        numbers += 2 * heads * width if pads_values(config) else 0
+    elif config.qk_layernorm:  # normalized queries, and what the norms read if they do not read views
+        numbers += heads * width + 2 * (heads + groups) * width * (sizes.norm > sizes.number)
     if sizes.rotates:  # copies of queries and keys
         numbers += heads * width + groups * width
     elif heads > groups and not config.qk_layernorm:  # queries lie apart between keys and values
         numbers += heads * width
-    if sizes.gathered > 1:  # keys and values of all context ranks
-        numbers += groups * width * (2 * sizes.gathered - int(sizes.rotates))
-    return sizes.tokens * (numbers * sizes.number + heads * _FP32)
+    if sizes.gathered > 1:  # keys and values of all context ranks, in the place of a rank's own
+        numbers += groups * width * (2 * sizes.gathered - sizes.rotates) - (heads + 2 * groups) * width * sizes.rotates
+    sums = heads + (heads + groups) * bool(config.qk_layernorm)
+    return _tiles(attention, sizes) + sizes.tokens * (numbers * sizes.number + sums * _FP32)
+
+
+def _tiles(attention: Any, sizes: Sizes) -> int:
+    """Return the bytes of the mask of attention's tiles on a CPU, and of their outputs before they are joined."""
+    window, skipped = attention.config.window_size, attention.config.window_attn_skip_freq
+    seen = keys = sizes.tokens * sizes.gathered
+    if is_layer_window_attention(window, skipped, attention.layer_number):
+        seen = min(seen, window[0] + 1)
+    if has_cuda() or (seen == keys and sizes.gathered == 1):
+        return 0
+    rows = min(MASKED_ROWS, sizes.tokens // 2 if seen == keys else max(128, seen))
+    outputs = attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
+    return (rows * min(keys, rows + seen) + sizes.tokens * outputs) * sizes.number
 
 
 def _mamba(mixer: Any, sizes: Sizes) -> int:
@@ -461,10 +489,9 @@ def _mamba(mixer: Any, sizes: Sizes) -> int:
 
 
 def _delta_net(net: Any, sizes: Sizes) -> int:
-    """Count the convolution's output, queries and keys per value head, the inverse per chunk, and the output."""
-    heads = net.num_v_heads_local_tp
-    numbers = net.conv_dim_local_tp + heads * (2 * net.key_head_dim + 64) + net.v_dim_local_tp
-    return sizes.tokens * numbers * sizes.number
+    """Count normalized queries and keys, copies per value head, values, gates, outputs, and the inverse per chunk."""
+    queries = 2 * net.key_head_dim * (net.num_k_heads_local_tp + net.num_v_heads_local_tp)
+    return sizes.tokens * (queries + 3 * net.v_dim_local_tp + DELTA_CHUNK * net.num_v_heads_local_tp) * sizes.number
 
 
 def _dispatcher(layer: Any, sizes: Sizes) -> int:
@@ -488,13 +515,28 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
 
 
 def _scored_bytes(layer: Any, sizes: Sizes) -> int:
-    """Return the fp32 bytes that the backward pass of soft-capped attention needs beyond the MLP's freed tensors.
-
-    These are the results of tanh and softmax and the gradients of both.
-    """
+    """Return the fp32 bytes of soft-capped attention in the backward pass beyond the MLP's freed tensors."""
     if not sizes.scores:
         return 0
     return 2 * sizes.stream + 4 * _FP32 * sizes.scores - kept_inside("mlp", layer.mlp, sizes)
+
+
+def _scanned_bytes(layer: Any, sizes: Sizes) -> int:
+    """Return the bytes that the backward pass of PyTorch's scan needs beyond the MLP's freed tensors."""
+    mixer: Any = next((module for module in layer.modules() if hasattr(module, "scan_numbers")), None)
+    if mixer is None or (isinstance(mixer, DeltaNet) and has_cuda()):
+        return 0
+    freed = kept_inside("mlp", layer.mlp, sizes) if hasattr(layer, "mlp") else 0
+    return 2 * sizes.stream + mixer.scan_numbers(sizes.tokens) * _FP32 - freed
+
+
+def _summed_bytes(layer: Any, sizes: Sizes) -> int:
+    """Return the bytes of experts' outputs while expert tensor ranks add them up, with two copies for gloo."""
+    ranks = layer.config.expert_tensor_parallel_size or 1
+    if ranks == 1 or not any("router" in path for path, _ in layer.named_modules()):
+        return 0
+    size, copies = (_FP32 if sizes.wide else sizes.number), sizes.wide + 1 / ranks + 2 * (not has_cuda())
+    return int(sizes.chosen * sizes.hidden * ((2 + 2 / ranks) * sizes.number + copies * size))
 
 
 def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
@@ -503,8 +545,9 @@ def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
     if shape is None:
         return 0
     own = math.prod(shape) * sizes.separate_gradients * trained(module)
-    if not is_dispatched(path):  # after linear_fc1: the activation's output and one factor of it
-        return (tokens * shape[0] + max(own, tokens * shape[0] // 2 * path.endswith("linear_fc1"))) * sizes.number
+    if not is_dispatched(path):  # after linear_fc1: the activation's output and one factor of it, freed before ``own``
+        factor = tokens * shape[0] // 2 * path.endswith("linear_fc1")
+        return (tokens * shape[0] + max(own - factor, factor)) * sizes.number
     inner = 1 + sizes.activation + sizes.weighting  # saved after linear_fc1 and freed before its backward pass
     freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
     beside = tokens * shape[1] * hasattr(module, "adapter")  # the adapter's input gradient before the sum
@@ -512,56 +555,3 @@ def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
     # in fp32: the gradient of the product with probabilities and of both factors; the input of linear_fc2 is freed
     weighting = tokens * shape[1] * 3 * _FP32 * sizes.weighting if path.endswith("linear_fc2") and sizes.wide else 0
     return max(found, weighting)
-
-
-def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
-    """Return the peak bytes of a forward pass through ``layers`` and the loss, without weights."""
-    loss = 2 * sizes.stream + logits_of(model, sizes) * (sizes.number + 4)
-    return rotary_bytes(model, sizes, len(layers)) + max(loss, *(_forward_of_layer(layer, sizes) for layer in layers))
-
-
-def _gathered(sizes: Sizes) -> int:
-    """Return the elements per token that sequence parallelism gathers before a matrix product."""
-    return sizes.hidden * (sizes.between < sizes.tokens)
-
-
-def _forward_of_layer(layer: Any, sizes: Sizes) -> int:
-    """Return the peak bytes of a layer: inputs of model and layer, normed input, residual stream, and one block."""
-    attention: Any = getattr(layer, "self_attention", None)
-    if not hasattr(attention, "core_attention"):  # a scan, whose memory depends on its kernels
-        return sizes.stream + counts_of_layer(layer, sizes).full
-    return max(
-        3 * sizes.stream + _forward_of_attention(attention, sizes) * sizes.tokens * sizes.number,
-        4 * sizes.stream + _forward_of_mlp(layer.mlp, sizes) * sizes.number,
-    )
-
-
-def _forward_of_attention(attention: Any, sizes: Sizes) -> int:
-    """Return the elements per token."""
-    config, heads = attention.config, attention.num_attention_heads_per_partition
-    if config.multi_latent_attention:
-        plain, rotated, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
-        latents = (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + rotated
-        return latents + heads * (3 * (plain + rotated) + (plain + value) + 2 * rotated + value)
-    width = attention.hidden_size_per_attention_head
-    queries, keys = heads * width, attention.num_query_groups_per_partition * width
-    projected = queries + 2 * keys * max(1, sizes.gathered)
-    normed = queries * (2 + 8 // sizes.number) * bool(config.qk_layernorm)  # in fp32
-    attended = (queries + keys) * sizes.rotates + queries + sizes.hidden
-    return projected + max(_gathered(sizes), normed, attended)
-
-
-def _forward_of_mlp(mlp: nn.Module, sizes: Sizes) -> int:
-    """Return the elements of all tokens."""
-    shapes = {path: (matrix.rows, matrix.columns) for path, matrix in matrices(mlp)}
-    total = 0
-    for path in (path for path in shapes if path.endswith("linear_fc2")):
-        (first, width), inner = shapes[f"{path[:-1]}1"], shapes[path][1]
-        activated = first + (1 + sizes.activation) * inner
-        if is_dispatched(path):  # tokens in their original order and in the order of experts
-            total += sizes.chosen * (2 * width + activated)
-        elif "shared_experts" in path:  # their output, while the routed experts run
-            total += sizes.between * sizes.hidden
-        else:
-            total += sizes.tokens * max(_gathered(sizes) + first, activated, inner + sizes.hidden)
-    return total

@@ -93,11 +93,7 @@ def _local_experts(layer: nn.Module) -> int:
 
 
 def _states(module: Any) -> float:
-    """Return the bytes per token of a scan's states, one for each chunk.
-
-    The kernels of mamba-ssm write them in fp32, read and write them to pass them on, and read them for the output;
-    those of flash-linear-attention write and read them once in bf16.
-    """
+    """Return the bytes per token of a scan's states: fp32 four times (mamba-ssm), or bf16 twice (fla), for a chunk."""
     if isinstance(module, MambaMixer):
         states = getattr(module, "state_size", module.d_state)
         return 4 * 4 * module.nheads_local_tp * module.headdim * states / module.chunk_size

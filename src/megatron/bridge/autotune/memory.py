@@ -124,10 +124,7 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
 
 
 def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state if each rank has a shard of the rows (FSDP2).
-
-    Trained parameters are in fp32. At the peak, the weights include gathered layers and their gradients.
-    """
+    """Return the bytes of fp32 weights (with gathered layers and gradients), gradients and optimizer state (FSDP2)."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     experts = {id(parameter) for chunk in chunks for parameter in expert_parameters(chunk)}
     trained = frozen = 0
@@ -147,10 +144,7 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replic
 
 
 def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], replicas: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state if each rank has an equal part of padded buffers.
-
-    At the peak, they include the buffers that are gathered or wait for the reduction.
-    """
+    """Return the bytes of weights, gradients and optimizer state in equal parts of padded buffers, some gathered."""
     ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
     buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)]
     whole = sum(buffer.size for buffer in buffers)
@@ -192,10 +186,7 @@ def _quantized_numbers(chunk: nn.Module) -> int:
 def _distributed(
     config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas, stepped: np.ndarray
 ) -> tuple[int, int]:
-    """Return the bytes of buffer padding and gradients for the trained parameters of a chunk.
-
-    Add those of the optimizer state to ``stepped``, which has an element for each rank of the stage.
-    """
+    """Return the bytes of a chunk's buffer padding and gradients; add its optimizer state to ``stepped``, by rank."""
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     groups = group_params_for_buffers(parameters, bool(config.ddp.grad_reduce_in_fp32))
     lengths = {key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()}

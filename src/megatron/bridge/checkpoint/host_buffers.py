@@ -89,11 +89,7 @@ def _like(tensor: torch.Tensor, place: np.ndarray) -> torch.Tensor:
 
 
 def _pin(memory: np.ndarray) -> bool:
-    """Pin ``memory`` for asynchronous copies from a GPU; returns whether CUDA accepts it.
-
-    PyTorch rounds its own pinned memory up to a power of two and keeps it when it is freed: 33 GB would take 64 GB of
-    each rank, and another 64 GB if the next save is larger.
-    """
+    """Pin ``memory`` if CUDA accepts it; PyTorch rounds its own pinned memory up to a power of two, and keeps it."""
     error = int(cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if error:
         _log.warning("CUDA error %d: %d bytes cannot be pinned, so saves block longer", error, memory.nbytes)

@@ -133,10 +133,7 @@ def _empty(queue: Any) -> None:
 
 
 def _settle() -> None:
-    """End when the training process ends, but ignore signals that are meant for it.
-
-    A launcher sends SIGTERM to whole process groups: the run then finishes its saves.
-    """
+    """End when the training process ends, but not by SIGTERM to the process group: the run then finishes saves."""
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -41,9 +41,8 @@ class DataIterator(Protocol):
     the rows of a microbatch are concatenated to [1, length], and there are two more keys: ``cu_seqlens`` (int32,
     the start of each sample and the end of the last) and ``max_seqlen`` (int, the length of the longest).
 
-    Of a vision-language model, ``media`` holds the tensors of all images in the order of their tokens (empty
-    without images, absent where no pixels are asked for), and ``position_ids`` may be [3, micro_batch_size,
-    seq_length].
+    Of a vision-language model, ``media`` holds the tensors of all images in the order of their tokens (empty without
+    images, absent where no pixels are asked for), and ``position_ids`` may be [3, micro_batch_size, seq_length].
     """
 
     sample_ids: list[int]  # the positions of the samples of the last batch in the order of the run

@@ -120,9 +120,8 @@ class BalancedSampler(MegatronPretrainingBatchSampler):
 class MegatronPretrainingRandomSampler(_Sampler):
     """Samples in a new order each epoch, without end.
 
-    The order depends on ``seed`` and the epoch only. An epoch leaves out the samples that do not fill a global
-    batch, so it ends at the same sample in every layout. Further parameters are those of
-    ``MegatronPretrainingSampler``.
+    The order depends on ``seed`` and the epoch only. An epoch leaves out the samples that do not fill a global batch,
+    so it ends at the same sample in every layout. Further parameters are those of ``MegatronPretrainingSampler``.
 
     Args:
         dataset: the dataset, which Megatron's constructor also takes; only its length is used.

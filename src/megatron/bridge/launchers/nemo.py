@@ -172,10 +172,7 @@ def _task(options: LaunchOptions) -> run.Script:
 
 
 def _program(options: LaunchOptions) -> list[str]:
-    """What starts the script, without NeMo-Run's help.
-
-    Its own component for ft_launcher passes options of older versions, which 0.7 refuses.
-    """
+    """What starts the script; NeMo-Run's component for ft_launcher passes options that its version 0.7 refuses."""
     if options.launcher != "ft":
         return ["python"]
     words = ["ft_launcher", f"--nproc-per-node={options.devices}", f"--nnodes={options.nodes}"]

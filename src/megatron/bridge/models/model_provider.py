@@ -454,11 +454,7 @@ def _wrap_data_parallel(
 
 @contextmanager
 def _stream_of_capture(config: ModelProvider) -> Iterator[None]:
-    """Make autograd first use parameters on the capture stream if iterations become CUDA graphs.
-
-    Autograd remembers the stream on which it first used a parameter, and the backward pass of a capture cannot wait
-    for the default stream.
-    """
+    """Make autograd first use parameters on the stream of CUDA graphs: a captured backward pass waits for no other."""
     if config.cuda_graph_impl != "full_iteration":
         yield
         return

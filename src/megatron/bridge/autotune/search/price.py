@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megatron.bridge.autotune import activations, meta_model
+from megatron.bridge.autotune.forward import forward_bytes
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, run_of, setting_of
@@ -235,7 +236,7 @@ class Pricer:
         config = self.configured(candidate)
         layers = {id(module): module for _, module in self._of(candidate).decoder}
         sizes = replace(activations.sizes_of(config), experts=1)
-        return activations.forward_bytes(config.model, list(layers.values()), sizes)
+        return forward_bytes(config.model, list(layers.values()), sizes)
 
     @cached_property
     def _with_tower(self) -> Any:

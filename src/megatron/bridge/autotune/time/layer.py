@@ -81,10 +81,7 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
 
 
 def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
-    """Return the time of memory-bound kernels.
-
-    Norms read and write, and each block's output is added to the residual stream.
-    """
+    """Return the time of memory-bound kernels: norms, and additions to the residual stream."""
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
     experts = _permuted(run) * run.chosen * shape.dispatched if shape.experts else 0.0
@@ -106,10 +103,7 @@ def _permuted(run: Run) -> float:
 
 
 def _quantized(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> float:
-    """Return the time to quantize what matrix products read: inputs, and gradients of outputs in the backward pass.
-
-    Each number is read in bf16, and written by rows and by columns.
-    """
+    """Return the time to quantize inputs and gradients of outputs: reads in bf16, writes by rows and by columns."""
     if kernels.precision == "bf16":
         return 0.0
     width = "columns" if direction == "forward" else "rows"

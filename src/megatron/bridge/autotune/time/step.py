@@ -242,10 +242,7 @@ def _exposed(
     bucket: int,
     beside: float | None,
 ) -> float:
-    """Return the exposed time of messages of parameters with ``number`` bytes each.
-
-    They overlap in buckets with ``beside`` seconds of passes, if any, except the last bucket of each group.
-    """
+    """Return the exposed time of messages of ``number`` bytes a parameter, in buckets; all but the last overlap."""
     if beside is None:
         return sum(gather(size * number, group) for size, group in parts)
     messages = [(max(size / bucket, 1.0), gather(min(size, bucket) * number, group)) for size, group in parts]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention on PyTorch's scaled_dot_product_attention, in every form that the models need.
 
-Causal and bidirectional, grouped queries, sliding windows, custom scale, soft-capping, sinks, an arbitrary mask,
-packed sequences, dropout, and context parallelism by all-gather or all-to-all. Shapes follow Megatron-Core: s is
-the (local) sequence, b the batch, t the tokens of a packed row, h and g the query and key heads of this
-tensor-parallel rank.
+Causal and bidirectional, grouped queries, sliding windows, custom scale, soft-capping, sinks, an arbitrary mask, packed
+sequences, dropout, and context parallelism by all-gather or all-to-all. Shapes follow Megatron-Core: s is the (local)
+sequence, b the batch, t the tokens of a packed row, h and g the query and key heads of this tensor-parallel rank.
 """
 
 import contextlib
@@ -402,22 +401,24 @@ class _TileAttention:
                 scale=self.scale,
                 enable_gqa=q.size(1) != k.size(1),
             )
-        if causal:
-            bias = q.new_full((q.size(2), k.size(2)), float("-inf")).triu_(1)
         # recomputed in the backward pass, so only the scores of one tile are in memory at a time
         out = checkpoint(
-            self._formula, q, k, v, bias, self.sinks, use_reentrant=False, preserve_rng_state=self.dropout > 0.0
+            self._formula, q, k, v, bias, self.sinks, causal, use_reentrant=False, preserve_rng_state=self.dropout > 0.0
         )
         assert isinstance(out, Tensor)
         return out
 
-    def _formula(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
+    def _formula(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, causal: bool
+    ) -> Tensor:
         batch, heads, rows, width = q.shape
         groups, keys = k.size(1), k.size(2)
         grouped = q.reshape(batch, groups, heads // groups * rows, width)
         scores = (grouped @ k.transpose(-1, -2)).float().mul(self.scale).view(batch, heads, rows, keys)
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
+        if causal:
+            bias = q.new_full((rows, keys), float("-inf")).triu_(1)
         if bias is not None:
             scores = scores + bias
         if sinks is not None:

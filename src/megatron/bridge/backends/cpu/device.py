@@ -86,10 +86,7 @@ def placed_on(place: torch.device) -> Iterator[None]:
 
 
 def _no_op() -> Callable[..., None]:
-    """A function that does nothing: CPU execution is synchronous and has one memory.
-
-    Each call makes a new function, because torch.compile fails to load if one function has two names in torch.
-    """
+    """A new function that does nothing; torch.compile fails to load if one function has two names in torch."""
 
     def no_action(*args: Any, **kwargs: Any) -> None:
         pass
@@ -316,10 +313,7 @@ def _patch_all_to_all() -> None:
 
 
 def _patch_uneven_collectives() -> None:
-    """With expert tensor and expert parallelism, ranks gather and scatter different numbers of tokens.
-
-    Gloo only gathers equal parts and cannot reduce-scatter a list of parts.
-    """
+    """Let ranks gather and scatter different numbers of tokens, for experts; gloo alone needs equal parts."""
     gather = dist.all_gather
 
     @functools.wraps(gather)
@@ -353,10 +347,7 @@ def _patch_uneven_collectives() -> None:
 
 
 def _patch_coalescing_manager() -> None:
-    """Gloo's coalesced all-gather corrupts memory when the ranks run at very different speeds (torch 2.11).
-
-    ``malloc(): unaligned tcache chunk detected`` then ends the process, so each tensor gets its own collective.
-    """
+    """Give each tensor a collective: gloo's coalesced all-gather corrupts memory (torch 2.11)."""
 
     @contextlib.contextmanager
     def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:

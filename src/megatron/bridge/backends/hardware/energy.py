@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The energy that a GPU has used, as counted by its driver.
 
-The driver contains NVML, a C library; the three functions that are needed here are called without a Python
-package.
+The driver contains NVML, a C library; the three functions that are needed here are called without a Python package.
 """
 
 import ctypes

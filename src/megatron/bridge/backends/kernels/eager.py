@@ -143,11 +143,7 @@ def _gate(x: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy by blocks of rows. The only tensors of full size are the logits and their gradient.
-
-    With ``reuse``, exponentials and then the gradient overwrite the logits, as in Megatron-Core: one exponential
-    per logit, and no second tensor of full size.
-    """
+    """Cross entropy by blocks of rows; with ``reuse``, exponentials and then the gradient overwrite the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool) -> Tensor:

@@ -39,10 +39,7 @@ class GrowingMoEMetricsTracker(MoEMetricsTracker):
 
 
 def _combine(layer: Any, output: torch.Tensor) -> torch.Tensor:
-    """The outputs of experts, when nothing needs the weights of the router any more.
-
-    With full recomputation, their graph would hold the input of the layer and its gradient until the next pass.
-    """
+    """Combine experts' outputs and drop the router's weights, whose graph would outlive full recomputation."""
     vars(layer.token_dispatcher).pop("probs", None)
     return layer.token_dispatcher.token_combine(output)
 

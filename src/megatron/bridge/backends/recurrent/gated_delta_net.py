@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta nets in plain PyTorch, for machines without the kernels of flash-linear-attention (``fla``).
 
-A head has a state S, a matrix from key features to value features. A token decays it and corrects the value that
-it recalls for the key by a fraction beta of the error (Yang et al. 2024, "Gated Delta Networks",
-arXiv:2412.06464):
+A head has a state S, a matrix from key features to value features. A token decays it and corrects the value that it
+recalls for the key by a fraction beta of the error (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464):
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - k_t^T exp(g_t) S_{t-1})^T,    o_t = S_t^T q_t / sqrt(key width)
 
@@ -12,6 +11,7 @@ Shapes: b is the batch, t the sequence, h the heads of this rank, k and d their 
 
 import copy
 import dataclasses
+import functools
 import logging
 from itertools import pairwise
 from typing import Any
@@ -23,6 +23,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.backends.attention.block_mask import host_values, positions_in_sequences
 from megatron.bridge.backends.cpu.device import has_cuda
@@ -32,6 +33,9 @@ from megatron.bridge.backends.kernels.eager import upcast
 CHUNK = 64  # tokens of a chunk; as in fla
 CHANNEL_CHUNK = 16  # if each key feature has its own decay, each pair of tokens needs one number per feature
 _log = logging.getLogger(__name__)
+
+recomputed: Any = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""Calls a function whose intermediate tensors are recomputed in the backward pass, as the kernels do."""
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
@@ -87,8 +91,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the output of each query, chunk by chunk in fp32 (or fp64).
 
-    With U the corrections of a chunk, one row per token, G the cumulative sums of g, and S the state before the
-    chunk:
+    With U the corrections of a chunk, one row per token, G the cumulative sums of g, and S the state before the chunk:
 
         U_i = beta_i (v_i - k_i^T (exp(G_i) S + sum_{j<i} exp(G_i - G_j) k_j U_j^T))
 
@@ -209,9 +212,9 @@ def install() -> None:
     if has_cuda():
         _log.warning("flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk")
     common.HAVE_FLA = True  # Megatron-Core checks this before it builds the layer
-    common.l2norm = l2norm
-    gdn.causal_conv1d = causal_conv1d
-    gdn.chunk_gated_delta_rule = chunk_gated_delta_rule
+    common.l2norm = functools.partial(recomputed, l2norm)
+    gdn.causal_conv1d = functools.partial(recomputed, causal_conv1d)
+    gdn.chunk_gated_delta_rule = functools.partial(recomputed, chunk_gated_delta_rule)
 
 
 class DeltaNet(GatedDeltaNet):
@@ -251,6 +254,9 @@ class DeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         return self.out_proj(self.cache.run(projected, self.v_dim_local_tp, self._advance))
 
+    def _gated_norm_and_a2a(self, *args: Any, **kwargs: Any) -> Tensor:
+        return recomputed(super()._gated_norm_and_a2a, *args, **kwargs)
+
     def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute outputs [b, s, values] of continued texts, and their new states."""
         batch, length, _ = projected.shape
@@ -266,6 +272,10 @@ class DeltaNet(GatedDeltaNet):
         out, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
         assert after is not None, "it was asked for"
         return self._apply_gated_norm(out, gate).view(batch, length, -1), (history, after)
+
+    def scan_numbers(self, tokens: int) -> int:
+        """Like that of ``TorchMambaMixer``, without ``fla``."""
+        return tokens * self.num_v_heads_local_tp * (7 * CHUNK + 10 * (self.key_head_dim + self.value_head_dim))
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shapes of a text's states: last inputs of the convolution, and the state of each head."""

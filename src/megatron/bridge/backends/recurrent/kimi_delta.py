@@ -63,6 +63,9 @@ class KimiDeltaAttention(TensorParallelMixer):
         """Count a token's operations: 6 K V for the state; in a chunk, products, the system, and decays of pairs."""
         return self.heads * self.width * (6.0 * self.width + CHANNEL_CHUNK * (3 + 2 + 4))
 
+    def scan_numbers(self, tokens: int) -> int:
+        return 89 * tokens * self.features
+
     def project(self, hidden_states: Tensor) -> Tensor:
         """Project to queries, keys, values, and the inputs of decays, gates and beta, in one tensor."""
         if self.config.sequence_parallel:

@@ -108,6 +108,9 @@ class Mamba1Mixer(TensorParallelMixer):
         """Count forward operations of one token; the product with A counts as a product with a matrix."""
         return 4.0 * self.d_inner_local_tp * self.states
 
+    def scan_numbers(self, tokens: int) -> int:
+        return self.features * (tokens * (10 + self.states) + 14 * CHUNK * self.states)
+
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
         parts = projected.split(lengths_of(packed_seq_params, projected.size(1)), 1)
         return torch.cat([self.mix(part)[0] for part in parts], 1)

@@ -28,6 +28,9 @@ class ShortConv(TensorParallelMixer):
     def operations(self) -> float:
         return 0.0  # the convolution is not counted
 
+    def scan_numbers(self, tokens: int) -> int:
+        return 5 * tokens * self.features
+
     def prepare(self, submodules: Any) -> int:
         config: Any = self.config
         width = config.hidden_size

@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
-from megatron.bridge.backends.recurrent.gated_delta_net import init_conv_weight
+from megatron.bridge.backends.recurrent.gated_delta_net import init_conv_weight, recomputed
 
 
 class TensorParallelMixer(MegatronModule):
@@ -64,6 +64,10 @@ class TensorParallelMixer(MegatronModule):
         """Count forward operations of one token between the matrices, on this rank's features."""
         raise TypeError(f"{type(self).__name__} is abstract")
 
+    def scan_numbers(self, tokens: int) -> int:
+        """Return the fp32 numbers in memory in the backward pass of ``mix`` (measured on a CPU, 2026-11-27)."""
+        raise TypeError(f"{type(self).__name__} is abstract: it has no numbers of {tokens} tokens")
+
     def prepare(self, submodules: Any) -> int:
         """Build all modules before the output projection; return the number of its input features over all ranks."""
         raise TypeError(f"{type(self).__name__} is abstract: it has no parts of {submodules}")
@@ -88,7 +92,7 @@ class TensorParallelMixer(MegatronModule):
         projected = self.project(hidden_states)
         if self.cache is not None:
             return self.out_proj(self.cache.run(projected, self.features, self.mix))
-        mixed = self.mix_packed(projected.transpose(0, 1), packed_seq_params)
+        mixed = recomputed(self.mix_packed, projected.transpose(0, 1), packed_seq_params)
         return self.out_proj(mixed.transpose(0, 1).contiguous())
 
     def make_parameters(self, shapes: dict[str, tuple[int, ...]]) -> None:

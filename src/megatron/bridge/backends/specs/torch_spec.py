@@ -78,8 +78,8 @@ class TorchLatentAttention(MLASelfAttention):
         if self.tp_group.size() == 1:
             return queries, latent
         latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
-        if self.config.sequence_parallel:
-            return queries, scatter_to_sequence_parallel_region(latent, group=self.tp_group)
+        if self.config.sequence_parallel:  # clones, because a view would keep the whole latents
+            return queries.clone(), scatter_to_sequence_parallel_region(latent, group=self.tp_group).clone()
         positions = self.config.qk_pos_emb_head_dim
         compressed, rotated = latent.split([latent.size(-1) - positions, positions], dim=-1)
         rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)

@@ -113,8 +113,7 @@ class _TextPairsConfig(PreferenceDatasetConfig):
 class RewardDatasetConfig(_TextPairsConfig):
     """Pairs of answers for a reward model, in the format of ``PreferenceDatasetConfig``.
 
-    The last token of each answer is scored, and nothing is appended to what the tokenizer makes of prompt and
-    answer.
+    The last token of each answer is scored, and nothing is appended to what the tokenizer makes of prompt and answer.
     """
 
     def encoder(self, tokenizer: "Tokenizer") -> "RewardPairEncoder":  # pyright: ignore

@@ -189,10 +189,7 @@ def _missing_corpus(prefix: str, suffix: str) -> str:
 
 
 def _check_cache(directory: Path) -> None:
-    """Refuse a cache that cannot be written; otherwise rank 0 would fail later, while the other ranks wait.
-
-    A read-only cache that is not empty is accepted: it may have all indices.
-    """
+    """Refuse an empty cache that cannot be written: rank 0 would fail later, while the other ranks wait."""
     if directory.is_dir() and any(directory.iterdir()):
         return
     nearest = directory

@@ -130,8 +130,7 @@ class CallbackManager:
     def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore the state of each callback.
 
-        A new callback keeps its initial state. The state of a callback that no longer exists is dropped with a
-        note.
+        A new callback keeps its initial state. The state of a callback that no longer exists is dropped with a note.
         """
         for callback in self._callbacks:
             if callback.name in states:

@@ -132,9 +132,8 @@ def _groups_of_adam(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, dict[st
 def _share_loss_scale(optimizer: Any) -> None:
     """Share one loss scale between dense and expert parameters.
 
-    Megatron-Core keeps one scale for each, and multiplies the loss with the first. After an overflow in only one
-    of them, the gradients of the other would silently be divided by a factor that the loss was not multiplied
-    with.
+    Megatron-Core keeps one scale for each, and multiplies the loss with the first. After an overflow in only one of
+    them, the gradients of the other would silently be divided by a factor that the loss was not multiplied with.
     """
     scaled = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None)]
     if len(scaled) < 2:

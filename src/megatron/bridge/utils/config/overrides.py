@@ -189,10 +189,7 @@ class _Transaction:
                 del self._references[key]
 
     def _set_references(self, leaves: list[_Request], origin: str, problems: list[str]) -> None:
-        """Set the values of ``leaves`` and of the references of earlier layers.
-
-        Lists and mappings are set as a whole first, then item by item: a later layer may replace single items.
-        """
+        """Set ``leaves`` and references of earlier layers: lists and mappings as a whole first, then their items."""
         raw = {leaf.key: leaf.value for leaf in leaves}
         members = interpolation.references_in(raw)
         self._references |= {key: (value, origin) for key, value in members.items()}
@@ -255,10 +252,7 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
 
 
 def _leaves(config: Any, request: _Request) -> list[_Request]:
-    """Split a mapping for a group into the members of the group; any other value is one leaf.
-
-    A mapping that names another class than the group's own replaces the group.
-    """
+    """Split a mapping for a group into its members, unless it names another class; any other value is one leaf."""
     current = _value_at(config, request.key)
     value: Any = request.value
     if not isinstance(value, dict) or not is_group(current):

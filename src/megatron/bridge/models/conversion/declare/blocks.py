@@ -160,3 +160,10 @@ def fused_norm(separate: str, linear: str, hf: str) -> Block:
         for name in ("weight", "bias")
         for megatron in (f"{separate}.{name}", f"{linear}.layer_norm_{name}")
     )
+
+
+def replace_blocks(blocks: tuple[Block | SizedBlock, ...], *own: Block) -> tuple[Block | SizedBlock, ...]:
+    """Return ``blocks`` with the mappings of the same parameters replaced by those of an architecture's ``own``."""
+    taken = {mapping.megatron_param for block in own for mapping in block}
+    kept = (it if callable(it) else tuple(m for m in it if m.megatron_param not in taken) for it in blocks)
+    return (*kept, *own)

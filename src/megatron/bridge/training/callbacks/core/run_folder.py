@@ -56,9 +56,8 @@ STARTS = "starts"
 class RunMetadata(Callback):
     """Writes the resolved config, the versions of packages and the state of the source tree to ``logger.log_dir``.
 
-    ``run_config.yaml`` holds the config with the origin of each value, under a summary of the environment. Each
-    start, also a resume, keeps its own copy with ``environment.json`` and ``git.diff`` in ``starts/001`` and so
-    on.
+    ``run_config.yaml`` holds the config with the origin of each value, under a summary of the environment. Each start,
+    also a resume, keeps its own copy with ``environment.json`` and ``git.diff`` in ``starts/001`` and so on.
     """
 
     def on_train_start(self, context: Run) -> None:

@@ -59,10 +59,7 @@ def _check_optimizer(config: RunConfig, findings: Findings) -> None:
 
 
 def _check_recomputed_modules(config: RunConfig, findings: Findings) -> None:
-    """Megatron-Core 0.19 reads Transformer Engine's state whenever it discards an output.
-
-    Without Transformer Engine that is a ``NameError`` in the first step.
-    """
+    """Refuse what ends in a ``NameError``: discarding outputs reads Transformer Engine's state (Megatron-Core 0.19)."""
     model = config.model
     chosen = (model.recompute_modules or ()) if model.recompute_granularity == "selective" else ()
     names = [name for name in chosen if name in RECOMPUTED_BY_ENGINE]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate the memory of a pass that keeps nothing for a backward pass, such as log-probabilities for RL."""
+
+from typing import Any
+
+from torch import nn
+
+from megatron.bridge.autotune.activations import Sizes, counts_of_layer, logits_of, rotary_bytes
+from megatron.bridge.autotune.layers import is_dispatched, matrices
+
+
+def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
+    """Return the peak bytes of a forward pass through ``layers`` and the loss, without weights."""
+    loss = 2 * sizes.stream + logits_of(model, sizes) * (sizes.number + 4)
+    return rotary_bytes(model, sizes, len(layers)) + max(loss, *(_forward_of_layer(layer, sizes) for layer in layers))
+
+
+def _gathered(sizes: Sizes) -> int:
+    """Return the elements per token that sequence parallelism gathers before a matrix product."""
+    return sizes.hidden * (sizes.between < sizes.tokens)
+
+
+def _forward_of_layer(layer: Any, sizes: Sizes) -> int:
+    """Return the peak bytes of a layer: inputs of model and layer, normed input, residual stream, and one block."""
+    attention: Any = getattr(layer, "self_attention", None)
+    if not hasattr(attention, "core_attention"):  # a scan, whose memory depends on its kernels
+        return sizes.stream + counts_of_layer(layer, sizes).full
+    return max(
+        3 * sizes.stream + _forward_of_attention(attention, sizes) * sizes.tokens * sizes.number,
+        4 * sizes.stream + _forward_of_mlp(layer.mlp, sizes) * sizes.number,
+    )
+
+
+def _forward_of_attention(attention: Any, sizes: Sizes) -> int:
+    """Return the elements per token."""
+    config, heads = attention.config, attention.num_attention_heads_per_partition
+    if config.multi_latent_attention:
+        plain, rotated, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        latents = (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + rotated
+        return latents + heads * (3 * (plain + rotated) + (plain + value) + 2 * rotated + value)
+    width = attention.hidden_size_per_attention_head
+    queries, keys = heads * width, attention.num_query_groups_per_partition * width
+    projected = queries + 2 * keys * max(1, sizes.gathered)
+    normed = queries * (2 + 8 // sizes.number) * bool(config.qk_layernorm)  # in fp32
+    attended = (queries + keys) * sizes.rotates + queries + sizes.hidden
+    return projected + max(_gathered(sizes), normed, attended)
+
+
+def _forward_of_mlp(mlp: nn.Module, sizes: Sizes) -> int:
+    """Return the elements of all tokens."""
+    shapes = {path: (matrix.rows, matrix.columns) for path, matrix in matrices(mlp)}
+    total = 0
+    for path in (path for path in shapes if path.endswith("linear_fc2")):
+        (first, width), inner = shapes[f"{path[:-1]}1"], shapes[path][1]
+        activated = first + (1 + sizes.activation) * inner
+        if is_dispatched(path):  # tokens in their original order and in the order of experts
+            total += sizes.chosen * (2 * width + activated)
+        elif "shared_experts" in path:  # their output, while the routed experts run
+            total += sizes.between * sizes.hidden
+        else:
+            total += sizes.tokens * max(_gathered(sizes) + first, activated, inner + sizes.hidden)
+    return total
