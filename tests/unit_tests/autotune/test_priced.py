@@ -53,7 +53,7 @@ CHANGES = {
     "model.expert_tensor_parallel_size": ("qwen3_moe", TP, 1),
     "model.fp16": ("llama", {"bf16": False}, True),
     "model.bf16": ("llama", {}, False),
-    "model.gradient_accumulation_fusion": ("llama", {"dataset.seq_length": 128}, True),
+    "model.gradient_accumulation_fusion": ("llama", {"dataset.seq_length": 64}, True),
     "model.tp_comm_overlap": ("llama", TP, True),
     "model.overlap_moe_expert_parallel_comm": ("qwen3_moe", EP, True),
     "model.overlap_p2p_comm": ("llama", VP, True),

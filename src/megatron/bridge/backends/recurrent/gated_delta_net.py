@@ -275,7 +275,8 @@ class DeltaNet(GatedDeltaNet):
 
     def scan_numbers(self, tokens: int) -> int:
         """Like that of ``TorchMambaMixer``, without ``fla``."""
-        return tokens * self.num_v_heads_local_tp * (7 * CHUNK + 10 * (self.key_head_dim + self.value_head_dim))
+        state: Any = self.state_shapes()[1].shape
+        return tokens * state[0] * (7 * CHUNK + 10 * sum(state[1:]))
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shapes of a text's states: last inputs of the convolution, and the state of each head."""
