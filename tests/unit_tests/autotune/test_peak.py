@@ -71,11 +71,17 @@ def test_peak_is_that_of_a_real_stage(monkeypatch, family, layers, values, stage
     assert within_bars(estimate, peak(config, stage, 8))
 
 
-@pytest.mark.parametrize("values", [{}, FULL], ids=["", "full recomputation"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [("llama", {}), ("llama", FULL), ("qwen3_moe", {}), ("qwen3_moe", FULL), ("nemotron_h", {})],
+    ids=lambda value: value if isinstance(value, str) else "full recomputation" if value else "",
+)
 @pytest.mark.parametrize("peft", [LoRA(dim=32), DoRA(dim=8)], ids=["LoRA", "DoRA"])
 def test_peak_with_adapters_is_that_of_a_real_model(monkeypatch, peft, family, values):
-    """Frozen layers keep no input for a weight's gradient; DoRA keeps outputs, and the scale of each expert's token."""
+    """Frozen layers keep no input for a weight's gradient, and nothing before the first adapter (Nemotron-H's scan).
+
+    DoRA keeps outputs, and the scale of each expert's token.
+    """
     monkeypatch.setattr(eager, "CHUNK", 1 << 13)
     config = dataclasses.replace(stage_config(family, 4, **values), peft=peft)
     (chunks,) = meta_model.stage_chunks(config.model, peft)

@@ -183,7 +183,8 @@ def rotary_bytes(model: Any, sizes: Sizes, layers: int = 1) -> int:
     """Return the bytes of fp32 angles, cosines and sines of a chunk; latent attention stores them for each layer."""
     if model.multi_latent_attention:
         return sizes.tokens * model.qk_pos_emb_head_dim * (_FP32 + 4 * sizes.number) * layers
-    return sizes.tokens * (model.kv_channels or 0) * (_FP32 + 2 * sizes.number) * sizes.rotates
+    copies = 4 if model.recompute_granularity == "full" else 2  # recomputed layers have their own
+    return sizes.tokens * (model.kv_channels or 0) * (_FP32 + copies * sizes.number) * sizes.rotates
 
 
 def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int) -> list[int]:
@@ -300,8 +301,13 @@ def _of_activation(model: ModelProvider) -> int:
 
 
 def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
-    layers = [counts_of_layer(layer, sizes) for layer in layers_of(chunk)]
-    return ChunkCounts(layers, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
+    layers = layers_of(chunk)
+    # nothing needs a gradient before the first trained parameters
+    parts = [chunk.embedding, *layers] if chunk.pre_process and not hasattr(chunk, "vision") else []
+    frozen = [not any(each.requires_grad for each in part.parameters()) for part in parts]
+    idle = max(0, [*frozen, False].index(False) - 1)
+    counts = [LayerCounts(0, 0, 0)] * idle + [counts_of_layer(layer, sizes) for layer in layers[idle:]]
+    return ChunkCounts(counts, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
 
 
 def counts_of_tower(chunk: Any, tokens: int) -> TowerCounts:

@@ -166,11 +166,7 @@ def torch_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sharded part of a state, and the rest.
-
-    Megatron-Core's check that the shards cover each tensor once sends every description to every rank. The first rank
-    makes the same check on the plan, so it is off here.
-    """
+    """The sharded part of a state, and the rest; the first rank checks the plan, so no rank checks all shards here."""
     whole = cast(Any, save_preprocess(state, validate_access_integrity=False))
     sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], whole)
     if distributed.world_size() > 1:

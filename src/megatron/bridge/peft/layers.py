@@ -20,11 +20,7 @@ from megatron.bridge.peft.targets import Site
 
 
 class _Adapted:
-    """The methods that a layer's class gains; ``adapter`` is the child.
-
-    A namespace, not a base class: Python can change an instance's class to a subclass, but not to one with a second
-    base.
-    """
+    """The methods that a layer's class gains; not a base class, because an instance cannot gain a second base."""
 
     adapter: Any  # ``LoRAAdapter`` or what has the same methods
     adapted_site: Site

@@ -168,11 +168,7 @@ class LowRank(nn.Module):
         return middle
 
     def _summed_grads(self, parameter: Tensor, cut: str) -> Tensor:
-        """A factor of experts; if it is replicated, its gradients are summed over the ranks.
-
-        The dispatcher sums outputs and input gradients over these ranks, so everything that one rank computes must be
-        its part of such a sum.
-        """
+        """A factor of experts; if it is replicated, gradients are summed over ranks, which each compute a part."""
         if self.group.size() == 1 or self.kind == cut:
             return parameter
         return tensor_parallel.copy_to_tensor_model_parallel_region(parameter, group=self.group)

@@ -55,6 +55,14 @@ def test_no_pass_starts_before_its_input():
             assert end > ends[(*before, microbatch)]
 
 
+def test_the_first_stage_receives_in_the_order_in_which_the_last_sends():
+    """Groups larger than the pipeline: Megatron-Core waits for a tensor of the second chunk before it goes on."""
+    slow = PassTimes(((1.0, 1.0), (5.0, 1.0)), ((1.0, 1.0), (1.0, 1.0)))
+    spans = simulate(Pipeline(2, 4, chunks=2, group=4), slow)
+    first = [span for span in spans if span.stage == 0 and span.work.kind == "forward" and span.work.chunk == 0]
+    assert [span.start for span in first] == [0.0, 1.0, 6.0, 11.0]
+
+
 def test_collectives_use_the_slowest_link_that_they_cross():
     card = gpu("H100 80GB")
     links, size = AlphaBeta(card), 1e9

@@ -44,10 +44,10 @@ def simulate(pipeline: Pipeline, times: PassTimes) -> list[Span]:
 
 def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, float, Pass]]:
     """Yield stage, start and end of each pass."""
-    stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+    stages = pipeline.stages
     durations = {"forward": times.forward, "backward": times.backward}
     travel, blocked = (0.0 if stages == 1 else times.message), times.message * times.blocking
-    queues = [deque(passes(pipeline, stage)) for stage in range(stages)]
+    queues = [deque(zip(passes(pipeline, stage), _inputs(pipeline, stage), strict=True)) for stage in range(stages)]
     free = [0.0] * stages
     arrived: dict[_Input | None, float] = {None: 0.0}
     waiting: dict[_Input, int] = {}  # stages by the input that they wait for
@@ -56,9 +56,8 @@ def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, flo
         stage = ready.pop()
         queue = queues[stage]
         while queue:
-            work = queue[0]
+            work, needed = queue[0]
             position = work.chunk * stages + stage
-            needed = _needed(work, position, last)
             if needed is not None and needed not in arrived:
                 waiting[needed] = stage
                 break
@@ -73,13 +72,28 @@ def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, flo
                 ready.append(waiting.pop(output))
 
 
-def _needed(work: Pass, position: int, last: int) -> _Input | None:
-    """Return the input that ``work`` needs before it can start; positions of chunks follow the order of layers."""
-    if work.kind == "forward":
-        return ("forward", position - 1, work.microbatch) if position else None
-    if position == last:
-        return ("forward", last, work.microbatch)
-    return ("backward", position + 1, work.microbatch)
+@lru_cache(maxsize=4096)
+def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
+    """Return the output that each pass of ``stage`` waits for; positions of chunks follow the order of layers.
+
+    The first stage (of backward passes the last) waits for what the other end sends as soon as that is sent, although a
+    later pass needs it if groups are larger than the pipeline.
+    """
+    stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
+    done: dict[str, list[Pass]] = {"forward": [], "backward": []}
+    found: list[_Input] = []
+    for work in passes(pipeline, stage):
+        position, backward, earlier = work.chunk * stages + stage, work.kind == "backward", done[work.kind]
+        source = (work.kind, position + 2 * backward - 1, work.microbatch)
+        if backward and position == last:
+            source = ("forward", last, work.microbatch)
+        elif pipeline.chunks > 1 and len(earlier) >= stages and stage == (stages - 1) * backward:
+            sent = earlier[-stages]
+            if (sent.chunk > 0) if backward else (sent.chunk < pipeline.chunks - 1):
+                source = (work.kind, sent.chunk * stages + stages - 1 - stage, sent.microbatch)
+        earlier.append(work)
+        found.append(source)
+    return tuple(source if source[1] >= 0 else None for source in found)
 
 
 def makespan(pipeline: Pipeline, times: PassTimes) -> float:

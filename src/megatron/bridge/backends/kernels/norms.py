@@ -27,11 +27,7 @@ class TorchNorm:
 
 
 class _Norm(nn.Module):
-    """A norm over the last dimension with a learned gain, replicated over tensor-parallel ranks.
-
-    Under sequence parallelism, each rank has a part of the sequence and so a part of the gradient of the gain. The
-    attribute ``sequence_parallel`` makes Megatron-Core sum these parts.
-    """
+    """A norm with a replicated gain; ``sequence_parallel`` makes Megatron-Core sum the ranks' parts of its gradient."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
