@@ -229,11 +229,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
 
 
 def _is_quantized(model: Any) -> bool:
-    """Return whether all linear layers of ``model`` save their inputs in FP8 or FP4.
-
-    Transformer Engine quantizes the inputs before it saves them. MXFP8 adds one byte of scale for 32 elements; FP4
-    takes less. The output projection of attention reuses the tensor that the kernel saves, except with delayed scaling.
-    """
+    """Return whether all linear layers save their inputs in FP8 or FP4, which Transformer Engine quantizes before."""
     return bool(model.fp8 or model.fp4) and not model.first_last_layers_bf16
 
 
@@ -399,10 +395,11 @@ def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
         name = path.rpartition(".")[2]
         if "shared_experts" in path and "shared_experts" in recomputed:
             continue
-        if name in ("linear_q_up_proj", "linear_kv_up_proj") and "mla_up_proj" in recomputed:
-            continue
         total += _of_module(path, module, sizes)
-        if name == "linear_fc2" and "experts" in path and "moe_act" in recomputed:
+        if hasattr(module, "core_attention") and "mla_up_proj" in recomputed:  # rotated queries and keys
+            heads, config = module.num_attention_heads_per_partition, module.config
+            total -= 2 * sizes.tokens * heads * (config.qk_head_dim + config.qk_pos_emb_head_dim) * sizes.number
+        if name == "linear_fc2" and is_dispatched(path) and "moe_act" in recomputed:
             total -= _of_module(path, module, sizes)
     return total
 

@@ -29,6 +29,7 @@ deepseek_v2_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V2", _LAYOUT
 DEEPSEEK_V3 = "deepseek-ai/DeepSeek-V3"
 _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
 _RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
+_RECOMPUTE_LESS: LayoutOptions = {"recompute": ["layernorm", "moe_act"]}
 _V32: LayoutOptions = layout(tp=8, pp=16, vp=2, ep=16, etp=1)
 _V3_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, "lr": 2.2e-4, "min_lr": 2.2e-5}
 
@@ -39,7 +40,7 @@ deepseek_v3_pretrain_config_32nodes = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
 )
 deepseek_v3_fp8_blockwise_pretrain_config = pretrain_recipe(
-    DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, FP8_BLOCKWISE, layout(tp=4, pp=16, vp=2, ep=32, etp=1)
+    DEEPSEEK_V3, _STAGES, _RECOMPUTE_LESS, _V3_PRETRAIN, FP8_BLOCKWISE, layout(tp=4, pp=16, vp=2, ep=32, etp=1)
 )
 deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _V3_PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1)
@@ -47,6 +48,6 @@ deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
 deepseek_v32_pretrain_config = pretrain_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V3_PRETRAIN, _V32)
 
 deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
-deepseek_v32_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V32)
+deepseek_v32_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE_LESS, _V32)
 
 name_functions(__name__)
