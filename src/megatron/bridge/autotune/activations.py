@@ -25,7 +25,7 @@ Memory peaks at one of these moments. Each counts the saved activations plus the
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -397,7 +397,7 @@ def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
             continue
         total += _of_module(path, module, sizes)
         if hasattr(module, "core_attention") and "mla_up_proj" in recomputed:  # rotated queries and keys
-            heads, config = module.num_attention_heads_per_partition, module.config
+            heads, config = cast(Any, module).num_attention_heads_per_partition, cast(Any, module.config)
             total -= 2 * sizes.tokens * heads * (config.qk_head_dim + config.qk_pos_emb_head_dim) * sizes.number
         if name == "linear_fc2" and is_dispatched(path) and "moe_act" in recomputed:
             total -= _of_module(path, module, sizes)
