@@ -229,7 +229,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
 
 
 def _is_quantized(model: Any) -> bool:
-    """Return whether all linear layers save their inputs in FP8 or FP4, which Transformer Engine quantizes before."""
+    """Return whether all linear layers save inputs that Transformer Engine has quantized to FP8 or FP4."""
     return bool(model.fp8 or model.fp4) and not model.first_last_layers_bf16
 
 
@@ -518,7 +518,7 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
 
 
 def _scored_bytes(layer: Any, sizes: Sizes) -> int:
-    """Return the fp32 bytes of soft-capped attention in the backward pass beyond the MLP's freed tensors."""
+    """Return the fp32 bytes that the backward pass of soft-capped attention adds, less the freed tensors of the MLP."""
     if not sizes.scores:
         return 0
     return 2 * sizes.stream + 4 * _FP32 * sizes.scores - kept_inside("mlp", layer.mlp, sizes)

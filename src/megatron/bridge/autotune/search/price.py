@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.bridge.autotune import activations, meta_model
-from megatron.bridge.autotune.forward import forward_bytes
+from megatron.bridge.autotune.forward_memory import forward_bytes
 from megatron.bridge.autotune.layers import layer_shape, layers_of
 from megatron.bridge.autotune.memory import optimizer_bytes, quantized_bytes
 from megatron.bridge.autotune.predict import roofline_of, run_of, setting_of
