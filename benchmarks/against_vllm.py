@@ -24,7 +24,9 @@ Generate = Callable[[list[list[int]], int], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Decoding by vLLM's CPU build or by this framework.")
+    parser = argparse.ArgumentParser(
+        description="Decoding by vLLM's CPU build or by this framework."
+    )
     parser.add_argument("engine", choices=("make", "here", "vllm"), help="make saves the model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -38,7 +40,12 @@ def main() -> None:
         return
     generate = (here if args.engine == "here" else vllm)(args.folder, args.dtype)
     for batch in map(int, args.batches.split(",")):
-        print(json.dumps({"engine": args.engine, "batch": batch, **measured(generate, prompts(batch))}), flush=True)
+        print(
+            json.dumps(
+                {"engine": args.engine, "batch": batch, **measured(generate, prompts(batch))}
+            ),
+            flush=True,
+        )
 
 
 def prompts(batch: int) -> list[list[int]]:
@@ -46,7 +53,10 @@ def prompts(batch: int) -> list[list[int]]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, VOCABULARY, (64 + 7 * i % 23,), generator=generator).tolist() for i in range(batch)]
+    return [
+        torch.randint(0, VOCABULARY, (64 + 7 * i % 23,), generator=generator).tolist()
+        for i in range(batch)
+    ]
 
 
 def here(folder: Path, dtype: str) -> Generate:
@@ -61,7 +71,11 @@ def here(folder: Path, dtype: str) -> Generate:
 
 
 def vllm(folder: Path, dtype: str) -> Generate:
-    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="0", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     limits = {"max_model_len": 2048, "max_num_seqs": 64, "enable_prefix_caching": False}

@@ -95,7 +95,9 @@ def plan(count: int, seed: int) -> list[Fault]:
             "disk": draw.choice(("ENOSPC", "EIO")),
             "damage": DAMAGES[index % len(DAMAGES)],
         }.get(kind, "")
-        phase = {"kill": PHASES[kills % len(PHASES)], "disk": "write", "nan": "optimizer"}.get(kind, "forward")
+        phase = {"kill": PHASES[kills % len(PHASES)], "disk": "write", "nan": "optimizer"}.get(
+            kind, "forward"
+        )
         targets = ("rank 0", "rank 1", "all", "launcher")
         target = draw.choice(targets) if kind == "kill" else draw.choice(targets[:2])
         if phase in ("publish", "tracker") and target == "rank 1":
@@ -130,7 +132,10 @@ class Paths:
 def note(paths: Paths, event: str, **values: Any) -> None:
     """Append to the log; a line is short enough to be written at once."""
     with paths.events.open("a") as stream:
-        stream.write(json.dumps({"time": time.monotonic(), "event": event, "pid": os.getpid(), **values}) + "\n")
+        stream.write(
+            json.dumps({"time": time.monotonic(), "event": event, "pid": os.getpid(), **values})
+            + "\n"
+        )
 
 
 def events(paths: Paths) -> list[dict[str, Any]]:
@@ -169,11 +174,16 @@ def configuration(folder: Path | None, steps: int, skipped: list[int], backgroun
         logger=settings.LoggerConfig(log_interval=10**6),
         tokenizer=settings.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=64),
         checkpoint=settings.CheckpointConfig(
-            save=folder and str(folder), save_interval=folder and 2, most_recent_k=3, async_save=background
+            save=folder and str(folder),
+            save_interval=folder and 2,
+            most_recent_k=3,
+            async_save=background,
         ),
         dist=settings.DistributedInitConfig(hang_timeout_minutes=HANG_SECONDS / 60),
         straggler=settings.StragglerDetectionConfig(interval=3),
-        rerun_state_machine=settings.RerunStateMachineConfig(when_persistent="skip" if folder else "stop"),
+        rerun_state_machine=settings.RerunStateMachineConfig(
+            when_persistent="skip" if folder else "stop"
+        ),
         mixed_precision="fp32",
     )
 
@@ -210,7 +220,9 @@ class Injector(Callback):
         self._fault, self._paths = fault, paths
         self._armed, self._done, self._slowed = False, False, 0
         rank = int(os.environ["RANK"])
-        self._acts = fault.target == f"rank {rank}" or (fault.target in ("all", "launcher") and rank == 0)
+        self._acts = fault.target == f"rank {rank}" or (
+            fault.target in ("all", "launcher") and rank == 0
+        )
 
     def on_train_start(self, context: Any) -> None:
         """Wait at the place where the fault is to be injected."""
@@ -233,7 +245,11 @@ class Injector(Callback):
             time.sleep(0.3)
         if self._done and self._fault.detail == "SIGSTOP" and self._fault.target == "launcher":
             time.sleep(1.0)  # otherwise the run would end before the launcher continues
-        if self._acts and self._fault.kind in ("slow", "nan") and context.progress.step >= self._last + 3:
+        if (
+            self._acts
+            and self._fault.kind in ("slow", "nan")
+            and context.progress.step >= self._last + 3
+        ):
             _send("SIGTERM", "launcher")  # the run went on; let the next fault come
 
     def on_grads_ready(self, context: Any) -> None:
@@ -313,7 +329,9 @@ def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def rank_main(rank: int, port: int, paths: Paths, steps: int, fault: Fault | None, poisoned: list[int]) -> None:
+def rank_main(
+    rank: int, port: int, paths: Paths, steps: int, fault: Fault | None, poisoned: list[int]
+) -> None:
     """Train to the end, or to what the fault makes of it; the exit code is the process's."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
@@ -346,7 +364,11 @@ def _step(inner: Any) -> Any:
 def _poisoned(steps: list[int], state: Any, data_iterator: Any, model: Any) -> Any:
     """A batch that makes the loss infinite, whenever it is learned from."""
     output, loss = forward_step(data_iterator, model)
-    return (output * float("nan"), loss) if state.progress.step + 1 in steps and model.training else (output, loss)
+    return (
+        (output * float("nan"), loss)
+        if state.progress.step + 1 in steps and model.training
+        else (output, loss)
+    )
 
 
 def _disturbed(injector: Injector, inner: Any, state: Any, data_iterator: Any, model: Any) -> Any:
@@ -359,10 +381,14 @@ def _disturbed(injector: Injector, inner: Any, state: Any, data_iterator: Any, m
 
 def _outcome(run: Any, series: Series) -> dict[str, Any]:
     """Everything that must be equal, to the bit."""
-    inner = [part.optimizer for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer])]
+    inner = [
+        part.optimizer for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer])
+    ]
     return {
         "losses": dict(series.losses),
-        "weights": [parameter.detach().clone() for chunk in run.model for parameter in chunk.parameters()],
+        "weights": [
+            parameter.detach().clone() for chunk in run.model for parameter in chunk.parameters()
+        ],
         "optimizer": [
             value.clone()
             for optimizer in inner
@@ -448,7 +474,9 @@ def chaos(out: Path, faults: list[Fault]) -> list[Attempt]:
         forkserver._forkserver._stop()  # type: ignore[attr-defined] - it would outlive this process
 
 
-def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: list[int]) -> list[Attempt]:
+def _suffer(
+    context: Any, paths: Paths, steps: int, faults: list[Fault], bad: list[int]
+) -> list[Attempt]:
     attempts: list[Attempt] = []
     queue, draw = list(faults), random.Random(len(faults))
     newest, damaged = 0, set[int]()
@@ -457,7 +485,9 @@ def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: li
         mark = len(events(paths))
         code = attempt(context, paths, rank_main, (paths, steps, fault, bad))
         seen = events(paths)[mark:]
-        done = Attempt("none" if fault is None else " ".join(map(str, asdict(fault).values())), code or 0)
+        done = Attempt(
+            "none" if fault is None else " ".join(map(str, asdict(fault).values())), code or 0
+        )
         _clock(done, seen, attempts)
         if code is None:
             done.problems.append("it hung")
@@ -466,7 +496,9 @@ def _suffer(context: Any, paths: Paths, steps: int, faults: list[Fault], bad: li
             newest = _damage(paths, fault.detail, draw, newest, damaged)
         happened = any(event["event"] in ("fault", "damage") for event in events(paths)[mark:])
         if fault is not None and not happened:
-            queue.append(replace(fault, after=fault.after + 2))  # the attempt ended before, or nothing could be done
+            queue.append(
+                replace(fault, after=fault.after + 2)
+            )  # the attempt ended before, or nothing could be done
         attempts.append(done)
         if code == 0:
             if queue:
@@ -505,7 +537,9 @@ def _check(paths: Paths, done: Attempt, newest: int, damaged: set[int]) -> int:
             if number not in damaged:
                 done.problems.append(str(error))
     if whole < newest:
-        done.problems.append(f"iteration {newest} was published, now the newest whole one is {whole}")
+        done.problems.append(
+            f"iteration {newest} was published, now the newest whole one is {whole}"
+        )
     return whole
 
 
@@ -546,10 +580,13 @@ def _compare(paths: Paths, last: Attempt) -> None:
             last.problems.append(f"rank {rank} never reached the end")
             continue
         found, expected = (
-            pickle.loads(path.read_bytes()) for path in (paths.result(rank), paths.result(rank, ".reference"))
+            pickle.loads(path.read_bytes())
+            for path in (paths.result(rank), paths.result(rank, ".reference"))
         )
         last.problems += [
-            f"{name} of rank {rank} differ" for name in expected if not _same(found[name], expected[name])
+            f"{name} of rank {rank} differ"
+            for name in expected
+            if not _same(found[name], expected[name])
         ]
 
 
@@ -563,7 +600,9 @@ def _same(found: Any, expected: Any) -> bool:
 
 def main() -> int:
     """Run, write ``attempts.jsonl``, and fail if anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("chaos"))

@@ -37,9 +37,13 @@ def report(attempts: list[Attempt]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for what, found in sorted(groups.items()):
-        numbers = [number for name in ("detected", "recovered") for number in _quantiles(found, name)]
+        numbers = [
+            number for name in ("detected", "recovered") for number in _quantiles(found, name)
+        ]
         lines.append(f"| {what} | {len(found)} | {' | '.join(numbers)} |")
-    return "\n".join([*lines, *(f"PROBLEM {entry.fault}: {'; '.join(entry.problems)}" for entry in broken)])
+    return "\n".join(
+        [*lines, *(f"PROBLEM {entry.fault}: {'; '.join(entry.problems)}" for entry in broken)]
+    )
 
 
 def _what(fault: str) -> str:

@@ -40,7 +40,10 @@ def tensors(millions: float) -> dict[str, torch.Tensor]:
     return {
         f"{kind}.{index}": torch.randn(rows, COLUMNS).to(dtype)
         for index in range(16)
-        for kind, dtype in (("weight", torch.bfloat16), *((name, torch.float32) for name in ("master", "m", "v")))
+        for kind, dtype in (
+            ("weight", torch.bfloat16),
+            *((name, torch.float32) for name in ("master", "m", "v")),
+        )
     }
 
 
@@ -49,7 +52,9 @@ def sharded(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     part = (0, distributed.rank(), distributed.world_size())
-    return {name: ShardedTensor.from_rank_offsets(name, value, part) for name, value in state.items()}
+    return {
+        name: ShardedTensor.from_rank_offsets(name, value, part) for name, value in state.items()
+    }
 
 
 def in_memory(state: dict[str, torch.Tensor]) -> list[memoryview]:
@@ -164,7 +169,9 @@ class InBackground:
         """Save once, with an update before it and one right after it."""
         usual = min(update(self._state), update(self._state))
         start = time.perf_counter()
-        saving.save(sharded(self._state), self._directory, overwrite=True, background=self._background)
+        saving.save(
+            sharded(self._state), self._directory, overwrite=True, background=self._background
+        )
         self.stopped.append(time.perf_counter() - start)
         self.slowed.append(update(self._state) - usual)
         self._background.poll(wait=True)
@@ -172,7 +179,9 @@ class InBackground:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=200, help="millions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=9, help="saves with and without hashes")
@@ -202,12 +211,17 @@ def report(state: dict[str, torch.Tensor], folder: Path, rounds: int) -> str:
         "save in the background, to the end": background,
         "hash": lambda: hash_all(state),
         "read raw": lambda: read_raw(folder / "raw", in_memory(state)),
-        "read raw into fresh memory": lambda: read_raw(folder / "raw", [memoryview(bytearray(size))]),
+        "read raw into fresh memory": lambda: read_raw(
+            folder / "raw", [memoryview(bytearray(size))]
+        ),
         "load": lambda: loading.load(sharded(state), saved),
         "verify": lambda: verification.verify(saved, "full"),
         "verify, fast": lambda: verification.verify(saved, "fast"),
     }
-    times = {name: median(found) for name, found in interleaved(cases, rounds, lambda: fault_in(2 * size)).items()}
+    times = {
+        name: median(found)
+        for name, found in interleaved(cases, rounds, lambda: fault_in(2 * size)).items()
+    }
     floors = {"save": "write raw", "load": "read raw", "verify": "read raw"}
     rows = [
         [

@@ -87,7 +87,9 @@ def make_checkpoint(size: str, directory: Path) -> None:
     import megatron.bridge.recipes
 
     if size in VISION:
-        config = json.loads((Path(megatron.bridge.recipes.__path__[0]) / "configs" / VISION[size]).read_text())
+        config = json.loads(
+            (Path(megatron.bridge.recipes.__path__[0]) / "configs" / VISION[size]).read_text()
+        )
         config["model"] = config["architectures"][0]
     else:
         config = dict(SIZES[size])
@@ -132,7 +134,13 @@ def write_floor(size: int, path: Path, flush: bool = False) -> None:
 def report(name: str, timing: Timing, floor: Timing, model_bytes: int) -> list[str]:
     """One row of the table."""
     above = max(timing.peak_anonymous - model_bytes, 0) if model_bytes else timing.peak_anonymous
-    return [name, f"{timing.wall:.2f}", f"{timing.wall / floor.wall:.2f}", f"{timing.cpu:.2f}", f"{above / 2**20:.0f}"]
+    return [
+        name,
+        f"{timing.wall:.2f}",
+        f"{timing.wall / floor.wall:.2f}",
+        f"{timing.cpu:.2f}",
+        f"{above / 2**20:.0f}",
+    ]
 
 
 def model_of_transformers(checkpoint: Path) -> Any:
@@ -175,12 +183,18 @@ def benchmark(checkpoint: Path, scratch: Path, rounds: int) -> str:
     exports = interleaved(
         {
             "write the bytes (floor)": lambda: write_floor(size, scratch / "floor"),
-            "write and flush them, as an export does": lambda: write_floor(size, scratch / "floor", flush=True),
-            "AutoBridge export": lambda: bridge.save_hf_pretrained(model, str(out), show_progress=False),
+            "write and flush them, as an export does": lambda: write_floor(
+                size, scratch / "floor", flush=True
+            ),
+            "AutoBridge export": lambda: bridge.save_hf_pretrained(
+                model, str(out), show_progress=False
+            ),
             "transformers save_pretrained": lambda: reference.save_pretrained(reference_out),
         },
         rounds,
-        before_each=lambda: [shutil.rmtree(path, ignore_errors=True) for path in (out, reference_out)],
+        before_each=lambda: [
+            shutil.rmtree(path, ignore_errors=True) for path in (out, reference_out)
+        ],
     )
     rows = []
     for group, held in ((loads, size), (exports, 0)):
@@ -210,12 +224,16 @@ def benchmark_ranks(checkpoint: Path, scratch: Path, rounds: int, layout: dict[s
         distributed.barrier()
 
     fault_in(3 * size // distributed.world_size())
-    model = load()  # starts the process groups; and the clock of a rank must not wait for another's imports
+    model = (
+        load()
+    )  # starts the process groups; and the clock of a rank must not wait for another's imports
     shares = bridge.hf_pretrained.state.bytes_read / size
     held = sum(parameter.nbytes for chunk in model for parameter in chunk.parameters())
     part = size // distributed.world_size()
     loads = {
-        "read a share (floor)": lambda: read_share(checkpoint, distributed.rank(), distributed.world_size()),
+        "read a share (floor)": lambda: read_share(
+            checkpoint, distributed.rank(), distributed.world_size()
+        ),
         "load": load,
     }
     exports = {
@@ -224,13 +242,20 @@ def benchmark_ranks(checkpoint: Path, scratch: Path, rounds: int, layout: dict[s
     }
     rows = []
     for cases, above in ((loads, held), (exports, 0)):
-        timings = {name: median(found) for name, found in interleaved(cases, rounds, before_each=clear).items()}
+        timings = {
+            name: median(found)
+            for name, found in interleaved(cases, rounds, before_each=clear).items()
+        }
         floor = next(iter(timings.values()))
         rows += [report(name, timing, floor, above) for name, timing in timings.items()]
     clear()
     everyone = distributed.all_gather_object((rows, f"{shares:.2f}"))
-    lines = [[str(rank), *row, share] for rank, (found, share) in enumerate(everyone) for row in found]
-    return table(["rank", "step", "s", "x floor", "CPU s", "MB above the model", "share read"], lines)
+    lines = [
+        [str(rank), *row, share] for rank, (found, share) in enumerate(everyone) for row in found
+    ]
+    return table(
+        ["rank", "step", "s", "x floor", "CPU s", "MB above the model", "share read"], lines
+    )
 
 
 def read_share(directory: Path, rank: int, ranks: int) -> list[bytes]:
@@ -265,14 +290,20 @@ def benchmark_planning(config: Path, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=[*SIZES, *VISION], default="1b", help="shape of the random model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", choices=[*SIZES, *VISION], default="1b", help="shape of the random model"
+    )
     parser.add_argument("--checkpoint", type=Path, help="use this checkpoint instead of making one")
     parser.add_argument("--make", type=Path, help="only make the checkpoint, here")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, under torchrun")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel size, under torchrun")
-    parser.add_argument("--planning", type=Path, metavar="CONFIG", help="time the plan of this config.json")
+    parser.add_argument(
+        "--planning", type=Path, metavar="CONFIG", help="time the plan of this config.json"
+    )
     args = parser.parse_args()
     if args.make:
         make_checkpoint(args.size, args.make)

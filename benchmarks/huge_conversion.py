@@ -63,7 +63,9 @@ def config(parameters: float) -> dict[str, object]:
 
 def shapes(model: dict[str, object]) -> dict[str, list[int]]:
     """The tensors of such a model."""
-    width, inner, words = (int(str(model[key])) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    width, inner, words = (
+        int(str(model[key])) for key in ("hidden_size", "intermediate_size", "vocab_size")
+    )
     narrow = width // LAYER_SHARE
     found = {"model.embed_tokens.weight": [words, width]}
     for index in range(int(str(model["num_hidden_layers"]))):
@@ -112,7 +114,11 @@ def write_sparse(path: Path, tensors: dict[str, list[int]]) -> None:
     position = 0
     for name, shape in tensors.items():
         size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        header[name] = {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [position, position + size],
+        }
         position += size
     text = json.dumps(header).encode()
     with path.open("wb") as file:
@@ -145,7 +151,11 @@ def measured(*words: str | Path) -> Run:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
-        found = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith(("Vm", "Rss"))}
+        found = {
+            line.split(":")[0]: line.split()[1]
+            for line in status.splitlines()
+            if line.startswith(("Vm", "Rss"))
+        }
         peak = max(peak, int(found.get("VmHWM", 0)) * 1024)
         anonymous = max(anonymous, int(found.get("RssAnon", 0)) * 1024)
         time.sleep(0.01)
@@ -156,13 +166,21 @@ def measured(*words: str | Path) -> Run:
 
 def kilobytes(status: str, key: str) -> int:
     """A number of ``/proc/PID/status``; 0 of a process that has ended."""
-    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")), 0)
+    return next(
+        (int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")), 0
+    )
 
 
 def row(name: str, run: Run, floor: Run, size: int) -> list[str]:
     """One line of the table."""
     memory = [f"{value / 2**20:,.0f}" if value else "" for value in (run.peak, run.anonymous)]
-    return [name, f"{run.wall:.1f}", f"{size / run.wall / 1e9:.2f}", f"{run.wall / floor.wall:.2f}", *memory]
+    return [
+        name,
+        f"{run.wall:.1f}",
+        f"{size / run.wall / 1e9:.2f}",
+        f"{run.wall / floor.wall:.2f}",
+        *memory,
+    ]
 
 
 def benchmark(parameters: float, folder: Path, export: bool) -> str:
@@ -172,11 +190,20 @@ def benchmark(parameters: float, folder: Path, export: bool) -> str:
     free = shutil.disk_usage(folder).free
     needed = int(size * (2 if export else 1) * 1.02)
     if needed > free:
-        raise SystemExit(f"{folder} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed")
+        raise SystemExit(
+            f"{folder} has {free / 1e9:.1f} GB free and {needed / 1e9:.1f} GB are needed"
+        )
     files = sorted(source.glob("*.safetensors"))
     floor = copied(files, folder / "floor")
     rows = [row("read the source, write and flush it (floor)", floor, floor, size)]
-    rows.append(row("convert", measured("convert", "--hf-model", source, "--megatron-path", megatron), floor, size))
+    rows.append(
+        row(
+            "convert",
+            measured("convert", "--hf-model", source, "--megatron-path", megatron),
+            floor,
+            size,
+        )
+    )
     if export:
         stored = sorted(megatron.rglob("*.distcp"))
         floor = copied(stored, folder / "floor")
@@ -188,10 +215,14 @@ def benchmark(parameters: float, folder: Path, export: bool) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, default=1.0, help="billions (default 1)")
     parser.add_argument("--export", action="store_true", help="and back to Hugging Face format")
-    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where to work (default: the system's temporary folder)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         print(benchmark(args.parameters, Path(folder), args.export))

@@ -20,7 +20,10 @@ import torch
 from benchmarks.measure import DEVICE, interleaved, median, table
 
 PUBLISHED = Path("tests/families/published")
-_SMOL, _TOY = PUBLISHED / "HuggingFaceTB--SmolLM2-135M.json", {"num_hidden_layers": 1, "vocab_size": 512}
+_SMOL, _TOY = (
+    PUBLISHED / "HuggingFaceTB--SmolLM2-135M.json",
+    {"num_hidden_layers": 1, "vocab_size": 512},
+)
 SHAPES: dict[str, tuple[Path, dict[str, int]]] = {
     "smollm2-135m": (_SMOL, {}),
     "toy": (_SMOL, _TOY),
@@ -33,7 +36,9 @@ def make_model(folder: Path, dtype: str, tied: bool = True, shape: str = "smollm
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path, changes = SHAPES[shape]
-    config = AutoConfig.for_model(**json.loads(path.read_text()) | changes | {"tie_word_embeddings": tied})
+    config = AutoConfig.for_model(
+        **json.loads(path.read_text()) | changes | {"tie_word_embeddings": tied}
+    )
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
@@ -44,17 +49,27 @@ def make_model(folder: Path, dtype: str, tied: bool = True, shape: str = "smollm
 def prompts(batch: int, vocabulary: int) -> list[list[int]]:
     """Token ids of 64 to 86 tokens."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocabulary, (64 + 7 * i % 23,), generator=generator).tolist() for i in range(batch)]
+    return [
+        torch.randint(0, vocabulary, (64 + 7 * i % 23,), generator=generator).tolist()
+        for i in range(batch)
+    ]
 
 
 def generate_hf(model: Any, texts: list[list[int]], count: int) -> Any:
     """Greedy tokens of transformers for left-padded prompts."""
     longest = max(map(len, texts))
     ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=DEVICE)
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=DEVICE)
+    mask = torch.tensor(
+        [[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=DEVICE
+    )
     with torch.no_grad():
         return model.generate(
-            ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=mask,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
         ).cpu()
 
 
@@ -74,9 +89,18 @@ class Row(NamedTuple):
     decode_ours: float
 
     def cells(self) -> list[str]:
-        faster = f"{self.prefill_ours / self.prefill_hf:.2f}", f"{self.decode_hf / self.decode_ours:.2f}"
+        faster = (
+            f"{self.prefill_ours / self.prefill_hf:.2f}",
+            f"{self.decode_hf / self.decode_ours:.2f}",
+        )
         prefill = [f"{self.prefill_hf:.0f}", f"{self.prefill_ours:.0f}", faster[0]]
-        return [str(self.batch), *prefill, f"{self.decode_hf:.1f}", f"{self.decode_ours:.1f}", faster[1]]
+        return [
+            str(self.batch),
+            *prefill,
+            f"{self.decode_hf:.1f}",
+            f"{self.decode_ours:.1f}",
+            faster[1],
+        ]
 
 
 def measure(model: Any, llm: Any, texts: list[list[int]], steps: int, rounds: int) -> Row:
@@ -87,10 +111,15 @@ def measure(model: Any, llm: Any, texts: list[list[int]], steps: int, rounds: in
         cases[f"{name} all"] = lambda function=function, one=one: function(one, texts, 1 + steps)
         cases[f"{name} all"]()  # compiles kernels and captures graphs
     clock = "wall" if DEVICE == "cuda" else "cpu"
-    found = {name: getattr(median(timings), clock) for name, timings in interleaved(cases, rounds).items()}
+    found = {
+        name: getattr(median(timings), clock)
+        for name, timings in interleaved(cases, rounds).items()
+    }
     tokens = sum(map(len, texts))
     prefill = {name: tokens / found[f"{name} 1"] for name in ("hf", "ours")}
-    decode = {name: 1000 * (found[f"{name} all"] - found[f"{name} 1"]) / steps for name in ("hf", "ours")}
+    decode = {
+        name: 1000 * (found[f"{name} all"] - found[f"{name} 1"]) / steps for name in ("hf", "ours")
+    }
     return Row(len(texts), prefill["hf"], prefill["ours"], decode["hf"], decode["ours"])
 
 
@@ -133,7 +162,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), args.dtype, shape=args.shape)
-        with LLM(folder, dtype=args.dtype, kv_memory=1 << 30, max_requests=64, graphs=args.graphs) as llm:
+        with LLM(
+            folder, dtype=args.dtype, kv_memory=1 << 30, max_requests=64, graphs=args.graphs
+        ) as llm:
             rows, texts = [], []
             for batch in map(int, args.batches.split(",")):
                 texts = prompts(batch, model.config.vocab_size)

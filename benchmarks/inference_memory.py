@@ -23,7 +23,11 @@ from benchmarks.inference import SHAPES, make_model, prompts
 
 def own_bytes() -> int:
     """Bytes of anonymous memory, which is not backed by files."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -83,7 +87,9 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     texts, shape = prompts(args.batch, 512), json.loads(SHAPES[args.shape][0].read_text())
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     heads = shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    each = 2 * heads * 64 * getattr(torch, args.dtype).itemsize  # keys and values of heads with 64 features
+    each = (
+        2 * heads * 64 * getattr(torch, args.dtype).itemsize
+    )  # keys and values of heads with 64 features
     arena = each * sum(-(-(len(text) + args.tokens) // 16) * 16 for text in texts)
     before = own_bytes()
     with Highest() as loading:

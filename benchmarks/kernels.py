@@ -64,12 +64,19 @@ def attention(form: Form, length: int) -> tuple[Tensors, Function, Function]:
     rows = positions_of_rank(form, length)
     shapes = [(len(rows), 1, HEADS, WIDTH), *[(length, 1, form.groups, WIDTH)] * 2]
     random = torch.Generator(DEVICE).manual_seed(1)
-    leaves = tuple(torch.randn(shape, generator=random, device=DEVICE).to(DTYPE).requires_grad_() for shape in shapes)
+    leaves = tuple(
+        torch.randn(shape, generator=random, device=DEVICE).to(DTYPE).requires_grad_()
+        for shape in shapes
+    )
     module = build_attention(form)
     sinks = module.softmax_offset
     if sinks is not None:
         leaves = (*leaves, sinks)
-    return leaves, backend_attention(form, length, module), naive_attention(form, length, rows, module.scale)
+    return (
+        leaves,
+        backend_attention(form, length, module),
+        naive_attention(form, length, rows, module.scale),
+    )
 
 
 def build_attention(form: Form) -> Any:
@@ -96,19 +103,31 @@ def backend_attention(form: Form, length: int, module: Any) -> Function:
     """What a layer calls."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron.bridge.backends.attention.block_mask import AttentionWindow, PackedSegment, zigzag_spans
+    from megatron.bridge.backends.attention.block_mask import (
+        AttentionWindow,
+        PackedSegment,
+        zigzag_spans,
+    )
 
     if form.ranks > 1:
         runs = zigzag_spans([PackedSegment(0, length, length)], 0, form.ranks)
-        return lambda q, k, v: module._attend((q, k, v), None, runs, AttentionWindow(None, 0), None).flatten(2)
+        return lambda q, k, v: module._attend(
+            (q, k, v), None, runs, AttentionWindow(None, 0), None
+        ).flatten(2)
     if form.sequences == 1:
         return lambda q, k, v, *_: module(q, k, v, None)
     part = length // form.sequences
     bounds = torch.arange(0, length + 1, part, dtype=torch.int32, device=DEVICE)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=part, max_seqlen_kv=part
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=part,
+        max_seqlen_kv=part,
     )
-    return lambda *qkv: module(*(tensor.squeeze(1) for tensor in qkv), None, packed_seq_params=packed)
+    return lambda *qkv: module(
+        *(tensor.squeeze(1) for tensor in qkv), None, packed_seq_params=packed
+    )
 
 
 def positions_of_rank(form: Form, length: int) -> torch.Tensor:
@@ -127,7 +146,9 @@ def naive_attention(form: Form, length: int, rows: torch.Tensor, scale: float) -
     part = length // form.sequences
     seen &= (keys // part)[None] == (rows // part)[:, None]
 
-    def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = None) -> torch.Tensor:
+    def formula(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: Any = None
+    ) -> torch.Tensor:
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         k, v = (tensor.repeat_interleave(HEADS // form.groups, dim=1) for tensor in (k, v))
         scores = (q @ k.transpose(-1, -2)).float() * scale
@@ -159,7 +180,9 @@ def experts(count: int, tokens: int) -> dict[str, tuple[Tensors, Function]]:
     ]  # of one module per expert
     with torch.no_grad():
         for index, weights in enumerate(pairs):
-            for layer, weight in zip((grouped.linear_fc1, grouped.linear_fc2), weights, strict=True):
+            for layer, weight in zip(
+                (grouped.linear_fc1, grouped.linear_fc2), weights, strict=True
+            ):
                 getattr(layer, f"weight{index}").copy_(weight)
 
     def sorted_by_expert(module: Any) -> Function:
@@ -260,7 +283,9 @@ def compare(ours: tuple[Tensors, Function], reference: tuple[Tensors, Function],
     """Refuse to measure what computes something else."""
     (leaves, function), (others, wanted_of) = ours, reference
     grad = torch.randn(function(*leaves).flatten(1).shape, device=DEVICE).to(DTYPE)
-    for found, wanted in zip(step(function, leaves, grad), step(wanted_of, others, grad), strict=True):
+    for found, wanted in zip(
+        step(function, leaves, grad), step(wanted_of, others, grad), strict=True
+    ):
         off = (found - wanted).abs().max().item() / wanted.abs().max().item()
         assert off < TOLERANCE, f"{what}: off by {off:.1e} of the largest number"
 
@@ -301,9 +326,13 @@ def expert_rows(args: argparse.Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--naive-up-to", type=int, default=8192, help="longest sequence of the naive formula")
+    parser.add_argument(
+        "--naive-up-to", type=int, default=8192, help="longest sequence of the naive formula"
+    )
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 64, 128])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
@@ -321,7 +350,17 @@ def main() -> None:
     print(f"\n{where}, {DTYPE}; forward and backward\n")
     headers = ["attention", "tokens", "s", "MB", "naive: s", "MB", "times"]
     print(table(headers, list(attention_rows(args))) + "\n", flush=True)
-    headers = ["experts", "s", "MB", "a module each: s", "MB", "times", "a mask each: s", "MB", "times"]
+    headers = [
+        "experts",
+        "s",
+        "MB",
+        "a module each: s",
+        "MB",
+        "times",
+        "a mask each: s",
+        "MB",
+        "times",
+    ]
     print(table(headers, list(expert_rows(args))))
 
 

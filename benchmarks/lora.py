@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 from measure import table
-from training import HEADERS, SIZES, Candidate, framework_loop, hf_config, hf_trainer, measure, megatron_run, rows
+from training import (
+    HEADERS,
+    SIZES,
+    Candidate,
+    framework_loop,
+    hf_config,
+    hf_trainer,
+    measure,
+    megatron_run,
+    rows,
+)
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.config import DatasetRequest, MockGPTDatasetConfig
@@ -36,7 +46,9 @@ def with_peft(model: Any, args: argparse.Namespace, bf16: bool) -> Candidate:
     return hf_trainer(get_peft_model(model, config), dataset, args, bf16)
 
 
-def candidates(directory: Path, args: argparse.Namespace, bf16: bool) -> tuple[dict[str, Candidate], Any]:
+def candidates(
+    directory: Path, args: argparse.Namespace, bf16: bool
+) -> tuple[dict[str, Candidate], Any]:
     """All of them from the same weights, and the run with adapters."""
     from transformers import LlamaForCausalLM
 
@@ -66,7 +78,9 @@ def writing_and_reading(directory: Path, run: Any, scratch: Path) -> list[list[s
     """Seconds and bytes of the adapter in the format of ``peft``."""
     bridge = AutoBridge.from_hf_pretrained(str(directory))
     numbers = iter(range(100))
-    save = seconds(lambda: bridge.save_hf_adapter(run.model, scratch / str(next(numbers)), show_progress=False))
+    save = seconds(
+        lambda: bridge.save_hf_adapter(run.model, scratch / str(next(numbers)), show_progress=False)
+    )
     load = seconds(lambda: bridge.load_hf_adapter(run.model, scratch / "0"))
     size = sum(file.stat().st_size for file in (scratch / "0").iterdir())
     return [[f"{save * 1e3:.0f}", f"{load * 1e3:.0f}", f"{size / 1e6:.2f}"]]
@@ -74,14 +88,18 @@ def writing_and_reading(directory: Path, run: Any, scratch: Path) -> list[list[s
 
 def main() -> None:
     """Measure each precision and print its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="32m")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of a candidate in a round")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="counted steps of a candidate in a round"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -89,10 +107,19 @@ def main() -> None:
         base = Path(folder) / "base"
         found, run = candidates(base, args, args.precision == "bf16")
         times = measure({name: partial(candidate) for name, candidate in found.items()}, args)
-        print(f"\n{args.size}, {args.precision}, {args.micro_batch_size} x {args.seq_length} tokens per step\n")
-        print(table(HEADERS, rows(times, args.micro_batch_size * args.seq_length, "peft + HF Trainer, LoRA")))
+        print(
+            f"\n{args.size}, {args.precision}, {args.micro_batch_size} x {args.seq_length} tokens per step\n"
+        )
+        print(
+            table(
+                HEADERS,
+                rows(times, args.micro_batch_size * args.seq_length, "peft + HF Trainer, LoRA"),
+            )
+        )
         print()
-        print(table(["ms to write", "ms to read", "MB"], writing_and_reading(base, run, Path(folder))))
+        print(
+            table(["ms to write", "ms to read", "MB"], writing_and_reading(base, run, Path(folder)))
+        )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,10 @@ LENGTHS = {"mock": 4096, "packed": 2048}
 ROWS = 512
 RANK, RATE = 16, 1e-4
 TRAINER, OURS = "peft + HF Trainer", "Megatron Bridge"
-MEAN, SPREAD = 5.5, 0.9  # of the logarithm of a conversation's tokens: a median of 245, a mean of 367
+MEAN, SPREAD = (
+    5.5,
+    0.9,
+)  # of the logarithm of a conversation's tokens: a median of 245, a mean of 367
 
 
 def write_conversations(folder: Path, vocabulary: int, longest: int) -> None:
@@ -87,13 +90,19 @@ def dataset(kind: str, length: int, folder: Path, vocabulary: int) -> DatasetCon
         return MockGPTDatasetConfig(seq_length=length)
     write_conversations(folder, vocabulary, length)
     specs = PackedSequenceSpecs(packed_sequence_size=length)
-    return FinetuningDatasetConfig(dataset_root=str(folder), seq_length=length, packed_sequence_specs=specs)
+    return FinetuningDatasetConfig(
+        dataset_root=str(folder), seq_length=length, packed_sequence_specs=specs
+    )
 
 
-def batches(config: DatasetConfig, vocabulary: int, micro_batch_size: int) -> Iterator[dict[str, Any]]:
+def batches(
+    config: DatasetConfig, vocabulary: int, micro_batch_size: int
+) -> Iterator[dict[str, Any]]:
     """Microbatches for ever; packed rows say where their samples begin."""
     while True:
-        found = build_iterators(config, NullTokenizer(vocabulary), (ROWS, 0, 0), micro_batch_size, micro_batch_size)
+        found = build_iterators(
+            config, NullTokenizer(vocabulary), (ROWS, 0, 0), micro_batch_size, micro_batch_size
+        )
         assert found.train is not None, "samples to train on"
         yield from found.train
 
@@ -102,16 +111,22 @@ def for_hugging_face(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tokens as transformers takes them: positions that start again mark the samples of a row."""
     tokens = batch["tokens"]
     targets = torch.where(batch["loss_mask"] > 0, batch["labels"], -100)
-    labels = torch.cat((torch.full_like(targets[:, :1], -100), targets[:, :-1]), dim=1)  # it shifts them itself
+    labels = torch.cat(
+        (torch.full_like(targets[:, :1], -100), targets[:, :-1]), dim=1
+    )  # it shifts them itself
     return {"input_ids": tokens, "labels": labels, "position_ids": batch["position_ids"]}
 
 
-def with_trainer(base: Path, found: Iterator[dict[str, Any]], args: argparse.Namespace) -> Candidate:
+def with_trainer(
+    base: Path, found: Iterator[dict[str, Any]], args: argparse.Namespace
+) -> Candidate:
     """``peft`` in the HF Trainer, fed batches that are made already."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS))
     stamps: Stamps = []
 
@@ -139,7 +154,9 @@ def with_trainer(base: Path, found: Iterator[dict[str, Any]], args: argparse.Nam
     return run
 
 
-def with_megatron(base: Path, data: DatasetConfig, args: argparse.Namespace) -> tuple[Candidate, float]:
+def with_megatron(
+    base: Path, data: DatasetConfig, args: argparse.Namespace
+) -> tuple[Candidate, float]:
     """This framework, and the operations that it does for each token."""
     provider = AutoBridge.from_hf_pretrained(str(base)).to_megatron_provider(load_weights=False)
     provider.seq_length = data.seq_length
@@ -158,7 +175,9 @@ def with_megatron(base: Path, data: DatasetConfig, args: argparse.Namespace) -> 
     run = setup(config, forward_step)
     run.emit("train_start")
     bare = [chunk.module for chunk in run.model]
-    return framework_loop(run), flops_per_token([getattr(chunk, "module", chunk) for chunk in bare], data.seq_length)
+    return framework_loop(run), flops_per_token(
+        [getattr(chunk, "module", chunk) for chunk in bare], data.seq_length
+    )
 
 
 def make_base(shape: str, folder: Path) -> int:
@@ -175,13 +194,19 @@ def make_base(shape: str, folder: Path) -> int:
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Of the command line, or ``words`` in its place."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama31-8b")
     parser.add_argument("--data", choices=LENGTHS, default="mock")
-    parser.add_argument("--seq-length", type=int, help="default: 4096 for mock, 2048 for packed data")
+    parser.add_argument(
+        "--seq-length", type=int, help="default: 4096 for mock, 2048 for packed data"
+    )
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="counted steps of a candidate in a round")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="counted steps of a candidate in a round"
+    )
     args = parser.parse_args(words)
     args.seq_length = args.seq_length or LENGTHS[args.data]
     return args
@@ -207,8 +232,15 @@ def main() -> None:
         return
     times, operations = compare(args)
     length = args.seq_length
-    print(f"\n{args.shape}, {args.data}, bf16, {args.micro_batch_size} x {length} tokens per step\n")
-    print(table(["", "ms/step", "tokens/s", "TFLOP/s"], list(rows(times, args.micro_batch_size * length, operations))))
+    print(
+        f"\n{args.shape}, {args.data}, bf16, {args.micro_batch_size} x {length} tokens per step\n"
+    )
+    print(
+        table(
+            ["", "ms/step", "tokens/s", "TFLOP/s"],
+            list(rows(times, args.micro_batch_size * length, operations)),
+        )
+    )
 
 
 def rows(times: dict[str, Any], tokens: int, operations: float) -> Iterator[list[str]]:

@@ -78,7 +78,9 @@ def timed(function: Callable[[], object]) -> Timing:
 
 
 def interleaved(
-    cases: Mapping[str, Callable[[], object]], rounds: int, before_each: Callable[[], None] = lambda: None
+    cases: Mapping[str, Callable[[], object]],
+    rounds: int,
+    before_each: Callable[[], None] = lambda: None,
 ) -> dict[str, list[Timing]]:
     """Time every case once a round, so that a noisy moment hits all of them.
 

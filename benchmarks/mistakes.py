@@ -47,7 +47,12 @@ def main() -> int:
     result = {"mistakes": len(taken), "load": os.getloadavg()[0], "interpreter_s": bare}
     medians = [round(statistics.median(column), 2) for column in zip(*taken.values(), strict=True)]
     result |= dict(zip(("median_s", "median_cpu_s"), medians, strict=True))
-    print(json.dumps(result | {"s_and_cpu_s": dict(sorted(taken.items(), key=lambda item: item[1]))}, indent=2))
+    print(
+        json.dumps(
+            result | {"s_and_cpu_s": dict(sorted(taken.items(), key=lambda item: item[1]))},
+            indent=2,
+        )
+    )
     return 0
 
 
@@ -62,7 +67,9 @@ def _seconds(command: list[str], folder: str) -> tuple[float, float]:
     before, started = _cpu(), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     taken = time.perf_counter() - started, _cpu() - before
-    assert command == INTERPRETER or done.returncode in (1, 2), f"{command}: {done.returncode}\n{done.stderr}"
+    assert command == INTERPRETER or done.returncode in (1, 2), (
+        f"{command}: {done.returncode}\n{done.stderr}"
+    )
     return round(taken[0], 2), round(taken[1], 2)
 
 

@@ -54,7 +54,11 @@ def rows(found: list[tuple[Times, Times]]) -> list[list[str]]:
         bare = statistics.median(first[place] for first, _ in found)
         added = [(second[place] - first[place]) / bare for first, second in found]
         low, high = interval(added)
-        cells = [f"{bare * 1e3:.1f}", f"{statistics.median(added):+.2%}", f"{low:+.2%} to {high:+.2%}"]
+        cells = [
+            f"{bare * 1e3:.1f}",
+            f"{statistics.median(added):+.2%}",
+            f"{low:+.2%} to {high:+.2%}",
+        ]
         lines.append([kind, *cells])
     return lines
 
@@ -67,8 +71,13 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     for precision in args.precision:
         found = measured(args, precision == "bf16")
-        print(f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens, {len(found)} pairs\n")
-        print(table(["", "bare loop: ms", "the framework adds", "95 % interval"], rows(found)), flush=True)
+        print(
+            f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens, {len(found)} pairs\n"
+        )
+        print(
+            table(["", "bare loop: ms", "the framework adds", "95 % interval"], rows(found)),
+            flush=True,
+        )
 
 
 def measured(args: argparse.Namespace, bf16: bool) -> list[tuple[Times, Times]]:

@@ -52,7 +52,10 @@ def text(seed: int, words: int) -> str:
     random = np.random.default_rng(seed)
     syllables = ["ka", "to", "mi", "ren", "sol", "va", "des", "un", "pre", "ing", "er", "tal"]
     ranks = np.minimum(random.zipf(1.3, words), 5000)
-    return " ".join("".join(syllables[int(d) % 12] for d in np.base_repr(rank, 12)[:3].encode()) for rank in ranks)
+    return " ".join(
+        "".join(syllables[int(d) % 12] for d in np.base_repr(rank, 12)[:3].encode())
+        for rank in ranks
+    )
 
 
 def write_chats(path: Path, samples: int) -> int:
@@ -85,13 +88,21 @@ def by_map(path: Path, tokenizer: Any, workers: int) -> int:
 
     def encode(row: dict[str, Any]) -> dict[str, Any]:
         out = tokenizer.hf.apply_chat_template(
-            row["messages"], chat_template=CHATML, return_dict=True, return_assistant_tokens_mask=True
+            row["messages"],
+            chat_template=CHATML,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         return {"input_ids": out["input_ids"], "mask": out["assistant_masks"]}
 
-    loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
+    loaded = datasets.load_dataset(
+        "json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache")
+    )
     mapped = loaded.map(
-        encode, num_proc=workers if workers > 1 else None, remove_columns=["messages"], load_from_cache_file=False
+        encode,
+        num_proc=workers if workers > 1 else None,
+        remove_columns=["messages"],
+        load_from_cache_file=False,
     )
     return len(mapped)
 
@@ -129,7 +140,9 @@ def tokenising(folder: Path, samples: int, rounds: int, workers: int) -> None:
     for _ in range(rounds):
         for name, way in ways.items():
             best[name] = min(best.get(name, (np.inf, np.inf)), timed(way))
-    print(f"tokenising {samples:,} conversations, {size / 1e6:.1f} MB, {workers} workers, best of {rounds}")
+    print(
+        f"tokenising {samples:,} conversations, {size / 1e6:.1f} MB, {workers} workers, best of {rounds}"
+    )
     for name, (wall, cpu) in best.items():
         rate = f"{size / 1e6 / wall:6.2f} MB/s {samples / wall:8.0f} samples/s"
         print(f"  {name:32} {rate}  (wall {wall:.2f} s, CPU of this process {cpu:.2f} s)")
@@ -145,7 +158,9 @@ def samples_of(lengths: np.ndarray) -> Any:
     """Samples of these lengths; the second half of each is in the loss."""
     from megatron.bridge.data.records.samples import Sample, Samples
 
-    return Samples.of(Sample(np.zeros(n + 1, np.int32), np.arange(n + 1) > n // 2) for n in lengths.tolist())
+    return Samples.of(
+        Sample(np.zeros(n + 1, np.int32), np.arange(n + 1) > n // 2) for n in lengths.tolist()
+    )
 
 
 def packing(samples: int, rounds: int) -> None:
@@ -177,7 +192,9 @@ def against_trl(folder: Path, samples: int, rounds: int) -> None:
 
     lengths, capacity = lengths_of(samples), 4096
     examples = samples_of(lengths)
-    table = datasets.Dataset.from_dict({"input_ids": [np.zeros(n, np.int32) for n in lengths.tolist()]})
+    table = datasets.Dataset.from_dict(
+        {"input_ids": [np.zeros(n, np.int32) for n in lengths.tolist()]}
+    )
     datasets.disable_caching()
     datasets.disable_progress_bars()
 
@@ -198,7 +215,9 @@ def against_trl(folder: Path, samples: int, rounds: int) -> None:
     for _ in range(rounds):
         for name, way in ways.items():
             best[name] = min(best[name], timed(way)[0])
-    print(f"packing {samples:,} samples of {lengths.sum():,} tokens into rows of {capacity:,}, best of {rounds}")
+    print(
+        f"packing {samples:,} samples of {lengths.sum():,} tokens into rows of {capacity:,}, best of {rounds}"
+    )
     for name, wall in best.items():
         full = lengths.sum() / (ways[name]() * capacity)
         rate = f"{samples / wall:10,.0f} samples/s {lengths.sum() * 4 / 1e6 / wall:8.1f} MB/s"
@@ -229,7 +248,11 @@ def starting(folder: Path, samples: int) -> None:
         next(train)
 
     print(f"first batch of a run on {samples:,} conversations")
-    for name, prepared in (("tokenised in memory", None), ("prepared now", data / "p"), ("prepared", data / "p")):
+    for name, prepared in (
+        ("tokenised in memory", None),
+        ("prepared now", data / "p"),
+        ("prepared", data / "p"),
+    ):
         print(f"  {name:20} {timed(lambda where=prepared: first_batch(where))[0]:7.2f} s")
 
 
@@ -253,7 +276,9 @@ def loading(samples: int, seconds: float, steps: int) -> None:
     ways = {"in the step": (0, False), "a thread ahead": (0, True), "a process ahead": (1, True)}
     print(f"a packed row of 4,096 for steps of {seconds * 1e3:.0f} ms")
     for name, (workers, ahead) in ways.items():
-        batches = BatchIterator(data, lambda: MegatronPretrainingSampler(len(data), 0, 1, 0, 1), workers, ahead)
+        batches = BatchIterator(
+            data, lambda: MegatronPretrainingSampler(len(data), 0, 1, 0, 1), workers, ahead
+        )
         waits = []
         for _ in range(min(len(rows), steps)):
             start = time.perf_counter()
@@ -268,14 +293,21 @@ def loading(samples: int, seconds: float, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--packed", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--step", type=float, default=0.05, help="seconds of a step, for the stall")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--trl", type=Path, metavar="DIR", help="where `pip install --no-deps --target DIR trl` put it")
+    parser.add_argument(
+        "--trl",
+        type=Path,
+        metavar="DIR",
+        help="where `pip install --no-deps --target DIR trl` put it",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tokenising(Path(folder), args.samples, args.rounds, args.workers)

@@ -19,7 +19,12 @@ from typing import Any
 
 from megatron.bridge.autotune.gpus import GPUS
 from megatron.bridge.autotune.ledger import spread
-from megatron.bridge.autotune.search.candidate import FULL_RECOMPUTE, NO_RECOMPUTE, Candidate, Recompute
+from megatron.bridge.autotune.search.candidate import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    Candidate,
+    Recompute,
+)
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.time.simulate import makespan
 from megatron.bridge.recipes.catalog import catalog
@@ -49,7 +54,9 @@ class Row:
     """A published step and the predicted one, in seconds."""
 
     name: str
-    kin: tuple[str, ...]  # model, GPU, precision and source: rows that share them are ordered by their rates
+    kin: tuple[
+        str, ...
+    ]  # model, GPU, precision and source: rows that share them are ordered by their rates
     operations: float  # of a GPU in a step
     is_moe: bool
     measured: float
@@ -75,7 +82,9 @@ def main() -> None:
     skipped: list[str] = []
     rows = [row for path in args.tables for row in _rows(path, skipped, args.verbose)]
     for row in rows:
-        print(f"{row.error:+7.1%}  measured {row.measured:8.3f} s  predicted {row.predicted:8.3f} s  {row.name}")
+        print(
+            f"{row.error:+7.1%}  measured {row.measured:8.3f} s  predicted {row.predicted:8.3f} s  {row.name}"
+        )
     for title, is_moe in (("dense", False), ("mixtures of experts", True)):
         _summary(title, [row for row in rows if row.is_moe == is_moe])
     _order(rows)
@@ -86,12 +95,16 @@ def _summary(title: str, rows: list[Row]) -> None:
     if not rows:
         return
     covered = sum(row.low <= row.measured <= row.high for row in rows) / len(rows)
-    print(f"{title}: {len(rows)} rows, {spread([row.error for row in rows])}; the interval covers {covered:.0%}")
+    print(
+        f"{title}: {len(rows)} rows, {spread([row.error for row in rows])}; the interval covers {covered:.0%}"
+    )
 
 
 def _order(rows: list[Row]) -> None:
     """Print how many pairs of a model's runs are in the right order, if their measured rates differ by over a tenth."""
-    pairs = [pair for pair in combinations(rows, 2) if pair[0].kin == pair[1].kin and _differ(*pair)]
+    pairs = [
+        pair for pair in combinations(rows, 2) if pair[0].kin == pair[1].kin and _differ(*pair)
+    ]
     right = sum(len(set(one.is_faster(other))) == 1 for one, other in pairs)
     print(f"order: {right} of {len(pairs)} pairs of runs of one model, GPU, precision and source")
 
@@ -116,7 +129,9 @@ def _config(line: dict[str, str]) -> Any:
     key = _plain(line["model"])
     if key in GPT_SIZES:
         config = _resolved("gpt3_175b")
-        config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = GPT_SIZES[key]
+        config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads = (
+            GPT_SIZES[key]
+        )
         config.model.ffn_hidden_size, config.model.kv_channels = 4 * config.model.hidden_size, None
         config.model.num_query_groups = None
         return config
@@ -149,7 +164,9 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     replicas = int(line["dp"] or gpus // ranks)
     few = 4 * replicas * candidate.micro_batch
     # rows of NeMo's table of long sequences that state a batch have 4M tokens
-    config.train.global_batch_size = int(line["gbs"] or (2**22 // length if "long_sequence" in line["source"] else few))
+    config.train.global_batch_size = int(
+        line["gbs"] or (2**22 // length if "long_sequence" in line["source"] else few)
+    )
     config.dataset.seq_length = config.model.seq_length = length
     quantized = "FP8" in line["precision"]
     config.model.fp8 = "hybrid" if quantized else None
@@ -161,14 +178,21 @@ def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row
     price = Pricer(config, gpus, card).price(candidate, makespan)
     assert price is not None, line
     step = price.prediction
-    measured = float(line["step_time_s"] or 0) or step.operations / gpus / float(line["tflops_per_gpu"]) / 1e12
+    measured = (
+        float(line["step_time_s"] or 0)
+        or step.operations / gpus / float(line["tflops_per_gpu"]) / 1e12
+    )
     name = f"{line['model']} {gpus} x {card} {candidate.label()} {line['precision']} {length}"
     if verbose:
-        split = ", ".join(f"{kind} {part / step.seconds:.0%}" for kind, part in step.split.items() if part)
+        split = ", ".join(
+            f"{kind} {part / step.seconds:.0%}" for kind, part in step.split.items() if part
+        )
         print(f"{name}: MFU {step.mfu:.1%}, {split}")
     kin = tuple(line[key] for key in ("model", "gpu", "precision", "source"))
     is_moe = bool(config.model.num_moe_experts)
-    return Row(name, kin, step.operations / gpus, is_moe, measured, step.seconds, step.low, step.high)
+    return Row(
+        name, kin, step.operations / gpus, is_moe, measured, step.seconds, step.low, step.high
+    )
 
 
 def _set_dispatcher(model: Any, line: dict[str, str]) -> None:
@@ -180,7 +204,9 @@ def _set_dispatcher(model: Any, line: dict[str, str]) -> None:
     else:
         release = SETTINGS[max(filter(found[1].startswith, SETTINGS), key=len)]
         run = f"{_start(line)} {gpu} {line['precision']} EP{line['ep']}"
-        flex, overlap = (any(fnmatchcase(run, each) for each in release[key]) for key in ("alltoall", "overlap"))
+        flex, overlap = (
+            any(fnmatchcase(run, each) for each in release[key]) for key in ("alltoall", "overlap")
+        )
         flex = not flex
     model.moe_token_dispatcher_type = "flex" if flex else "alltoall"
     model.overlap_moe_expert_parallel_comm = overlap
@@ -202,7 +228,11 @@ def _candidate(line: dict[str, str], config: Any) -> Candidate:
 def _recompute(text: str) -> Recompute:
     if text.startswith("full"):
         return FULL_RECOMPUTE
-    known = [module for module in ("mla_up_proj", "moe_act", "layernorm", "mlp", "core_attn") if module in text]
+    known = [
+        module
+        for module in ("mla_up_proj", "moe_act", "layernorm", "mlp", "core_attn")
+        if module in text
+    ]
     return ("selective", None, None, tuple(known)) if known else NO_RECOMPUTE
 
 

@@ -44,7 +44,9 @@ def make_tokenizer(corpus: Path, directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=VOCABULARY,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts_of(corpus)[:2000], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
@@ -71,7 +73,9 @@ def measured(function: Callable[[], object]) -> tuple[float, float]:
 
 def main() -> None:
     """Measure in interleaved rounds and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", type=Path)
     parser.add_argument("--tokenizer-model", type=Path)
     parser.add_argument("--megabytes", type=int, default=20)
@@ -84,7 +88,12 @@ def main() -> None:
         model = args.tokenizer_model or Path(directory) / "tokenizer"
         if args.tokenizer_model is None:
             make_tokenizer(corpus, model)
-        print(table(["", "MB/s", "CPU s", "speed", "speed per CPU second"], rows(corpus, model, args.rounds)))
+        print(
+            table(
+                ["", "MB/s", "CPU s", "speed", "speed per CPU second"],
+                rows(corpus, model, args.rounds),
+            )
+        )
 
 
 def rows(corpus: Path, model: Path, rounds: int) -> list[list[str]]:
@@ -99,7 +108,11 @@ def rows(corpus: Path, model: Path, rounds: int) -> list[list[str]]:
     texts, backend = texts_of(corpus), load_hf_tokenizer(str(model)).backend_tokenizer  # type: ignore[attr-defined]
     times: dict[str, list[tuple[float, float]]] = {"encode_batch_fast": [], "data preprocess": []}
     for _ in range(rounds):
-        encode = measured(lambda: [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)])
+        encode = measured(
+            lambda: [
+                found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)
+            ]
+        )
         times["encode_batch_fast"].append(encode)
         seconds: list[float] = []
         _, cpu = measured(lambda: seconds.append(preprocess(config).seconds))  # noqa: B023 - called at once

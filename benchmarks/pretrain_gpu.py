@@ -46,7 +46,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": TINY,
 }
 COMPILER = "inductor" if DEVICE == "cuda" else "aot_eager"  # without a GPU only to see that it runs
-OURS, TRAINER, PLAIN, COMPILED = "Megatron Bridge", "HF Trainer, compiled", "HF plain loop", "HF compiled loop"
+OURS, TRAINER, PLAIN, COMPILED = (
+    "Megatron Bridge",
+    "HF Trainer, compiled",
+    "HF plain loop",
+    "HF compiled loop",
+)
 CANDIDATES = (TRAINER, PLAIN, COMPILED, OURS)
 HEADERS = ["", "ms/step", "tokens/s", "model TFLOP/s", "utilisation", "peak memory, GB", "speed"]
 
@@ -69,7 +74,9 @@ def without_compiled_norms() -> None:
 
     from megatron.bridge.backends.kernels import compiled
 
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False) -> torch.Tensor:
+    def rms_norm(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
+    ) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight + 1 if zero_centered else weight, eps)
 
     compiled.rms_norm = rms_norm
@@ -140,7 +147,12 @@ def hf_config(args: argparse.Namespace) -> Any:
     """The shape, for sequences of this length."""
     from transformers import AutoConfig
 
-    numbers = SHAPES[args.shape] | {"use_cache": False, "dtype": "float32", "bos_token_id": 1, "eos_token_id": 2}
+    numbers = SHAPES[args.shape] | {
+        "use_cache": False,
+        "dtype": "float32",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     return AutoConfig.for_model(**numbers)
 
 
@@ -159,7 +171,9 @@ def hugging_face(args: argparse.Namespace) -> Any:
     dataset = MockGPTDatasetConfig(seq_length=args.seq_length).build(request).train
     if args.worker == TRAINER:
         return hf_trainer(model, dataset, args, bf16=True, compiler=COMPILER)
-    return plain_loop(model, dataset, args, bf16=True, compiler=COMPILER if args.worker == COMPILED else None)
+    return plain_loop(
+        model, dataset, args, bf16=True, compiler=COMPILER if args.worker == COMPILED else None
+    )
 
 
 def megatron(args: argparse.Namespace) -> Any:
@@ -222,7 +236,10 @@ def ceilings(args: argparse.Namespace) -> dict[str, float]:
         "logits": (config.hidden_size, config.vocab_size),
     }
     for name, (inner, outer) in sizes.items():
-        a, b = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((tokens, inner), (inner, outer)))
+        a, b = (
+            torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+            for shape in ((tokens, inner), (inner, outer))
+        )
         found[f"{name}, TFLOP/s"] = 2 * tokens * inner * outer / best(lambda a=a, b=b: a @ b) / 1e12
     source = torch.empty(1 << (30 if DEVICE == "cuda" else 24), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -257,7 +274,10 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     memory = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else anonymous_memory()
     if args.profile:
         write_profile(args, steps)
-    return {"seconds": [later - earlier for earlier, later in itertools.pairwise(stamps)], "memory": memory}
+    return {
+        "seconds": [later - earlier for earlier, later in itertools.pairwise(stamps)],
+        "memory": memory,
+    }
 
 
 def write_profile(args: argparse.Namespace, steps: Any) -> None:
@@ -267,16 +287,24 @@ def write_profile(args: argparse.Namespace, steps: Any) -> None:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
         steps(2)
-    found = profile.key_averages().table(sort_by=f"self_{DEVICE}_time_total", row_limit=40, max_name_column_width=80)
+    found = profile.key_averages().table(
+        sort_by=f"self_{DEVICE}_time_total", row_limit=40, max_name_column_width=80
+    )
     name = "-".join([args.worker, *(f"without {part}" for part in args.without)])
     folder = Path(args.profile)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{args.shape}-{name}.txt".replace(" ", "_").replace(",", "")).write_text(found)
 
 
-def in_process(args: argparse.Namespace, worker: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def in_process(
+    args: argparse.Namespace, worker: str, without: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """What a fresh process finds; it fails with what that process said."""
-    passed = {"shape": args.shape, "seq-length": args.seq_length, "micro-batch-size": args.micro_batch_size}
+    passed = {
+        "shape": args.shape,
+        "seq-length": args.seq_length,
+        "micro-batch-size": args.micro_batch_size,
+    }
     passed |= {"steps": args.steps, "warm-up": args.warm_up, "worker": worker}
     command = [sys.executable, __file__]
     for name, value in passed.items():
@@ -305,7 +333,9 @@ def compare(
             found[name]["seconds"] += result["seconds"]
             found[name]["memory"] = max(found[name]["memory"], result["memory"])
             step = statistics.median(result["seconds"])
-            print(f"round {number + 1}, {name}: {step * 1e3:.1f} ms/step", file=sys.stderr, flush=True)
+            print(
+                f"round {number + 1}, {name}: {step * 1e3:.1f} ms/step", file=sys.stderr, flush=True
+            )
             after_each(found)
     return found
 
@@ -324,7 +354,15 @@ def rows(
         rate = speed * operations / 1e12
         used = "" if peak is None else f"{rate / peak:.1%}"
         memory = f"{result['memory'] / 1e9:.1f}"
-        yield [name, f"{seconds * 1e3:.1f}", f"{speed:,.0f}", f"{rate:.1f}", used, memory, f"{reference / seconds:.2f}"]
+        yield [
+            name,
+            f"{seconds * 1e3:.1f}",
+            f"{speed:,.0f}",
+            f"{rate:.1f}",
+            used,
+            memory,
+            f"{reference / seconds:.2f}",
+        ]
 
 
 def changes() -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -350,27 +388,46 @@ def main() -> None:
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "no GPU"
     batch = f"{args.micro_batch_size} x {args.seq_length} tokens per step"
     print(f"\n{args.shape}, bf16, {batch}, {name}, torch {torch.__version__}\n")
-    print(table(["ceiling", ""], [[key, f"{value:,.1f}"] for key, value in limits.items() if key != "operations"]))
+    print(
+        table(
+            ["ceiling", ""],
+            [[key, f"{value:,.1f}"] for key, value in limits.items() if key != "operations"],
+        )
+    )
     parts = [({name: (name, ()) for name in CANDIDATES}, TRAINER)]
     if args.changes:
         parts.append((changes(), "none of these"))
     for candidates, first in parts:
         found = compare(args, candidates)
-        print("\n" + table(HEADERS, list(rows(found, args, limits["operations"], first))), flush=True)
+        print(
+            "\n" + table(HEADERS, list(rows(found, args, limits["operations"], first))), flush=True
+        )
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Of the command line, or ``words`` in its place; ``--tiny`` stands for several."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="llama32-1b")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="counted steps of a candidate in a round")
+    parser.add_argument(
+        "--steps", type=int, default=10, help="counted steps of a candidate in a round"
+    )
     parser.add_argument("--warm-up", type=int, default=6, help="steps before, which compile")
-    parser.add_argument("--changes", action="store_true", help="add and remove each of this framework's faster parts")
-    parser.add_argument("--profile", metavar="DIR", help="write a table of operations for each candidate")
-    parser.add_argument("--tiny", action="store_true", help="the whole of it, small, to see that it runs")
+    parser.add_argument(
+        "--changes",
+        action="store_true",
+        help="add and remove each of this framework's faster parts",
+    )
+    parser.add_argument(
+        "--profile", metavar="DIR", help="write a table of operations for each candidate"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="the whole of it, small, to see that it runs"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--without", nargs="*", choices=CHANGES, default=[], help=argparse.SUPPRESS)
     args = parser.parse_args(words)

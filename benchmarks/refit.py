@@ -28,7 +28,8 @@ def floor(weights: dict[str, torch.Tensor], buckets: Any) -> Any:
 
     size = packing.buffer_bytes(buckets)
     sources = [
-        torch.cat([weights[slot.info.name].flatten().view(torch.uint8) for slot in bucket]) for bucket in buckets
+        torch.cat([weights[slot.info.name].flatten().view(torch.uint8) for slot in bucket])
+        for bucket in buckets
     ]
     targets = [torch.empty_like(source) for source in sources]
 
@@ -83,7 +84,9 @@ def measure(folder: str, model: Any, size: int, rounds: int) -> None:
             "transformers": lambda: send_weights(stream, reader.take, size),
             "engine": lambda: send_weights(stream, llm.replace_weights, size),
             "own chunks": lambda: share(shared),
-            "nothing changed": lambda: send_weights(stream, llm.replace_weights, size, changed_only=True),
+            "nothing changed": lambda: send_weights(
+                stream, llm.replace_weights, size, changed_only=True
+            ),
         }
         for case in cases.values():
             case()
@@ -91,7 +94,12 @@ def measure(folder: str, model: Any, size: int, rounds: int) -> None:
     seconds = {name: median(timings).wall for name, timings in found.items()}
     memory = {name: median(timings).peak_anonymous for name, timings in found.items()}
     rows = [
-        [name, f"{seconds[name] * 1e3:.2f}", f"{seconds['floor'] / seconds[name]:.2f}", f"{memory[name] >> 20}"]
+        [
+            name,
+            f"{seconds[name] * 1e3:.2f}",
+            f"{seconds['floor'] / seconds[name]:.2f}",
+            f"{memory[name] >> 20}",
+        ]
         for name in cases
     ]
     print(f"{everything / 1e9:.2f} GB in buckets of {size >> 20} MB")

@@ -22,9 +22,24 @@ LAYOUTS = {
     "pp2": {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16},
     "ep2": {"expert_model_parallel_size": 2},
 }
-DENSE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-EXPERTS = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 16}
-SHARED = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536, "tie_word_embeddings": True}
+DENSE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+EXPERTS = {
+    "hidden_size": 1024,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+}
+SHARED = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 65536,
+    "tie_word_embeddings": True,
+}
 
 
 def toy(folder: Path, experts: bool) -> Any:
@@ -62,7 +77,10 @@ def receive(folder: str, address: str, experts: bool) -> None:
 
     torch.set_num_threads(1)
     with Listener(address) as listener:
-        readers = {"refit": BucketReader(TransformersReceiver(toy(Path(folder), experts))), "raw": BucketReader(Flat())}
+        readers = {
+            "refit": BucketReader(TransformersReceiver(toy(Path(folder), experts))),
+            "raw": BucketReader(Flat()),
+        }
         Path(f"{address}.ready").touch()
         with listener.accept() as connection:
             while (case := connection.recv()) is not None:
@@ -73,14 +91,23 @@ def remote_bytes(stream: Any) -> int:
     """How many of the bytes rank 0 does not hold."""
     total = 0
     for task in stream._plan.tasks:
-        size = 0 if task.is_copy else sum(info.bytes for info in stream.metadata([task])) or _expert_bytes(task)
+        size = (
+            0
+            if task.is_copy
+            else sum(info.bytes for info in stream.metadata([task])) or _expert_bytes(task)
+        )
         away = task.owner.stage > 0 or bool(task.owner.expert_rank)
         total += size if away else size * (task.shard.parts - 1) // task.shard.parts
     return total
 
 
 def _expert_bytes(task: Any) -> int:
-    return sum(torch.Size(shape).numel() for shape in task.mapping.hf_slice_shapes(task.shard).values()) * 2
+    return (
+        sum(
+            torch.Size(shape).numel() for shape in task.mapping.hf_slice_shapes(task.shard).values()
+        )
+        * 2
+    )
 
 
 class Raw:
@@ -92,7 +119,9 @@ class Raw:
 
         buckets = packing.layout(stream.metadata(), bucket_bytes)
         self.sizes = [bucket[-1].stop - bucket[0].start for bucket in buckets]
-        self.infos = [WeightInfo(str(index), (size,), torch.uint8) for index, size in enumerate(self.sizes)]
+        self.infos = [
+            WeightInfo(str(index), (size,), torch.uint8) for index, size in enumerate(self.sizes)
+        ]
         self.mine = [torch.zeros(size, dtype=torch.uint8) for size in self.sizes]
         self.share = remote_bytes(stream) / sum(self.sizes)
 
@@ -163,7 +192,9 @@ def main() -> None:  # noqa: PLR0915 - a script
         rows = [[name, *(f"{wall:.2f}" for wall in walls)] for name, walls in best.items()]
         print(f"{args.layout}: {gigabytes:.2f} GB, {raw.share:.0%} of them from the other rank")
         print(table(["case", *["s"] * args.rounds], rows))
-        print(f"median, refit / raw: {best['refit'][args.rounds // 2] / best['raw'][args.rounds // 2]:.2f}")
+        print(
+            f"median, refit / raw: {best['refit'][args.rounds // 2] / best['raw'][args.rounds // 2]:.2f}"
+        )
     dist.destroy_process_group()
 
 

@@ -42,7 +42,12 @@ def draw(table: dict[int, list[dict[str, Any]]], path: Path) -> None:
     axes = figure.subplots()
     for index, part in enumerate(table[min(table)]):
         if max(parts[index]["cpu"] for parts in table.values()) >= 0.05:
-            axes.plot(list(table), [parts[index]["cpu"] for parts in table.values()], "o-", label=part["name"])
+            axes.plot(
+                list(table),
+                [parts[index]["cpu"] for parts in table.values()],
+                "o-",
+                label=part["name"],
+            )
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="processor seconds of one rank")
     axes.set_xticks(list(table), [f"{size:,}" for size in table])
     axes.minorticks_off()
@@ -62,7 +67,10 @@ def main() -> None:
         return measure(args.recipe, args.only)
     table = {size: measured(args.recipe, size) for size in args.sizes}
     for index, part in enumerate(table[args.sizes[0]]):
-        cells = [f"{parts[index]['cpu']:.2f} s, {parts[index]['received']:.1f} MB" for parts in table.values()]
+        cells = [
+            f"{parts[index]['cpu']:.2f} s, {parts[index]['received']:.1f} MB"
+            for parts in table.values()
+        ]
         print(f"| {part['name']} | {' | '.join(cells)} |")
     if args.picture:
         draw(table, args.picture)

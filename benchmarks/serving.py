@@ -29,7 +29,17 @@ from megatron.bridge.utils.processes import free_port
 @contextmanager
 def server(folder: str, clients: int) -> Any:
     """The address of a server."""
-    command = [sys.executable, "-m", "megatron.bridge.cli.main", "serve", folder, "--port", "0", "--name", "model"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.bridge.cli.main",
+        "serve",
+        folder,
+        "--port",
+        "0",
+        "--name",
+        "model",
+    ]
     options = ["--dtype", "float32", "--max-requests", str(clients), "--max-context", "512"]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -64,8 +74,12 @@ def _is_up(address: str) -> bool:
         return False
 
 
-async def one_client(client: Any, model: str, texts: Sequence[Any], count: int, times: dict[str, list[float]]) -> None:
-    more = {"extra_body": {"ignore_eos": True}} if model == "model" else {}  # the model itself has no end token
+async def one_client(
+    client: Any, model: str, texts: Sequence[Any], count: int, times: dict[str, list[float]]
+) -> None:
+    more = (
+        {"extra_body": {"ignore_eos": True}} if model == "model" else {}
+    )  # the model itself has no end token
     for text in texts:
         last = start = time.perf_counter()
         stream = await client.completions.create(
@@ -127,7 +141,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=2, help="requests of each client")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--transformers", action="store_true", help="measure transformers serve, too")
+    parser.add_argument(
+        "--transformers", action="store_true", help="measure transformers serve, too"
+    )
     args = parser.parse_args()
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -140,14 +156,27 @@ def main() -> None:
                 plain = in_a_process(folder, texts, clients, args.tokens)
                 with server(folder, clients) as address:
                     speed, times = asyncio.run(load(address, texts, clients, args.tokens))
-                rows.append(["this server", *figures(clients, speed, times), f"{speed / plain:.2f}"])
+                rows.append(
+                    ["this server", *figures(clients, speed, times), f"{speed / plain:.2f}"]
+                )
                 for options in TRANSFORMERS if args.transformers else ():
                     with transformers_server(folder, *options) as address:
                         same = [hf.decode(text) for text in texts]
-                        speed, times = asyncio.run(load(address, same, clients, args.tokens, folder))
+                        speed, times = asyncio.run(
+                            load(address, same, clients, args.tokens, folder)
+                        )
                     name = " ".join(("transformers serve", *options))
                     rows.append([name, *figures(clients, speed, times), f"{speed / plain:.2f}"])
-    heads = ["server", "clients", "tok/s", "first p50 ms", "p99", "between p50 ms", "p99", "to offline"]
+    heads = [
+        "server",
+        "clients",
+        "tok/s",
+        "first p50 ms",
+        "p99",
+        "between p50 ms",
+        "p99",
+        "to offline",
+    ]
     print(table(heads, rows))
 
 

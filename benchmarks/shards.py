@@ -39,30 +39,77 @@ LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=f"{output}/logs").r
 """
 
 
-def commands(corpus: Path, tokenizer: Path, out: Path, megatron_lm: Path | None) -> dict[str, list[str]]:
+def commands(
+    corpus: Path, tokenizer: Path, out: Path, megatron_lm: Path | None
+) -> dict[str, list[str]]:
     """What tokenizes ``corpus`` on one core, by name."""
-    ours = [sys.executable, "-m", "megatron.bridge.cli.main", "data", "preprocess", "--input", str(corpus)]
-    ours += ["--tokenizer-model", str(tokenizer), "--output-prefix", f"{out}/ours", "--append-eod", "--workers", "1"]
+    ours = [
+        sys.executable,
+        "-m",
+        "megatron.bridge.cli.main",
+        "data",
+        "preprocess",
+        "--input",
+        str(corpus),
+    ]
+    ours += [
+        "--tokenizer-model",
+        str(tokenizer),
+        "--output-prefix",
+        f"{out}/ours",
+        "--append-eod",
+        "--workers",
+        "1",
+    ]
     found = {"data preprocess --executor local": [*ours, "--executor", "local", "--shard-mb", "4"]}
-    datatrove = [str(corpus.parent), corpus.name, str(tokenizer / "tokenizer.json"), f"{out}/datatrove"]
+    datatrove = [
+        str(corpus.parent),
+        corpus.name,
+        str(tokenizer / "tokenizer.json"),
+        f"{out}/datatrove",
+    ]
     found["datatrove, MegatronDocumentTokenizer"] = [sys.executable, "-c", DATATROVE, *datatrove]
     if megatron_lm:
-        tool = [sys.executable, str(megatron_lm / "tools/preprocess_data.py"), "--input", str(corpus), "--workers", "1"]
-        tool += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
-        found["Megatron-LM, tools/preprocess_data.py"] = [*tool, "--output-prefix", f"{out}/megatron"]
+        tool = [
+            sys.executable,
+            str(megatron_lm / "tools/preprocess_data.py"),
+            "--input",
+            str(corpus),
+            "--workers",
+            "1",
+        ]
+        tool += [
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(tokenizer),
+            "--append-eod",
+        ]
+        found["Megatron-LM, tools/preprocess_data.py"] = [
+            *tool,
+            "--output-prefix",
+            f"{out}/megatron",
+        ]
     return found
 
 
 def cost(command: list[str], path: str) -> tuple[float, int]:
     """CPU seconds of a command with all its processes, and its peak of resident memory in bytes."""
-    environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
     code = (
         "import json, resource, subprocess, sys\n"
         "subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
         "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *command], env=environment, check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command], env=environment, check=True, capture_output=True
+    )
     seconds, peak = json.loads(done.stdout)
     return seconds, peak
 
@@ -80,13 +127,20 @@ def speed(args: argparse.Namespace, folder: Path) -> str:
         for corpus in corpora:
             out = folder / f"{corpus.stem}-{number}"
             out.mkdir()
-            for name, words in commands(corpus, folder / "tokenizer", out, args.megatron_lm).items():
+            for name, words in commands(
+                corpus, folder / "tokenizer", out, args.megatron_lm
+            ).items():
                 least = used.setdefault(name, {})
                 least[corpus] = min(cost(words, path)[0], least.get(corpus, float("inf")))
     difference = (corpora[1].stat().st_size - corpora[0].stat().st_size) / 1e6
-    found = {name: difference / (least[corpora[1]] - least[corpora[0]]) for name, least in used.items()}
+    found = {
+        name: difference / (least[corpora[1]] - least[corpora[0]]) for name, least in used.items()
+    }
     ours = next(iter(found.values()))
-    return table(["", "MB per CPU second", "ours is"], [[n, f"{s:.2f}", f"{ours / s:.2f}x"] for n, s in found.items()])
+    return table(
+        ["", "MB per CPU second", "ours is"],
+        [[n, f"{s:.2f}", f"{ours / s:.2f}x"] for n, s in found.items()],
+    )
 
 
 def memory(args: argparse.Namespace, folder: Path) -> str:
@@ -128,9 +182,18 @@ def rank(folder: Path, documents: int, length: int) -> dict[str, float]:
         reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False, tokenizer=NullTokenizer(100),
     )  # fmt: skip
     corpus = SimpleNamespace(sequence_lengths=lengths, path_prefix="simulated")
-    peak, kept, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, own_memory(), time.process_time()
+    peak, kept, cpu = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        own_memory(),
+        time.process_time(),
+    )
     made = CorpusDataset(
-        corpus, str(folder / "corpus"), np.arange(documents, dtype=np.int32), None, Split.train, config
+        corpus,
+        str(folder / "corpus"),
+        np.arange(documents, dtype=np.int32),
+        None,
+        Split.train,
+        config,
     )
     return {
         "cpu": time.process_time() - cpu,
@@ -155,11 +218,24 @@ def index(args: argparse.Namespace, folder: Path) -> str:
     simulated(folder, args.documents)
     peak, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     write_index(folder / "corpus.idx", "u4", [Lengths(folder / "lengths", 0, args.documents)])
-    join = {"cpu": time.process_time() - cpu, "kept": 0.0, "disk": (folder / "corpus.idx").stat().st_size}
+    join = {
+        "cpu": time.process_time() - cpu,
+        "kept": 0.0,
+        "disk": (folder / "corpus.idx").stat().st_size,
+    }
     join["peak"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024.0
-    words = [sys.executable, __file__, "rank", "--documents", str(args.documents), "--folder", str(folder)]
+    words = [
+        sys.executable,
+        __file__,
+        "rank",
+        "--documents",
+        str(args.documents),
+        "--folder",
+        str(folder),
+    ]
     first, other = (
-        json.loads(subprocess.run(words, check=True, capture_output=True).stdout.splitlines()[-1]) for _ in range(2)
+        json.loads(subprocess.run(words, check=True, capture_output=True).stdout.splitlines()[-1])
+        for _ in range(2)
     )
     disk = sum(path.stat().st_size for path in (folder / "cache").iterdir())
     named = {
@@ -172,17 +248,43 @@ def index(args: argparse.Namespace, folder: Path) -> str:
     rows: list[list[str]] = []
     for name, at in named.items():
         # peaks are those of one corpus, as they follow one another
-        scaled = at["cpu"] * times / 3600, at["peak"] * times / corpora / 1e9, at["kept"] * times / 1e9
-        rows.append([name, f"{at['cpu']:.2f}", *(f"{at[key] / 1e6:,.0f}" for key in ("peak", "kept", "disk"))])
-        rows[-1] += [f"{scaled[0]:.2f}", f"{scaled[1]:,.1f}", f"{scaled[2]:,.1f}", f"{at['disk'] * times / 1e9:,.0f}"]
-    heads = ["CPU s", "MB at most", "MB kept", "MB on disk", "CPU h", "GB at most", "GB kept", "GB on disk"]
+        scaled = (
+            at["cpu"] * times / 3600,
+            at["peak"] * times / corpora / 1e9,
+            at["kept"] * times / 1e9,
+        )
+        rows.append(
+            [
+                name,
+                f"{at['cpu']:.2f}",
+                *(f"{at[key] / 1e6:,.0f}" for key in ("peak", "kept", "disk")),
+            ]
+        )
+        rows[-1] += [
+            f"{scaled[0]:.2f}",
+            f"{scaled[1]:,.1f}",
+            f"{scaled[2]:,.1f}",
+            f"{at['disk'] * times / 1e9:,.0f}",
+        ]
+    heads = [
+        "CPU s",
+        "MB at most",
+        "MB kept",
+        "MB on disk",
+        "CPU h",
+        "GB at most",
+        "GB kept",
+        "GB on disk",
+    ]
     title = f"{args.documents:,} documents with {first['tokens'] / 1e9:,.1f} billion tokens"
     return f"{title}; 15 trillion in {corpora:.0f} corpora\n{table(['', *heads], rows)}"
 
 
 def main() -> None:
     """Measure one of the three."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("speed", "memory", "index", "rank"))
     parser.add_argument("--megabytes", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)

@@ -39,7 +39,8 @@ PIPELINES = {
 def times_of(pipeline: Pipeline, seed: int) -> PassTimes:
     draw, shape = random.Random(seed), (pipeline.stages, pipeline.chunks)
     forward, backward = (
-        tuple(tuple(draw.uniform(0.02, 0.2) for _ in range(shape[1])) for _ in range(shape[0])) for _ in range(2)
+        tuple(tuple(draw.uniform(0.02, 0.2) for _ in range(shape[1])) for _ in range(shape[0]))
+        for _ in range(2)
     )
     return PassTimes(forward, backward)
 
@@ -124,7 +125,9 @@ def step_seconds(pipeline: Pipeline, times: PassTimes, rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Simulated against real pipelines of sleeping chunks.")
+    parser = argparse.ArgumentParser(
+        description="Simulated against real pipelines of sleeping chunks."
+    )
     parser.add_argument("--rounds", type=int, default=3)
     rounds, errors = parser.parse_args().rounds, []
     for seed, (name, pipeline) in enumerate(PIPELINES.items()):
@@ -132,7 +135,10 @@ def main() -> None:
         simulated = makespan(pipeline, times)
         measured = in_ranks(pipeline.stages, step_seconds, pipeline, times, rounds)
         errors.append(simulated / measured - 1)
-        print(f"  {measured:7.3f} s  simulated {simulated:7.3f} s  {errors[-1]:+6.2%}  {name}", flush=True)
+        print(
+            f"  {measured:7.3f} s  simulated {simulated:7.3f} s  {errors[-1]:+6.2%}  {name}",
+            flush=True,
+        )
     print(f"{len(errors)} pipelines: at most {max(map(abs, errors)):.2%} off")
 
 

@@ -81,7 +81,11 @@ def toy_recipe(folder: str, saves: bool) -> Any:
     from megatron.bridge.recipes.smollm import smollm2_135m_pretrain_config
 
     config = smollm2_135m_pretrain_config(
-        seq_length=64, global_batch_size=2, micro_batch_size=1, train_iters=1 if saves else 2, eval_iters=0
+        seq_length=64,
+        global_batch_size=2,
+        micro_batch_size=1,
+        train_iters=1 if saves else 2,
+        eval_iters=0,
     )
     config.scheduler.lr_decay_iters = 2
     model = config.model
@@ -92,7 +96,9 @@ def toy_recipe(folder: str, saves: bool) -> Any:
     return config
 
 
-def recorded(function: Callable[..., Any], part: str, found: dict[str, float]) -> Callable[..., Any]:
+def recorded(
+    function: Callable[..., Any], part: str, found: dict[str, float]
+) -> Callable[..., Any]:
     """``function``, whose seconds are noted."""
 
     @functools.wraps(function)
@@ -118,9 +124,20 @@ def seconds(action: Callable[[], Any]) -> float:
 
 def start(ranks: int, folder: str, saves: bool = False) -> dict[str, float]:
     """What rank 0 of fresh processes finds."""
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = (
+        []
+        if ranks == 1
+        else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    )
     report = Path(folder) / "report.json"
-    command = [sys.executable, *launcher, __file__, "--worker", folder, *(["--saves"] if saves else [])]
+    command = [
+        sys.executable,
+        *launcher,
+        __file__,
+        "--worker",
+        folder,
+        *(["--saves"] if saves else []),
+    ]
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     environment = os.environ | threads | {ORIGIN: str(clock())}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -139,7 +156,11 @@ def forget_pages() -> None:
 
 def package_files() -> Iterator[Path]:
     """All files of installed packages, and of this one."""
-    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}:
+    for folder in {
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        sysconfig.get_path("stdlib"),
+    }:
         yield from (path for path in Path(folder).rglob("*") if path.is_file())
 
 
@@ -166,7 +187,9 @@ def label(ranks: int) -> str:
 
 def main() -> None:
     """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="read Python's packages from the disk")
@@ -183,7 +206,9 @@ def main() -> None:
 
     found = measure(args)
     middle = {
-        name: {row: statistics.median(one.get(row, 0.0) for one in starts) for row in (*ROWS, "all")}
+        name: {
+            row: statistics.median(one.get(row, 0.0) for one in starts) for row in (*ROWS, "all")
+        }
         for name, starts in found.items()
     }
     cells = [[row, *(f"{values[row]:.2f}" for values in middle.values())] for row in (*ROWS, "all")]

@@ -21,7 +21,11 @@ from conversion import SIZES, make_checkpoint, weight_bytes
 from measure import Timing, fault_in, interleaved, median, table
 
 BLOCK = 64 << 20
-LAYOUT = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
+LAYOUT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
 
 
 def copy_memory(size: int) -> None:
@@ -58,7 +62,9 @@ def load(checkpoint: Path, layout: dict[str, int]) -> tuple[Any, Any]:
     return bridge, provider.provide_distributed_model(wrap_with_ddp=False)
 
 
-def cases(checkpoint: Path, bridge: Any, model: Any, buckets: list[int]) -> dict[str, Callable[[], object]]:
+def cases(
+    checkpoint: Path, bridge: Any, model: Any, buckets: list[int]
+) -> dict[str, Callable[[], object]]:
     """What is timed; of one rank also the proofs, whose bytes are in the page cache after the first round."""
     from megatron.bridge.models.conversion.check.certificate import prove
     from megatron.bridge.utils import distributed
@@ -69,7 +75,9 @@ def cases(checkpoint: Path, bridge: Any, model: Any, buckets: list[int]) -> dict
         for _ in bridge.export_hf_weights(model, show_progress=False, bucket_bytes=bucket << 20):
             pass
 
-    found: dict[str, Callable[[], object]] = {"copy the bytes in memory (floor)": lambda: copy_memory(size)}
+    found: dict[str, Callable[[], object]] = {
+        "copy the bytes in memory (floor)": lambda: copy_memory(size)
+    }
     for bucket in buckets:
         found[f"export_hf_weights, buckets of {bucket} MB"] = lambda bucket=bucket: stream(bucket)
     if distributed.world_size() == 1:
@@ -106,18 +114,34 @@ def benchmark(checkpoint: Path, layout: dict[str, int], buckets: list[int], roun
     size = weight_bytes(checkpoint)
     bridge, model = load(checkpoint, layout)
     fault_in(2 * (max(buckets) << 20))
-    found = interleaved(cases(checkpoint, bridge, model, buckets), rounds, before_each=distributed.barrier)
-    rows = report({name: median(timings) for name, timings in found.items()}, size, distributed.rank())
+    found = interleaved(
+        cases(checkpoint, bridge, model, buckets), rounds, before_each=distributed.barrier
+    )
+    rows = report(
+        {name: median(timings) for name, timings in found.items()}, size, distributed.rank()
+    )
     everyone = distributed.all_gather_object(rows)
-    headers = ["rank", f"step, {size / 1e9:.2f} GB", "s", "GB/s", "x floor", "CPU s", "MB above the model"]
+    headers = [
+        "rank",
+        f"step, {size / 1e9:.2f} GB",
+        "s",
+        "GB/s",
+        "x floor",
+        "CPU s",
+        "MB above the model",
+    ]
     return table(headers, [row for rank in everyone for row in rank])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="1b", help="shape of the random model")
     parser.add_argument("--checkpoint", type=Path, help="use this checkpoint instead of making one")
-    parser.add_argument("--buckets", type=int, nargs="+", default=[64, 512], metavar="MB", help="sizes of buckets")
+    parser.add_argument(
+        "--buckets", type=int, nargs="+", default=[64, 512], metavar="MB", help="sizes of buckets"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     for name, field in LAYOUT.items():
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{field}, under torchrun")

@@ -44,9 +44,24 @@ Stamps = list[tuple[float, float]]  # wall and CPU seconds since some start, at 
 Candidate = Callable[[int], Stamps]
 
 SIZES: dict[str, dict[str, Any]] = {
-    "32m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192},
-    "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 16384},
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
+    "32m": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "vocab_size": 8192,
+    },
+    "100m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "vocab_size": 16384,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+    },
 }
 HEADERS = ["", "ms/step", "CPU s/step", "tokens/s", "speed", "speed per CPU second"]
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
@@ -80,7 +95,9 @@ def hf_batches(dataset: Any, micro_batch_size: int) -> Iterator[torch.Tensor]:
     """Tokens of consecutive samples, for ever."""
     start = 0
     while True:
-        yield torch.stack([dataset[(start + i) % len(dataset)]["tokens"] for i in range(micro_batch_size)])
+        yield torch.stack(
+            [dataset[(start + i) % len(dataset)]["tokens"] for i in range(micro_batch_size)]
+        )
         start += micro_batch_size
 
 
@@ -90,7 +107,9 @@ def plain_loop(
     """The loop that one writes by hand over the Hugging Face model; ``compiler`` is a backend of torch.compile."""
     model.to(DEVICE).train()
     forward = torch.compile(model, backend=compiler) if compiler else model
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
     batches = hf_batches(dataset, args.micro_batch_size)
 
     def run(steps: int) -> Stamps:
@@ -122,7 +141,10 @@ def hf_trainer(
         def on_step_end(self, *_: Any, **__: Any) -> None:
             stamps.append(now())
 
-    samples = [{"input_ids": dataset[i]["tokens"], "labels": dataset[i]["tokens"]} for i in range(len(dataset))]
+    samples = [
+        {"input_ids": dataset[i]["tokens"], "labels": dataset[i]["tokens"]}
+        for i in range(len(dataset))
+    ]
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=args.micro_batch_size,
@@ -159,13 +181,19 @@ def hf_trainer(
 
 def megatron_run(directory: Path, args: argparse.Namespace, bf16: bool, peft: Any = None) -> Run:
     """A run of this framework with the weights of ``directory``."""
-    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(load_weights=peft is None)
+    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(
+        load_weights=peft is None
+    )
     provider.seq_length = args.seq_length
     config = ConfigContainer(
         train=TrainingConfig(args.micro_batch_size, args.micro_batch_size, train_iters=10**6),
         model=provider,
         optimizer=OptimizerConfig(
-            lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], clip_grad=CLIP
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            clip_grad=CLIP,
         ),
         scheduler=SchedulerConfig(lr_decay_style="constant"),
         dataset=MockGPTDatasetConfig(seq_length=args.seq_length),
@@ -202,7 +230,9 @@ def bare_loop(run: Run, args: argparse.Namespace) -> Candidate:
 
     batch = next(copy.copy(run.train_batches[0]).replicate())  # pyright: ignore[reportAttributeAccessIssue]
 
-    def loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def loss(
+        mask: torch.Tensor, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         total = (output.float() * mask).sum()
         return total, mask.sum().int(), {"loss": total.detach()}
 
@@ -242,7 +272,9 @@ def seconds_per_step(stamps: Stamps) -> list[tuple[float, float]]:
     return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(stamps)]
 
 
-def measure(candidates: dict[str, Candidate], args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    candidates: dict[str, Candidate], args: argparse.Namespace
+) -> dict[str, list[tuple[float, float]]]:
     """Steps of all candidates, in turn, after a round that is not counted."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
     for number in range(args.rounds + 1):
@@ -253,7 +285,9 @@ def measure(candidates: dict[str, Candidate], args: argparse.Namespace) -> dict[
     return times
 
 
-def rows(times: dict[str, list[tuple[float, float]]], tokens: int, reference: str) -> list[list[str]]:
+def rows(
+    times: dict[str, list[tuple[float, float]]], tokens: int, reference: str
+) -> list[list[str]]:
     """Medians, and speed relative to ``reference`` in wall and in CPU time."""
     wall = {name: statistics.median(step[0] for step in steps) for name, steps in times.items()}
     cpu = {name: statistics.median(step[1] for step in steps) for name, steps in times.items()}
@@ -272,9 +306,13 @@ def rows(times: dict[str, list[tuple[float, float]]], tokens: int, reference: st
 
 def shapes(description: str | None) -> argparse.ArgumentParser:
     """Options that say what is trained."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="32m")
-    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
+    parser.add_argument(
+        "--precision", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"]
+    )
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -285,10 +323,14 @@ def main() -> None:
     """Measure each precision and print its table."""
     parser = shapes(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of a candidate in a round")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="counted steps of a candidate in a round"
+    )
     args = parser.parse_args()
     for precision in args.precision:
-        print(f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens per step\n")
+        print(
+            f"\n{args.size}, {precision}, {args.micro_batch_size} x {args.seq_length} tokens per step\n"
+        )
         print(table(HEADERS, one_precision(args, precision)))
 
 
@@ -302,7 +344,10 @@ def candidates_of(kind: str, args: argparse.Namespace, bf16: bool) -> dict[str, 
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             run = megatron_run(Path(directory), args, bf16)
-        return {"bare Megatron-Core loop": bare_loop(run, args), "Megatron Bridge": framework_loop(run)}
+        return {
+            "bare Megatron-Core loop": bare_loop(run, args),
+            "Megatron Bridge": framework_loop(run),
+        }
     request = DatasetRequest((512, 0, 0), NullTokenizer(model.config.vocab_size))
     dataset = MockGPTDatasetConfig(seq_length=args.seq_length).build(request).train
     make = hf_trainer if kind == "HF Trainer" else plain_loop
@@ -325,7 +370,9 @@ def one_precision(args: argparse.Namespace, precision: str) -> list[list[str]]:
     pipes = []
     for kind in ("HF Trainer", "HF plain loop", "megatron"):
         pipe, theirs = context.Pipe()
-        context.Process(target=serve, args=(kind, args, precision == "bf16", theirs), daemon=True).start()
+        context.Process(
+            target=serve, args=(kind, args, precision == "bf16", theirs), daemon=True
+        ).start()
         for name in pipe.recv():
             candidates[name] = partial(ask, pipe, name)
         pipes.append(pipe)

@@ -102,7 +102,10 @@ def in_ranks[T](count: int, work: Callable[..., T], *args: Any) -> T:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tune_ranking"])
     results = context.SimpleQueue()
-    ranks = [context.Process(target=_on_rank, args=(r, count, store.port, results, work, args)) for r in range(count)]
+    ranks = [
+        context.Process(target=_on_rank, args=(r, count, store.port, results, work, args))
+        for r in range(count)
+    ]
     for each in ranks:
         each.start()
     for each in ranks:
@@ -112,10 +115,19 @@ def in_ranks[T](count: int, work: Callable[..., T], *args: Any) -> T:
     return results.get()
 
 
-def _on_rank(rank: int, count: int, port: int, results: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+def _on_rank(
+    rank: int, count: int, port: int, results: Any, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
     torch.set_num_threads(1)
-    distributed.initialize(store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=5)))
+    distributed.initialize(
+        store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(minutes=5))
+    )
     found = work(*args)
     if rank == 0:
         results.put(found)
@@ -132,8 +144,12 @@ def step_seconds(kind: str, candidate: Candidate) -> float:
         made.logger.log_dir = distributed.broadcast_object(folder)
         train(made, forward_step)
         dist.barrier()
-        rows: Any = distributed.broadcast_object(read_metrics(Path(folder)) if distributed.rank() == 0 else None)
-    return statistics.median(row["step time"] for row in rows if row["kind"] == "train" and row["step"] > 1)
+        rows: Any = distributed.broadcast_object(
+            read_metrics(Path(folder)) if distributed.rank() == 0 else None
+        )
+    return statistics.median(
+        row["step time"] for row in rows if row["kind"] == "train" and row["step"] > 1
+    )
 
 
 def measured_profile(kind: str) -> Profile:
@@ -146,14 +162,26 @@ def measured_profile(kind: str) -> Profile:
 def rank_layouts(kind: str, size: int, rounds: int) -> None:
     profile = in_ranks(size, measured_profile, kind)
     predicted = predictions(kind, profile, size)
-    times = [[in_ranks(size, step_seconds, kind, each) for each, _ in predicted] for _ in range(rounds)]
-    report(kind, size, predicted, [statistics.median(column) for column in zip(*times, strict=True)])
+    times = [
+        [in_ranks(size, step_seconds, kind, each) for each, _ in predicted] for _ in range(rounds)
+    ]
+    report(
+        kind, size, predicted, [statistics.median(column) for column in zip(*times, strict=True)]
+    )
 
 
-def report(kind: str, size: int, predicted: list[tuple[Candidate, dict[str, float]]], measured: list[float]) -> None:
-    for (candidate, split), took in sorted(zip(predicted, measured, strict=True), key=lambda pair: pair[1]):
-        parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in split.items() if seconds >= 0.001)
-        print(f"  {took:7.4f} s  predicted {sum(split.values()):7.4f} s  {candidate.label():24} {parts}")
+def report(
+    kind: str, size: int, predicted: list[tuple[Candidate, dict[str, float]]], measured: list[float]
+) -> None:
+    for (candidate, split), took in sorted(
+        zip(predicted, measured, strict=True), key=lambda pair: pair[1]
+    ):
+        parts = ", ".join(
+            f"{part} {seconds:.3f}" for part, seconds in split.items() if seconds >= 0.001
+        )
+        print(
+            f"  {took:7.4f} s  predicted {sum(split.values()):7.4f} s  {candidate.label():24} {parts}"
+        )
     guesses = [sum(split.values()) for _, split in predicted]
     chosen = measured[guesses.index(min(guesses))]
     print(
@@ -169,7 +197,9 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predicted against measured order of layouts on this machine.")
+    parser = argparse.ArgumentParser(
+        description="Predicted against measured order of layouts on this machine."
+    )
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4], metavar="N")
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=5)

@@ -50,7 +50,11 @@ OUTPUTS = {
     "nemotronh_8b_pretrain_config": 16,
 }
 
-LOSS = ["train.micro_batch_size=16", "model.tensor_model_parallel_size=1", "model.sequence_parallel=false"]
+LOSS = [
+    "train.micro_batch_size=16",
+    "model.tensor_model_parallel_size=1",
+    "model.sequence_parallel=false",
+]
 ALONE = [
     *("ddp.use_distributed_optimizer=false", "ddp.overlap_param_gather=false"),
     *("model.tensor_model_parallel_size=1", "model.sequence_parallel=false"),
@@ -61,10 +65,25 @@ EXPERTS = ["model.expert_model_parallel_size=1", "train.micro_batch_size=8"]
 OOMS: dict[str, dict[str, list[str]]] = {
     "llama32_1b_pretrain_config": {"loss": LOSS, "sequence": SEQUENCE},
     "llama32_3b_pretrain_config": {"loss": LOSS, "sequence": SEQUENCE},
-    "llama3_8b_pretrain_config": {"loss": LOSS, "optimizer": ALONE, "sequence": SEQUENCE, "first": FIRST},
+    "llama3_8b_pretrain_config": {
+        "loss": LOSS,
+        "optimizer": ALONE,
+        "sequence": SEQUENCE,
+        "first": FIRST,
+    },
     "llama3_70b_pretrain_config": {"optimizer": ALONE, "sequence": SEQUENCE, "first": FIRST},
-    "qwen3_8b_pretrain_config": {"loss": LOSS, "optimizer": ALONE, "sequence": SEQUENCE, "first": FIRST},
-    "qwen3_14b_pretrain_config": {"loss": LOSS, "optimizer": ALONE, "sequence": SEQUENCE, "first": FIRST},
+    "qwen3_8b_pretrain_config": {
+        "loss": LOSS,
+        "optimizer": ALONE,
+        "sequence": SEQUENCE,
+        "first": FIRST,
+    },
+    "qwen3_14b_pretrain_config": {
+        "loss": LOSS,
+        "optimizer": ALONE,
+        "sequence": SEQUENCE,
+        "first": FIRST,
+    },
     "qwen3_32b_pretrain_config": {"optimizer": ALONE, "sequence": SEQUENCE, "first": FIRST},
     "qwen3_30b_a3b_pretrain_config": {"experts": EXPERTS, "loss": LOSS, "sequence": SEQUENCE},
     "mixtral_8x7b_pretrain_config": {"experts": EXPERTS, "loss": LOSS, "optimizer": ALONE},
@@ -100,7 +119,8 @@ def grids() -> int:
         allowed = [each for each in search.space.candidates() if not search.problems(each)]
         start = time.monotonic()
         best = min(
-            everything(search, allowed[:: max(1, -(-len(allowed) // GRID))]), key=lambda price: price.seconds_per_token
+            everything(search, allowed[:: max(1, -(-len(allowed) // GRID))]),
+            key=lambda price: price.seconds_per_token,
         )
         whole, start = time.monotonic() - start, time.monotonic()
         found = search.run(1).best[0]
@@ -121,7 +141,9 @@ def ooms() -> int:
         for kind, overrides in cases.items():
             failures += not _repaired(name, kind, overrides)
     total = sum(map(len, OOMS.values()))
-    print(f"{total - failures} of {total} fit after the repair, by the exact count, and no allowed one is 5 % faster")
+    print(
+        f"{total - failures} of {total} fit after the repair, by the exact count, and no allowed one is 5 % faster"
+    )
     return failures
 
 
@@ -132,15 +154,23 @@ def _repaired(name: str, kind: str, overrides: list[str]) -> bool:
     before = None if search.problems(start) else search.price(start)
     goal = nearest_fit(search)
     if goal is None or before is None or before.fullest <= search.budget:
-        print(f"{name} {kind}: {'not repaired' if goal is None else 'no case, it fits or is not allowed'}", flush=True)
+        print(
+            f"{name} {kind}: {'not repaired' if goal is None else 'no case, it fits or is not allowed'}",
+            flush=True,
+        )
         return False
-    exact = max(rank.total for rank in memory_per_rank(search.pricer.configured(goal.candidate), search.world_size))
+    exact = max(
+        rank.total
+        for rank in memory_per_rank(search.pricer.configured(goal.candidate), search.world_size)
+    )
     exact = search.pricer.reserve(goal.candidate).around(exact)
     goal = search.price(replace(goal.candidate, layout=None)) or goal
     changes = len(goal.candidate.changes(start))
     near = [each for each in search.space.candidates() if len(each.changes(start)) <= changes]
     near = [each for each in near if not search.problems(each)]
-    same = [each for each in everything(search, near) if len(each.candidate.changes(start)) == changes]
+    same = [
+        each for each in everything(search, near) if len(each.candidate.changes(start)) == changes
+    ]
     fastest = min(price.seconds for price in [goal, *same])
     good = exact <= search.budget and goal.seconds <= 1.05 * fastest
     print(
@@ -159,19 +189,39 @@ def outputs() -> int:
         with tempfile.TemporaryDirectory() as folder:
             tuned = str(Path(folder) / "tuned.yaml")
             sizes = ["--gpus", str(gpus), "--gpu", "h100", "--top", "1"]
-            run = [sys.executable, "scripts/training/run_recipe.py", "--config", tuned, "--world-size", str(gpus)]
-            tune = [sys.executable, "-m", "megatron.bridge.cli.main", "tune", "--recipe", name, *sizes]
+            run = [
+                sys.executable,
+                "scripts/training/run_recipe.py",
+                "--config",
+                tuned,
+                "--world-size",
+                str(gpus),
+            ]
+            tune = [
+                sys.executable,
+                "-m",
+                "megatron.bridge.cli.main",
+                "tune",
+                "--recipe",
+                name,
+                *sizes,
+            ]
             commands = {"tune": [*tune, "--output", tuned], "dry run": [*run, "--dry-run"]}
             commands["rehearsal"] = [*run, "--rehearse"]
             for what, command in commands.items():
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
                     failures += 1
-                    print(f"{name}, {gpus} GPUs, {what} FAILED: {(done.stdout + done.stderr)[-600:]}", flush=True)
+                    print(
+                        f"{name}, {gpus} GPUs, {what} FAILED: {(done.stdout + done.stderr)[-600:]}",
+                        flush=True,
+                    )
                     break
             else:
                 proven = [line for line in done.stdout.splitlines() if line.startswith("as ")]
-                print(f"{name}, {gpus} GPUs: tuned, dry run, rehearsed {''.join(proven)}", flush=True)
+                print(
+                    f"{name}, {gpus} GPUs: tuned, dry run, rehearsed {''.join(proven)}", flush=True
+                )
     print(f"{len(OUTPUTS) - failures} of {len(OUTPUTS)} outputs passed")
     return failures
 
@@ -183,8 +233,14 @@ def speed() -> int:
         layouts = [*search.space.candidates()]
         allowed = [each for each in layouts if not search.problems(each)]
         some = random.Random(0).sample(allowed, min(100, len(allowed)))
-        steps = {"checked": search.problems, "priced": search.pricer.price, "simulated": search.price}
-        found = {what: min(_milliseconds(step, some) for _ in range(3)) for what, step in steps.items()}
+        steps = {
+            "checked": search.problems,
+            "priced": search.pricer.price,
+            "simulated": search.price,
+        }
+        found = {
+            what: min(_milliseconds(step, some) for _ in range(3)) for what, step in steps.items()
+        }
         print(f"{name}: {len(allowed)} of {len(layouts)} layouts allowed; ms for each:", end=" ")
         print(", ".join(f"{what} {each:.2f}" for what, each in found.items()), flush=True)
     return 0
@@ -201,7 +257,12 @@ def _milliseconds(step: Callable[[Candidate], Any], layouts: list[Candidate]) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description="The tuner's searches against all layouts.")
     parser.add_argument("part", choices=["grids", "ooms", "outputs", "speed"])
-    part: dict[str, Callable[[], int]] = {"grids": grids, "ooms": ooms, "outputs": outputs, "speed": speed}
+    part: dict[str, Callable[[], int]] = {
+        "grids": grids,
+        "ooms": ooms,
+        "outputs": outputs,
+        "speed": speed,
+    }
     sys.exit(part[parser.parse_args().part]())
 
 

@@ -36,7 +36,10 @@ def make_images(tower: Any, count: int) -> dict[str, torch.Tensor]:
     merge = tower.visual.spatial_merge_size
     grid = torch.cat((torch.ones(count, 1, dtype=torch.long), sides * merge), dim=1)
     width = dummy_media(tower)["pixel_values"].shape[1]
-    return {"pixel_values": torch.rand(int(grid.prod(-1).sum()), width, generator=random), "image_grid_thw": grid}
+    return {
+        "pixel_values": torch.rand(int(grid.prod(-1).sum()), width, generator=random),
+        "image_grid_thw": grid,
+    }
 
 
 def step(tower: Any, media: dict[str, torch.Tensor], share: bool) -> None:
@@ -53,7 +56,9 @@ def one_by_one(tower: Any, media: dict[str, torch.Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--images", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
@@ -62,18 +67,28 @@ def main() -> None:
 
     from megatron.bridge.utils import distributed
 
-    torch.distributed.init_process_group("gloo") if torch.distributed.is_torchelastic_launched() else None
+    torch.distributed.init_process_group(
+        "gloo"
+    ) if torch.distributed.is_torchelastic_launched() else None
     ranks = distributed.world_size()
     torch.set_num_threads(max(2 // ranks, 1))
     tower = make_tower(args.depth)
     media = make_images(tower, args.images)
     if ranks > 1:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-        cases = {"shared": lambda: step(tower, media, True), "replicated": lambda: step(tower, media, False)}
+        cases = {
+            "shared": lambda: step(tower, media, True),
+            "replicated": lambda: step(tower, media, False),
+        }
     else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
         parallel_state.initialize_model_parallel()
-        cases = {"one call": lambda: step(tower, media, True), "a call for each": lambda: one_by_one(tower, media)}
+        cases = {
+            "one call": lambda: step(tower, media, True),
+            "a call for each": lambda: one_by_one(tower, media),
+        }
     timings = {name: median(found) for name, found in interleaved(cases, args.rounds).items()}
     tokens = sum(costs(media)) // tower.visual.spatial_merge_size**2
     rows = [[name, f"{timing.wall:.3f}", f"{timing.cpu:.3f}"] for name, timing in timings.items()]

@@ -63,22 +63,69 @@ CANDIDATES = ("Megatron Bridge", "HF Trainer")
 STARTING = 8  # steps
 TICKS = os.sysconf("SC_CLK_TCK")
 HEADERS = ["", "steps", "ms/step", "CPU s/step", "tokens/s", "speed", "speed per CPU second"]
-WORDS = ("soft", "bright", "dark", "red", "green", "colors", "in", "the", "corner", "middle", "and", "a", "spot")
+WORDS = (
+    "soft",
+    "bright",
+    "dark",
+    "red",
+    "green",
+    "colors",
+    "in",
+    "the",
+    "corner",
+    "middle",
+    "and",
+    "a",
+    "spot",
+)
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "30m": {
-        "text": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192},
-        "vision": {"depth": 6, "hidden_size": 256, "intermediate_size": 768, "num_heads": 4, "window_size": 112},
+        "text": {
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "vocab_size": 8192,
+        },
+        "vision": {
+            "depth": 6,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_heads": 4,
+            "window_size": 112,
+        },
         "images": {"sides": (200, 601)},
     },
     "1m": {
-        "text": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
-        "vision": {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "window_size": 112},
+        "text": {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "vocab_size": 512,
+        },
+        "vision": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "window_size": 112,
+        },
         "images": {"sides": (200, 601)},
     },
     "toy": {
-        "text": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
-        "vision": {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "window_size": 56},
+        "text": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "vocab_size": 512,
+        },
+        "vision": {
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "window_size": 56,
+        },
         "images": {"sides": (40, 120)},
     },
 }
@@ -95,7 +142,9 @@ def now() -> Stamp:
     """CPU seconds are those of this process, of its workers, and of those that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     workers = sum(map(_seconds_of, multiprocessing.active_children()))
-    return Stamp(time.perf_counter(), time.process_time() + ended.ru_utime + ended.ru_stime + workers)
+    return Stamp(
+        time.perf_counter(), time.process_time() + ended.ru_utime + ended.ru_stime + workers
+    )
 
 
 def _seconds_of(process: Any) -> float:
@@ -118,11 +167,26 @@ def hf_config(size: str, tokenizer: Any) -> Any:
     heads = {"num_attention_heads": hidden // (64 if hidden > 128 else 16)}
     heads |= {"num_key_value_heads": heads["num_attention_heads"] // 4}
     width = hidden // heads["num_attention_heads"]
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 8, width // 16 * 3, width // 16 * 3]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "mrope_section": [width // 8, width // 16 * 3, width // 16 * 3],
+    }
     attended = [layer for layer in range(depth) if layer % 3 == 2 or layer == depth - 1]
     config = Qwen2_5_VLConfig(
-        text_config={**text, **heads, "rope_parameters": rope, "max_position_embeddings": 4096, "use_cache": False},
-        vision_config={**vision, "out_hidden_size": hidden, "patch_size": PATCH, "fullatt_block_indexes": attended},
+        text_config={
+            **text,
+            **heads,
+            "rope_parameters": rope,
+            "max_position_embeddings": 4096,
+            "use_cache": False,
+        },
+        vision_config={
+            **vision,
+            "out_hidden_size": hidden,
+            "patch_size": PATCH,
+            "fullatt_block_indexes": attended,
+        },
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
@@ -141,7 +205,9 @@ def image_processor() -> Any:
     cell = PATCH * MERGE
     size = {"shortest_edge": cell**2, "longest_edge": cell**2 * 1280}
     name = "Qwen2VLImageProcessor" + ("" if is_torchvision_available() else "Pil")
-    return getattr(transformers, name)(patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size)
+    return getattr(transformers, name)(
+        patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, size=size
+    )
 
 
 def write(folder: Path, args: argparse.Namespace) -> None:
@@ -155,7 +221,10 @@ def write(folder: Path, args: argparse.Namespace) -> None:
     image_processor().save_pretrained(folder)
     (folder / "data").mkdir()
     random = np.random.default_rng(0)
-    lines = [json.dumps(_record(folder / "data", number, random, args.size)) + "\n" for number in range(records(args))]
+    lines = [
+        json.dumps(_record(folder / "data", number, random, args.size)) + "\n"
+        for number in range(records(args))
+    ]
     (folder / "data" / "training.jsonl").write_text("".join(lines))
 
 
@@ -164,11 +233,18 @@ def _record(folder: Path, number: int, random: Any, size: str) -> dict[str, Any]
     parts, sides = [], SIZES[size]["images"]["sides"]
     for place in range(random.integers(1, 3)):
         width, height = random.integers(*sides, 2).tolist()
-        name = toy_vision.picture(folder, f"{number}-{place}.jpg", width, height, 2 * number + place)
+        name = toy_vision.picture(
+            folder, f"{number}-{place}.jpg", width, height, 2 * number + place
+        )
         parts.append({"type": "image", "image": name})
     question = {"type": "text", "text": "What do you see?"}
     answer = " ".join(random.choice(WORDS, random.integers(4, 16)))
-    return {"messages": [{"role": "user", "content": [*parts, question]}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": [*parts, question]},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def records(args: argparse.Namespace) -> int:
@@ -193,12 +269,24 @@ class Collator:
         from PIL import Image
 
         chats = [record["messages"] for record in batch]
-        names = [part["image"] for chat in chats for part in chat[0]["content"] if part["type"] == "image"]
-        media = self.images([Image.open(self.folder / name).convert("RGB") for name in names], return_tensors="pt")
+        names = [
+            part["image"]
+            for chat in chats
+            for part in chat[0]["content"]
+            if part["type"] == "image"
+        ]
+        media = self.images(
+            [Image.open(self.folder / name).convert("RGB") for name in names], return_tensors="pt"
+        )
         counts = iter((media["image_grid_thw"].prod(-1) // MERGE**2).tolist())
         asked = [self._text(chat[:1], add_generation_prompt=True) for chat in chats]
-        answers = [self._text(chat)[len(prompt) :] for chat, prompt in zip(chats, asked, strict=True)]
-        prompts = [re.sub(re.escape(TOY.image), lambda mark: mark[0] * next(counts), prompt) for prompt in asked]
+        answers = [
+            self._text(chat)[len(prompt) :] for chat, prompt in zip(chats, asked, strict=True)
+        ]
+        prompts = [
+            re.sub(re.escape(TOY.image), lambda mark: mark[0] * next(counts), prompt)
+            for prompt in asked
+        ]
         tokens = [self.tokenizer(texts)["input_ids"] for texts in (prompts, answers)]
         return {**self._padded(list(zip(*tokens, strict=True))), **media}
 
@@ -214,7 +302,12 @@ class Collator:
             ids[row, :end], mask[row, :end] = torch.tensor(prompt + answer), 1
             labels[row, start:end] = torch.tensor(answer)
         types = (ids == self.tokenizer.convert_tokens_to_ids(TOY.image)).long()
-        return {"input_ids": ids, "labels": labels, "attention_mask": mask, "mm_token_type_ids": types}
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": mask,
+            "mm_token_type_ids": types,
+        }
 
 
 class Trainer:
@@ -272,7 +365,9 @@ class Trainer:
     def loss(self, places: list[int]) -> float:
         """Of some records, before the first step."""
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-            return self.model(**self.collator([self.records[place] for place in places])).loss.item()
+            return self.model(
+                **self.collator([self.records[place] for place in places])
+            ).loss.item()
 
     def epoch(self) -> list[Stamp]:
         self.stamps.clear()
@@ -283,7 +378,9 @@ class Trainer:
 class Ours:
     """The body of ``training.loop.train`` with the default callbacks, records in their order."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace, layout: str, precision: str, workers: int = 0) -> None:
+    def __init__(
+        self, folder: Path, args: argparse.Namespace, layout: str, precision: str, workers: int = 0
+    ) -> None:
         self.run: Run = setup(_config(folder, args, layout, precision, workers), forward_step)
         batches: Any = self.run.train_batches[0]
         dataset = batches.dataset
@@ -319,7 +416,9 @@ class Ours:
         return self.wait.read(steps)["data wait"]
 
 
-def _config(folder: Path, args: argparse.Namespace, layout: str, precision: str, workers: int) -> ConfigContainer:
+def _config(
+    folder: Path, args: argparse.Namespace, layout: str, precision: str, workers: int
+) -> ConfigContainer:
     provider = AutoBridge.from_hf_pretrained(str(folder)).to_megatron_provider(load_weights=False)
     length, batch = args.seq_length, 1 if layout == "packed" else args.batch
     provider.seq_length = length
@@ -328,7 +427,11 @@ def _config(folder: Path, args: argparse.Namespace, layout: str, precision: str,
         model=provider,
         train=TrainingConfig(batch, batch, train_iters=10**5),
         optimizer=OptimizerConfig(
-            lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], clip_grad=CLIP
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            clip_grad=CLIP,
         ),
         scheduler=SchedulerConfig(lr_decay_style="constant"),
         dataset=FinetuningDatasetConfig(
@@ -383,8 +486,13 @@ class Remote(AbstractContextManager["Remote"]):
 
 def step_medians(epochs: list[list[Stamp]]) -> list[Stamp]:
     """For each step but the first, the median of its wall and of its CPU seconds over the rounds."""
-    steps = zip(*([Stamp(b.wall - a.wall, b.cpu - a.cpu) for a, b in pairwise(epoch)] for epoch in epochs), strict=True)
-    return [Stamp(*(statistics.median(values) for values in zip(*step, strict=True))) for step in steps]
+    steps = zip(
+        *([Stamp(b.wall - a.wall, b.cpu - a.cpu) for a, b in pairwise(epoch)] for epoch in epochs),
+        strict=True,
+    )
+    return [
+        Stamp(*(statistics.median(values) for values in zip(*step, strict=True))) for step in steps
+    ]
 
 
 def rows(found: dict[str, list[Stamp]], tokens: dict[str, int]) -> list[list[str]]:
@@ -394,7 +502,12 @@ def rows(found: dict[str, list[Stamp]], tokens: dict[str, int]) -> list[list[str
     speeds = [{name: tokens[name] / seconds[name] for name in found} for seconds in (wall, cpu)]
     return [
         [
-            *(name, str(len(steps)), f"{wall[name] / len(steps) * 1e3:.0f}", f"{cpu[name] / len(steps):.2f}"),
+            *(
+                name,
+                str(len(steps)),
+                f"{wall[name] / len(steps) * 1e3:.0f}",
+                f"{cpu[name] / len(steps):.2f}",
+            ),
             f"{speeds[0][name]:,.0f}",
             *(f"{speed[name] / speed['HF Trainer']:.2f}" for speed in speeds),
         ]
@@ -421,7 +534,9 @@ def compare(folder: Path, args: argparse.Namespace, layout: str, precision: str)
     """Print one table; both processes take turns."""
     with ExitStack() as stack:
         given = (folder, args, layout, precision)
-        remotes = {name: stack.enter_context(Remote(name, given, args.threads)) for name in CANDIDATES}
+        remotes = {
+            name: stack.enter_context(Remote(name, given, args.threads)) for name in CANDIDATES
+        }
         plans = {name: remote.ask("plan") for name, remote in remotes.items()}
         lengths = remotes["Megatron Bridge"].ask("lengths")
         print(
@@ -429,9 +544,15 @@ def compare(folder: Path, args: argparse.Namespace, layout: str, precision: str)
         )
         print(compare_losses(remotes, plans["Megatron Bridge"], precision), end="\n\n")
         remotes["HF Trainer"].ask("epoch")
-        rounds = [{name: remote.ask("epoch") for name, remote in remotes.items()} for _ in range(args.rounds)]
+        rounds = [
+            {name: remote.ask("epoch") for name, remote in remotes.items()}
+            for _ in range(args.rounds)
+        ]
     found = {name: step_medians([epochs[name] for epochs in rounds]) for name in remotes}
-    tokens = {name: sum(lengths[place] for step in plan[1:] for place in step) for name, plan in plans.items()}
+    tokens = {
+        name: sum(lengths[place] for step in plan[1:] for place in step)
+        for name, plan in plans.items()
+    }
     print(table(HEADERS, rows(found, tokens)), flush=True)
 
 
@@ -454,15 +575,26 @@ def waiting(folder: Path, args: argparse.Namespace, layout: str, precision: str)
 
 def main() -> None:
     """Measure each layout in each precision, and the wait for data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="30m")
     parser.add_argument("--precision", nargs="+", choices=TOLERANCES, default=list(TOLERANCES))
     parser.add_argument("--layout", nargs="*", choices=LAYOUTS, default=LAYOUTS)
-    parser.add_argument("--batch", type=int, default=2, help="samples of a step that are not packed")
+    parser.add_argument(
+        "--batch", type=int, default=2, help="samples of a step that are not packed"
+    )
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=4, help="0 measures the wait for data only")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of a round of samples that are not packed")
-    parser.add_argument("--wait", type=int, default=20, help="steps for which the wait for data is measured")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="counted steps of a round of samples that are not packed",
+    )
+    parser.add_argument(
+        "--wait", type=int, default=20, help="steps for which the wait for data is measured"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     cases = [(layout, precision) for layout in args.layout for precision in args.precision]

@@ -37,7 +37,9 @@ class Server:
         self.requests, self.fault = [], lambda method, path: None
         self.released = threading.Event()
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=Quiet)
+        self._server = make_server(
+            "127.0.0.1", 0, self._serve, threaded=True, request_handler=Quiet
+        )
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 

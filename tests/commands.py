@@ -77,7 +77,10 @@ def _torchrun(arguments):
     args = _parsed_by_torchrun(arguments)
     nodes = int(str(args.nnodes).rpartition(":")[2])
     module = ["-m"] if args.module else []
-    _script([*module, args.training_script, *args.training_script_args], nodes * int(args.nproc_per_node))
+    _script(
+        [*module, args.training_script, *args.training_script_args],
+        nodes * int(args.nproc_per_node),
+    )
 
 
 def _parsed_by_torchrun(arguments):
@@ -123,7 +126,9 @@ def _until_parsed(name, arguments, module):
             run(name if module else str(ROOT / name), run_name="__main__")
         except Parsed:
             return
-    raise AssertionError(f"{name} parses no arguments, so it cannot be tried without being run: mark the block")
+    raise AssertionError(
+        f"{name} parses no arguments, so it cannot be tried without being run: mark the block"
+    )
 
 
 def _make(arguments):
@@ -148,9 +153,10 @@ def _sbatch(arguments):
     """Options of Slurm by a list of our own: its ``--help`` needs a cluster."""
     _behind(SBATCH)(arguments)
     for word in arguments[: arguments.index(SBATCH)]:
-        assert re.match(r"--(nodes|ntasks-per-node|cpus-per-task|gpus-per-node|partition|account|time)=\S+$", word), (
-            word
-        )
+        assert re.match(
+            r"--(nodes|ntasks-per-node|cpus-per-task|gpus-per-node|partition|account|time)=\S+$",
+            word,
+        ), word
 
 
 def _uv(arguments):
@@ -170,7 +176,9 @@ def _help_of_uv(*command):
 
 
 def _extras(arguments):
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for word in arguments:
         for extra in re.findall(r"\[([\w,-]+)\]", word):
             assert set(extra.split(",")) <= extras.keys(), f"there is no extra {extra}"
@@ -189,7 +197,9 @@ PROGRAMS = {
     "torchrun": _torchrun,
     "python": _script,
     "make": _make,
-    "scripts/testbench/testbench_collect_data.sh": lambda arguments: _script(["-m", "scripts.testbench", *arguments]),
+    "scripts/testbench/testbench_collect_data.sh": lambda arguments: _script(
+        ["-m", "scripts.testbench", *arguments]
+    ),
     "uv": _uv,
     "pip": _extras,
     "sbatch": _sbatch,
@@ -214,7 +224,9 @@ def run(words: list[str], folder: Path, pool: WorkerPool) -> None:
     assert program == "torchrun", f"{program} is not executed: leave the mark out"
     args = _parsed_by_torchrun(arguments)
     assert int(args.nproc_per_node) == pool.size
-    for code, said in pool.run(as_script, folder, _small([args.training_script, *args.training_script_args])):
+    for code, said in pool.run(
+        as_script, folder, _small([args.training_script, *args.training_script_args])
+    ):
         assert code == 0, said
 
 
@@ -252,7 +264,11 @@ def _small(arguments):
     trains = arguments[0] == "train" or RUN_RECIPE in arguments
     if not trains or {"--list", "--dry-run", "--rehearse", "--rehearse-rank"} & set(arguments):
         return arguments
-    toy = TOY | ({"tokenizer.tokenizer_model": "MODEL"} if "--data" in arguments else {"tokenizer.vocab_size": 64})
+    toy = TOY | (
+        {"tokenizer.tokenizer_model": "MODEL"}
+        if "--data" in arguments
+        else {"tokenizer.vocab_size": 64}
+    )
     if "--seq_length" not in arguments:
         toy |= {"model.seq_length": 128, "dataset.seq_length": 128}
     given = {word.partition("=")[0] for word in arguments}

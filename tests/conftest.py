@@ -24,12 +24,16 @@ def pytest_collection_modifyitems(items):
         functional = "functional_tests" in item.path.parts
         for name in ("functional", "integration") if functional else ("unit",):
             item.add_marker(name)
-        if item.get_closest_marker("gpu") or (functional and WHOLE_PROGRAMS.intersection(item.path.parts)):
+        if item.get_closest_marker("gpu") or (
+            functional and WHOLE_PROGRAMS.intersection(item.path.parts)
+        ):
             item.add_marker("system")
         if item.get_closest_marker("gpu"):
             import torch
 
-            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+            item.add_marker(
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+            )
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,10 @@ class TwoNamespaces:
         for name in self.names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-        ends = [["name", cable, "netns", name] for cable, name in zip(self.cables, self.names, strict=True)]
+        ends = [
+            ["name", cable, "netns", name]
+            for cable, name in zip(self.cables, self.names, strict=True)
+        ]
         ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         for name, cable, address in zip(self.names, self.cables, self.addresses, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)

@@ -29,7 +29,11 @@ class NoNeighbors(P2PCommunicator):
         after = torch.zeros(tensor_shape, dtype=dtype) if recv_next else None
         done = SimpleNamespace(wait=lambda: None)
         names = {"recv_prev": recv_prev, "recv_next": recv_next}
-        return before, after, None if wait_on_reqs else {name: done for name, asked in names.items() if asked}
+        return (
+            before,
+            after,
+            None if wait_on_reqs else {name: done for name, asked in names.items() if asked},
+        )
 
 
 def run_stage(step, chunks, config, stages, stage, microbatches, sequence, forward_only=False):
@@ -47,7 +51,9 @@ def run_stage(step, chunks, config, stages, stage, microbatches, sequence, forwa
     """
     groups = ProcessGroupCollection(tp=Group(1), cp=Group(1), pp=Group(stages, stage))
     config.virtual_pipeline_model_parallel_size = len(chunks) if len(chunks) > 1 else None
-    function = schedules.get_forward_backward_func(stages, config.virtual_pipeline_model_parallel_size)
+    function = schedules.get_forward_backward_func(
+        stages, config.virtual_pipeline_model_parallel_size
+    )
     extra = {"p2p_communicator": NoNeighbors(groups.pp, config)} if stages > 1 else {}
     function(
         forward_step_func=step,

@@ -73,14 +73,18 @@ class Block:
         ways = WAYS.get(self.language, ())
         if not ways or self.mark not in ("", *ways):
             asked = f" with the mark {self.mark}" if self.mark else ""
-            raise ValueError(f"{self.name}: a block of {self.language or 'no language'}{asked} is not checked")
+            raise ValueError(
+                f"{self.name}: a block of {self.language or 'no language'}{asked} is not checked"
+            )
         return self.mark or ways[0]
 
     def _check_test(self) -> None:
         test = ROOT / self.mark
         named = (self.page.name, self.title) if self.title else (self.page.name,)
         if not test.exists() or not all(name in test.read_text() for name in named):
-            raise ValueError(f"{self.name}: {self.mark} does not execute it: there is no {' or '.join(named)}")
+            raise ValueError(
+                f"{self.name}: {self.mark} does not execute it: there is no {' or '.join(named)}"
+            )
 
     def commands(self) -> list[list[str]]:
         """The words of each command, without variables set before it, comments and redirections."""
@@ -164,13 +168,19 @@ def wrong_keywords(source: list[Block]) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
             for alias in node.names:
-                with contextlib.suppress(ImportError):  # a submodule is an attribute only after its import
+                with contextlib.suppress(
+                    ImportError
+                ):  # a submodule is an attribute only after its import
                     importlib.import_module(f"{node.module}.{alias.name}")
                 if hasattr(module, alias.name):
                     imported[alias.asname or alias.name] = getattr(module, alias.name)
                 else:
                     wrong.append(f"{node.module}.{alias.name}")
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
     return wrong + [name for call in calls for name in _wrong(call, imported)]
 
 
@@ -180,4 +190,8 @@ def _wrong(call, imported):
     parameters = inspect.signature(imported[call.func.id]).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []  # the recipes' typed options: the builder refuses unknown ones when it is called
-    return [f"{call.func.id}({item.arg}=)" for item in call.keywords if item.arg and item.arg not in parameters]
+    return [
+        f"{call.func.id}({item.arg}=)"
+        for item in call.keywords
+        if item.arg and item.arg not in parameters
+    ]

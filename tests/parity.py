@@ -44,7 +44,11 @@ class Figures:
     def beyond(self, tolerance):
         """The figures above ``tolerance``, with it."""
         limits = asdict(tolerance)
-        return {name: (value, limits[name]) for name, value in asdict(self).items() if not value <= limits[name]}
+        return {
+            name: (value, limits[name])
+            for name, value in asdict(self).items()
+            if not value <= limits[name]
+        }
 
 
 FP32 = Figures(losses=2e-7, held_out=1.5e-7, further=2.5e-7, grad_norms=8e-7, weights=2.5e-7)
@@ -135,7 +139,10 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket
 FSDP2 = {"use_torch_fsdp2": True}
 MEGATRON_FSDP = {"use_megatron_fsdp": True}
 STATE_CUT = MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim", "bucket_size": 2000}
-GRADIENTS_CUT = MEGATRON_FSDP | {"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 2000}
+GRADIENTS_CUT = MEGATRON_FSDP | {
+    "data_parallel_sharding_strategy": "optim_grads",
+    "bucket_size": 2000,
+}
 
 LAYOUTS = {
     "TP2": Layout(2, TP2),
@@ -146,17 +153,24 @@ LAYOUTS = {
     "PP2, selective recomputation": Layout(2, PP2 | SELECTIVE),
     "PP2, 1 layer in the first stage": Layout(2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     "PP2, 1 layer in the last stage": Layout(2, PP2 | {"num_layers_in_last_pipeline_stage": 1}),
-    "PP2, embedding counts as a layer": Layout(2, PP2 | {"account_for_embedding_in_pipeline_split": True}),
+    "PP2, embedding counts as a layer": Layout(
+        2, PP2 | {"account_for_embedding_in_pipeline_split": True}
+    ),
     "PP2, loss counts as a layer": Layout(2, PP2 | {"account_for_loss_in_pipeline_split": True}),
     "PP2, stages Ettt and tL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tL"}),
     "PP2, stages Ettt and tmmL": Layout(2, PP2 | {"pipeline_model_parallel_layout": "Ettt|tmmL"}),
     "PP2+VP2": Layout(2, PP2_VP2),
-    "PP2+VP2, stages E, tt, t and tL": Layout(2, PP2_VP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}),
+    "PP2+VP2, stages E, tt, t and tL": Layout(
+        2, PP2_VP2 | {"pipeline_model_parallel_layout": "E|tt|t|tL"}
+    ),
     "PP2+VP3, embedding and loss count as layers": Layout(
         2,
         PP2
         | {"virtual_pipeline_model_parallel_size": 3}
-        | {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        | {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
     ),
     "CP2, all-gather": Layout(2, CP2),
     "CP2, all-to-all": Layout(2, CP2_EXCHANGE),
@@ -346,7 +360,11 @@ CELLS = {
         "PP2+VP2 x DP2, distributed optimizer, overlapped",
     ),
     "2 further tokens, tied embeddings": ("TP2+SP", "PP2", "PP2+VP2", "CP2, all-gather"),
-    "2 further tokens, means of microbatches": ("PP2", "CP2, all-gather", "DP2, distributed optimizer"),
+    "2 further tokens, means of microbatches": (
+        "PP2",
+        "CP2, all-gather",
+        "DP2, distributed optimizer",
+    ),
     "packed": (
         "TP2",
         "TP2+SP",
@@ -375,7 +393,14 @@ CELLS = {
         "DP2, Megatron-FSDP",
     ),
     "packed, 2 further tokens": ("TP2+SP", "PP2+VP2", "CP2, all-gather"),
-    "packed, experts": ("DP2, FSDP2", "DP2, Megatron-FSDP", "TP2+SP", "PP2+VP2", "CP2, all-gather", "EP2"),
+    "packed, experts": (
+        "DP2, FSDP2",
+        "DP2, Megatron-FSDP",
+        "TP2+SP",
+        "PP2+VP2",
+        "CP2, all-gather",
+        "EP2",
+    ),
     "dropout of hidden states": ("TP2", "TP2, full recomputation"),
 }
 
@@ -398,7 +423,9 @@ def run_cell(model, layout, folder, steps=STEPS, precision="fp32", lr=1e-2, clip
             "model": chosen.fields | spread.model,
             "ddp": DistributedDataParallelConfig(**spread.ddp),
             "dist": DistributedInitConfig(**spread.dist),
-            "optimizer": OptimizerConfig(lr=lr, weight_decay=0.1, clip_grad=clip_grad, adam_eps=EPSILON),
+            "optimizer": OptimizerConfig(
+                lr=lr, weight_decay=0.1, clip_grad=clip_grad, adam_eps=EPSILON
+            ),
             "mixed_precision": precision,
         }
         | _samples(chosen.data, folder, steps)
@@ -407,7 +434,10 @@ def run_cell(model, layout, folder, steps=STEPS, precision="fp32", lr=1e-2, clip
 
 def _samples(kind, folder, steps):
     if kind == "mock":
-        return {"train": {"train_iters": steps}, "validation": ValidationConfig(eval_interval=steps // 2, eval_iters=1)}
+        return {
+            "train": {"train_iters": steps},
+            "validation": ValidationConfig(eval_interval=steps // 2, eval_iters=1),
+        }
     packed = kind == "packed"
     return {
         # where a row holds several samples, what fits into it depends on what they are filled up to
@@ -449,7 +479,9 @@ def measure(pool, singles, model, layout, folder, **options):
 def compare(records, reference):
     """How far the records of all ranks are from that of the single process."""
     first, expected_further = records[0], reference.further
-    assert all(other.numbers == first.numbers for other in records), "ranks report different numbers"
+    assert all(other.numbers == first.numbers for other in records), (
+        "ranks report different numbers"
+    )
     assert len(first.losses) == len(reference.losses) > 0
     weights, expected = whole_weights(records), whole_weights([reference])
     assert weights.keys() == expected.keys()
@@ -457,7 +489,10 @@ def compare(records, reference):
     return Figures(
         losses=_relative(first.losses, reference.losses),
         held_out=_relative(first.held_out, reference.held_out),
-        further=max((_relative(found, reference.further[name]) for name, found in first.further.items()), default=0.0),
+        further=max(
+            (_relative(found, reference.further[name]) for name, found in first.further.items()),
+            default=0.0,
+        ),
         grad_norms=_relative(first.grad_norms, reference.grad_norms),
         weights=max(float((weights[name] - expected[name]).abs().max()) for name in weights),
     )
@@ -466,8 +501,14 @@ def compare(records, reference):
 def moved(record):
     """How far the weights of a single-process run, by name, are from where they started."""
     final = whole_weights([record])
-    return {name: float((weight - first_weight(name, weight.shape)).abs().max()) for name, weight in final.items()}
+    return {
+        name: float((weight - first_weight(name, weight.shape)).abs().max())
+        for name, weight in final.items()
+    }
 
 
 def _relative(values, expected):
-    return max((abs(value / wanted - 1) for value, wanted in zip(values, expected, strict=True)), default=0.0)
+    return max(
+        (abs(value / wanted - 1) for value, wanted in zip(values, expected, strict=True)),
+        default=0.0,
+    )

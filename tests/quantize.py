@@ -16,7 +16,10 @@ def to_fp8(weight, block):
     scale, packed = torch.empty(grid), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row in range(grid[0]):
         for column in range(grid[1]):
-            here = (slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width))
+            here = (
+                slice(row * height, (row + 1) * height),
+                slice(column * width, (column + 1) * width),
+            )
             scale[row, column] = weight[here].abs().max().float() / 448.0 + 1e-6
             packed[here] = (weight[here].float() / scale[row, column]).to(torch.float8_e4m3fn)
     return packed, scale if block else scale.reshape(())
@@ -25,7 +28,9 @@ def to_fp8(weight, block):
 def from_fp8(packed, scale, block):
     """The numbers of a float8 matrix, one by one."""
     height, width = block or packed.shape
-    grid = scale.float().reshape(-(-packed.shape[0] // height), -(-packed.shape[1] // width)).tolist()
+    grid = (
+        scale.float().reshape(-(-packed.shape[0] // height), -(-packed.shape[1] // width)).tolist()
+    )
     # Python's floats are wide enough for the exact product, which is rounded once, to float32
     return torch.tensor(
         [
@@ -49,11 +54,16 @@ def from_mxfp4(blocks, scales):
 
     def number(expert, row, column):
         byte = bytes_[expert][column][row // 32][row % 32 // 2]
-        return E2M1[byte >> 4 if row % 2 else byte & 15] * 2.0 ** (exponents[expert][column][row // 32] - 127)
+        return E2M1[byte >> 4 if row % 2 else byte & 15] * 2.0 ** (
+            exponents[expert][column][row // 32] - 127
+        )
 
     return torch.tensor(
         [
-            [[number(expert, row, column) for column in range(columns)] for row in range(32 * groups)]
+            [
+                [number(expert, row, column) for column in range(columns)]
+                for row in range(32 * groups)
+            ]
             for expert in range(experts)
         ]
     )
@@ -85,7 +95,13 @@ def rewrite(directory, change, quantization=None):
 
 def fp8_config(block, **more):
     """A ``quantization_config`` as DeepSeek and Qwen publish it."""
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block, **more}
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": block,
+        **more,
+    }
 
 
 def store_in_fp8(

@@ -45,7 +45,9 @@ class RecordedGraph(TorchDispatchMode):
         results = run(func, args, kwargs)
         self._made |= {place(tensor) for tensor in tensors(results)} - given.keys()
         # under other names, because a pipeline stage gives what it has sent other memory
-        self.calls.append(tree_map_only(torch.Tensor, torch.Tensor.detach, (func, args, kwargs, results)))
+        self.calls.append(
+            tree_map_only(torch.Tensor, torch.Tensor.detach, (func, args, kwargs, results))
+        )
         return results
 
     def end_capture(self):
@@ -91,13 +93,19 @@ def install(monkeypatch):
     monkeypatch.setattr(RecordedGraph, "captured", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
+    for name in (
+        "_cuda_beginAllocateCurrentThreadToPool",
+        "_cuda_endAllocateToPool",
+        "_cuda_releasePool",
+    ):
         monkeypatch.setattr(torch._C, name, lambda *place: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda *device: collections.defaultdict(int))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(cuda_graphs, "get_all_rng_states", dict)  # these of the CPU are not generators
+    monkeypatch.setattr(
+        cuda_graphs, "get_all_rng_states", dict
+    )  # these of the CPU are not generators
     monkeypatch.setattr(dist.Work, "wait", unless_captured(dist.Work.wait))
     return RecordedGraph.captured
 
@@ -106,7 +114,9 @@ def unless_captured(wait):
     """In a capture, a collective is over; gloo would wait for another message, or compute what NCCL does not."""
 
     def call(work, *timeout):
-        capturing = any(isinstance(mode, RecordedGraph) for mode in _get_current_dispatch_mode_stack())
+        capturing = any(
+            isinstance(mode, RecordedGraph) for mode in _get_current_dispatch_mode_stack()
+        )
         return capturing or wait(work, *timeout)
 
     return call

@@ -49,9 +49,16 @@ def _with_experts(kind):
 
     torch.manual_seed(0)
     if kind == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2))
+        model = MixtralForCausalLM(
+            MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+        )
     else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        experts = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**DECODER, **experts))
     randomise(model)
     return model.eval()
@@ -60,7 +67,13 @@ def _with_experts(kind):
 def _with_mamba():
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8}
+    sizes = {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+    }
     model = {key: value for key, value in DECODER.items() if key != "num_hidden_layers"}
     torch.manual_seed(0)
     model = NemotronHForCausalLM(NemotronHConfig(**model, **sizes, hybrid_override_pattern="M-*"))
@@ -72,7 +85,12 @@ def _with_one_group():
     from transformers import BambaConfig, BambaForCausalLM
 
     model = {key: value for key, value in DECODER.items() if key != "head_dim"}
-    sizes = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 8, "attn_layer_indices": [1]}
+    sizes = {
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "attn_layer_indices": [1],
+    }
     torch.manual_seed(0)
     model = BambaForCausalLM(BambaConfig(**model, **sizes))
     randomise(model)
@@ -85,12 +103,17 @@ def _with_shared_keys():
 
     sizes = {"global_head_dim": 24, "pad_token_id": None, "sliding_window": 9}
     sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": DECODER["vocab_size"]}
-    kinds = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    kinds = {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }
     shared = {"attention_k_eq_v": True, "num_kv_shared_layers": 1, "tie_word_embeddings": False}
     torch.manual_seed(0)
     model = Gemma4ForCausalLM(Gemma4TextConfig(**{**DECODER, **sizes, **kinds, **shared}))
     randomise(model)
-    for layer in model.model.layers:  # scores have no other scale; large ones make rounding errors grow
+    for (
+        layer
+    ) in model.model.layers:  # scores have no other scale; large ones make rounding errors grow
         layer.self_attn.q_norm.weight.data /= 8
     return model.eval()
 
@@ -106,7 +129,9 @@ def adapted(directory, peft, layout=None, ddp=True, **settings):
     bridge = AutoBridge.from_hf_pretrained(directory)
     provider = bridge.to_megatron_provider()
     if provider.num_moe_experts:
-        provider.moe_aux_loss_coeff = 0.0  # transformers adds this loss only if asked for the router's logits
+        provider.moe_aux_loss_coeff = (
+            0.0  # transformers adds this loss only if asked for the router's logits
+        )
     for name, value in {**(layout or {}), **settings}.items():
         setattr(provider, name, value)
     provider.register_pre_wrap_hook(peft)
@@ -144,7 +169,9 @@ def exported(bridge, model):
     """The adapters by their names in the format of ``peft``."""
     return {
         name: weight.clone()
-        for name, weight in bridge.export_adapter_weights(model, show_progress=False, prefix="base_model.model.")
+        for name, weight in bridge.export_adapter_weights(
+            model, show_progress=False, prefix="base_model.model."
+        )
     }
 
 
@@ -152,7 +179,11 @@ def train(model, steps):
     """Optimise the adapters on one batch under any layout: losses, as the last stage knows them."""
     optimizer = build_optimizer(
         OptimizerConfig(
-            lr=LEARNING_RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON, use_distributed_optimizer=False
+            lr=LEARNING_RATE,
+            weight_decay=0.0,
+            clip_grad=0.0,
+            adam_eps=EPSILON,
+            use_distributed_optimizer=False,
         ),
         model,
     )
@@ -192,7 +223,9 @@ def gradients(model):
 
 
 def _loss(logits, labels):
-    losses = vocab_parallel_cross_entropy(logits.transpose(0, 1).contiguous(), labels.transpose(0, 1))
+    losses = vocab_parallel_cross_entropy(
+        logits.transpose(0, 1).contiguous(), labels.transpose(0, 1)
+    )
     return losses.mean(), {"loss": losses.mean().item()}
 
 
@@ -252,7 +285,9 @@ def saved_by_peft(model):
     """The adapter's tensors by the names that ``peft`` saves them under."""
     from peft import get_peft_model_state_dict
 
-    return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()
+    }
 
 
 def is_last_stage():

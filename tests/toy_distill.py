@@ -40,7 +40,10 @@ class Losses(Callback):
 def student_config(teacher, learn=None, **arguments):
     """The toy run with a teacher."""
     return toy_config(
-        distill=DistillConfig(teacher=teacher and str(teacher), **(LEARN if learn is None else learn)), **arguments
+        distill=DistillConfig(
+            teacher=teacher and str(teacher), **(LEARN if learn is None else learn)
+        ),
+        **arguments,
     )
 
 

@@ -15,7 +15,10 @@ CLASSES = {
     "Qwen2ForSequenceClassification": ("Qwen2Config", {"tie_word_embeddings": True}),
     "Qwen3ForTokenClassification": ("Qwen3Config", {"tie_word_embeddings": True}),
     "Qwen3Model": ("Qwen3Config", {}),
-    "Gemma2ForSequenceClassification": ("Gemma2Config", {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}),
+    "Gemma2ForSequenceClassification": (
+        "Gemma2Config",
+        {"query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    ),
     "GPT2ForTokenClassification": ("GPT2Config", {**_GPT2, "classifier_dropout": 0.0}),
     "GPT2Model": ("GPT2Config", _GPT2),
     "Qwen3MoeForSequenceClassification": ("Qwen3MoeConfig", _EXPERTS),

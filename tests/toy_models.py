@@ -47,7 +47,9 @@ def make_llama(directory=None, seed=0, dtype=torch.float32, shard_size="40KB", *
     model.config.dtype = dtype
     if directory is not None:
         model.save_pretrained(directory, max_shard_size=shard_size)
-        (directory / "tokenizer.json").write_text('{"version": "1.0", "note": "carried over, not read"}')
+        (directory / "tokenizer.json").write_text(
+            '{"version": "1.0", "note": "carried over, not read"}'
+        )
         (directory / "chat_template.jinja").write_text("{{ messages[0].content }}\n")
         (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\nA toy.\n")
     return model

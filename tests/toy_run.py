@@ -144,9 +144,9 @@ def whole_weights(records):
     for record in records:
         for key, shape, place, data in record.shards:
             whole = weights.setdefault(key, torch.full(shape, float("nan")))
-            whole[tuple(slice(start, start + size) for start, size in place)] = torch.from_numpy(data).view(
-                [size for _, size in place]
-            )
+            whole[tuple(slice(start, start + size) for start, size in place)] = torch.from_numpy(
+                data
+            ).view([size for _, size in place])
     return weights
 
 
@@ -167,7 +167,9 @@ class Record(Callback):
 
     def on_train_step_end(self, context):
         for name, loss in context.loss_dict.items():
-            (self.losses if name == "lm loss" else self.further.setdefault(name, [])).append(loss.item())
+            (self.losses if name == "lm loss" else self.further.setdefault(name, [])).append(
+                loss.item()
+            )
         self.grad_norms.append(float(context.grad_norm))
 
     def on_eval_end(self, context):
@@ -175,7 +177,12 @@ class Record(Callback):
 
     def on_train_end(self, context):
         self.shards = [
-            (shard.key, tuple(shard.global_shape), _place(shard), shard.data.detach().float().numpy().copy())
+            (
+                shard.key,
+                tuple(shard.global_shape),
+                _place(shard),
+                shard.data.detach().float().numpy().copy(),
+            )
             for shard in local_shards(context.model)
         ]
 

@@ -13,10 +13,39 @@ from tests.families.own_models import model_class
 from tests.families.vision.rows import ROWS
 
 SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
-    *("<|video_pad|>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<start_of_image>", "<end_of_image>"),
-    *("<image_soft_token>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<image>", "<video>", "<img>", "</img>"),
-    *("<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>", "<|video|>", "<|begin_of_video|>"),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+    ),
+    *(
+        "<|video_pad|>",
+        "<|begin_of_image|>",
+        "<|end_of_image|>",
+        "<|image|>",
+        "<start_of_image>",
+        "<end_of_image>",
+    ),
+    *(
+        "<image_soft_token>",
+        "[IMG]",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        "<image>",
+        "<video>",
+        "<img>",
+        "</img>",
+    ),
+    *(
+        "<IMG_CONTEXT>",
+        "<fake_token_around_image>",
+        "<global-img>",
+        "<|video|>",
+        "<|begin_of_video|>",
+    ),
     *("<|end_of_video|>", "<end_of_utterance>", "<bos>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 )
@@ -71,7 +100,15 @@ def _qwen(row: str, processor: str) -> Toy:
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
     videos = "Qwen3VLVideoProcessor" if row.startswith("qwen3") else "Qwen2VLVideoProcessor"
     film = mark.replace("image", "video")
-    return Toy(row, "<|image_pad|>", mark, ("Qwen2VLImageProcessor", images), (processor, {}), videos, film=film)
+    return Toy(
+        row,
+        "<|image_pad|>",
+        mark,
+        ("Qwen2VLImageProcessor", images),
+        (processor, {}),
+        videos,
+        film=film,
+    )
 
 
 def _glm(row: str) -> Toy:
@@ -112,7 +149,11 @@ TOYS: dict[str, Toy] = {
             *("gemma3_vl", "<image_soft_token>", "<start_of_image>"),
             ("Gemma3ImageProcessor", {"size": _square(16)}),
             ("Gemma3Processor", {"image_seq_length": 4}),
-            named={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+            named={
+                "boi_token": "<start_of_image>",
+                "eoi_token": "<end_of_image>",
+                "image_token": "<image_soft_token>",
+            },
         ),
         Toy(
             *("paligemma", "<image>", "<image>"),
@@ -136,7 +177,11 @@ TOYS: dict[str, Toy] = {
             ("CLIPImageProcessor", {"size": {"shortest_edge": 16}, "crop_size": _square(16)}),
             (
                 "LlavaProcessor",
-                {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+                {
+                    "patch_size": 4,
+                    "vision_feature_select_strategy": "default",
+                    "num_additional_image_tokens": 1,
+                },
             ),
             template=LISTS,
         ),
@@ -145,7 +190,11 @@ TOYS: dict[str, Toy] = {
             ("LlavaNextImageProcessor", {"size": {"shortest_edge": 8}, **_TILES}),
             (
                 "LlavaNextProcessor",
-                {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+                {
+                    "patch_size": 4,
+                    "vision_feature_select_strategy": "default",
+                    "num_additional_image_tokens": 1,
+                },
             ),
         ),
         Toy(
@@ -154,7 +203,10 @@ TOYS: dict[str, Toy] = {
                 "LlavaOnevisionImageProcessor",
                 {"size": _square(8), "image_grid_pinpoints": _TILES["image_grid_pinpoints"]},
             ),
-            ("LlavaOnevisionProcessor", {"num_image_tokens": 4, "vision_feature_select_strategy": "full"}),
+            (
+                "LlavaOnevisionProcessor",
+                {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+            ),
             "LlavaOnevisionVideoProcessor",
         ),
         Toy(
@@ -192,7 +244,9 @@ REMOTE_TOYS: dict[str, Toy] = {
         (
             "NemotronNanoVLV2ImageProcessor",
             {
-                "auto_map": {"AutoImageProcessor": "image_processing.NemotronNanoVLV2ImageProcessor"},
+                "auto_map": {
+                    "AutoImageProcessor": "image_processing.NemotronNanoVLV2ImageProcessor"
+                },
                 "image_size": 16,
                 "patch_size": 4,
                 "max_num_tiles": 4,
@@ -212,10 +266,14 @@ def make_tokenizer(toy: Toy) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
@@ -260,7 +318,9 @@ def save(name: str, folder: Path, weights: bool = False, **changes: Any) -> Path
         torch.manual_seed(0)
         model = model_class(ROWS[name].model)(config)
         for parameter in model.parameters():
-            if not parameter.any():  # as Gemma 3's projection starts: no image would change anything
+            if (
+                not parameter.any()
+            ):  # as Gemma 3's projection starts: no image would change anything
                 torch.nn.init.normal_(parameter, std=0.2)
         model.save_pretrained(folder)
     config.save_pretrained(folder)
@@ -295,7 +355,9 @@ def composite(name: str, folder: Path) -> Any:
     return getattr(module, toy.processor[0])(**parts, **toy.processor[1])
 
 
-def greedy_answer(folder: Path, ids: Any, inputs: dict[str, Any], count: int) -> tuple[list[int], list[float]]:
+def greedy_answer(
+    folder: Path, ids: Any, inputs: dict[str, Any], count: int
+) -> tuple[list[int], list[float]]:
     """Transformers' ``count`` tokens behind ``ids`` [1, sequence], and their log-probabilities."""
     import inspect
 
@@ -313,7 +375,10 @@ def greedy_answer(folder: Path, ids: Any, inputs: dict[str, Any], count: int) ->
         output_logits=True,
     )
     tokens = found.sequences[0, ids.shape[1] :].tolist()
-    return tokens, [float(one[0].log_softmax(-1)[token]) for one, token in zip(found.logits, tokens, strict=True)]
+    return tokens, [
+        float(one[0].log_softmax(-1)[token])
+        for one, token in zip(found.logits, tokens, strict=True)
+    ]
 
 
 def picture(folder: Path, name: str, width: int, height: int, seed: int = 0) -> str:

@@ -34,9 +34,13 @@ def write(name: str, folder: Path, weights: bool = True) -> Path:
     toy_vision.save(name, folder, weights)
     data = folder / "data"
     data.mkdir()
-    files = [toy_vision.picture(data, f"{place}.png", *size, place) for place, size in enumerate(SIZES)]
+    files = [
+        toy_vision.picture(data, f"{place}.png", *size, place) for place, size in enumerate(SIZES)
+    ]
     for stem, records in (("training", IMAGES), ("validation", IMAGES[:4])):
-        lines = [json.dumps(_record([files[image] for image in images])) + "\n" for images in records]
+        lines = [
+            json.dumps(_record([files[image] for image in images])) + "\n" for images in records
+        ]
         (data / f"{stem}.jsonl").write_text("".join(lines))
     return folder
 
@@ -48,20 +52,26 @@ def _record(files: list[str]) -> dict:
     return {"messages": [{"role": "user", "content": [*parts, question]}, answer]}
 
 
-def config(folder: Path, model=None, kind="padded", train=None, dataset=None, **blocks) -> ConfigContainer:
+def config(
+    folder: Path, model=None, kind="padded", train=None, dataset=None, **blocks
+) -> ConfigContainer:
     """The run in ``folder``; ``model``, ``train`` and ``dataset`` set single fields."""
     provider = AutoBridge.from_hf_pretrained(folder).to_megatron_provider(load_weights=False)
     for name, value in {"seq_length": SEQUENCE, **(model or {})}.items():
         assert hasattr(provider, name), f"a provider has no {name}"
         setattr(provider, name, value)
     packed = kind == "packed"
-    specs = PackedSequenceSpecs(packed_sequence_size=SEQUENCE, pad_seq_to_mult=4) if packed else None
+    specs = (
+        PackedSequenceSpecs(packed_sequence_size=SEQUENCE, pad_seq_to_mult=4) if packed else None
+    )
     sizes = {"micro_batch_size": 1, "global_batch_size": 2} if packed else {}
     return ConfigContainer(
         **{
             "model": provider,
             "train": TrainingConfig(
-                **{"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 3} | sizes | (train or {})
+                **{"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 3}
+                | sizes
+                | (train or {})
             ),
             "optimizer": OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5),
             "scheduler": SchedulerConfig(lr_decay_style="constant"),
@@ -87,7 +97,12 @@ def config(folder: Path, model=None, kind="padded", train=None, dataset=None, **
 
 def first_weights(folder: Path, model: dict) -> dict[str, torch.Tensor]:
     """The weights that a run starts from, by name; what is trained moves by less than it is rounded to."""
-    record = run(folder, model=model, train={"train_iters": 1}, optimizer=OptimizerConfig(lr=1e-30, weight_decay=0.0))
+    record = run(
+        folder,
+        model=model,
+        train={"train_iters": 1},
+        optimizer=OptimizerConfig(lr=1e-30, weight_decay=0.0),
+    )
     return whole_weights([record])
 
 

@@ -23,7 +23,9 @@ from megatron.bridge.utils.processes import free_port
 FORGET = "forget"
 """The groups of the function before, once every rank has answered: a process with 60 idle threads of gloo takes 5 to
 10 % of a core."""
-_overlooked = {"modules": 0}  # how many were imported when the collector last saw them, and some more
+_overlooked = {
+    "modules": 0
+}  # how many were imported when the collector last saw them, and some more
 
 
 class Processes:
@@ -47,7 +49,9 @@ class Processes:
                 rank, ok, value, joined = self._outbox.get(timeout=timeout)
             except queue.Empty:
                 self.close()
-                raise TimeoutError(f"ranks {set(range(size)) - set(answers)} did not answer") from None
+                raise TimeoutError(
+                    f"ranks {set(range(size)) - set(answers)} did not answer"
+                ) from None
             if not ok:
                 self.close()  # the other ranks may hang in a collective
                 raise RuntimeError(f"rank {rank} of {size} failed:\n{value}")
@@ -71,7 +75,9 @@ class Processes:
 
     def _start(self):
         inbox = self._context.Queue()
-        process = self._context.Process(target=_serve, args=(len(self._processes), inbox, self._outbox), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(len(self._processes), inbox, self._outbox), daemon=True
+        )
         process.start()
         self._inboxes.append(inbox)
         self._processes.append(process)
@@ -115,7 +121,13 @@ def _join(rank, size, port):
     import torch.distributed as dist
 
     leave()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in place.items()}
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
 
@@ -163,10 +175,16 @@ def _clear_wrappers():
 
 def _clear_caches():
     """Megatron-Core remembers the last 32 rotary embeddings that were called, and what it last counted of experts."""
-    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+    from megatron.core.models.common.embeddings import (
+        rotary_pos_embedding,
+        yarn_rotary_pos_embedding,
+    )
     from megatron.core.transformer.moe import moe_logging
 
-    for kind in (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding):
+    for kind in (
+        rotary_pos_embedding.RotaryEmbedding,
+        yarn_rotary_pos_embedding.YarnRotaryEmbedding,
+    ):
         kind.forward.cache_clear()
     moe_logging.destroy_moe_metrics_tracker()
 

@@ -12,8 +12,16 @@ from megatron.bridge.cli.main import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Merge the profiler traces of all ranks into one.")
-    parser.add_argument("-i", "--input", required=True, type=Path, metavar="DIR", help="folder of traces")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: merged.json.gz beside the traces")
+    parser.add_argument(
+        "-i", "--input", required=True, type=Path, metavar="DIR", help="folder of traces"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: merged.json.gz beside the traces",
+    )
     args = parser.parse_args()
     output = [] if args.output is None else ["--output", str(args.output)]
     sys.exit(main(["trace", "merge", str(args.input), *output]))

@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.models.conversion.check import compare_logits
 
     sizes = model_options.parallel_sizes(args)
-    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
+    bridge = AutoBridge.from_hf_pretrained(
+        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
+    )
     ids, tokenizer, extra, hf_extra = inputs(bridge, args)
     model = megatron_model(bridge, sizes, args)
     found = compare_logits.run_megatron(model, ids, **extra)
@@ -37,11 +39,15 @@ def main(argv: Sequence[str]) -> int:
     return print_report(report, tolerance, tokenizer)
 
 
-def inputs(bridge: Any, args: argparse.Namespace) -> tuple["Tensor", Any, dict[str, Any], dict[str, Any]]:
+def inputs(
+    bridge: Any, args: argparse.Namespace
+) -> tuple["Tensor", Any, dict[str, Any], dict[str, Any]]:
     """Token ids, tokenizer, and what both models take beside them."""
     if not args.image_path:
         return *logits.tokens(bridge, args.prompt), {}, {}
-    return about_images(bridge.hf_pretrained.directory, args.image_path, args.prompt or "Describe this image.")
+    return about_images(
+        bridge.hf_pretrained.directory, args.image_path, args.prompt or "Describe this image."
+    )
 
 
 def about_images(
@@ -61,11 +67,17 @@ def about_images(
     positions = tokens.images.positions
     extra = {} if positions is None else {"position_ids": torch.from_numpy(positions)[:, None]}
     kinds = (torch.from_numpy(tokens.images.rows)[None] >= 0).long()
-    if reader.processor.kind == "paligemma":  # all of the prompt sees all of it, which is kind 0 in transformers
+    if (
+        reader.processor.kind == "paligemma"
+    ):  # all of the prompt sees all of it, which is kind 0 in transformers
         kinds = torch.zeros_like(ids)
         extra["attention_mask"] = ids.shape[1] - 1 - torch.arange(ids.shape[1])[None]
     # a model of transformers takes one of the kinds of tokens, or none
-    hf_pixels = {name: it[None] for name, it in pixels.items()} if reader.processor.kind in BY_SAMPLE else pixels
+    hf_pixels = (
+        {name: it[None] for name, it in pixels.items()}
+        if reader.processor.kind in BY_SAMPLE
+        else pixels
+    )
     hf_extra = {**hf_pixels, "mm_token_type_ids": kinds, "token_type_ids": kinds}
     return ids, reader.hf, {"media": pixels, **extra}, hf_extra
 
@@ -77,18 +89,35 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         "which on they do."
     )
     parser.add_argument(
-        "--hf-model", "--hf-model-path", "--model-name", required=True, metavar="ID", help="model directory or hub id"
+        "--hf-model",
+        "--hf-model-path",
+        "--model-name",
+        required=True,
+        metavar="ID",
+        help="model directory or hub id",
     )
     add_shared(parser, "parallel")
-    parser.add_argument("--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead")
-    parser.add_argument("--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)")
     parser.add_argument(
-        "--image-path", "--image_path", action="append", help="image that the prompt is about; may be repeated"
+        "--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead"
     )
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="dtype of both models"
+        "--prompt", help="text to run (default: a sentence, or random tokens without a tokenizer)"
     )
-    parser.add_argument("--tolerance", type=float, help="largest difference over the logits' standard deviation")
+    parser.add_argument(
+        "--image-path",
+        "--image_path",
+        action="append",
+        help="image that the prompt is about; may be repeated",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="dtype of both models",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, help="largest difference over the logits' standard deviation"
+    )
     return parser.parse_args(argv)
 
 
@@ -96,7 +125,9 @@ def megatron_model(bridge: Any, sizes: dict[str, Any], args: argparse.Namespace)
     """The Megatron model, from the Hugging Face weights or from a checkpoint."""
     if args.megatron_path:
         precision = {"bf16": args.dtype == "bfloat16", "fp16": args.dtype == "float16"}
-        model = bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **precision)
+        model = bridge.load_megatron_model(
+            args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **precision
+        )
     else:
         model = model_options.build_model(bridge, sizes)
     for chunk in model:
@@ -110,10 +141,14 @@ def print_next_tokens(reference: "Tensor", found: "Tensor", tokenizer: Any) -> N
 
     from megatron.bridge.utils.console import console
 
-    table = Table("next token", "Hugging Face", "Megatron", "difference", title="logits at the last position")
+    table = Table(
+        "next token", "Hugging Face", "Megatron", "difference", title="logits at the last position"
+    )
     for token in reference.float().topk(5).indices.tolist():
         values = float(reference[token]), float(found[token])
-        table.add_row(named(token, tokenizer), *(f"{value:.5f}" for value in (*values, values[1] - values[0])))
+        table.add_row(
+            named(token, tokenizer), *(f"{value:.5f}" for value in (*values, values[1] - values[0]))
+        )
     console().print(table)
 
 
@@ -136,7 +171,9 @@ def print_report(report: "LogitComparison", tolerance: float, tokenizer: Any) ->
     if report.relative <= tolerance:
         terminal.print(f"the models agree (tolerance {tolerance:g})")
         return 0
-    layers = Table("output of", "largest difference / standard deviation", title="differences by layer")
+    layers = Table(
+        "output of", "largest difference / standard deviation", title="differences by layer"
+    )
     for name, value in report.layers.items():
         layers.add_row(name, f"{value:.3g}")
     terminal.print(layers)

@@ -44,11 +44,15 @@ def of_transformers(args: argparse.Namespace, prompt: list[int]) -> tuple[list[i
 
     dtype: Any = getattr(torch, args.dtype) if args.dtype else "auto"
     remote = {"trust_remote_code": args.trust_remote_code}
-    model: Any = AutoModelForCausalLM.from_pretrained(args.hf_model_path, dtype=dtype, **remote).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        args.hf_model_path, dtype=dtype, **remote
+    ).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(args.hf_model_path, **remote)
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=args.max_new_tokens, do_sample=False)
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=args.max_new_tokens, do_sample=False
+    )
     tokens = found[0, len(prompt) :].tolist()
     return tokens, tokenizer.decode(tokens, skip_special_tokens=True)
 

@@ -16,7 +16,9 @@ from megatron.bridge.cli.support.parser import Parser
 
 def main(argv: Sequence[str]) -> int:
     """Run ``import`` or ``export``. Options without either mean ``import``."""
-    parser = Parser(description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit.")
+    parser = Parser(
+        description="Convert a checkpoint between Hugging Face and Megatron format, bit for bit."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, module in (("import", "convert", convert), ("export", "export", export)):
         subparser = commands.add_parser(name, help=SUBCOMMANDS[command]["help"])

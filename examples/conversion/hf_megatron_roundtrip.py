@@ -17,12 +17,21 @@ from megatron.bridge.cli.support.parser import Parser, add_shared
 
 def main(argv: Sequence[str]) -> int:
     """Convert the model there and back; the exit code is 1 if a tensor differs."""
-    parser = Parser(description="Compare every tensor of a model after a round trip through Megatron, bit for bit.")
+    parser = Parser(
+        description="Compare every tensor of a model after a round trip through Megatron, bit for bit."
+    )
     parser.add_argument(
-        "--hf-model", "--model-name", "--hf-model-id", required=True, metavar="ID", help="model directory or hub id"
+        "--hf-model",
+        "--model-name",
+        "--hf-model-id",
+        required=True,
+        metavar="ID",
+        help="model directory or hub id",
     )
     add_shared(parser, "parallel")
-    parser.add_argument("--output-dir", type=Path, help="also write the Hugging Face model to this directory")
+    parser.add_argument(
+        "--output-dir", type=Path, help="also write the Hugging Face model to this directory"
+    )
     args = parser.parse_args(argv)
 
     from megatron.bridge import AutoBridge
@@ -46,12 +55,16 @@ def compare(bridge: Any, model: Any, name: str) -> int:
     proofs, _ = prove(weights, bridge.hf_pretrained.state)
     table = Table(Column("tensor", overflow="fold"), "shape", "dtype", "bitwise equal", title=name)
     for tensor, proof in proofs.items():
-        table.add_row(tensor, text_format.shape(proof.shape), proof.dtype, "yes" if proof.equal else "NO")
+        table.add_row(
+            tensor, text_format.shape(proof.shape), proof.dtype, "yes" if proof.equal else "NO"
+        )
     different = [tensor for tensor, proof in proofs.items() if not proof.equal]
     numbers = sum(prod(proof.shape) for proof in proofs.values())
     console().print(table)
     if different:
-        console().print(f"{len(different)} of {table.row_count} tensors differ; the first is {different[0]}")
+        console().print(
+            f"{len(different)} of {table.row_count} tensors differ; the first is {different[0]}"
+        )
         return 1
     console().print(f"{table.row_count} tensors, {numbers:,} numbers: all bitwise equal")
     return 0

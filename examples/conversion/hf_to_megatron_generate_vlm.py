@@ -16,7 +16,9 @@ def main(argv: Sequence[str]) -> int:
     """Print the answer."""
     parser = Parser(description=__doc__)
     add_shared(parser, "script")
-    parser.add_argument("--image_path", "--image-path", action="append", required=True, help="may be repeated")
+    parser.add_argument(
+        "--image_path", "--image-path", action="append", required=True, help="may be repeated"
+    )
     parser.add_argument("--prompt", default="Describe this image.")
     args = parser.parse_args(argv)
     from megatron.bridge.inference.prompts import as_messages
@@ -24,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.utils import distributed
 
     with model_options.load_of_script(args) as llm:
-        completion = llm.chat(as_messages(args.prompt, args.image_path), Sampling(max_new_tokens=args.max_new_tokens))
+        completion = llm.chat(
+            as_messages(args.prompt, args.image_path), Sampling(max_new_tokens=args.max_new_tokens)
+        )
     if distributed.rank() == 0:
         sys.stdout.write(completion.text + "\n")
     return 0

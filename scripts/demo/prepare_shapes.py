@@ -14,11 +14,23 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-COLORS = {"red": (220, 40, 40), "green": (40, 170, 70), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
+COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 70),
+    "blue": (50, 80, 220),
+    "yellow": (235, 200, 40),
+}
 SHAPES = ("circle", "square", "triangle")
 QUESTION = "What is this?"
 SIDE = 32  # pixels: 8 x 8 patches, 16 tokens
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
 {% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}\
@@ -53,7 +65,9 @@ def write_pictures(folder: Path, split: str, count: int, seed: int) -> None:
         draw(rng, color, shape).save(folder / name)
         question = [{"type": "image", "image": name}, {"type": "text", "text": QUESTION}]
         answer = {"role": "assistant", "content": f"{color} {shape}"}
-        lines.append(json.dumps({"messages": [{"role": "user", "content": question}, answer]}) + "\n")
+        lines.append(
+            json.dumps({"messages": [{"role": "user", "content": question}, answer]}) + "\n"
+        )
     (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
@@ -63,11 +77,17 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE
+    )
 
 
 def write_model(folder: Path) -> None:
@@ -76,7 +96,10 @@ def write_model(folder: Path) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     hf = tokenizer()
-    ids = {f"{kind}_token_id": hf.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    ids = {
+        f"{kind}_token_id": hf.convert_tokens_to_ids(f"<|{kind}_pad|>")
+        for kind in ("image", "video")
+    }
     text = {
         "vocab_size": len(hf),
         "hidden_size": 96,
@@ -85,7 +108,11 @@ def write_model(folder: Path) -> None:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 4, 4]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "mrope_section": [4, 4, 4],
+        },
         "bos_token_id": None,
         "eos_token_id": hf.eos_token_id,
         "pad_token_id": hf.eos_token_id,
@@ -101,7 +128,9 @@ def write_model(folder: Path) -> None:
         "fullatt_block_indexes": [0, 1],
     }
     torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
+    model = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    )
     model.save_pretrained(folder)
     hf.save_pretrained(folder)
     size = {"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE}

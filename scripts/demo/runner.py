@@ -49,7 +49,9 @@ class Runner:
         if code:
             tail = log.read_text(errors="replace").splitlines()[-LOG_LINES_ON_ERROR:]
             say("\n".join(f"      | {line}" for line in tail))
-            raise UserError(f"stage {self.current} of the demo failed with exit code {code}: its log is {log}")
+            raise UserError(
+                f"stage {self.current} of the demo failed with exit code {code}: its log is {log}"
+            )
 
 
 def megatron_bridge(*words: str) -> list[str]:
@@ -59,7 +61,13 @@ def megatron_bridge(*words: str) -> list[str]:
 
 def torchrun() -> list[str]:
     """``torchrun`` of this environment; it picks a free port."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={PROCESSES}",
+    ]
 
 
 def as_typed(words: list[str]) -> str:

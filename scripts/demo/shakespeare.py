@@ -27,7 +27,9 @@ def tokenize(runner: Runner, paths: Paths) -> None:
     """Turn the text into Megatron-Core's indexed format."""
     with runner.stage("Tokenize the text; one play is held out"):
         text = paths.out / "text"
-        runner.run(sys.executable, script("prepare_text.py"), paths.sources / "shksprdata" / "texts", text)
+        runner.run(
+            sys.executable, script("prepare_text.py"), paths.sources / "shksprdata" / "texts", text
+        )
         runner.run(
             *megatron_bridge("data", "preprocess", "--input"), text / "train.jsonl",
             "--tokenizer-model", paths.source_model, "--output-prefix", text / "train", "--append-eod",
@@ -67,7 +69,9 @@ def train(runner: Runner, paths: Paths, steps: int) -> None:
         "checkpoint.save_optim": "false",
         "tokenizer.tokenizer_model": paths.source_model,
     }
-    with runner.stage(f"Fine-tune on Shakespeare: {steps} steps, tensor parallel over {PROCESSES} processes"):
+    with runner.stage(
+        f"Fine-tune on Shakespeare: {steps} steps, tensor parallel over {PROCESSES} processes"
+    ):
         runner.run(
             *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
             "--recipe", "smollm2_135m_pretrain_config", "--mode", "sft",
@@ -89,7 +93,9 @@ def export(runner: Runner, paths: Paths) -> None:
 def evaluate(runner: Runner, paths: Paths) -> None:
     """Compare the exported model with the trained one, and both models on the held-out play."""
     run_dir, exported = paths.out / "run", paths.shakespeare_model
-    with runner.stage("Load it with transformers; compare logits with Megatron, and loss on the held-out play"):
+    with runner.stage(
+        "Load it with transformers; compare logits with Megatron, and loss on the held-out play"
+    ):
         runner.run(
             sys.executable, script("evaluate_text.py"), "--before", paths.source_model, "--after", exported,
             "--megatron", run_dir, "--held-out", paths.out / "text" / "held_out.txt",
@@ -126,7 +132,9 @@ def verify(paths: Paths) -> None:
         UserError: the held-out loss did not fall, or the exported model differs from the trained one.
     """
     report = json.loads((paths.out / "report.json").read_text())
-    if not report["logit_difference"] <= report["logit_tolerance"]:  # written this way round, NaN fails too
+    if (
+        not report["logit_difference"] <= report["logit_tolerance"]
+    ):  # written this way round, NaN fails too
         raise UserError(
             f"the exported model differs from the trained one: its logits differ by "
             f"{report['logit_difference']:.2e}, more than the {report['logit_tolerance']:.2e} of rounding"

@@ -27,7 +27,9 @@ def run(runner: Runner, paths: Paths) -> None:
             "--data", pictures, "--html", paths.out / "preview.html", "--samples", "2",
             "--world-size", str(PROCESSES), *overrides(paths), live=True,
         )  # fmt: skip
-    with runner.stage(f"Train it: {STEPS} steps, tensor parallel over {PROCESSES} processes that share the images"):
+    with runner.stage(
+        f"Train it: {STEPS} steps, tensor parallel over {PROCESSES} processes that share the images"
+    ):
         runner.run(
             *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
             "--recipe", "qwen25_vl_3b_finetune_config", "--hf-model", untrained, "--data", pictures,
@@ -38,7 +40,9 @@ def run(runner: Runner, paths: Paths) -> None:
             *megatron_bridge("export"), "--hf-model", untrained, "--megatron-path", paths.out / "shapes",
             "--hf-path", paths.shapes_model,
         )  # fmt: skip
-    with runner.stage("Ask both models about pictures that were never trained on, with transformers"):
+    with runner.stage(
+        "Ask both models about pictures that were never trained on, with transformers"
+    ):
         runner.run(
             sys.executable, script("evaluate_shapes.py"), "--before", untrained, "--after", paths.shapes_model,
             "--held-out", pictures / "validation.jsonl", "--report", paths.out / "shapes.json",
@@ -89,4 +93,6 @@ def verify(paths: Paths) -> None:
     report = json.loads((paths.out / "shapes.json").read_text())
     correct, count = report["after"]["correct"], len(report["expected"])
     if correct < ENOUGH * count:
-        raise UserError(f"the trained model names {correct} of {count} held-out pictures, less than {ENOUGH:.0%}")
+        raise UserError(
+            f"the trained model names {correct} of {count} held-out pictures, less than {ENOUGH:.0%}"
+        )

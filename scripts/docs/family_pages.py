@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from megatron.bridge.recipes.catalog import Recipe
 
 FOLDER = ROOT / "examples" / "models"
-START, END = re.compile(r"<!-- make examples: (\w+) (\S+/\S+) -->\n"), "<!-- end of make examples -->\n"
+START, END = (
+    re.compile(r"<!-- make examples: (\w+) (\S+/\S+) -->\n"),
+    "<!-- end of make examples -->\n",
+)
 # owner on the hub -> family, where a family uses the architecture of another one
 OWNERS = {"HuggingFaceTB": "smollm", "nvidia": "nemotron"}
 # how names of a family's recipes in other packages start, where it is not the name of the family
@@ -35,7 +38,13 @@ def generated(page: Path) -> tuple[GeneratedPart, str]:
     mark = START.search(page.read_text())
     assert mark, f"{page} has no line <!-- make examples: RECIPE MODEL -->"
     family, (stem, model) = page.parent.name, mark.groups()
-    sections = [_architectures(family), _published(family), _toys(family), _commands(stem, model), _recipes(family)]
+    sections = [
+        _architectures(family),
+        _published(family),
+        _toys(family),
+        _commands(stem, model),
+        _recipes(family),
+    ]
     lines = [line for section in sections for line in section]
     return GeneratedPart(page, mark[0], END), "\n".join(lines) + "\n"
 
@@ -46,7 +55,12 @@ def _architectures(family: str) -> list[str]:
     from megatron.bridge.models.conversion.model_bridge import _REGISTRY
 
     layouts = tested_layouts()
-    lines = ["## Architectures", "", "| architecture | what it is | layouts tested |", "|---|---|---|"]
+    lines = [
+        "## Architectures",
+        "",
+        "| architecture | what it is | layouts tested |",
+        "|---|---|---|",
+    ]
     for name in AutoBridge.list_supported_models():
         module = _REGISTRY[name].bridge.__module__
         if module.split(".")[3] == family:
@@ -61,8 +75,13 @@ def _published(family: str) -> list[str]:
     for path in sorted((ROOT / "tests/families/published").glob("*.json")):
         owner, _, name = path.stem.partition("--")
         (architecture,) = json.loads(path.read_text())["architectures"]
-        home = OWNERS.get(owner) or _REGISTRY[registered_name(architecture)].bridge.__module__.split(".")[3]
-        if home == family and not name.endswith("-text"):  # only the text part of this model is checked
+        home = (
+            OWNERS.get(owner)
+            or _REGISTRY[registered_name(architecture)].bridge.__module__.split(".")[3]
+        )
+        if home == family and not name.endswith(
+            "-text"
+        ):  # only the text part of this model is checked
             found.append(f"`{owner}/{name}`")
     return ["## On the hub", "", f"Tests check these published configs: {', '.join(found)}.", ""]
 
@@ -80,7 +99,9 @@ def _toys(family: str) -> list[str]:
         experts = any("experts" in key for key in json.loads(toy.read_text()))
         layout = "--ep 2" if experts else "--tp 2"
         path = toy.relative_to(ROOT)
-        commands.append(f"torchrun --nproc-per-node=2 examples/models/toy_roundtrip.py {path} {layout}")
+        commands.append(
+            f"torchrun --nproc-per-node=2 examples/models/toy_roundtrip.py {path} {layout}"
+        )
     return [*lines, "```bash", *commands, "```", ""]
 
 
@@ -124,7 +145,12 @@ def _recipes(family: str) -> list[str]:
     for recipe in own:
         gpus = f"{recipe.gpus} x {recipe.gpu_kind}"
         lines.append(f"| `{recipe.name}` | {recipe.what} | {gpus} | {recipe.layout} |")
-    return [*lines, "", "[All recipes](../../../docs/recipes.md) lists the memory that each of them needs.", ""]
+    return [
+        *lines,
+        "",
+        "[All recipes](../../../docs/recipes.md) lists the memory that each of them needs.",
+        "",
+    ]
 
 
 def main() -> None:

@@ -35,4 +35,6 @@ class GeneratedPart:
 
 def table_of(page: str, target: str) -> GeneratedPart:
     """The table of a page in ``docs``, written by ``make target``."""
-    return GeneratedPart(ROOT / "docs" / page, f"<!-- table: make {target} -->\n", "<!-- end of table -->\n")
+    return GeneratedPart(
+        ROOT / "docs" / page, f"<!-- table: make {target} -->\n", "<!-- end of table -->\n"
+    )

@@ -17,7 +17,9 @@ from scripts.docs.generated import ROOT, GeneratedPart
 if TYPE_CHECKING:
     from tests.parity import Figures
 
-PART = GeneratedPart(ROOT / "docs/parity.md", "<!-- figures: make parity -->\n", "<!-- end of figures -->\n")
+PART = GeneratedPart(
+    ROOT / "docs/parity.md", "<!-- figures: make parity -->\n", "<!-- end of figures -->\n"
+)
 HEAD = "| layout | processes | losses | held-out losses | further losses | gradient norms | weights | measured |"
 Cell = tuple[str, str]
 
@@ -42,12 +44,23 @@ def tables(rows: dict[Cell, str]) -> str:
     """One section per model, with its tolerance and a table."""
     from tests.parity import CELLS, MODELS
 
-    lines = [f"{sum(map(len, CELLS.values()))} cells: {len(CELLS)} models, each under the layouts that concern it.", ""]
+    lines = [
+        f"{sum(map(len, CELLS.values()))} cells: {len(CELLS)} models, each under the layouts that concern it.",
+        "",
+    ]
     for model, layouts in CELLS.items():
         limits = ", ".join(
-            f"{name.replace('_', ' ')} {value:.1e}" for name, value in asdict(MODELS[model].tolerance).items()
+            f"{name.replace('_', ' ')} {value:.1e}"
+            for name, value in asdict(MODELS[model].tolerance).items()
         )
-        lines += [f"### {model}", "", f"Tolerance: {limits}.", "", HEAD, "|---|---|---|---|---|---|---|---|"]
+        lines += [
+            f"### {model}",
+            "",
+            f"Tolerance: {limits}.",
+            "",
+            HEAD,
+            "|---|---|---|---|---|---|---|---|",
+        ]
         lines += [rows[model, layout] for layout in layouts if (model, layout) in rows]
         lines.append("")
     return "\n".join(lines)

@@ -31,7 +31,9 @@ ARROW = (
 )
 
 
-def box(x: float, y: float, width: float, height: float, kind: str, label: str = "", small: bool = False) -> str:
+def box(
+    x: float, y: float, width: float, height: float, kind: str, label: str = "", small: bool = False
+) -> str:
     """A rectangle with a text in its middle."""
     text = f"middle{' small' if small else ''}"
     shape = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>'
@@ -73,7 +75,10 @@ def tensor() -> str:
                 arrow(525, y + 22, 605, y + 22),
             ]
         first, second = ("copy", "all-reduce") if whole else ("all-gather", "reduce-scatter")
-        parts += [words(245, top + 16, first, "middle small"), words(565, top + 16, second, "middle small")]
+        parts += [
+            words(245, top + 16, first, "middle small"),
+            words(565, top + 16, second, "middle small"),
+        ]
     return svg(750, 310, "A feed-forward layer over two tensor-parallel ranks", parts)
 
 
@@ -91,7 +96,9 @@ def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list
 def interleaved(stage: int, stages: int, microbatches: int, parts: int) -> list[Task]:
     """The same where each stage has several parts of the model; microbatches go in groups of ``stages``."""
     groups = range(0, microbatches, stages)
-    forward = [("F", first + n, part) for first in groups for part in range(parts) for n in range(stages)]
+    forward = [
+        ("F", first + n, part) for first in groups for part in range(parts) for n in range(stages)
+    ]
     backward = [("B", number, parts - 1 - part) for _, number, part in forward]
     warm_up = min(2 * (stages - stage - 1) + (parts - 1) * stages, len(forward))
     return _alternate(forward, backward, warm_up)
@@ -99,11 +106,15 @@ def interleaved(stage: int, stages: int, microbatches: int, parts: int) -> list[
 
 def _alternate(forward: list[Task], backward: list[Task], warm_up: int) -> list[Task]:
     steady = len(forward) - warm_up
-    turns = [task for pair in zip(forward[warm_up:], backward[:steady], strict=True) for task in pair]
+    turns = [
+        task for pair in zip(forward[warm_up:], backward[:steady], strict=True) for task in pair
+    ]
     return forward[:warm_up] + turns + backward[steady:]
 
 
-def times(orders: list[list[Task]], parts: int, cost: dict[str, float]) -> dict[tuple[int, Task], float]:
+def times(
+    orders: list[list[Task]], parts: int, cost: dict[str, float]
+) -> dict[tuple[int, Task], float]:
     """When each stage begins each task, if sending takes no time."""
     begun: dict[tuple[int, Task], float] = {}
     ended: dict[tuple[int, Task], float] = {}
@@ -143,18 +154,35 @@ def idle(orders: list[list[Task]], parts: int, cost: dict[str, float]) -> float:
 def schedule(stages: int = 4, microbatches: int = 8, unit: float = 20.0) -> str:
     """Both schedules of a pipeline, on one scale: a backward pass takes as long as two forward passes."""
     parts = [
-        words(20, 22, f"1F1B: {stages} stages, {microbatches} microbatches; forward blue, backward orange, gray waits")
+        words(
+            20,
+            22,
+            f"1F1B: {stages} stages, {microbatches} microbatches; forward blue, backward orange, gray waits",
+        )
     ]
     plain = [one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
     halves = [interleaved(stage, stages, microbatches, 2) for stage in range(stages)]
     parts += _chart(plain, 1, {"F": 1.0, "B": 2.0}, 34, unit)
     below = 34 + stages * 30 + 40
-    parts.append(words(20, below - 12, "interleaved: each stage has two parts of the model, the second one dark"))
+    parts.append(
+        words(
+            20,
+            below - 12,
+            "interleaved: each stage has two parts of the model, the second one dark",
+        )
+    )
     parts += _chart(halves, 2, {"F": 0.5, "B": 1.0}, below, unit)
-    return svg(760, int(below + stages * 30 + 10), "1F1B and interleaved pipeline schedules with their bubbles", parts)
+    return svg(
+        760,
+        int(below + stages * 30 + 10),
+        "1F1B and interleaved pipeline schedules with their bubbles",
+        parts,
+    )
 
 
-def _chart(orders: list[list[Task]], parts: int, cost: dict[str, float], top: float, unit: float) -> Iterator[str]:
+def _chart(
+    orders: list[list[Task]], parts: int, cost: dict[str, float], top: float, unit: float
+) -> Iterator[str]:
     begun = times(orders, parts, cost)
     end = max(start + cost[task[0]] for (_, task), start in begun.items())
     for stage in range(len(orders)):
@@ -163,7 +191,9 @@ def _chart(orders: list[list[Task]], parts: int, cost: dict[str, float], top: fl
     for (stage, (kind, number, part)), start in begun.items():
         color = ("ae", "bf")[kind == "B"][part]
         label = str(number) if cost[kind] * unit >= 10 else ""
-        yield box(80 + start * unit, top + stage * 30, cost[kind] * unit, 26, color, label, small=True)
+        yield box(
+            80 + start * unit, top + stage * 30, cost[kind] * unit, 26, color, label, small=True
+        )
 
 
 def context() -> str:
@@ -171,7 +201,9 @@ def context() -> str:
     parts = [words(20, 24, "a sequence of 8 parts, over 4 ranks: rank r holds parts r and 7 - r")]
     owners = [min(part, 7 - part) for part in range(8)]
     for part, owner in enumerate(owners):
-        parts.append(box(20 + part * 88, 40, 84, 36, "abcd"[owner], f"part {part}: rank {owner}", small=True))
+        parts.append(
+            box(20 + part * 88, 40, 84, 36, "abcd"[owner], f"part {part}: rank {owner}", small=True)
+        )
     parts.append(words(20, 112, "attention: a part (row) looks at the parts before it (columns)"))
     for row, column in product(range(8), range(8)):
         kind = "abcd"[owners[row]] if column <= row else "plain"
@@ -193,11 +225,27 @@ def experts() -> str:
         to_y = 40 + expert * 54 + places[expert] * 24 + (expert // 2) * 12
         places[expert] += 1
         label = f"token {token}"
-        parts += [box(20, y, 90, 22, "ab"[token // 4], label, small=True), arrow(112, y + 11, 296, to_y + 11)]
-        parts += [box(300, to_y, 90, 22, "ab"[token // 4], label, small=True), arrow(474, to_y + 11, 596, y + 11)]
+        parts += [
+            box(20, y, 90, 22, "ab"[token // 4], label, small=True),
+            arrow(112, y + 11, 296, to_y + 11),
+        ]
+        parts += [
+            box(300, to_y, 90, 22, "ab"[token // 4], label, small=True),
+            arrow(474, to_y + 11, 596, y + 11),
+        ]
         parts.append(box(600, y, 90, 22, "ab"[token // 4], label, small=True))
     for expert in range(4):
-        parts.append(box(394, 40 + expert * 54 + (expert // 2) * 12, 78, 46, "plain", f"expert {expert}", small=True))
+        parts.append(
+            box(
+                394,
+                40 + expert * 54 + (expert // 2) * 12,
+                78,
+                46,
+                "plain",
+                f"expert {expert}",
+                small=True,
+            )
+        )
     for rank in range(2):
         parts += [words(x, 36 + rank * 119, f"rank {rank}", "small") for x in (20, 300, 600)]
     return svg(720, 296, "All-to-all of expert parallelism over two ranks", parts)
@@ -206,20 +254,29 @@ def experts() -> str:
 def data() -> str:
     """What each of four data-parallel ranks keeps, with and without the distributed optimizer."""
     parts = []
-    for column, (title, sharded) in enumerate((("each has all", False), ("distributed optimizer", True))):
+    for column, (title, sharded) in enumerate(
+        (("each has all", False), ("distributed optimizer", True))
+    ):
         x = 20 + column * 370
         parts.append(words(x, 24, title))
         for rank in range(4):
             y = 40 + rank * 40
-            parts += [words(x, y + 20, f"rank {rank}"), box(x + 56, y, 60, 32, "a", "weights", small=True)]
+            parts += [
+                words(x, y + 20, f"rank {rank}"),
+                box(x + 56, y, 60, 32, "a", "weights", small=True),
+            ]
             parts.append(box(x + 120, y, 60, 32, "b", "gradients", small=True))
             parts += [
                 box(x + 184 + part * 36, y, 34, 32, "c" if part == rank or not sharded else "plain")
                 for part in range(4)
             ]
         parts.append(words(x + 184, 218, "optimizer state", "small"))
-    parts.append(words(20, 246, "all-reduce gradients, then every rank updates all weights", "small"))
-    parts.append(words(390, 246, "reduce-scatter gradients, update a quarter, all-gather weights", "small"))
+    parts.append(
+        words(20, 246, "all-reduce gradients, then every rank updates all weights", "small")
+    )
+    parts.append(
+        words(390, 246, "reduce-scatter gradients, update a quarter, all-gather weights", "small")
+    )
     return svg(750, 260, "Data parallelism with and without the distributed optimizer", parts)
 
 
@@ -228,7 +285,10 @@ def ranks(tensor_size: int = 2, context_size: int = 2, stages: int = 2, replicas
     parts = []
     for stage, replica in product(range(stages), range(replicas)):
         x, y = 20 + replica * 366, 40 + stage * 180
-        parts += [box(x, y, 352, 160, "frame"), words(x + 10, y + 20, f"stage {stage}, data replica {replica}")]
+        parts += [
+            box(x, y, 352, 160, "frame"),
+            words(x + 10, y + 20, f"stage {stage}, data replica {replica}"),
+        ]
         for cp, tp in product(range(context_size), range(tensor_size)):
             rank = tp + tensor_size * (cp + context_size * (replica + replicas * stage))
             kind = "abcd"[2 * cp + tp]
@@ -236,7 +296,9 @@ def ranks(tensor_size: int = 2, context_size: int = 2, stages: int = 2, replicas
             parts.append(box(x + 12 + tp * 168, y + 34 + cp * 60, 160, 50, kind, label))
     parts.append(
         words(
-            20, 24, "16 GPUs = tensor 2 x context 2 x data 2 x pipeline 2; ranks 0 to 7 are one node, 8 to 15 the other"
+            20,
+            24,
+            "16 GPUs = tensor 2 x context 2 x data 2 x pipeline 2; ranks 0 to 7 are one node, 8 to 15 the other",
         )
     )
     return svg(760, 400, "The order of ranks on 16 GPUs", parts)
@@ -273,14 +335,34 @@ def layers() -> str:
 def overview() -> str:
     """The way of a model: Hugging Face files, plan, layout, training loop, checkpoint, Hugging Face files."""
     panels = [
-        ("a", "Hugging Face files", ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]),
-        ("d", "plan", ["q_proj, k_proj, v_proj → linear_qkv", "gate_proj, up_proj → linear_fc1", "every tensor once"]),
+        (
+            "a",
+            "Hugging Face files",
+            ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"],
+        ),
+        (
+            "d",
+            "plan",
+            [
+                "q_proj, k_proj, v_proj → linear_qkv",
+                "gate_proj, up_proj → linear_fc1",
+                "every tensor once",
+            ],
+        ),
         ("b", "layout", ["layers 0-13", "", "layers 14-27"]),
-        ("b", "training loop", ["forward, backward, optimizer step", "callbacks: log, evaluate, save"]),
+        (
+            "b",
+            "training loop",
+            ["forward, backward, optimizer step", "callbacks: log, evaluate, save"],
+        ),
         (
             "c",
             "checkpoint",
-            ["weights, optimizer, random states,", "position in the data; hashed", "loads under any layout"],
+            [
+                "weights, optimizer, random states,",
+                "position in the data; hashed",
+                "loads under any layout",
+            ],
         ),
         ("a", "Hugging Face files", ["the same names, new weights", "loads in transformers"]),
     ]
@@ -288,13 +370,20 @@ def overview() -> str:
     for place, (kind, title, lines) in enumerate(panels):
         x, y = (20 + place * 252, 20) if place < 3 else (524 - (place - 3) * 252, 160)
         parts += [box(x, y, 216, 100, "plain"), box(x, y, 216, 28, kind, title)]
-        parts += [words(x + 10, y + 48 + line * 20, text, "small") for line, text in enumerate(lines)]
+        parts += [
+            words(x + 10, y + 48 + line * 20, text, "small") for line, text in enumerate(lines)
+        ]
     for stage, rank in product(range(2), range(2)):
         label = f"rank {2 * stage + rank}"
         parts.append(box(612 + rank * 62, 51 + stage * 33, 58, 30, "ef"[rank], label, small=True))
     parts += [arrow(x, 70, x + 30, 70) for x in (239, 491)] + [arrow(632, 122, 632, 157)]
     parts += [arrow(x, 210, x - 30, 210) for x in (521, 269)]
-    return svg(760, 280, "From Hugging Face files through plan, layout, loop and checkpoint back to them", parts)
+    return svg(
+        760,
+        280,
+        "From Hugging Face files through plan, layout, loop and checkpoint back to them",
+        parts,
+    )
 
 
 PICTURES = {

@@ -47,17 +47,26 @@ def bridge_of(source: Path) -> Any:
 def text_of(bridge: Any) -> str:
     """The file of the model that ``bridge`` converts, one key per line."""
     entries = _vision(bridge) if hasattr(bridge.hf_config, "vision_config") else _text(bridge)
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()
+    )
     return f"{{\n{lines}\n}}\n"
 
 
 def _text(bridge: Any) -> dict[str, Any]:
-    said: dict[str, Any] = {**bridge.hf_config.to_dict(), "architectures": bridge.hf_config.architectures}
-    keys: list[str] = [field.hf for field in bridge._bridge.fields if field.hf not in (*IDENTITY, *OF_FILES)]
+    said: dict[str, Any] = {
+        **bridge.hf_config.to_dict(),
+        "architectures": bridge.hf_config.architectures,
+    }
+    keys: list[str] = [
+        field.hf for field in bridge._bridge.fields if field.hf not in (*IDENTITY, *OF_FILES)
+    ]
     for block in said.get("block_configs", ()):
         block |= {part: {key: block[part][key] for key in names} for part, names in BLOCK.items()}
     if rope := said.get("rope_parameters"):
-        said["rope_parameters"] = {key: rope[key] for key in dict.fromkeys((*ROPE, *rope)) if key in rope}
+        said["rope_parameters"] = {
+            key: rope[key] for key in dict.fromkeys((*ROPE, *rope)) if key in rope
+        }
     return {key: said[key] for key in (*IDENTITY, *dict.fromkeys(keys)) if key in said}
 
 
@@ -65,7 +74,9 @@ def _vision(bridge: Any) -> dict[str, Any]:
     found: dict[str, Any] = bridge.hf_config.to_diff_dict()
     tied = bridge.to_megatron_provider(load_weights=False).share_embeddings_and_output_weights
     parts = {key: _needed(found[key]) for key in ("text_config", "vision_config")}
-    return _needed({**found, **parts, "tie_word_embeddings": tied})  # transformers' default is not what files imply
+    return _needed(
+        {**found, **parts, "tie_word_embeddings": tied}
+    )  # transformers' default is not what files imply
 
 
 def _needed(entries: dict[str, Any]) -> dict[str, Any]:

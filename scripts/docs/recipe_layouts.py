@@ -38,7 +38,11 @@ def main() -> None:
     from megatron.bridge.recipes.catalog import search
 
     path = Path(sys.argv[1])
-    done = {json.loads(line)["recipe"] for line in path.read_text().splitlines()} if path.exists() else set[str]()
+    done = (
+        {json.loads(line)["recipe"] for line in path.read_text().splitlines()}
+        if path.exists()
+        else set[str]()
+    )
     for recipe in search(" ".join(sys.argv[2:])):
         if recipe.gpus == 1 or recipe.name in done:
             continue

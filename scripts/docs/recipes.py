@@ -40,11 +40,21 @@ def table() -> str:
     """A Markdown table with a row for each recipe."""
     from megatron.bridge.recipes.catalog import catalog
 
-    lines = ["| recipe | training | sequence length | GPUs | memory | layout |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| recipe | training | sequence length | GPUs | memory | layout |",
+        "|---|---|---|---|---|---|",
+    ]
     for recipe in catalog().values():
         length = recipe.build().dataset.seq_length
         gpus = f"{recipe.gpus} x {recipe.gpu_kind}"
-        cells = (f"`{recipe.name}`", recipe.what, str(length), gpus, f"{recipe.memory} GB", recipe.layout)
+        cells = (
+            f"`{recipe.name}`",
+            recipe.what,
+            str(length),
+            gpus,
+            f"{recipe.memory} GB",
+            recipe.layout,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

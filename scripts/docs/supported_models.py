@@ -14,9 +14,17 @@ def table() -> str:
     from megatron.bridge import AutoBridge
 
     published, layouts = _published(), tested_layouts()
-    lines = ["| architecture | models | layouts tested | published configs checked |", "|---|---|---|---|"]
+    lines = [
+        "| architecture | models | layouts tested | published configs checked |",
+        "|---|---|---|---|",
+    ]
     for name in AutoBridge.list_supported_models():
-        cells = (f"`{name}`", what_it_is(name), " ".join(layouts.get(name, ())), ", ".join(published.get(name, ())))
+        cells = (
+            f"`{name}`",
+            what_it_is(name),
+            " ".join(layouts.get(name, ())),
+            ", ".join(published.get(name, ())),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -26,7 +34,9 @@ def what_it_is(architecture: str) -> str:
     from megatron.bridge.models.conversion.model_bridge import _REGISTRY
 
     bridge = _REGISTRY[architecture].bridge
-    own = (vars(kind).get("__doc__") for kind in bridge.__mro__ if kind.__module__ == bridge.__module__)
+    own = (
+        vars(kind).get("__doc__") for kind in bridge.__mro__ if kind.__module__ == bridge.__module__
+    )
     docstring = next(filter(None, own), sys.modules[bridge.__module__].__doc__ or "")
     return " ".join(docstring.strip().partition("\n\n")[0].split()).rstrip(".")
 

@@ -40,10 +40,21 @@ def table() -> str:
     """Three Markdown tables: blocks, fields and their groups, settings of providers."""
     parts = {
         "Blocks": ["| block | parts of a model |", "|---|---|", *_blocks()],
-        "Fields and groups of fields": ["| name | config keys | meaning |", "|---|---|---|", *_groups()],
-        "Settings": ["| feature of the model | setting of the provider | set by |", "|---|---|---|", *_settings()],
+        "Fields and groups of fields": [
+            "| name | config keys | meaning |",
+            "|---|---|---|",
+            *_groups(),
+        ],
+        "Settings": [
+            "| feature of the model | setting of the provider | set by |",
+            "|---|---|---|",
+            *_settings(),
+        ],
     }
-    return "\n".join(f"\n### {title}\n\n" + "\n".join(lines) for title, lines in parts.items()) + "\n\n"
+    return (
+        "\n".join(f"\n### {title}\n\n" + "\n".join(lines) for title, lines in parts.items())
+        + "\n\n"
+    )
 
 
 def _modules() -> Iterator[ModuleType]:
@@ -62,7 +73,11 @@ def _blocks() -> Iterator[str]:
     for module in _modules():
         for name, function in inspect.getmembers(module, inspect.isfunction):
             returned = inspect.get_annotations(function).get("return")
-            if function.__module__ == module.__name__ and not name.startswith("_") and returned in (Block, SizedBlock):
+            if (
+                function.__module__ == module.__name__
+                and not name.startswith("_")
+                and returned in (Block, SizedBlock)
+            ):
                 arguments = ", ".join(inspect.signature(function).parameters)
                 yield f"| `{name}({arguments})` | {_first(function.__doc__)} |"
 
@@ -70,7 +85,11 @@ def _blocks() -> Iterator[str]:
 def _groups() -> Iterator[str]:
     from megatron.bridge.models.conversion.declare import vocabulary
 
-    docs = {name: doc for module in _modules() for name, doc in _literals(ast.parse(inspect.getsource(module)))}
+    docs = {
+        name: doc
+        for module in _modules()
+        for name, doc in _literals(ast.parse(inspect.getsource(module)))
+    }
     for name, group in sorted(vocabulary.field_groups().items()):
         keys = ", ".join(f"`{key}`" for key in dict.fromkeys(field.hf for field in group))
         yield f"| `{name}` | {keys} | {_first(docs.get(name))} |"
@@ -101,7 +120,11 @@ def _literals(parent: Any) -> Iterator[tuple[str, str]]:
         if not isinstance(before, ast.Assign | ast.AnnAssign):
             continue
         target = before.target if isinstance(before, ast.AnnAssign) else before.targets[0]
-        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
             yield target.id, str(after.value.value)
 
 

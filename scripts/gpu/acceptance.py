@@ -120,13 +120,29 @@ STAGES = (
 
 def run_stage(stage: Stage, size: str, out: Path, seconds: float) -> dict[str, Any]:
     """What became of a stage: its state, seconds and figures, and the error if it failed."""
-    command = [sys.executable, "-m", "scripts.gpu.stages", stage.name, "--size", size, "--out", str(out)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *_python_path()])}
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.gpu.stages",
+        stage.name,
+        "--size",
+        size,
+        "--out",
+        str(out),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), *_python_path()])
+    }
     environment.setdefault("HF_HUB_OFFLINE", "1")
     start, log = time.monotonic(), out / f"{stage.name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(seconds)
@@ -138,7 +154,9 @@ def run_stage(stage: Stage, size: str, out: Path, seconds: float) -> dict[str, A
     found = {"seconds": round(time.monotonic() - start, 1), "size": size, "figures": figures}
     if code == 0:
         return {"state": "skipped" if "skipped" in figures else "ok", **found}
-    why = f"took more than {seconds:.0f} s" if code is None else f"exit code {code}: {last_line(log)}"
+    why = (
+        f"took more than {seconds:.0f} s" if code is None else f"exit code {code}: {last_line(log)}"
+    )
     return {"state": "failed", "error": why, **found}
 
 
@@ -164,7 +182,9 @@ FIGURES = "figures: "
 
 def last_figures(log: Path) -> dict[str, Any]:
     """What a stage found until it ended, in whatever way."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(FIGURES)]
+    lines = [
+        line for line in log.read_text(errors="replace").splitlines() if line.startswith(FIGURES)
+    ]
     for line in reversed(lines):
         with contextlib.suppress(ValueError):  # cut off by a kill
             return json.loads(line.removeprefix(FIGURES))
@@ -181,12 +201,22 @@ def last_line(log: Path) -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on, as far as it can be told without torch."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit", "--format=csv"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version,clocks.max.sm,power.limit",
+        "--format=csv",
+    ]
     try:
-        gpu = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+        gpu = subprocess.run(
+            query, capture_output=True, text=True, timeout=30, check=False
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         gpu = ""
-    return {"gpu": gpu or "none found", "python": platform.python_version(), "cores": os.cpu_count()}
+    return {
+        "gpu": gpu or "none found",
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,12 +228,20 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     deadline = time.monotonic() + 60 * args.minutes
     for stage in wanted(args.only):
         before = results["stages"].get(stage.name, {})
-        if before.get("state") in ("ok", "skipped") and before["size"] == args.size and not args.again:
+        if (
+            before.get("state") in ("ok", "skipped")
+            and before["size"] == args.size
+            and not args.again
+        ):
             continue
         left = deadline - time.monotonic()
         limit = min(left, stage.quick if args.size == "quick" else stage.whole)
         if left < 10:
-            found = {"state": "not run", "error": f"--minutes {args.minutes:g} were over", "figures": {}}
+            found = {
+                "state": "not run",
+                "error": f"--minutes {args.minutes:g} were over",
+                "figures": {},
+            }
             found |= {"seconds": 0.0, "size": args.size}
         else:
             print(f"({stage.letter}) {stage.name}: {stage.does} ... ", end="", flush=True)
@@ -226,7 +264,9 @@ def wanted(only: str | None) -> list[Stage]:
     if only is None:
         return list(STAGES)
     words = [word.strip() for word in only.split(",")]
-    unknown = [word for word in words if not any(word in (stage.letter, stage.name) for stage in STAGES)]
+    unknown = [
+        word for word in words if not any(word in (stage.letter, stage.name) for stage in STAGES)
+    ]
     if unknown:
         known = ", ".join(f"{stage.letter} ({stage.name})" for stage in STAGES)
         raise SystemExit(f"--only {only}: there is no stage {unknown[0]}; stages are {known}")
@@ -245,7 +285,12 @@ def rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         for name, value in found["figures"].items():
             if isinstance(value, (int, float)):
                 target = judged.get(name)
-                yield ("", "", name if target is None else target.text, f"{value:,.4g}{_verdict(target, value, found)}")
+                yield (
+                    "",
+                    "",
+                    name if target is None else target.text,
+                    f"{value:,.4g}{_verdict(target, value, found)}",
+                )
 
 
 def _verdict(target: Target | None, value: float, found: Mapping[str, Any]) -> str:
@@ -265,26 +310,42 @@ def missed(results: Mapping[str, Any]) -> list[str]:
             found.append(stage.name)
         elif result["size"] != "tiny":
             figures = result["figures"]
-            unmet = [one for one in stage.targets if one.figure not in figures or not one.met(figures[one.figure])]
+            unmet = [
+                one
+                for one in stage.targets
+                if one.figure not in figures or not one.met(figures[one.figure])
+            ]
             found += [f"{stage.name}: {one.text}" for one in unmet]
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the stages and print the table."""
-    listed = "\n".join(f"  {one.letter}  {one.name:20} {one.quick:4} {one.whole:4}  {one.does}" for one in STAGES)
+    listed = "\n".join(
+        f"  {one.letter}  {one.name:20} {one.quick:4} {one.whole:4}  {one.does}" for one in STAGES
+    )
     parser = argparse.ArgumentParser(
         prog="python -m scripts.gpu.acceptance",
         description=f"{__doc__}\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results and logs go")
-    parser.add_argument("--only", metavar="LIST", help="letters or names of stages, separated by commas")
-    parser.add_argument("--minutes", type=float, default=25, help="for all stages together (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where results and logs go"
+    )
+    parser.add_argument(
+        "--only", metavar="LIST", help="letters or names of stages, separated by commas"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25, help="for all stages together (default: %(default)s)"
+    )
     parser.add_argument("--again", action="store_true", help="also run what has succeeded before")
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", dest="size", action="store_const", const="quick", help="fewer steps and rounds")
-    sizes.add_argument("--tiny", dest="size", action="store_const", const="tiny", help="toy sizes, on any machine")
+    sizes.add_argument(
+        "--quick", dest="size", action="store_const", const="quick", help="fewer steps and rounds"
+    )
+    sizes.add_argument(
+        "--tiny", dest="size", action="store_const", const="tiny", help="toy sizes, on any machine"
+    )
     parser.set_defaults(size="whole")
     args = parser.parse_args(argv)
     results = run_all(args)
@@ -297,5 +358,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the stage that runs
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # ends the stage that runs
     sys.exit(main())

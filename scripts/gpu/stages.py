@@ -55,7 +55,17 @@ def run_tests(size: str, out: Path) -> None:
     """The tests that are marked ``gpu``."""
     paths = GPU_TESTS if size != "tiny" else ["tests/unit_tests/backends/test_torch_norms.py"]
     report = out / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
     subprocess.run([*command, *paths], cwd=ROOT, check=False)
     (suite,) = ElementTree.parse(report).getroot()
     count = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
@@ -75,7 +85,13 @@ def families(size: str, out: Path) -> None:
         for number, (name, wrong) in enumerate(pool.imap_unordered(compare_family, names), 1):
             if wrong:
                 problems[name] = wrong
-            emit({"families compared": number, "families that differ": len(problems), "problems": problems})
+            emit(
+                {
+                    "families compared": number,
+                    "families that differ": len(problems),
+                    "problems": problems,
+                }
+            )
 
 
 def without_fla() -> None:
@@ -92,7 +108,10 @@ def compare_family(name: str) -> tuple[str, str]:
         return name, difference(ROWS[name])
     except Exception as error:  # one family must not hide the others
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return name, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"[:300]
+        return (
+            name,
+            f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"[:300],
+        )
 
 
 def difference(row: Any) -> str:
@@ -108,7 +127,9 @@ def difference(row: Any) -> str:
     ids = tokens(vocab_size=row.config["vocab_size"])[0].to(DEVICE)
     theirs = harness.hf_model(row)
     if theirs._can_set_experts_implementation():
-        theirs.set_experts_implementation("eager")  # PyTorch's grouped kernel wants widths that toys do not have
+        theirs.set_experts_implementation(
+            "eager"
+        )  # PyTorch's grouped kernel wants widths that toys do not have
 
     def ours(checkpoint: str, half: bool) -> torch.Tensor:
         provider = AutoBridge.from_hf_pretrained(checkpoint).to_megatron_provider()
@@ -132,7 +153,11 @@ def difference(row: Any) -> str:
         both = (rounded, ours(folder, True))
         allowed, found = ((x - expected).square().mean(-1).sqrt().median() for x in both)
         ratio = (found / allowed).item()
-        return "" if ratio <= 3 else f"bf16 logits are {ratio:.1f} times as far from fp32 as transformers' are"
+        return (
+            ""
+            if ratio <= 3
+            else f"bf16 logits are {ratio:.1f} times as far from fp32 as transformers' are"
+        )
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -152,7 +177,11 @@ def utilization(tokens_per_second: float, operations: float) -> dict[str, float]
     from megatron.bridge.backends.hardware.device_flops import device_tflops
 
     peak = device_tflops()
-    return {} if peak is None else {"model FLOP/s utilization": tokens_per_second * operations / peak / 1e12}
+    return (
+        {}
+        if peak is None
+        else {"model FLOP/s utilization": tokens_per_second * operations / peak / 1e12}
+    )
 
 
 def pretrain(size: str, out: Path) -> None:
@@ -166,24 +195,43 @@ def pretrain(size: str, out: Path) -> None:
     figures = {key: value for key, value in limits.items() if key != "operations"}
     emit(figures)
     predicted = fullest_stage(memory_per_rank(bench.bridge_config(args).resolve().config, 1)).total
-    others = {"speed over the HF Trainer": bench.TRAINER, "speed over the compiled loop": bench.COMPILED}
+    others = {
+        "speed over the HF Trainer": bench.TRAINER,
+        "speed over the compiled loop": bench.COMPILED,
+    }
 
     def after_each(found: dict[str, Any]) -> None:
-        seconds = {name: statistics.median(it["seconds"]) for name, it in found.items() if it["seconds"]}
+        seconds = {
+            name: statistics.median(it["seconds"]) for name, it in found.items() if it["seconds"]
+        }
         speed = args.micro_batch_size * args.seq_length / seconds[bench.OURS]
         memory = found[bench.OURS]["memory"]
-        ratios = {key: seconds[name] / seconds[bench.OURS] for key, name in others.items() if name in seconds}
-        peak = {"peak memory, GB": memory / 1e9, "error of predicted memory": abs(predicted - memory) / memory}
-        emit(figures | {"tokens/s": speed, **utilization(speed, limits["operations"]), **ratios, **peak})
+        ratios = {
+            key: seconds[name] / seconds[bench.OURS]
+            for key, name in others.items()
+            if name in seconds
+        }
+        peak = {
+            "peak memory, GB": memory / 1e9,
+            "error of predicted memory": abs(predicted - memory) / memory,
+        }
+        emit(
+            figures
+            | {"tokens/s": speed, **utilization(speed, limits["operations"]), **ratios, **peak}
+        )
 
-    bench.compare(args, {name: (name, ()) for name in (bench.OURS, bench.TRAINER, bench.COMPILED)}, after_each)
+    bench.compare(
+        args, {name: (name, ()) for name in (bench.OURS, bench.TRAINER, bench.COMPILED)}, after_each
+    )
 
 
 def lora(size: str, out: Path) -> None:
     """Adapters beside all linear layers, against ``peft``."""
     import lora_gpu as bench
 
-    shape = ["--shape", "tiny", "--seq-length", "64"] if size == "tiny" else ["--shape", "llama31-8b"]
+    shape = (
+        ["--shape", "tiny", "--seq-length", "64"] if size == "tiny" else ["--shape", "llama31-8b"]
+    )
     args = bench.arguments([*shape, "--rounds", "1", "--steps", str(STEPS[size])])
     times, operations = bench.compare(args)
     seconds = {name: statistics.median(step[0] for step in steps) for name, steps in times.items()}
@@ -192,7 +240,9 @@ def lora(size: str, out: Path) -> None:
     emit(figures | utilization(speed, operations))
 
 
-def measure_run(config: Any, size: str, check: Callable[[Any], dict[str, Any]] = lambda run: {}) -> dict[str, Any]:
+def measure_run(
+    config: Any, size: str, check: Callable[[Any], dict[str, Any]] = lambda run: {}
+) -> dict[str, Any]:
     """Train a few steps and measure the later ones; ``check`` looks at the run before them."""
     from training import framework_loop
 
@@ -211,7 +261,11 @@ def measure_run(config: Any, size: str, check: Callable[[Any], dict[str, Any]] =
     tokens = run.config.train.global_batch_size * run.config.dataset.seq_length
     assert run.last_step is not None, "steps were taken"
     loss = run.last_step.loss_dict["lm loss"].item()
-    figures |= {"tokens/s": tokens / seconds, "loss": loss, "not finite": int(not math.isfinite(loss))}
+    figures |= {
+        "tokens/s": tokens / seconds,
+        "loss": loss,
+        "not finite": int(not math.isfinite(loss)),
+    }
     if DEVICE == "cuda":
         figures["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
     return figures
@@ -225,7 +279,9 @@ def packed(size: str, out: Path) -> None:
     args = pretrain_arguments(size)
     config = pretrain_gpu.bridge_config(args)
     with tempfile.TemporaryDirectory() as folder:
-        config.dataset = lora_gpu.dataset("packed", args.seq_length, Path(folder), config.model.vocab_size)
+        config.dataset = lora_gpu.dataset(
+            "packed", args.seq_length, Path(folder), config.model.vocab_size
+        )
         config.train.micro_batch_size = config.train.global_batch_size = 1
         emit(measure_run(config, size))
 
@@ -239,7 +295,13 @@ def experts(size: str, out: Path) -> None:
 
     numbers = {**size_of("Qwen/Qwen3-30B-A3B").numbers, "num_hidden_layers": 4}
     if size == "tiny":
-        small = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+        small = (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
         numbers |= {key: pretrain_gpu.TINY[key] for key in small}
         numbers |= {"moe_intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
     pretrain_gpu.SHAPES["experts"] = numbers
@@ -247,8 +309,17 @@ def experts(size: str, out: Path) -> None:
     args.shape, args.micro_batch_size = "experts", 1
 
     def copies(run: Any) -> dict[str, Any]:
-        layers = [part for chunk in run.model for part in chunk.modules() if isinstance(part, GroupedLinear)]
-        copied = [one for one in layers if stack_weights(one.weights()).data_ptr() != one.weights()[0].data_ptr()]
+        layers = [
+            part
+            for chunk in run.model
+            for part in chunk.modules()
+            if isinstance(part, GroupedLinear)
+        ]
+        copied = [
+            one
+            for one in layers
+            if stack_weights(one.weights()).data_ptr() != one.weights()[0].data_ptr()
+        ]
         return {"layers of experts": len(layers), "copies of experts": len(copied)}
 
     emit(measure_run(pretrain_gpu.bridge_config(args), size, copies))
@@ -340,14 +411,23 @@ def _speeds(row: Any) -> dict[str, float]:
 def resume(size: str, out: Path) -> None:
     """A run that is killed after a save goes on bitwise like one that was not."""
     with tempfile.TemporaryDirectory(dir=out) as folder:
-        codes = {mode: _train(size, Path(folder), mode) for mode in ("undisturbed", "killed", "resumed")}
+        codes = {
+            mode: _train(size, Path(folder), mode) for mode in ("undisturbed", "killed", "resumed")
+        }
         if codes != {"undisturbed": 0, "killed": -signal.SIGKILL, "resumed": 0}:
             raise SystemExit(f"exit codes {codes}")
         undisturbed, killed, resumed = (_steps(Path(folder, f"{mode}.jsonl")) for mode in codes)
-        same = bool(resumed) and all(undisturbed[step]["loss"] == found["loss"] for step, found in resumed.items())
-        usual = statistics.median(found["seconds"] for step, found in undisturbed.items() if step > 2)
+        same = bool(resumed) and all(
+            undisturbed[step]["loss"] == found["loss"] for step, found in resumed.items()
+        )
+        usual = statistics.median(
+            found["seconds"] for step, found in undisturbed.items() if step > 2
+        )
         saving = killed[SAVED + 1]["seconds"]  # a step is counted with what follows the one before
-        stored = sum(path.stat().st_size for path in Path(folder, "killed").rglob("*") if path.is_file()) / 1e9
+        stored = (
+            sum(path.stat().st_size for path in Path(folder, "killed").rglob("*") if path.is_file())
+            / 1e9
+        )
     emit(
         {
             "bitwise equal": int(same),
@@ -412,15 +492,21 @@ def conversion(size: str, out: Path) -> None:
     block = torch.empty((1 << 30) if DEVICE == "cuda" else (1 << 22), dtype=torch.uint8)
     for name, source in (("pageable", block), ("pinned", block.pin_memory())):
         target = torch.empty_like(block, device=DEVICE)
-        seconds = min(_seconds(lambda s=source, t=target: t.copy_(s, non_blocking=True)) for _ in range(4))
+        seconds = min(
+            _seconds(lambda s=source, t=target: t.copy_(s, non_blocking=True)) for _ in range(4)
+        )
         figures[f"{name} memory to the device, GB/s"] = block.nbytes / seconds / 1e9
     with tempfile.TemporaryDirectory(dir=out) as folder:
         lora_gpu.make_base("tiny" if size == "tiny" else "llama31-8b", Path(folder, "base"))
-        stored = sum(path.stat().st_size for path in Path(folder, "base").glob("*.safetensors")) / 1e9
+        stored = (
+            sum(path.stat().st_size for path in Path(folder, "base").glob("*.safetensors")) / 1e9
+        )
         bridge, model = AutoBridge.from_hf_pretrained(f"{folder}/base"), []
         loading = _seconds(lambda: model.extend(bridge.to_megatron_model(wrap_with_ddp=False)))
         emit(figures := figures | {"model, GB": stored, "load, GB/s": stored / loading})
-        export = _seconds(lambda: bridge.save_hf_pretrained(model, f"{folder}/out", show_progress=False))
+        export = _seconds(
+            lambda: bridge.save_hf_pretrained(model, f"{folder}/out", show_progress=False)
+        )
         emit(figures | {"export, GB/s": stored / export})
 
 
@@ -452,7 +538,9 @@ def profile(size: str, out: Path) -> None:
     (out / "profile.txt").write_text(sums.table(sort_by=f"self_{DEVICE}_time_total", row_limit=60))
     attribute = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
     longest = sorted(sums, key=lambda one: -getattr(one, attribute))[:10]
-    figures: dict[str, Any] = {f"ms in {one.key[:60]}": getattr(one, attribute) / 1e3 for one in longest}
+    figures: dict[str, Any] = {
+        f"ms in {one.key[:60]}": getattr(one, attribute) / 1e3 for one in longest
+    }
     emit(figures | _gaps(found))
 
 
@@ -469,7 +557,10 @@ def _gaps(found: Any) -> dict[str, float]:
     for start, end in spans:
         idle += max(0.0, start - until)
         until = max(until, end)
-    return {"ms from the first kernel to the last": (until - spans[0][0]) / 1e3, "ms without a kernel": idle / 1e3}
+    return {
+        "ms from the first kernel to the last": (until - spans[0][0]) / 1e3,
+        "ms without a kernel": idle / 1e3,
+    }
 
 
 STAGES: dict[str, Callable[[str, Path], None]] = {
@@ -486,7 +577,9 @@ STAGES: dict[str, Callable[[str, Path], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--size", choices=STEPS, default="tiny")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")

@@ -28,7 +28,9 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
     add_shared(parser, "script")
     add_shared(parser, "script engine")
     parser.set_defaults(max_new_tokens=None)
-    parser.add_argument("--host", default="127.0.0.1", help="others than this machine's need --api-key-file")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="others than this machine's need --api-key-file"
+    )
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api-key-file", type=Path, metavar="FILE")
     for name, reason in list(WITHOUT_EFFECT.items())[1:]:

@@ -38,11 +38,17 @@ def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.N
     add_shared(parser, "script engine")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated")
-    source.add_argument("--prompt-file", type=Path, help="JSONL with text or prompt, or a prompt a line")
-    parser.add_argument("--prompt-file-num-truncate", type=count, help="read this many prompts only")
+    source.add_argument(
+        "--prompt-file", type=Path, help="JSONL with text or prompt, or a prompt a line"
+    )
+    parser.add_argument(
+        "--prompt-file-num-truncate", type=count, help="read this many prompts only"
+    )
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top_k", "--top-k", type=int, default=1)
-    parser.add_argument("--top_p", "--top-p", type=float, default=0.0, help="0 keeps all tokens, as 1 does")
+    parser.add_argument(
+        "--top_p", "--top-p", type=float, default=0.0, help="0 keeps all tokens, as 1 does"
+    )
     parser.add_argument("--seed", type=int)
     parser.add_argument("--return-log-probs", action="store_true")
     parser.add_argument("--skip-prompt-log-probs", action="store_true")
@@ -93,7 +99,9 @@ def prompts_of(args: argparse.Namespace) -> list[Any]:
         return args.prompt
     from megatron.bridge.inference.prompt_files import read_prompts
 
-    return [line.prompt for line in read_prompts(args.prompt_file, {})][: args.prompt_file_num_truncate]
+    return [line.prompt for line in read_prompts(args.prompt_file, {})][
+        : args.prompt_file_num_truncate
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,7 +113,10 @@ def main(argv: Sequence[str]) -> int:
     with model_options.load_of_script(args, **model_options.script_engine(args)) as llm:
         for prompt, completions in zip(prompts, llm.generate_each(prompts, sampling), strict=True):
             if distributed.rank() == 0:
-                sys.stdout.write(json.dumps(record_of(prompt, completions[0], sampling), ensure_ascii=False) + "\n")
+                sys.stdout.write(
+                    json.dumps(record_of(prompt, completions[0], sampling), ensure_ascii=False)
+                    + "\n"
+                )
     return 0
 
 

@@ -45,7 +45,9 @@ def components(imports: dict[str, set[str]]) -> list[set[str]]:
     return found
 
 
-def _finished(starts: list[str], edges: dict[str, set[str]], seen: set[str] | None = None) -> list[str]:
+def _finished(
+    starts: list[str], edges: dict[str, set[str]], seen: set[str] | None = None
+) -> list[str]:
     """Nodes in the order in which a depth-first search leaves them; ``seen`` are not entered again."""
     seen = set() if seen is None else seen
     order: list[str] = []

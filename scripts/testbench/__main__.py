@@ -34,10 +34,18 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "job", {"defaults": {"model_alone": True}})
-    parser.add_argument("--ops", nargs="+", default=[], metavar="NAME", help="operators (default: all of the model)")
-    parser.add_argument("--ops-module", metavar="MODULE", help="import a module that registers operators of your own")
+    parser.add_argument(
+        "--ops", nargs="+", default=[], metavar="NAME", help="operators (default: all of the model)"
+    )
+    parser.add_argument(
+        "--ops-module",
+        metavar="MODULE",
+        help="import a module that registers operators of your own",
+    )
     parser.add_argument("--cases", type=Path, metavar="FILE", help="JSON with the sizes of batches")
-    parser.add_argument("--case-indexes", nargs="+", type=int, metavar="I", help="cases of the file to run")
+    parser.add_argument(
+        "--case-indexes", nargs="+", type=int, metavar="I", help="cases of the file to run"
+    )
     parser.add_argument(
         "--profile-mode",
         type=int,
@@ -45,14 +53,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="0: numbers, 1: ranges for nsys, 2: PyTorch's profiler, 3: snapshots of a GPU's memory (default: 0)",
     )
-    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="timed calls of an operator (default: 5)")
-    _add_switch(parser, "--theoretical-flops", False, "count operations, too")
-    _add_switch(parser, "--theoretical-activations", True, "measure the activations that autograd keeps")
     parser.add_argument(
-        "--override-model-config", type=Path, metavar="FILE", help="JSON with keys of --hf-model's config.json"
+        "--repeats",
+        type=count,
+        default=5,
+        metavar="N",
+        help="timed calls of an operator (default: 5)",
     )
-    parser.add_argument("--override-tf-config", type=Path, metavar="FILE", help="JSON with keys of model.*")
-    parser.add_argument("--output", type=Path, default=Path("outputs"), metavar="DIR", help="default: outputs")
+    _add_switch(parser, "--theoretical-flops", False, "count operations, too")
+    _add_switch(
+        parser, "--theoretical-activations", True, "measure the activations that autograd keeps"
+    )
+    parser.add_argument(
+        "--override-model-config",
+        type=Path,
+        metavar="FILE",
+        help="JSON with keys of --hf-model's config.json",
+    )
+    parser.add_argument(
+        "--override-tf-config", type=Path, metavar="FILE", help="JSON with keys of model.*"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs"), metavar="DIR", help="default: outputs"
+    )
     parser.add_argument("--name", metavar="NAME", help="folder below --output (default: the time)")
 
 
@@ -76,13 +99,19 @@ def run(args: argparse.Namespace) -> int:
     from scripts.testbench import Bench, Launcher
 
     model, cases = _cases(args)
-    args.hf_model = args.hf_model or (model if args.recipe is None and args.config is None else None)
+    args.hf_model = args.hf_model or (
+        model if args.recipe is None and args.config is None else None
+    )
     with _changed_model(args):
         job = prepare(args)
         config = job.resolve(read_number("WORLD_SIZE", 1)).config
         _import_ops(args.ops_module)
         bench = Bench(config)
-    folder = args.output / distributed.broadcast_object(args.name or time.strftime("%Y%m%d-%H%M%S")) / _name(job)
+    folder = (
+        args.output
+        / distributed.broadcast_object(args.name or time.strftime("%Y%m%d-%H%M%S"))
+        / _name(job)
+    )
     flags = (args.profile_mode, args.repeats, args.theoretical_activations, args.theoretical_flops)
     cases = cases or [bench.case]
     results = Launcher(bench, folder, *flags).run(args.ops, cases)
@@ -99,7 +128,9 @@ def _cases(args: argparse.Namespace) -> tuple[str | None, "list[Case]"]:
     model, cases = read_cases(args.cases) if args.cases else (None, [])
     for index in args.case_indexes or ():
         if not 0 <= index < len(cases):
-            raise UserError(f"--case-indexes {index}: {args.cases or 'no --cases'} has {len(cases)} cases")
+            raise UserError(
+                f"--case-indexes {index}: {args.cases or 'no --cases'} has {len(cases)} cases"
+            )
     return model, [cases[index] for index in args.case_indexes] if args.case_indexes else cases
 
 
@@ -110,7 +141,10 @@ def _changed_model(args: argparse.Namespace) -> Iterator[None]:
 
     if args.override_tf_config is not None:
         values = _values(args.override_tf_config, "--override-tf-config")
-        args.overrides = [*(f"model.{key}={as_yaml(value)}" for key, value in values.items()), *args.overrides]
+        args.overrides = [
+            *(f"model.{key}={as_yaml(value)}" for key, value in values.items()),
+            *args.overrides,
+        ]
     if args.override_model_config is None:
         yield
         return

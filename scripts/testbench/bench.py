@@ -51,7 +51,10 @@ class Bench:
         self._captured.clear()
         self.sized = copy.copy(self.config)
         self.sized.model = self.config.model.resolved()  # with the kernels that this machine has
-        self.sized.dataset, self.sized.train = copy.copy(self.config.dataset), copy.copy(self.config.train)
+        self.sized.dataset, self.sized.train = (
+            copy.copy(self.config.dataset),
+            copy.copy(self.config.train),
+        )
         self.sized.dataset.seq_length, self.sized.train.micro_batch_size = case.seqlen, case.samples
         self.__dict__.pop("batch", None)
 
@@ -82,7 +85,11 @@ class Bench:
         random = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self.config.model.vocab_size or 1, rows, generator=random)
         positions = torch.arange(case.seqlen).repeat(rows[0], rows[1] // case.seqlen)
-        values: dict[str, Any] = {"tokens": tokens, "labels": tokens.roll(-1, 1), "position_ids": positions}
+        values: dict[str, Any] = {
+            "tokens": tokens,
+            "labels": tokens.roll(-1, 1),
+            "position_ids": positions,
+        }
         if case.shape == "thd":
             bounds = torch.arange(0, case.tokens + 1, case.seqlen, dtype=torch.int32)
             values |= {"cu_seqlens": bounds, "max_seqlen": case.seqlen}
@@ -105,7 +112,9 @@ class Bench:
             with _recording({key: target}, self._captured):
                 self.forward()
         if key not in self._captured:
-            raise UserError(f"{type(target[0]).__name__}.{target[1]} is not called in a forward pass of this model")
+            raise UserError(
+                f"{type(target[0]).__name__}.{target[1]} is not called in a forward pass of this model"
+            )
         return tree_map_only(torch.Tensor, _leaf, self._captured[key])
 
 
@@ -125,7 +134,9 @@ def _recording(targets: Mapping[Any, Target], found: dict[Any, Arguments]) -> It
             del owner.__dict__[name]
 
 
-def _recorder(method: Callable[..., Any], key: Any, found: dict[Any, Arguments]) -> Callable[..., Any]:
+def _recorder(
+    method: Callable[..., Any], key: Any, found: dict[Any, Arguments]
+) -> Callable[..., Any]:
     def recorder(*args: Any, **kwargs: Any) -> Any:
         found.setdefault(key, (args, kwargs))
         return method(*args, **kwargs)

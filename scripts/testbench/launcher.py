@@ -49,7 +49,9 @@ class Launcher:
             self.bench.select(case)
             for name in names or [name for name, op in OPS.items() if op.is_in(self.bench)]:
                 if not OPS[name].is_in(self.bench):
-                    raise UserError(f"--ops {name}: {type(self.bench.chunk).__name__} has no such part in this layout")
+                    raise UserError(
+                        f"--ops {name}: {type(self.bench.chunk).__name__} has no such part in this layout"
+                    )
                 self._run_op(name, OPS[name], case, results, rate)
         if self.mode == COLLECT:
             results.write()
@@ -62,9 +64,13 @@ class Launcher:
         flops = op.calc_theoretical_flops(self.bench)
         for direction, seconds in _times(op, self.bench, self.repeats).items():
             work = flops[direction]
-            results.add("timing", name, case, direction, seconds, work / rate if work else None, "s")
+            results.add(
+                "timing", name, case, direction, seconds, work / rate if work else None, "s"
+            )
         memory = op.calc_theoretical_memory(self.bench)
-        results.add("memory_weights", name, case, None, op.weights(self.bench), memory["weights"], "bytes")
+        results.add(
+            "memory_weights", name, case, None, op.weights(self.bench), memory["weights"], "bytes"
+        )
         if self.theoretical_activations and op.backward:
             kept = kept_bytes(op.prepare_input(self.bench))
             results.add("memory_activation", name, case, None, kept, memory["activations"], "bytes")
@@ -82,9 +88,14 @@ class Launcher:
     def _traced(self, name: str, stack: ExitStack) -> None:
         target = self.folder / "torch_profiler" / name
         target.mkdir(parents=True, exist_ok=True)
-        kinds = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * has_cuda()]
+        kinds = [
+            torch.profiler.ProfilerActivity.CPU,
+            *[torch.profiler.ProfilerActivity.CUDA] * has_cuda(),
+        ]
         profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
-        stack.callback(lambda: profiler.export_chrome_trace(str(target / trace_name(distributed.rank()))))
+        stack.callback(
+            lambda: profiler.export_chrome_trace(str(target / trace_name(distributed.rank())))
+        )
         stack.enter_context(profiler)
 
     def _snapshot(self, name: str, stack: ExitStack) -> None:
@@ -92,7 +103,9 @@ class Launcher:
         target.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history()
         stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
-        stack.callback(torch.cuda.memory._dump_snapshot, str(target / f"rank_{distributed.rank()}.pickle"))
+        stack.callback(
+            torch.cuda.memory._dump_snapshot, str(target / f"rank_{distributed.rank()}.pickle")
+        )
 
 
 def _nsys(name: str, stack: ExitStack) -> None:
@@ -111,14 +124,18 @@ def _check(names: Sequence[str], mode: int) -> None:
             )
     if mode in (NSYS, SNAPSHOT) and not has_cuda():
         what = "Nsight Systems" if mode == NSYS else "a memory snapshot"
-        raise UserError(f"--profile-mode {mode}: {what} needs a GPU; use 0 (numbers) or 2 (PyTorch's profiler)")
+        raise UserError(
+            f"--profile-mode {mode}: {what} needs a GPU; use 0 (numbers) or 2 (PyTorch's profiler)"
+        )
 
 
 def _times(op: TestOp, bench: Bench, repeats: int) -> dict[str, float]:
     """Median seconds of the passes over some calls, after one that is not counted."""
     call = op.prepare_input(bench)
     found = [_passes(op, call) for _ in range(repeats + 1)][1:]
-    return {direction: statistics.median(each[direction] for each in found) for direction in found[0]}
+    return {
+        direction: statistics.median(each[direction] for each in found) for direction in found[0]
+    }
 
 
 def _passes(op: TestOp, call: Call) -> dict[str, float]:
@@ -146,7 +163,11 @@ def _clocked(found: dict[str, float], name: str, call: Callable[[], Any]) -> Any
 def kept_bytes(call: Call) -> int:
     """Bytes of the storages that autograd keeps for the backward pass of ``call``, parameters left out."""
     kept: dict[int, int] = {}
-    parameters = {each.untyped_storage().data_ptr() for each in gc.get_objects() if type(each) is torch.nn.Parameter}
+    parameters = {
+        each.untyped_storage().data_ptr()
+        for each in gc.get_objects()
+        if type(each) is torch.nn.Parameter
+    }
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

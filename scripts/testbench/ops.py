@@ -46,7 +46,11 @@ class _SelfAttention(_Block):
 def _rotary(bench: Bench) -> int:
     """Cosines and sines, which all layers share, so that the table leaves them out."""
     model: Any = bench.sized.model
-    width = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels * model.rotary_percent
+    width = (
+        model.qk_pos_emb_head_dim
+        if model.multi_latent_attention
+        else model.kv_channels * model.rotary_percent
+    )
     return int(2 * bench.sizes.tokens * width * bench.sizes.number) if bench.sizes.rotates else 0
 
 
@@ -96,7 +100,9 @@ class _Embedding(TestWithHiddenInputs):
 
 class _Layer(TestWithHiddenInputs):
     def activations(self, bench: Bench) -> float | None:
-        return activations.counts_of_layer(self.part(bench.meta)[1], bench.sizes).full + _rotary(bench)
+        return activations.counts_of_layer(self.part(bench.meta)[1], bench.sizes).full + _rotary(
+            bench
+        )
 
 
 class _Decoder(TestWithHiddenInputs):
@@ -197,7 +203,9 @@ class _OptimizerStep(TestOp):
 
     def prepare_input(self, bench: Bench) -> Call:
         model = setup.build_model(bench.config)
-        optimizer = build_optimizer(bench.config.optimizer, model, bench.config.dist.use_gloo_process_groups)
+        optimizer = build_optimizer(
+            bench.config.optimizer, model, bench.config.dist.use_gloo_process_groups
+        )
         setup.connect(model, optimizer, bench.config.ddp, bench.config.dist.align_grad_reduce)
         chunk: Any = model[0]
         chunk(**bench.batch).sum().backward()
@@ -232,7 +240,9 @@ class Collective(TestOp):
 
     @staticmethod
     def all_gather(data: torch.Tensor, group: Any) -> None:
-        dist.all_gather_into_tensor(data.new_empty(len(data) * group.size(), *data.shape[1:]), data, group=group)
+        dist.all_gather_into_tensor(
+            data.new_empty(len(data) * group.size(), *data.shape[1:]), data, group=group
+        )
 
     @staticmethod
     def reduce_scatter(data: torch.Tensor, group: Any) -> None:
@@ -280,9 +290,13 @@ class _Copy(TestOp):
         host = torch.zeros(bench.sizes.stream, dtype=torch.uint8, pin_memory=has_cuda())
         device = torch.zeros_like(host, device=torch.cuda.current_device())
         source, target = (host, device) if self.to_device else (device, host)
-        return Call(self._run, (source, target, torch.ones_like(device, dtype=torch.float), _group(bench)))
+        return Call(
+            self._run, (source, target, torch.ones_like(device, dtype=torch.float), _group(bench))
+        )
 
-    def _run(self, source: torch.Tensor, target: torch.Tensor, other: torch.Tensor, group: Any) -> None:
+    def _run(
+        self, source: torch.Tensor, target: torch.Tensor, other: torch.Tensor, group: Any
+    ) -> None:
         work = dist.all_reduce(other, group=group, async_op=True) if self.beside else None
         target.copy_(source, non_blocking=True)
         if work is not None:
@@ -291,13 +305,21 @@ class _Copy(TestOp):
 
 register("Embedding", _Embedding(_named("embedding")))
 register("Preprocess", _End("_preprocess", "embedding"))
-register("LayerNorm", TestWithHiddenInputs(_named("input_layernorm", "pre_mlp_layernorm", "final_layernorm")))
-register("ColumnParallelLinear", _Column(_named("linear_qkv", "linear_q_down_proj", "linear_q_proj", "in_proj")))
+register(
+    "LayerNorm",
+    TestWithHiddenInputs(_named("input_layernorm", "pre_mlp_layernorm", "final_layernorm")),
+)
+register(
+    "ColumnParallelLinear",
+    _Column(_named("linear_qkv", "linear_q_down_proj", "linear_q_proj", "in_proj")),
+)
 register("RowParallelLinear", TestWithHiddenInputs(_named("linear_proj", "out_proj")))
 register("DotProductAttention", _Attention(split=False))
 register("AttentionWithCP", _Attention(split=True))
 register("SelfAttention", _SelfAttention(_has("core_attention", "self_attention")))
-register("MLPDense", _Block(lambda path, module: path.endswith(".mlp") and hasattr(module, "linear_fc1")))
+register(
+    "MLPDense", _Block(lambda path, module: path.endswith(".mlp") and hasattr(module, "linear_fc1"))
+)
 register("Router", _Block(_named("router")))
 register("Dispatcher", _Dispatcher(_has("token_dispatcher")))
 register("GroupedMLP", TestWithHiddenInputs(_named("experts")))

@@ -44,7 +44,14 @@ class Results:
         self.files: dict[str, Any] = {}
 
     def add(
-        self, file: File, op: str, case: Case, direction: str | None, real: float, estimated: float | None, unit: Unit
+        self,
+        file: File,
+        op: str,
+        case: Case,
+        direction: str | None,
+        real: float,
+        estimated: float | None,
+        unit: Unit,
     ) -> None:
         leaf: dict[str, Any] = {"real": spelled(real, unit), "estimated": spelled(estimated, unit)}
         leaf |= {"real_value": real, "estimated_value": estimated, "unit": unit}

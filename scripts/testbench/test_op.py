@@ -72,7 +72,14 @@ class TestWithHiddenInputs(TestOp):
 
     def find(self, chunk: MegatronModule) -> tuple[str, nn.Module] | None:
         """Path and module of the part in ``chunk``."""
-        return next(((path, module) for path, module in chunk.named_modules() if self.matches(path, module)), None)
+        return next(
+            (
+                (path, module)
+                for path, module in chunk.named_modules()
+                if self.matches(path, module)
+            ),
+            None,
+        )
 
     def part(self, chunk: MegatronModule) -> tuple[str, Any]:
         found = self.find(chunk)
@@ -101,8 +108,14 @@ class TestWithHiddenInputs(TestOp):
         return activations.kept_inside(path, module, bench.sizes)
 
     def calc_theoretical_flops(self, bench: Bench) -> dict[str, float | None]:
-        found = [_operations(module, path, bench) for path, module in self.worked(*self.part(bench.meta))]
-        forward, backward = (bench.run.tokens * sum(each) for each in zip(*found, strict=True)) if found else (0.0, 0.0)
+        found = [
+            _operations(module, path, bench) for path, module in self.worked(*self.part(bench.meta))
+        ]
+        forward, backward = (
+            (bench.run.tokens * sum(each) for each in zip(*found, strict=True))
+            if found
+            else (0.0, 0.0)
+        )
         return {"forward": forward, "backward": backward}
 
     def worked(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -111,7 +124,11 @@ class TestWithHiddenInputs(TestOp):
 
 
 def _bytes(module: Any) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters()) if isinstance(module, nn.Module) else 0
+    return (
+        sum(parameter.nbytes for parameter in module.parameters())
+        if isinstance(module, nn.Module)
+        else 0
+    )
 
 
 def _operations(module: nn.Module, path: str, bench: Bench) -> tuple[float, float]:
@@ -120,7 +137,10 @@ def _operations(module: nn.Module, path: str, bench: Bench) -> tuple[float, floa
     The backward kernel of attention computes the scores again: five products where the forward pass has two.
     """
     layer = nn.Module()
-    layer.add_module("experts" if is_dispatched(path) else "router" if path.endswith("router") else "part", module)
+    layer.add_module(
+        "experts" if is_dispatched(path) else "router" if path.endswith("router") else "part",
+        module,
+    )
     shape = layer_shape(layer, bench.config.model.hidden_size, bench.case.seqlen)
     forward = operations_per_token(shape, bench.run)
     return forward, 2 * forward + 0.5 * shape.between * shape.quadratic

@@ -34,7 +34,9 @@ def harmless(bridge: AutoBridge) -> HarmlessKeys:
     return {**IRRELEVANT, **getattr(bridge._bridge, "irrelevant", {}), "quantization_config": None}
 
 
-def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys) -> list[str]:
+def different_keys(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys
+) -> list[str]:
     """A line for each key of ``wanted`` that has another value in ``found``."""
     return [
         f"{key}={value!r} is {found.get(key)!r} after the round trip"
@@ -43,15 +45,22 @@ def different_keys(wanted: Mapping[str, Any], found: Mapping[str, Any], ignored:
     ]
 
 
-def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys) -> bool:
+def _means_the_same(
+    key: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ignored: HarmlessKeys
+) -> bool:
     value, now = wanted[key], found.get(key)
     if isinstance(value, list) and value and all(one == now for one in value):
         return True  # one number for all layers
     if key in ignored and ((values := ignored[key]) is None or value in values):
         return True
     if key == "rope_parameters" and "rope_type" in (value or ()):
-        whole = {"partial_rotary_factor": 1.0}  # said or not; the type's older spelling may stand beside it
-        return {**whole, **{name: item for name, item in value.items() if name != "type"}} == {**whole, **now}
+        whole = {
+            "partial_rotary_factor": 1.0
+        }  # said or not; the type's older spelling may stand beside it
+        return {**whole, **{name: item for name, item in value.items() if name != "type"}} == {
+            **whole,
+            **now,
+        }
     if key == "head_dim" and value is None:
         return now * wanted["num_attention_heads"] == wanted["hidden_size"]
     if key == "dtype" and value is None:
@@ -64,4 +73,6 @@ def _means_the_same(key: str, wanted: Mapping[str, Any], found: Mapping[str, Any
 
 def _without_whole(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Without a ``partial_rotary_factor`` of one, which is as good as none."""
-    return {key: value for key, value in rope.items() if (key, value) != ("partial_rotary_factor", 1.0)}
+    return {
+        key: value for key, value in rope.items() if (key, value) != ("partial_rotary_factor", 1.0)
+    }

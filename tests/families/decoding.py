@@ -16,7 +16,13 @@ TIE = 1e-4
 """Two tokens whose logits are this close are a tie, which rounding may break either way."""
 LOGPROBS = 1e-4
 LENGTHS = (5, 17, 29, 11)
-UNCACHED = ("nemotron_h", "mamba2_tied", "bamba_bounded_steps", "falcon_h1_bounded_steps", "deepseek_v32_pattern")
+UNCACHED = (
+    "nemotron_h",
+    "mamba2_tied",
+    "bamba_bounded_steps",
+    "falcon_h1_bounded_steps",
+    "deepseek_v32_pattern",
+)
 """Rows whose reference decodes without a cache: with one, transformers 5 leaves out Mamba's smallest step, and keeps
 keys of DeepSeek-V3.2 that were rotated before LongRoPE's frequencies changed."""
 
@@ -35,7 +41,9 @@ class Reference:
 
 def prompts(vocabulary):
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [
+        torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in LENGTHS
+    ]
 
 
 @functools.cache
@@ -66,11 +74,17 @@ def _reference(model, prompt, cached):
     best = logits.topk(2).values
     whole = model(input_ids=ids, use_cache=False).logits[0, :-1]
     chosen = torch.cat((whole, logits)).log_softmax(-1).gather(-1, text[0, 1:, None])[:, 0]
-    return Reference(prompt, text[0, len(prompt) :].tolist(), chosen, (best[:, 0] - best[:, 1]).tolist())
+    return Reference(
+        prompt, text[0, len(prompt) :].tolist(), chosen, (best[:, 0] - best[:, 1]).tolist()
+    )
 
 
 def engine_config(case: Case, **changes) -> EngineConfig:
-    settings = {"max_context": 128, "vocabulary": case.row.config["vocab_size"], "kv_memory": 1 << 24}
+    settings = {
+        "max_context": 128,
+        "vocabulary": case.row.config["vocab_size"],
+        "kv_memory": 1 << 24,
+    }
     return EngineConfig(**{**settings, **changes})
 
 
@@ -93,7 +107,9 @@ def decoder(case: Case, layout: str, bf16: bool = False):
     provider = bridge.to_megatron_provider()
     if getattr(provider, "mtp_num_layers", None):
         provider.mtp_num_layers = None
-    for name, value in harness.settings(provider, harness.LAYOUTS[layout], case.row.provider).items():
+    for name, value in harness.settings(
+        provider, harness.LAYOUTS[layout], case.row.provider
+    ).items():
         setattr(provider, name, value)
     provider.backend = "torch"
     model = provider.provide_distributed_model(wrap_with_ddp=False, bf16=bf16)
@@ -104,7 +120,12 @@ def decoder(case: Case, layout: str, bf16: bool = False):
 
 def _compare(found, expected):
     same = next(
-        (index for index, pair in enumerate(zip(found.tokens, expected.tokens, strict=True)) if len(set(pair)) > 1), NEW
+        (
+            index
+            for index, pair in enumerate(zip(found.tokens, expected.tokens, strict=True))
+            if len(set(pair)) > 1
+        ),
+        NEW,
     )
     where = f"prompt of {len(expected.prompt)} tokens"
     if same < NEW and expected.gaps[same] > TIE:

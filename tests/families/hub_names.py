@@ -13,5 +13,7 @@ def by_expert(name: str, value: Tensor) -> list[tuple[str, Tensor]]:
             for kind, part in zip(("gate", "up"), both.chunk(2), strict=True)
         ]
     if name == "mlp.experts.down_proj":
-        return [(f"mlp.experts.{expert}.down_proj.weight", part) for expert, part in enumerate(value)]
+        return [
+            (f"mlp.experts.{expert}.down_proj.weight", part) for expert, part in enumerate(value)
+        ]
     return [(name, value)]

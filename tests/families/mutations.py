@@ -22,10 +22,30 @@ INDEX = "model.safetensors.index.json"
 
 # keys that are not tried: names, ids, what other tasks use, how other software runs
 WITHOUT_EFFECT = {
-    *("_name_or_path", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+    ),
     *("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"),
-    *("is_encoder_decoder", "problem_type", "id2label", "label2id", "chunk_size_feed_forward", "pretraining_tp"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
+    *(
+        "is_encoder_decoder",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "chunk_size_feed_forward",
+        "pretraining_tp",
+    ),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+    ),
 }
 
 
@@ -112,7 +132,9 @@ def mutations(case: Case) -> Iterator[Mutation]:
         yield from _of_tensor(name, stored.tensors[name])
     yield from _swaps(stored)
     yield from _of_files(stored)
-    if "transformer_layer_spec" not in case.row.provider:  # which decides what the config says of layers
+    if (
+        "transformer_layer_spec" not in case.row.provider
+    ):  # which decides what the config says of layers
         yield from _of_config(stored)
 
 
@@ -138,7 +160,15 @@ def _of_tensor(name: str, tensor: Tensor) -> Iterator[Mutation]:
 
 
 _PAIRS = (("q_proj", "k_proj"), ("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-_FUSED = ("qkv_proj", "gate_up_proj", "kv_b_proj", "kv_a_proj_with_mqa", "q_b_proj", "gate.weight", "router.weight")
+_FUSED = (
+    "qkv_proj",
+    "gate_up_proj",
+    "kv_b_proj",
+    "kv_a_proj_with_mqa",
+    "q_b_proj",
+    "gate.weight",
+    "router.weight",
+)
 
 
 def _swaps(stored: Stored) -> Iterator[Mutation]:
@@ -152,17 +182,27 @@ def _swaps(stored: Stored) -> Iterator[Mutation]:
         ]
         if pairs:
             yield _exchange(f"swap {one} and {other}", stored, pairs)
-    norms = [name for name in first if ".layers.0." in name and re.search(r"norm\w*\.weight$", name)]
+    norms = [
+        name for name in first if ".layers.0." in name and re.search(r"norm\w*\.weight$", name)
+    ]
     for name in norms:
         # the next layer that has one: layers need not be alike
-        others = (name.replace(".layers.0.", f".layers.{layer}.") for layer in range(1, len(stored.tensors)))
+        others = (
+            name.replace(".layers.0.", f".layers.{layer}.")
+            for layer in range(1, len(stored.tensors))
+        )
         if other := next((other for other in others if other in stored.tensors), None):
             yield _exchange(f"swap layers of {name}", stored, [(name, other)])
     for kind in _FUSED:
         found = [name for name in first if re.search(rf"\b{re.escape(kind)}", name)]
         if found:
-            rolled = {name: {name: stored.tensors[name].roll(len(stored.tensors[name]) // 2, 0)} for name in found}
-            yield Mutation(f"roll {kind}", lambda copy, rolled=rolled: copy.change(rolled), tuple(found))
+            rolled = {
+                name: {name: stored.tensors[name].roll(len(stored.tensors[name]) // 2, 0)}
+                for name in found
+            }
+            yield Mutation(
+                f"roll {kind}", lambda copy, rolled=rolled: copy.change(rolled), tuple(found)
+            )
 
 
 def _exchange(what: str, stored: Stored, pairs: list[tuple[str, str]]) -> Mutation:
@@ -178,10 +218,17 @@ def _exchange(what: str, stored: Stored, pairs: list[tuple[str, str]]) -> Mutati
 def _of_files(stored: Stored) -> Iterator[Mutation]:
     shards = sorted(set(stored.index.values()))
     for file in (shards[0], shards[-1]):
-        yield Mutation(f"remove {file}", lambda copy, file=file: (copy.directory / file).unlink(), (file,))
-        yield Mutation(f"truncate {file}", lambda copy, file=file: _truncate(copy.directory / file), (file,))
+        yield Mutation(
+            f"remove {file}", lambda copy, file=file: (copy.directory / file).unlink(), (file,)
+        )
+        yield Mutation(
+            f"truncate {file}", lambda copy, file=file: _truncate(copy.directory / file), (file,)
+        )
     name, file = next((name, file) for name, file in stored.index.items() if file != shards[0])
-    extra = {**{n: t for n, t in stored.tensors.items() if stored.index[n] == shards[0]}, name: stored.tensors[name]}
+    extra = {
+        **{n: t for n, t in stored.tensors.items() if stored.index[n] == shards[0]},
+        name: stored.tensors[name],
+    }
     yield Mutation(f"second {name}", lambda copy: copy.write(shards[0], extra), (name,))
     yield Mutation("ghost in the index", lambda copy: _ghost(copy, file), ("ghost",))
 
@@ -204,7 +251,9 @@ def _of_config(stored: Stored) -> Iterator[Mutation]:
         key = next(iter(changes))
         name = f"{key}={changes[key]!r}"
         # use_sliding_window=False with layers that have one: the message is about sliding_window
-        return Mutation(name, lambda copy: copy.configure(**changes), (key, *_BLAMES, key.removeprefix("use_")))
+        return Mutation(
+            name, lambda copy: copy.configure(**changes), (key, *_BLAMES, key.removeprefix("use_"))
+        )
 
     yield configure(attention_biasses=True)
     yield configure(mystery_factor=0.5)

@@ -32,7 +32,9 @@ class NemotronH_Nano_VL_V2(PreTrainedModel, GenerationMixin):
         self.language_model = NemotronHForCausalLM(text)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None, **options: Any) -> CausalLMOutput:
+    def forward(
+        self, input_ids: Tensor, pixel_values: Tensor | None = None, **options: Any
+    ) -> CausalLMOutput:
         """Logits of samples; ``pixel_values`` are the tiles of all their images."""
         assert options.pop("inputs_embeds", None) is None
         embedded = self.language_model.get_input_embeddings()(input_ids)
@@ -101,7 +103,9 @@ class PatchGenerator(nn.Module):
         self.embedder = nn.Linear(3 * self.patch**2, config.hidden_size, bias=False)
         self.pos_embed = nn.Parameter(torch.zeros(1, self.side**2, config.hidden_size))
         tokens = config.num_cls_tokens + config.num_registers
-        self.cls_token = nn.ParameterDict({"token": nn.Parameter(torch.zeros(tokens, config.hidden_size))})
+        self.cls_token = nn.ParameterDict(
+            {"token": nn.Parameter(torch.zeros(tokens, config.hidden_size))}
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.embedder(F.unfold(pixels, self.patch, stride=self.patch).mT)
@@ -118,13 +122,19 @@ class Block(nn.Module):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_attention_heads
         self.norm1, self.norm2 = (nn.LayerNorm(width, eps=config.layer_norm_eps) for _ in range(2))
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)})
+        self.attn = nn.ModuleDict(
+            {"qkv": nn.Linear(width, 3 * width), "proj": nn.Linear(width, width)}
+        )
         self.activation = ACT2FN[config.hidden_act]
         wide = int(width * config.mlp_ratio)
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, wide), "fc2": nn.Linear(wide, width)})
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.attn["qkv"](self.norm1(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
         x = x + self.attn["proj"]((weights @ v).transpose(1, 2).flatten(2))
         return x + self.mlp["fc2"](self.activation(self.mlp["fc1"](self.norm2(x))))

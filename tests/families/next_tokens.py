@@ -63,7 +63,10 @@ def make_reference(directory: Path) -> Case:
         for name, buffer in model.named_buffers():
             buffer.mul_("e_score_correction_bias" not in name)
     harness.save(model, directory / "gradients")
-    save_file({name: value.contiguous().clone() for name, value in own.items()}, directory / "gradients" / _FILE)
+    save_file(
+        {name: value.contiguous().clone() for name, value in own.items()},
+        directory / "gradients" / _FILE,
+    )
     return case
 
 
@@ -72,16 +75,26 @@ def add_layers(checkpoint: Path) -> None:
     stored = harness.read_weights(checkpoint)
     last = f"model.layers.{_LAYERS - 1}."
     width = stored["model.norm.weight"].shape[0]
-    shapes = {name.removeprefix(last): value.shape for name, value in stored.items() if name.startswith(last)}
+    shapes = {
+        name.removeprefix(last): value.shape
+        for name, value in stored.items()
+        if name.startswith(last)
+    }
     shapes |= {f"{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
     shapes["eh_proj.weight"] = (width, 2 * width)
     generator, tensors = torch.Generator().manual_seed(5), {}
     for depth in range(DEPTHS):
         for name, shape in shapes.items():
-            value = torch.randn(*shape, generator=generator) * (0.2 if len(shape) == 1 else shape[-1] ** -0.5)
+            value = torch.randn(*shape, generator=generator) * (
+                0.2 if len(shape) == 1 else shape[-1] ** -0.5
+            )
             tensors[f"model.layers.{_LAYERS + depth}.{name}"] = value + ("norm" in name)
         tensors |= copies(depth, stored)
-    save_file({name: value.clone() for name, value in tensors.items()}, checkpoint / _FILE, {"format": "pt"})
+    save_file(
+        {name: value.clone() for name, value in tensors.items()},
+        checkpoint / _FILE,
+        {"format": "pt"},
+    )
     path = checkpoint / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"] |= dict.fromkeys(tensors, _FILE)
@@ -99,9 +112,13 @@ def copies(depth: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load(checkpoint: Path) -> tuple[Any, Any]:
     """Transformers' model and its layers of multi-token prediction."""
-    model = DeepseekV3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+    model = DeepseekV3ForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
     # it knows where the layers of the published sizes are
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{_LAYERS + d}\..*" for d in range(DEPTHS)]
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{_LAYERS + d}\..*" for d in range(DEPTHS)
+    ]
     return model.eval(), MtpModel.from_pretrained(model).eval()
 
 

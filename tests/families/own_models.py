@@ -26,7 +26,9 @@ class DeciLMForCausalLM(llama.LlamaForCausalLM):
         super().__init__(without_layers)
         self.config = self.model.config = config
         blocks = enumerate(config.block_configs)
-        self.model.layers = nn.ModuleList([DeciLayer(config, block, index) for index, block in blocks])
+        self.model.layers = nn.ModuleList(
+            [DeciLayer(config, block, index) for index, block in blocks]
+        )
 
 
 class DeciLayer(nn.Module):
@@ -40,10 +42,14 @@ class DeciLayer(nn.Module):
             if attention.get("replace_with_linear"):
                 self.self_attn = One("linear_attn", config.hidden_size)
             else:
-                own.num_key_value_heads = config.num_attention_heads // attention["n_heads_in_group"]
+                own.num_key_value_heads = (
+                    config.num_attention_heads // attention["n_heads_in_group"]
+                )
                 self.self_attn = llama.LlamaAttention(own, index)
         if not ffn.get("no_op"):
-            self.post_attention_layernorm = llama.LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_attention_layernorm = llama.LlamaRMSNorm(
+                config.hidden_size, config.rms_norm_eps
+            )
             if ffn.get("replace_with_linear"):
                 self.mlp = One("linear_mlp", config.hidden_size)
             else:
@@ -81,13 +87,17 @@ class MiMoForCausalLM(qwen2.Qwen2ForCausalLM):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model.mtp_layers = nn.ModuleList([NextToken(config) for _ in range(config.num_nextn_predict_layers)])
+        self.model.mtp_layers = nn.ModuleList(
+            [NextToken(config) for _ in range(config.num_nextn_predict_layers)]
+        )
         self.post_init()
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """As Qwen2; whatever loss is computed of the logits, the losses of ``mtp_layers`` are added to it."""
         wants_more = torch.is_grad_enabled() and len(self.model.mtp_layers)
-        out = super().forward(input_ids=input_ids, **kwargs | ({"output_hidden_states": True} if wants_more else {}))
+        out = super().forward(
+            input_ids=input_ids, **kwargs | ({"output_hidden_states": True} if wants_more else {})
+        )
         if wants_more:
             out.logits = Added.apply(out.logits, self._next_loss(out.hidden_states[-1], input_ids))
         return out
@@ -110,13 +120,19 @@ class NextToken(nn.Module):
         super().__init__()
         names = ("token", "hidden", "final", "input", "post_attention")
         for name in names:
-            setattr(self, f"{name}_layernorm", qwen2.Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps))
+            setattr(
+                self,
+                f"{name}_layernorm",
+                qwen2.Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps),
+            )
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.self_attn, self.mlp = qwen2.Qwen2Attention(config, 0), qwen2.Qwen2MLP(config)
 
     def forward(self, hidden: Tensor, embedding: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Hidden states [rows, sequence, hidden] from those of the layer before and the next tokens' embeddings."""
-        x = self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedding)), dim=-1))
+        x = self.input_proj(
+            torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedding)), dim=-1)
+        )
         mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)[None, None]
         x = x + self.self_attn(self.input_layernorm(x), angles, mask)[0]
         return self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))

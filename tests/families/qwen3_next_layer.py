@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen3NextConfig
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextDecoderLayer,
+    Qwen3NextRMSNorm,
+)
 
 from tests.families.hub_names import by_expert
 
@@ -34,15 +37,25 @@ class NextToken(nn.Module):
         self.layers = nn.ModuleList([Qwen3NextDecoderLayer(config, last)])
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator) * min(0.2, parameter.shape[-1] ** -0.5)
+            parameter.data = torch.randn(parameter.shape, generator=generator) * min(
+                0.2, parameter.shape[-1] ** -0.5
+            )
 
     def forward(self, model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
         """Logits [rows, sequence, vocabulary]; behind the end of the sequence comes token 0."""
         embedding = model.model.embed_tokens(F.pad(ids[:, 1:], (0, 1)))
-        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)), dim=-1))
+        x = self.fc(
+            torch.cat(
+                (self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)), dim=-1
+            )
+        )
         places = torch.arange(ids.shape[1])
-        later = torch.zeros(len(places), len(places)).masked_fill(places > places[:, None], -torch.inf)
-        return model.lm_head(self.norm(self.layers[0](x, model.model.rotary_emb(x, places[None]), later[None, None])))
+        later = torch.zeros(len(places), len(places)).masked_fill(
+            places > places[:, None], -torch.inf
+        )
+        return model.lm_head(
+            self.norm(self.layers[0](x, model.model.rotary_emb(x, places[None]), later[None, None]))
+        )
 
     def named(self, kind: str) -> dict[str, Tensor]:
         """``data`` or ``grad`` of every parameter, under the hub's names."""

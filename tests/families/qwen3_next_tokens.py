@@ -15,7 +15,12 @@ from tests.families.qwen3_next_layer import FILE, NextToken, add_layer
 from tests.families.row import Row
 from tests.families.rows import ROWS
 
-ROW = Row("qwen3_next_tokens", "Qwen3NextForCausalLM", ROWS["qwen3_next"].config, provider={"mtp_num_layers": 1})
+ROW = Row(
+    "qwen3_next_tokens",
+    "Qwen3NextForCausalLM",
+    ROWS["qwen3_next"].config,
+    provider={"mtp_num_layers": 1},
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ def make_reference(directory: Path) -> Case:
     (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0"}')
     (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     add_layer(case.checkpoint)
-    model = Qwen3NextForCausalLM.from_pretrained(case.checkpoint, dtype=torch.float32, attn_implementation="eager")
+    model = Qwen3NextForCausalLM.from_pretrained(
+        case.checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
     layer = NextToken(model.config)
     ids, labels = case.batch
     output = model.eval()(input_ids=ids, use_cache=False, output_hidden_states=True)

@@ -36,7 +36,9 @@ def old_style(config: dict[str, Any]) -> dict[str, Any]:
     config = dict(config)
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
-    if config.get("model_type") == "gemma4_text":  # no such spelling of its rotary embeddings was published
+    if (
+        config.get("model_type") == "gemma4_text"
+    ):  # no such spelling of its rotary embeddings was published
         return config
     rope = dict(config.pop("rope_parameters"))
     if _SLIDING in rope:

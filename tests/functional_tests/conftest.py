@@ -13,7 +13,9 @@ FIRST = ("slurm", "family_layouts", "parity", "chaos", "pages", "restarts", "tut
 def pytest_collection_modifyitems(items):
     """Give long files to the processes of xdist before short ones."""
     order = [f"test_{name}.py" for name in FIRST]
-    items.sort(key=lambda item: order.index(item.path.name) if item.path.name in order else len(order))
+    items.sort(
+        key=lambda item: order.index(item.path.name) if item.path.name in order else len(order)
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,9 @@ def install() -> None:
 
     @functools.wraps(create)
     def create_without_cuda(module, *arguments, **options):
-        with mock.patch.object(torch.cuda, "is_available", return_value=True):  # all that it asks of the hardware
+        with mock.patch.object(
+            torch.cuda, "is_available", return_value=True
+        ):  # all that it asks of the hardware
             create(module, *arguments, **options)
 
     TransformerEngineBaseModule.__init__ = create_without_cuda
@@ -43,7 +45,9 @@ def _norm(module, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return F.layer_norm(values, weight.shape, weight, bias, module.eps)
 
 
-def _layer_norm_linear(module, values: Tensor, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+def _layer_norm_linear(
+    module, values: Tensor, is_first_microbatch=None, fp8_output=False, fp8_grad=False
+):
     bias = module.layer_norm_bias if module.normalization == "LayerNorm" else None
     normed = _norm(module, values, module.layer_norm_weight, bias)
     out = _linear(module, normed)
@@ -77,7 +81,9 @@ def _grouped_linear(module, values: Tensor, m_splits, is_first_microbatch=None, 
     parts = values.split(list(map(int, m_splits)))
     outs = []
     for index, part in enumerate(parts):
-        bias = getattr(module, f"bias{index}") if module.use_bias and not module.return_bias else None
+        bias = (
+            getattr(module, f"bias{index}") if module.use_bias and not module.return_bias else None
+        )
         outs.append(F.linear(part, getattr(module, f"weight{index}"), bias))
     out = torch.cat(outs)
     if not module.return_bias:
@@ -86,7 +92,15 @@ def _grouped_linear(module, values: Tensor, m_splits, is_first_microbatch=None, 
 
 
 def _attention(
-    module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, *, attn_mask_type, qkv_format="sbhd", **rest
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask=None,
+    *,
+    attn_mask_type,
+    qkv_format="sbhd",
+    **rest,
 ) -> Tensor:
     """Causal attention of texts of equal length; all are [sequence, batch, heads, channels]."""
     assert qkv_format == "sbhd", qkv_format
@@ -108,13 +122,22 @@ def _attention(
 def _softmax(module, scores: Tensor) -> Tensor:
     if module.softmax_type == "vanilla":
         return scores.softmax(-1)
-    offset = module.softmax_offset if module.softmax_type == "learnable" else scores.new_zeros(scores.shape[1])
+    offset = (
+        module.softmax_offset
+        if module.softmax_type == "learnable"
+        else scores.new_zeros(scores.shape[1])
+    )
     offset = offset.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
     return torch.cat([scores, offset], -1).softmax(-1)[..., :-1]
 
 
 def _gemm(
-    first: Tensor, second: Tensor, out_dtype: torch.dtype, layout: str = "TN", bias: Tensor | None = None, **rest
+    first: Tensor,
+    second: Tensor,
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    bias: Tensor | None = None,
+    **rest,
 ) -> tuple[Tensor]:
     """The product as cuBLAS sees it: column by column, so the second matrix stands on the left."""
     first = first.T if layout[0] == "T" else first

@@ -56,7 +56,9 @@ def main(output: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(run, (2, Path(folder)), nprocs=2)
         found = [json.loads(path.read_text()) for path in Path(folder).glob("problems-*")]
-    Path(output).write_text(json.dumps({case: found[0][case] + found[1][case] for case in CASES}, indent=1))
+    Path(output).write_text(
+        json.dumps({case: found[0][case] + found[1][case] for case in CASES}, indent=1)
+    )
 
 
 def run(rank: int, size: int, folder: Path) -> None:
@@ -93,7 +95,10 @@ def prove(case: str, folder: Path, losses: dict[str, list[float]]) -> list[str]:
     dist.all_reduce(ties)
     found = [key for key in straight if straight[key] != resumed[key]]
     losses[case] = [*straight["losses"].values(), *tuned["losses"].values()]
-    apart = max(abs(one - other) for one, other in zip(losses[case], losses[EQUAL.get(case, case)], strict=True))
+    apart = max(
+        abs(one - other)
+        for one, other in zip(losses[case], losses[EQUAL.get(case, case)], strict=True)
+    )
     if apart and not ties:
         found.append(f"losses differ by {apart}")
     if not case.startswith("half offloaded") and measured.found != measured.predicted:
@@ -170,7 +175,9 @@ class OnAGPU(TorchFunctionMode):
         if func == torch.Tensor.is_cuda.__get__:
             return not getattr(args[0], "on_cpu", False)
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and (func is torch.Tensor.cpu or (args and hasattr(args[0], "on_cpu"))):
+        if isinstance(out, torch.Tensor) and (
+            func is torch.Tensor.cpu or (args and hasattr(args[0], "on_cpu"))
+        ):
             out.on_cpu = True
         return out
 
@@ -196,7 +203,16 @@ def _scale(chunk: int, overflow: Any, lists: Any, factor: Any) -> None:
         target.copy_(source * factor)
 
 
-def _adam(chunk: int, overflow: Any, lists: Any, lr: float, beta1: float, beta2: float, eps: float, *rest: Any):
+def _adam(
+    chunk: int,
+    overflow: Any,
+    lists: Any,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *rest: Any,
+):
     step, decoupled, corrects_bias, decay = rest
     assert decoupled == corrects_bias == 1
     for gradient, weight, first, second, *master in zip(*lists, strict=True):

@@ -41,14 +41,20 @@ def recipes(precision: str) -> list[str]:
 
     entered: list[str] = []
 
-    def autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> contextlib.AbstractContextManager[None]:
+    def autocast(
+        enabled: bool, fp8_recipe: Any, fp8_group: Any
+    ) -> contextlib.AbstractContextManager[None]:
         assert enabled
         assert fp8_group is not None
         entered.append(described(fp8_recipe))
         return contextlib.nullcontext()
 
     te.fp8_autocast = autocast
-    config = toy_config(model={"backend": "transformer_engine"}, mixed_precision=precision).resolve(world_size=1).config
+    config = (
+        toy_config(model={"backend": "transformer_engine"}, mixed_precision=precision)
+        .resolve(world_size=1)
+        .config
+    )
     with one_rank(0, 1):
         try:
             setup.initialize(config)
@@ -62,7 +68,9 @@ def recipes(precision: str) -> list[str]:
 
 def described(recipe: Any) -> str:
     values = {name: getattr(recipe, name) for name in FIELDS if hasattr(recipe, name)}
-    return f"{type(recipe).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
+    return (
+        f"{type(recipe).__name__}({', '.join(f'{name}={value}' for name, value in values.items())})"
+    )
 
 
 if __name__ == "__main__":

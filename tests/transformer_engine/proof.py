@@ -65,7 +65,9 @@ def prepare() -> None:
 
     kernels.install()
     # it would refuse Transformer Engine where there is no CUDA device
-    layer_specs.resolve_backend = lambda name="auto": "transformer_engine" if name == "auto" else name
+    layer_specs.resolve_backend = lambda name="auto": (
+        "transformer_engine" if name == "auto" else name
+    )
 
 
 def prove(check: str, name: str, folder: Path) -> list[str]:
@@ -121,15 +123,23 @@ def adapted(case: Any, of_torch: Any, layout: str) -> list[str]:
     for one in (case, of_torch):
         _, chunks = harness.build(one, layout)
         LoRA(dim=4, target_modules=["linear_proj", "linear_fc1", "linear_fc2"])(chunks)
-        factors = {name: value for name, value in chunks[0].named_parameters() if value.requires_grad}
+        factors = {
+            name: value for name, value in chunks[0].named_parameters() if value.requires_grad
+        }
         torch.manual_seed(1)
         with torch.no_grad():
             for _, factor in sorted(factors.items()):
                 factor.normal_(0.0, 0.2)
         names.append({name: list(value.shape) for name, value in factors.items()})
         ids = case.batch[0]
-        logits.append(chunks[0](input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], attention_mask=None))
-    problems = harness.different_logits(logits[1], logits[0]) if names[0] == names[1] else ["names differ"]
+        logits.append(
+            chunks[0](
+                input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], attention_mask=None
+            )
+        )
+    problems = (
+        harness.different_logits(logits[1], logits[0]) if names[0] == names[1] else ["names differ"]
+    )
     unchanged = layout == "one" and not harness.different_logits(case.logits, logits[0])
     return [*problems, "the adapters change nothing"] if unchanged else problems
 

@@ -36,7 +36,9 @@ dataset = GPTDatasetConfig(
     seq_length=32,
     blend=([str(OUT / "lighthouses"), str(OUT / "logbook")], [0.7, 0.3]),
     split="80,10,10",  # of the documents of each corpus, in order
-    path_to_cache=str(OUT / "cache"),  # the index of the samples; it takes minutes for a large corpus, once
+    path_to_cache=str(
+        OUT / "cache"
+    ),  # the index of the samples; it takes minutes for a large corpus, once
 )
 tokenizer = HuggingFaceTokenizer(TOKENIZER)
 train, valid, test = dataset.build(DatasetRequest(sizes=(200, 20, 20), tokenizer=tokenizer))

@@ -32,9 +32,13 @@ print(shown(train.rows.samples[0]))
 
 # dataset.train_on selects the tokens: every answer of the assistant, only the last one, or everything.
 for choice in ("assistant", "last", "everything"):
-    chats = FinetuningDatasetConfig(dataset_root=str(DATA / "chats"), seq_length=128, train_on=choice)
+    chats = FinetuningDatasetConfig(
+        dataset_root=str(DATA / "chats"), seq_length=128, train_on=choice
+    )
     train, _, _ = chats.build(request)
-    print(f"train_on={choice}: {train.report.trained} of {train.report.tokens} tokens are in the loss")
+    print(
+        f"train_on={choice}: {train.report.trained} of {train.report.tokens} tokens are in the loss"
+    )
 
 # Conversations are short and rows are long, so most of a batch is padding. A packed row contains as many
 # conversations as fit; attention and positions restart at each of them. The result of a step is the same, at less
@@ -46,5 +50,7 @@ packed = FinetuningDatasetConfig(
 )
 rows, _, _ = packed.build(request)
 samples = sum(len(rows[number]["cu_seqlens"]) - 1 for number in range(10))
-print(f"\n48 conversations fill {len(rows.rows)} packed rows to {rows.rows.fill:.0%}; ten rows contain {samples}")
+print(
+    f"\n48 conversations fill {len(rows.rows)} packed rows to {rows.rows.fill:.0%}; ten rows contain {samples}"
+)
 print(f"samples of the first row start at {rows[0]['cu_seqlens'].tolist()[:-1]}")

@@ -19,7 +19,9 @@ def question(record):
     """
     if not record["checked"]:
         return None  # leaves the record out; the run reports how many there were
-    choices = " ".join(f"{letter}) {choice}" for letter, choice in zip("abc", record["choices"], strict=True))
+    choices = " ".join(
+        f"{letter}) {choice}" for letter, choice in zip("abc", record["choices"], strict=True)
+    )
     prompt = f"The light of {record['place']}: {choices}\n"
     return {"prompt": prompt, "completion": record["choices"][record["right"]]}
 

@@ -22,7 +22,9 @@ COPIES = 192  # of 48 conversations: 9 parts of 1,024 records
 
 def prepare(folder):
     """The tokenized samples, made or reused, as in ``megatron-bridge data prepare`` and in a run."""
-    dataset = FinetuningDatasetConfig(dataset_root=str(OUT / "chats"), seq_length=128, prepared_dir=str(folder))
+    dataset = FinetuningDatasetConfig(
+        dataset_root=str(OUT / "chats"), seq_length=128, prepared_dir=str(folder)
+    )
     return prepare_split(dataset, "train", HuggingFaceTokenizer(str(DATA / "tokenizer")))
 
 

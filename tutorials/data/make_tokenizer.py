@@ -26,8 +26,13 @@ TEMPLATE = (
 
 def texts() -> list[str]:
     """All texts that the tutorials train on."""
-    articles = [json.loads(line)["text"] for line in (DATA / "lighthouses.jsonl").read_text().splitlines()]
-    chats = [json.loads(line)["messages"] for line in (DATA / "chats/training.jsonl").read_text().splitlines()]
+    articles = [
+        json.loads(line)["text"] for line in (DATA / "lighthouses.jsonl").read_text().splitlines()
+    ]
+    chats = [
+        json.loads(line)["messages"]
+        for line in (DATA / "chats/training.jsonl").read_text().splitlines()
+    ]
     turns = [f"{turn['role']}\n{turn['content']}\n" for chat in chats for turn in chat]
     return [*articles, *(DATA / "logbook.txt").read_text().splitlines(keepends=True), *turns]
 

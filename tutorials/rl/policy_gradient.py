@@ -28,8 +28,15 @@ def make_toy(directory):
     """A small Llama that knows nothing, with the tokenizer of the data tutorials."""
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=True, **sizes)
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=True, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -70,7 +77,9 @@ def main():
         curve = []
         for step in range(args.steps):
             # ignore_eos makes all rollouts equally long, so that they are one batch without padding.
-            sampling = Sampling(LENGTH, temperature=1.0, seed=step, n=ROLLOUTS, ignore_eos=True, logprobs=0)
+            sampling = Sampling(
+                LENGTH, temperature=1.0, seed=step, n=ROLLOUTS, ignore_eos=True, logprobs=0
+            )
             (rollouts,) = llm.generate([prompt], sampling)
             rewards = torch.tensor([reward(rollout.text) for rollout in rollouts])
             curve.append(float(rewards.mean()))
@@ -78,7 +87,9 @@ def main():
             # REINFORCE: raise the log-probability of what was better than the average of the group.
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
             logprobs = logprobs_of(chunks[0], prompt, [rollout.tokens for rollout in rollouts])
-            generated = torch.tensor([[one.logprob for one in rollout.logprobs] for rollout in rollouts])
+            generated = torch.tensor(
+                [[one.logprob for one in rollout.logprobs] for rollout in rollouts]
+            )
             mismatch = float((logprobs.detach() - generated).abs().max())
             optimizer.zero_grad()
             (-(advantages[:, None] * logprobs).mean()).backward()
@@ -91,7 +102,9 @@ def main():
                     f"step {step}: reward {curve[-1]:.3f}, log-probabilities of rollout and training differ by "
                     f"{mismatch:.0e}, refit {report.bytes / 1e6:.1f} MB in {report.seconds * 1e3:.0f} ms"
                 )
-        print(f"at the end: {llm.generate([prompt], Sampling(LENGTH, temperature=1.0, seed=0))[0][0].text!r}")
+        print(
+            f"at the end: {llm.generate([prompt], Sampling(LENGTH, temperature=1.0, seed=0))[0][0].text!r}"
+        )
     draw(curve)
 
 

@@ -21,7 +21,9 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.vlm_step import forward_step
 
 OUT = Path("runs/tutorials/vision")
-MODEL = os.environ.get("MODEL", str(OUT / "untrained"))  # a folder in Hugging Face format, or a hub id
+MODEL = os.environ.get(
+    "MODEL", str(OUT / "untrained")
+)  # a folder in Hugging Face format, or a hub id
 PICTURES = Path(os.environ.get("PICTURES", OUT / "pictures"))
 
 config = qwen25_vl_3b_finetune_config(
@@ -54,9 +56,16 @@ shutil.rmtree(OUT / "exported", ignore_errors=True)
 AutoBridge.from_hf_pretrained(MODEL).save_hf_pretrained(run.model, OUT / "exported")
 
 # Paths of pictures start from media_root, as in training.
-records = [json.loads(line) for line in (PICTURES / "validation.jsonl").read_text().splitlines()[:6]]
+records = [
+    json.loads(line) for line in (PICTURES / "validation.jsonl").read_text().splitlines()[:6]
+]
 questions = [record["messages"][:1] for record in records]
 with LLM(str(OUT / "exported"), media_root=str(PICTURES)) as llm:
-    for record, (completion,) in zip(records, llm.generate_each(questions, Sampling(max_new_tokens=16)), strict=True):
-        picture, answer = record["messages"][0]["content"][0]["image"], record["messages"][1]["content"]
+    for record, (completion,) in zip(
+        records, llm.generate_each(questions, Sampling(max_new_tokens=16)), strict=True
+    ):
+        picture, answer = (
+            record["messages"][0]["content"][0]["image"],
+            record["messages"][1]["content"],
+        )
         print(f"{picture}: {completion.text.strip()!r}, and is a {answer}")

@@ -8,7 +8,10 @@ from tests.families.row import Row
 
 
 def _collect() -> dict[str, Row]:
-    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    modules = [
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+    ]
     rows = [row for module in modules for row in module.ROWS]
     found = {row.name: row for row in rows}
     assert len(found) == len(rows), "two rows have the same name"

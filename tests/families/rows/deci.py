@@ -35,7 +35,15 @@ ROWS = [
     Row(
         "deci",
         "DeciLMForCausalLM",
-        {**SIZES, "block_configs": [block(1, 5.25), block("nothing", 1.3125), block(3, 10.5), block(3, "nothing")]},
+        {
+            **SIZES,
+            "block_configs": [
+                block(1, 5.25),
+                block("nothing", 1.3125),
+                block(3, 10.5),
+                block(3, "nothing"),
+            ],
+        },
         ("sp2", "vp2"),
         slow=("tp2", "pp2"),
     ),
@@ -45,7 +53,12 @@ ROWS = [
         {
             **SIZES,
             "tie_word_embeddings": True,
-            "block_configs": [block("linear", 2.0), block(3, "linear"), block("nothing", "nothing"), block(1, 2.0)],
+            "block_configs": [
+                block("linear", 2.0),
+                block(3, "linear"),
+                block("nothing", "nothing"),
+                block(1, 2.0),
+            ],
         },
         ("tp2", "sp2", "pp2", "vp2"),
     ),

@@ -51,7 +51,9 @@ class OneByOne(TorchSpecProvider):
 def sequential(config):
     """A layer spec with such layers only."""
     block = layer_specs.decoder_block_spec(config, "torch")
-    block.layer_specs = [layer_specs.layer_spec(config, OneByOne(), moe=True)] * len(block.layer_specs)
+    block.layer_specs = [layer_specs.layer_spec(config, OneByOne(), moe=True)] * len(
+        block.layer_specs
+    )
     return block
 
 
@@ -59,9 +61,17 @@ def add_next_token_layer(directory):
     """Store, as the hub does, a layer of multi-token prediction, which transformers neither reads nor writes."""
     layer = f"model.layers.{GLM['num_hidden_layers']}."
     generator = torch.Generator().manual_seed(5)
-    stored = {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+    stored = {
+        name: value
+        for path in directory.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
     last = f"model.layers.{GLM['num_hidden_layers'] - 1}."
-    shapes = {name.replace(last, layer): tensor.shape for name, tensor in stored.items() if name.startswith(last)}
+    shapes = {
+        name.replace(last, layer): tensor.shape
+        for name, tensor in stored.items()
+        if name.startswith(last)
+    }
     width = GLM["hidden_size"]
     shapes |= {f"{layer}{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
     shapes[f"{layer}eh_proj.weight"] = (width, 2 * width)
@@ -80,13 +90,24 @@ ROWS = [
     Row(
         "mixtral_window",
         "MixtralForCausalLM",
-        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "tie_word_embeddings": True},
+        {
+            **SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+        },
         ("ep2",),
     ),
     Row(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        {**SIX, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2, "norm_topk_prob": False},
+        {
+            **SIX,
+            "shared_expert_intermediate_size": 28,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+        },
         LAYOUTS,
     ),
     Row(
@@ -118,12 +139,29 @@ ROWS = [
         ("tp2", "pp2", "ep2", "etp2"),
         provider={"transformer_layer_spec": sequential, "moe_grouped_gemm": False},
     ),
-    Row("qwen3_moe_idle_experts", "Qwen3MoeForCausalLM", {**THIRTY, "tie_word_embeddings": True}, ("ep2", "pp2")),
-    Row("glm4_moe", "Glm4MoeForCausalLM", {**GLM, "use_qk_norm": True, "attention_bias": True}, LAYOUTS),
+    Row(
+        "qwen3_moe_idle_experts",
+        "Qwen3MoeForCausalLM",
+        {**THIRTY, "tie_word_embeddings": True},
+        ("ep2", "pp2"),
+    ),
+    Row(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {**GLM, "use_qk_norm": True, "attention_bias": True},
+        LAYOUTS,
+    ),
     Row(
         "glm4_moe_groups",
         "Glm4MoeForCausalLM",
-        {**GLM, "n_group": 3, "topk_group": 2, "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2},
+        {
+            **GLM,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+        },
         ("ep2",),
     ),
     Row(
@@ -135,5 +173,10 @@ ROWS = [
         rewrite=add_next_token_layer,
     ),
     Row("olmoe", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": False}, LAYOUTS),
-    Row("olmoe_tied", "OlmoeForCausalLM", {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True}, ("pp2",)),
+    Row(
+        "olmoe_tied",
+        "OlmoeForCausalLM",
+        {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        ("pp2",),
+    ),
 ]

@@ -22,7 +22,11 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
     },
 }
 _PER_LAYER = {
@@ -33,8 +37,17 @@ _PER_LAYER = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
-_KEYS_ARE_VALUES = {"attention_k_eq_v": True, "num_key_value_heads": 6, "num_global_key_value_heads": 2}
-_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20}
+_KEYS_ARE_VALUES = {
+    "attention_k_eq_v": True,
+    "num_key_value_heads": 6,
+    "num_global_key_value_heads": 2,
+}
+_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 20,
+}
 
 ROWS = [
     Row("gemma4", "Gemma4ForCausalLM", {**_GEMMA4, **_PER_LAYER}, ("tp2", "sp2")),
@@ -53,7 +66,13 @@ ROWS = [
     Row(
         "gemma4_biases",
         "Gemma4ForCausalLM",
-        {**_GEMMA4, **_PER_LAYER, **_KEYS_ARE_VALUES, "attention_bias": True, "vocab_size_per_layer_input": 105},
+        {
+            **_GEMMA4,
+            **_PER_LAYER,
+            **_KEYS_ARE_VALUES,
+            "attention_bias": True,
+            "vocab_size_per_layer_input": 105,
+        },
         ("tp2",),
         brief=True,
     ),
@@ -66,15 +85,34 @@ ROWS = [
         provider={"make_query_groups_divisible_by": 1},
     ),
     Row("gemma", "GemmaForCausalLM", {**_GEMMA, "num_key_value_heads": 1}),
-    Row("gemma_biases", "GemmaForCausalLM", {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False}),
-    Row("gemma2", "Gemma2ForCausalLM", {**_GEMMA2, **_CAPS}, layouts=("tp2", "sp2", "pp2", "vp2"), four=("tp2pp2",)),
-    Row("gemma2_biases", "Gemma2ForCausalLM", {**_GEMMA2, "attention_bias": True, "attn_logit_softcapping": None}),
+    Row(
+        "gemma_biases",
+        "GemmaForCausalLM",
+        {**_GEMMA, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    Row(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        {**_GEMMA2, **_CAPS},
+        layouts=("tp2", "sp2", "pp2", "vp2"),
+        four=("tp2pp2",),
+    ),
+    Row(
+        "gemma2_biases",
+        "Gemma2ForCausalLM",
+        {**_GEMMA2, "attention_bias": True, "attn_logit_softcapping": None},
+    ),
     Row(
         "gemma3",
         "Gemma3ForCausalLM",
         {
             **_GEMMA2,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+            ],
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
                 "full_attention": _LINEAR,
@@ -90,7 +128,11 @@ ROWS = [
             "sliding_window_pattern": 2,
             "rope_theta": 1000.0,
             "rope_local_base_freq": 50.0,
-            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
             "attention_bias": True,
             "final_logit_softcapping": 1.5,
             "tie_word_embeddings": False,

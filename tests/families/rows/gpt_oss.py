@@ -29,11 +29,18 @@ SIZE = {
 }
 
 ROWS = [
-    Row("gpt_oss", "GptOssForCausalLM", SIZE, layouts=("tp2", "pp2", "vp2", "ep2"), four=("tp2ep2",)),
+    Row(
+        "gpt_oss", "GptOssForCausalLM", SIZE, layouts=("tp2", "pp2", "vp2", "ep2"), four=("tp2ep2",)
+    ),
     Row(
         "gpt_oss_tied_no_attention_bias",
         "GptOssForCausalLM",
-        {**SIZE, "attention_bias": False, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 4},
+        {
+            **SIZE,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention"] * 4,
+        },
         layouts=("ep2",),
         seed=1,  # seed 0 has a gate within rounding of the clamp, where its gradient jumps
     ),

@@ -21,11 +21,19 @@ SIZES = {
 }
 
 ROWS = [
-    Row("jamba", "JambaForCausalLM", SIZES, ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"), ("tp2pp2",)),
+    Row(
+        "jamba", "JambaForCausalLM", SIZES, ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"), ("tp2pp2",)
+    ),
     Row(
         "jamba_dense",
         "JambaForCausalLM",
-        {**SIZES, "num_experts": 1, "mamba_dt_rank": "auto", "tie_word_embeddings": True, "mamba_expand": 3},
+        {
+            **SIZES,
+            "num_experts": 1,
+            "mamba_dt_rank": "auto",
+            "tie_word_embeddings": True,
+            "mamba_expand": 3,
+        },
         slow=("tp2",),
         brief=True,
     ),

@@ -26,4 +26,12 @@ SIZES = {
     "pad_token_id": None,  # transformers gives its embedding no gradient
 }
 
-ROWS = [Row("kimi_linear", "KimiLinearForCausalLM", SIZES, ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"), ("tp2pp2",))]
+ROWS = [
+    Row(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        SIZES,
+        ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"),
+        ("tp2pp2",),
+    )
+]

@@ -55,8 +55,18 @@ SPARSE = {
 _LAYOUTS = ("tp2", "pp2", "vp2", "ep2", "etp2")
 
 ROWS = [
-    Row("deepseek_v2", "DeepseekV2ForCausalLM", {**_V2, **_GROUPS, "rope_parameters": _YARN}, _LAYOUTS),
-    Row("deepseek_v2_lite", "DeepseekV2ForCausalLM", {**_V2, "q_lora_rank": None}, ("tp2", "pp2", "ep2")),
+    Row(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        {**_V2, **_GROUPS, "rope_parameters": _YARN},
+        _LAYOUTS,
+    ),
+    Row(
+        "deepseek_v2_lite",
+        "DeepseekV2ForCausalLM",
+        {**_V2, "q_lora_rank": None},
+        ("tp2", "pp2", "ep2"),
+    ),
     Row(
         "deepseek_v2_unequal_mscale",
         "DeepseekV2ForCausalLM",
@@ -92,7 +102,12 @@ ROWS = [
     Row(
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
-        {**SPARSE, "n_group": 4, "topk_group": 2, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {
+            **SPARSE,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
         ("tp2", "sp2", "pp2", "vp2", "ep2", "etp2"),
         ("tp2pp2",),
     ),

@@ -22,7 +22,13 @@ ROWS = [
     Row(
         "gpt2_untied",
         "GPT2LMHeadModel",
-        {**GPT2, "n_inner": 40, "tie_word_embeddings": False, "activation_function": "relu", "n_head": 6},
+        {
+            **GPT2,
+            "n_inner": 40,
+            "tie_word_embeddings": False,
+            "activation_function": "relu",
+            "n_head": 6,
+        },
         (),
         slow=("tp2", "pp2"),
         brief=True,

@@ -21,7 +21,12 @@ ROWS = [
     Row(
         "mamba2_tied",
         "Mamba2ForCausalLM",
-        {**SIZES, "tie_word_embeddings": True, "time_step_limit": (0.3, float("inf")), "residual_in_fp32": False},
+        {
+            **SIZES,
+            "tie_word_embeddings": True,
+            "time_step_limit": (0.3, float("inf")),
+            "residual_in_fp32": False,
+        },
         slow=("tp2",),
         brief=True,
     ),

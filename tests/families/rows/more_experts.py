@@ -16,7 +16,12 @@ SIZE = {
     "pad_token_id": None,
 }
 WIDE = {**SIZE, "head_dim": 16}
-DEEPSEEK = {**WIDE, "moe_intermediate_size": 20, "n_routed_experts": 6, "routed_scaling_factor": 2.5}
+DEEPSEEK = {
+    **WIDE,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "routed_scaling_factor": 2.5,
+}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 WINDOWS = {"sliding_window": 7, "layer_types": MIXED}
 GRANITE = {
@@ -74,7 +79,14 @@ LFM = {
     "conv_L_cache": 3,
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
-AFMOE = {**WIDE, **WINDOWS, "num_experts": 6, "moe_intermediate_size": 20, "num_shared_experts": 2, "route_scale": 2.5}
+AFMOE = {
+    **WIDE,
+    **WINDOWS,
+    "num_experts": 6,
+    "moe_intermediate_size": 20,
+    "num_shared_experts": 2,
+    "route_scale": 2.5,
+}
 PARTIAL = {"rope_type": "default", "rope_theta": 70.0, "partial_rotary_factor": 0.5}
 
 
@@ -85,11 +97,31 @@ def row(name, model, config, layouts=(), slow=("tp2", "pp2", "ep2", "etp2"), **m
 
 ROWS = [
     row("granitemoe", "GraniteMoeForCausalLM", {**GRANITE, "tie_word_embeddings": True}, ("ep2",)),
-    row("granitemoe_biases", "GraniteMoeForCausalLM", {**GRANITE, "attention_bias": True, "num_experts_per_tok": 2}),
-    row("granitemoeshared", "GraniteMoeSharedForCausalLM", {**GRANITE, "shared_intermediate_size": 28}),
+    row(
+        "granitemoe_biases",
+        "GraniteMoeForCausalLM",
+        {**GRANITE, "attention_bias": True, "num_experts_per_tok": 2},
+    ),
+    row(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        {**GRANITE, "shared_intermediate_size": 28},
+    ),
     row("granitemoeshared_none", "GraniteMoeSharedForCausalLM", GRANITE),
-    row("granitemoehybrid", "GraniteMoeHybridForCausalLM", GRANITE_4, ("sp2", "ep2"), slow=("pp2", "etp2")),
-    row("granitemoehybrid_dense", "GraniteMoeHybridForCausalLM", GRANITE_4_DENSE, ("tp2",), slow=("pp2",)),
+    row(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE_4,
+        ("sp2", "ep2"),
+        slow=("pp2", "etp2"),
+    ),
+    row(
+        "granitemoehybrid_dense",
+        "GraniteMoeHybridForCausalLM",
+        GRANITE_4_DENSE,
+        ("tp2",),
+        slow=("pp2",),
+    ),
     row("llama4", "Llama4ForCausalLM", LLAMA_4_SCALED, ("tp2", "pp2", "ep2", "etp2")),
     row(
         "llama4_all_sparse",
@@ -97,7 +129,12 @@ ROWS = [
         {**LLAMA_4, "moe_layers": [0, 1, 2, 3], "attn_temperature_tuning": False},
         slow=("tp2", "pp2", "vp2", "ep2"),
     ),
-    row("minimax_m2", "MiniMaxM2ForCausalLM", {**WIDE, "num_local_experts": 6, "rope_parameters": PARTIAL}, ("ep2",)),
+    row(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        {**WIDE, "num_local_experts": 6, "rope_parameters": PARTIAL},
+        ("ep2",),
+    ),
     row(
         "minimax_m2_tied",
         "MiniMaxM2ForCausalLM",
@@ -107,7 +144,13 @@ ROWS = [
     row(
         "dots1",
         "Dots1ForCausalLM",
-        {**DEEPSEEK, **WINDOWS, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True},
+        {
+            **DEEPSEEK,
+            **WINDOWS,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
     ),
     row(
         "dots1_biases",
@@ -136,7 +179,12 @@ ROWS = [
     row(
         "ernie45_moe_between",
         "Ernie4_5_MoeForCausalLM",
-        {**ERNIE, "moe_num_shared_experts": 0, "moe_layer_end_index": 2, "tie_word_embeddings": False},
+        {
+            **ERNIE,
+            "moe_num_shared_experts": 0,
+            "moe_layer_end_index": 2,
+            "tie_word_embeddings": False,
+        },
     ),
     row("lfm2_moe", "Lfm2MoeForCausalLM", LFM, ("ep2",)),
     row(
@@ -161,12 +209,22 @@ ROWS = [
     row(
         "afmoe_mup",
         "AfmoeForCausalLM",
-        {**AFMOE, "mup_enabled": True, "tie_word_embeddings": True, "num_shared_experts": 1, "num_dense_layers": 2},
+        {
+            **AFMOE,
+            "mup_enabled": True,
+            "tie_word_embeddings": True,
+            "num_shared_experts": 1,
+            "num_dense_layers": 2,
+        },
     ),
     row(
         "hunyuan_moe",
         "HunYuanMoEV1ForCausalLM",
-        {**{k: v for k, v in WIDE.items() if k != "num_experts_per_tok"}, "num_experts": 6, "moe_topk": 3},
+        {
+            **{k: v for k, v in WIDE.items() if k != "num_experts_per_tok"},
+            "num_experts": 6,
+            "moe_topk": 3,
+        },
         ("ep2",),
     ),
 ]

@@ -33,14 +33,27 @@ GROUPS = {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_
 
 def row(name, layers, sizes, layouts, **more):
     """One whose layers are given by their symbols."""
-    return Row(name, "NemotronHForCausalLM", {**sizes, "hybrid_override_pattern": layers}, layouts, **more)
+    return Row(
+        name, "NemotronHForCausalLM", {**sizes, "hybrid_override_pattern": layers}, layouts, **more
+    )
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ROWS = [
     row("nemotron_h", "M-M*", SIZES, ("tp2", "sp2", "pp2", "vp2"), four=("tp2pp2",)),
-    row("nemotron_h_biases", "*-M-", {**SIZES, "mlp_bias": True, "layer_norm_epsilon": 1e-3}, ("tp2", "pp2")),
-    row("nemotron_h_experts", "ME*E", EXPERTS, ("tp2", "pp2", "vp2", "ep2", "etp2"), four=("tp2ep2",)),
+    row(
+        "nemotron_h_biases",
+        "*-M-",
+        {**SIZES, "mlp_bias": True, "layer_norm_epsilon": 1e-3},
+        ("tp2", "pp2"),
+    ),
+    row(
+        "nemotron_h_experts",
+        "ME*E",
+        EXPERTS,
+        ("tp2", "pp2", "vp2", "ep2", "etp2"),
+        four=("tp2ep2",),
+    ),
     row("nemotron_h_recomputed", "M*-E", EXPERTS, ("tp2",), provider=FULL),
     row("nemotron_h_latent", "ME*E", LATENT, ("sp2", "vp2", "ep2", "etp2"), four=("tp2ep2",)),
     row("nemotron_h_expert_groups", "MEM-", {**EXPERTS, **GROUPS}, ("ep2",)),

@@ -12,7 +12,9 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 7.0,
 }
-_NEMOTRON = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"} | {"hidden_act": "relu2"}
+_NEMOTRON = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"} | {
+    "hidden_act": "relu2"
+}
 
 ROWS = [
     Row("glm", "GlmForCausalLM", {**_GLM, "rope_parameters": _PARTIAL}),
@@ -26,16 +28,40 @@ ROWS = [
             "rope_parameters": {**_PARTIAL, "partial_rotary_factor": 1.0},
         },
     ),
-    Row("glm4", "Glm4ForCausalLM", {**_GLM, "rope_parameters": _PARTIAL}, layouts=("tp2", "sp2", "pp2", "vp2")),
+    Row(
+        "glm4",
+        "Glm4ForCausalLM",
+        {**_GLM, "rope_parameters": _PARTIAL},
+        layouts=("tp2", "sp2", "pp2", "vp2"),
+    ),
     Row("nemotron", "NemotronForCausalLM", {**_NEMOTRON, "rope_parameters": _PARTIAL}),
     Row(
         "nemotron_biases",
         "NemotronForCausalLM",
-        {**_NEMOTRON, "attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 0.25, "rope_theta": 50.0},
+        {
+            **_NEMOTRON,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 50.0,
+        },
     ),
-    Row("olmo2", "Olmo2ForCausalLM", {**LLAMA, "num_key_value_heads": None}, layouts=("tp2", "sp2", "pp2", "vp2")),
+    Row(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {**LLAMA, "num_key_value_heads": None},
+        layouts=("tp2", "sp2", "pp2", "vp2"),
+    ),
     # one key head: under tensor parallelism there are heads of padding, which no norm may count
-    Row("olmo2_groups", "Olmo2ForCausalLM", {**LLAMA, "num_key_value_heads": 1, "attention_bias": True}),
+    Row(
+        "olmo2_groups",
+        "Olmo2ForCausalLM",
+        {**LLAMA, "num_key_value_heads": 1, "attention_bias": True},
+    ),
     Row("granite", "GraniteForCausalLM", {**LLAMA, **_GRANITE, "tie_word_embeddings": True}),
-    Row("granite_biases", "GraniteForCausalLM", {**LLAMA, **_GRANITE, "attention_bias": True, "mlp_bias": True}),
+    Row(
+        "granite_biases",
+        "GraniteForCausalLM",
+        {**LLAMA, **_GRANITE, "attention_bias": True, "mlp_bias": True},
+    ),
 ]

@@ -23,12 +23,25 @@ MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_atten
 SLOW = ("sp2", "pp2", "vp2")
 
 ROWS = [
-    Row("cohere", "CohereForCausalLM", {**SIZE, "logit_scale": 0.3}, (), slow=("tp2", *SLOW), brief=True),
+    Row(
+        "cohere",
+        "CohereForCausalLM",
+        {**SIZE, "logit_scale": 0.3},
+        (),
+        slow=("tp2", *SLOW),
+        brief=True,
+    ),
     Row(
         # groups that two ranks cannot share out evenly
         "cohere_head_norms",
         "CohereForCausalLM",
-        {**SIZE, "num_key_value_heads": 3, "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+        {
+            **SIZE,
+            "num_key_value_heads": 3,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
         ("tp2",),
         slow=SLOW,
         brief=True,
@@ -45,7 +58,13 @@ ROWS = [
     Row(
         "falcon_40b",
         "FalconForCausalLM",
-        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "activation": "gelu_new"},
+        {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "bias": True,
+            "activation": "gelu_new",
+        },
         ("pp2",),
         slow=("tp2", "sp2", "vp2"),
         brief=True,
@@ -72,7 +91,14 @@ ROWS = [
         slow=("tp2", "sp2"),
         brief=True,
     ),
-    Row("gpt_neox", "GPTNeoXForCausalLM", {**NEOX, "rope_parameters": PARTIAL}, ("tp2",), slow=SLOW, brief=True),
+    Row(
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        {**NEOX, "rope_parameters": PARTIAL},
+        ("tp2",),
+        slow=SLOW,
+        brief=True,
+    ),
     Row(
         "gpt_neox_serial",
         "GPTNeoXForCausalLM",
@@ -81,7 +107,14 @@ ROWS = [
         slow=("tp2", "pp2"),
         brief=True,
     ),
-    Row("phi", "PhiForCausalLM", {**SIZE, "rope_parameters": PARTIAL}, ("tp2",), slow=SLOW, brief=True),
+    Row(
+        "phi",
+        "PhiForCausalLM",
+        {**SIZE, "rope_parameters": PARTIAL},
+        ("tp2",),
+        slow=SLOW,
+        brief=True,
+    ),
     Row(
         "phi_head_norms_tied",
         "PhiForCausalLM",

@@ -36,7 +36,13 @@ ROWS = [
     Row(
         "qwen3_tied_biases_windows",
         "Qwen3ForCausalLM",
-        {**QWEN3, **WINDOWED, "layer_types": MIXED, "attention_bias": True, "tie_word_embeddings": True},
+        {
+            **QWEN3,
+            **WINDOWED,
+            "layer_types": MIXED,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     Row("mimo", "MiMoForCausalLM", {**QWEN3, "num_nextn_predict_layers": 1}, brief=True),
     Row("qwen3_fp8", "Qwen3ForCausalLM", QWEN3, layouts=("tp2", "pp2"), rewrite=store_in_fp8),

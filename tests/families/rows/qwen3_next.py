@@ -17,18 +17,33 @@ SIZES = {
 }
 
 ROWS = [
-    Row("qwen3_next", "Qwen3NextForCausalLM", {**SIZES, "full_attention_interval": 2}, LAYOUTS, four=("tp2ep2",)),
+    Row(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {**SIZES, "full_attention_interval": 2},
+        LAYOUTS,
+        four=("tp2ep2",),
+    ),
     Row(
         "qwen3_next_irregular",
         "Qwen3NextForCausalLM",
         {
             **SIZES,
-            "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+            "layer_types": [
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+                "linear_attention",
+            ],
             "mlp_only_layers": [1],
             "norm_topk_prob": False,
             "linear_num_value_heads": 2,
             "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 300.0,
+                "partial_rotary_factor": 0.5,
+            },
         },
         ("pp2", "tp2"),
     ),

@@ -54,7 +54,11 @@ class Case(harness.Case):
         """Of what is trained."""
         carried = self.row.carried
         found = super().gradients.items()
-        return {name: value for name, value in found if value.is_floating_point() and not name.startswith(carried)}
+        return {
+            name: value
+            for name, value in found
+            if value.is_floating_point() and not name.startswith(carried)
+        }
 
 
 def make_reference(row: VisionRow, directory: Path) -> Case:
@@ -62,7 +66,9 @@ def make_reference(row: VisionRow, directory: Path) -> Case:
     case = Case(row.name, directory)
     model = harness.hf_model(row)
     harness.save(model, case.checkpoint)
-    (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0", "note": "carried over, not read"}')
+    (case.checkpoint / "tokenizer.json").write_text(
+        '{"version": "1.0", "note": "carried over, not read"}'
+    )
     (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     (case.checkpoint / "preprocessor_config.json").write_text('{"note": "carried over"}')
     if row.rewrite:
@@ -75,7 +81,9 @@ def make_reference(row: VisionRow, directory: Path) -> Case:
     save_file({"logits": torch.cat(logits)}, directory / "expected.safetensors")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.data = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
         for buffer in harness.persistent_buffers(model):
             buffer.zero_()
     harness.save(model, directory / "gradients")
@@ -98,8 +106,12 @@ def build(case: Case, layout: str, ddp: bool = False) -> tuple[AutoBridge, list[
     for name, value in harness.settings(provider, LAYOUTS[layout], case.row.provider).items():
         assert hasattr(provider, name), f"a provider has no {name}"
         setattr(provider, name, value)
-    overlapped = DistributedDataParallelConfig(overlap_grad_reduce=layout == "dp2", use_distributed_optimizer=False)
-    return bridge, provider.provide_distributed_model(wrap_with_ddp=ddp, ddp_config=overlapped if ddp else None)
+    overlapped = DistributedDataParallelConfig(
+        overlap_grad_reduce=layout == "dp2", use_distributed_optimizer=False
+    )
+    return bridge, provider.provide_distributed_model(
+        wrap_with_ddp=ddp, ddp_config=overlapped if ddp else None
+    )
 
 
 def forward_backward(model: list[Any], samples: list[Sample], row: VisionRow) -> Tensor | None:
@@ -112,14 +124,19 @@ def forward_backward(model: list[Any], samples: list[Sample], row: VisionRow) ->
     config = unwrap(model[0]).config
     config.finalize_model_grads_func = finalize_model_grads
     config.moe_aux_loss_coeff = 0.0
-    if getattr(model[0], "ddp_config", None) is not None and model[0].ddp_config.overlap_grad_reduce:
+    if (
+        getattr(model[0], "ddp_config", None) is not None
+        and model[0].ddp_config.overlap_grad_reduce
+    ):
         config.no_sync_func = model[0].no_sync
 
     def step(rows: Iterator[int], chunk: Any) -> tuple[Tensor, Any]:
         batch, media = this_rank(samples[next(rows)], row)
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            found.append(tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone()))
+            found.append(
+                tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone())
+            )
             losses = tensor_parallel.vocab_parallel_cross_entropy(
                 logits.transpose(0, 1).contiguous(), batch["labels"].transpose(0, 1).contiguous()
             )
@@ -165,7 +182,11 @@ def packed(samples: list[Sample], row: VisionRow) -> dict[str, Any]:
         "media": {name: torch.cat(values) for name, values in media.items()},
         "media_rows": media_rows(ids, IMAGE_TOKEN, VIDEO_TOKEN)[:, mine],
         "packed_seq_params": PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=LENGTH,
+            max_seqlen_kv=LENGTH,
         ),
     }
 
@@ -211,7 +232,10 @@ def numbers_and_bytes(case: Case, layout: str, output: Path) -> list[str]:
     bridge, model = build(case, layout, ddp=True)
     bridge.save_hf_pretrained(model, output, show_progress=False)
     problems = harness.different_files(case, output)
-    rank, size = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     samples = case.samples(bridge.hf_config)[rank::size]
     logits = forward_backward(model, samples, case.row)
     if logits is not None:

@@ -52,7 +52,9 @@ class VisionRow(Row):
     def sight(self, sample: Sample) -> Tensor | None:
         """How many tokens each token sees ahead; None where attention is causal."""
         if self.prompt:
-            return prompt_look_ahead((torch.arange(LENGTH) >= self.prompt - 1).float()[None], [0, LENGTH])
+            return prompt_look_ahead(
+                (torch.arange(LENGTH) >= self.prompt - 1).float()[None], [0, LENGTH]
+            )
         return look_ahead(sample.ids, IMAGE_TOKEN) if self.types_as == "token_type_ids" else None
 
     def samples(self, config: Any) -> list[Sample]:

@@ -101,7 +101,9 @@ QWEN3_TOWER = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1],
 }
-PLAIN_QWEN3_TOWER = {key: value for key, value in QWEN3_TOWER.items() if key != "deepstack_visual_indexes"}
+PLAIN_QWEN3_TOWER = {
+    key: value for key, value in QWEN3_TOWER.items() if key != "deepstack_visual_indexes"
+}
 DELTA_NETS = {
     **rope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
     "head_dim": 16,
@@ -196,7 +198,11 @@ MORE = (
     VisionRow(
         "qwen3_vl",
         "Qwen3VLForConditionalGeneration",
-        {"text_config": {**TEXT, **INTERLEAVED, "head_dim": 8}, "vision_config": QWEN3_TOWER, **TOKENS},
+        {
+            "text_config": {**TEXT, **INTERLEAVED, "head_dim": 8},
+            "vision_config": QWEN3_TOWER,
+            **TOKENS,
+        },
         image=patches,
         video=video_by_frames,
         mrope={"merge": 2, "split_frames": True},
@@ -382,7 +388,10 @@ MORE = (
         {
             "text_config": {**LLAMA, "model_type": "qwen3"},
             "vision_config": {
-                **{key: SIGLIP[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+                **{
+                    key: SIGLIP[key]
+                    for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+                },
                 "num_attention_heads": 2,
                 "image_size": [16, 16],
                 "patch_size": [4, 4],
@@ -516,7 +525,9 @@ MORE = (
         {
             "text_config": NEMOTRON_H,
             **NEMOTRON_OMNI,
-            "vision_config": {key: value for key, value in RADIO.items() if key != "video_temporal_patch_size"},
+            "vision_config": {
+                key: value for key, value in RADIO.items() if key != "video_temporal_patch_size"
+            },
             "force_image_size": 16,
             "ps_version": "v2",
         },
@@ -528,7 +539,12 @@ MORE = (
         "paligemma",
         "PaliGemmaForConditionalGeneration",
         {
-            "text_config": {**TEXT, "model_type": "gemma", "head_dim": 16, "num_key_value_heads": 1},
+            "text_config": {
+                **TEXT,
+                "model_type": "gemma",
+                "head_dim": 16,
+                "num_key_value_heads": 1,
+            },
             "vision_config": {**SIGLIP, "vision_use_head": False},
             "projection_dim": 32,
             "image_token_index": IMAGE_TOKEN,

@@ -83,7 +83,10 @@ def positions_of(sample: Sample, mrope: dict[str, Any] | None) -> Tensor:
     given = dict(mrope)
     steps = [given.pop("time_step", 1.0)] * len(grids.get("video_grid_thw", []))
     found = mrope_positions(
-        sample.types[0].numpy(), *(grids.get(name, []) for name in _GRIDS), time_steps=steps, **given
+        sample.types[0].numpy(),
+        *(grids.get(name, []) for name in _GRIDS),
+        time_steps=steps,
+        **given,
     )
     return torch.from_numpy(found)[:, None]
 
@@ -98,7 +101,9 @@ SIZES = ((2, 2), (4, 2), (2, 6))
 
 def patches(config: Any, which: int, generator: torch.Generator) -> Piece:
     """An image as patches with a grid."""
-    return _grid(config, (1, *SIZES[which]), generator, IMAGE, "pixel_values", "image_grid_thw", IMAGE_TOKEN)
+    return _grid(
+        config, (1, *SIZES[which]), generator, IMAGE, "pixel_values", "image_grid_thw", IMAGE_TOKEN
+    )
 
 
 def video(config: Any, which: int, generator: torch.Generator) -> Piece:
@@ -107,7 +112,9 @@ def video(config: Any, which: int, generator: torch.Generator) -> Piece:
     return _grid(config, (2 + which, *SIZES[which]), generator, VIDEO, *names, VIDEO_TOKEN)
 
 
-def video_by_frames(config: Any, which: int, generator: torch.Generator, token: int = VIDEO_TOKEN) -> Piece:
+def video_by_frames(
+    config: Any, which: int, generator: torch.Generator, token: int = VIDEO_TOKEN
+) -> Piece:
     """A video with text between its frames."""
     grid = (2 + which, *SIZES[which])
     names = ("pixel_values_videos", "video_grid_thw")
@@ -153,7 +160,10 @@ def whole_images(tokens: int) -> Maker:
 
     def make(config: Any, which: int, generator: torch.Generator) -> Piece:
         size = _side(config.vision_config)
-        return Piece({"pixel_values": torch.randn(1, 3, size, size, generator=generator)}, [IMAGE_TOKEN] * tokens)
+        return Piece(
+            {"pixel_values": torch.randn(1, 3, size, size, generator=generator)},
+            [IMAGE_TOKEN] * tokens,
+        )
 
     return make
 
@@ -163,7 +173,8 @@ def some_tiles(config: Any, which: int, generator: torch.Generator) -> Piece:
     side, count = config.force_image_size, (1, 2, 3)[which]
     pixels = torch.randn(count, 3, side, side, generator=generator)
     return Piece(
-        {"pixel_values": pixels}, [IMAGE_TOKEN] * (count * (side // config.vision_config.patch_size // 2) ** 2)
+        {"pixel_values": pixels},
+        [IMAGE_TOKEN] * (count * (side // config.vision_config.patch_size // 2) ** 2),
     )
 
 
@@ -194,7 +205,11 @@ def tiles(config: Any, which: int, generator: torch.Generator) -> Piece:
     pixels[:, :count] = torch.randn(1, count, 3, size, size, generator=generator)
     media = {"pixel_values": pixels, "image_sizes": torch.tensor([shape])}
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        found = AutoModel.from_config(config).get_image_features(**media, return_dict=True).pooler_output
+        found = (
+            AutoModel.from_config(config)
+            .get_image_features(**media, return_dict=True)
+            .pooler_output
+        )
     return Piece(media, [IMAGE_TOKEN] * sum(len(part) for part in found))
 
 

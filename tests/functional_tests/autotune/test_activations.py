@@ -30,7 +30,12 @@ def config_of(family, layout):
 def batches():
     """The same tokens in all microbatches and ranks: experts' tokens, and so the peak, would vary otherwise."""
     tokens = torch.randint(0, 500, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, SEQUENCE), "attention_mask": None}
+    batch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "loss_mask": torch.ones(1, SEQUENCE),
+        "attention_mask": None,
+    }
     return itertools.repeat({**batch, "position_ids": torch.arange(SEQUENCE)[None]})
 
 
@@ -68,20 +73,32 @@ def errors(case, ranks):
     """By stage, how much more is counted than its ranks hold on average, as a fraction: the busiest has more tokens."""
     config = config_of(*case).resolve(len(ranks)).config
     stages = meta_model.stage_chunks(config.model)
-    counted = [activations.activation_bytes(config, chunks, i, len(ranks)) for i, chunks in enumerate(stages)]
-    held = [statistics.mean(size for stage, size in ranks if stage == i) for i in range(len(stages))]
+    counted = [
+        activations.activation_bytes(config, chunks, i, len(ranks))
+        for i, chunks in enumerate(stages)
+    ]
+    held = [
+        statistics.mean(size for stage, size in ranks if stage == i) for i in range(len(stages))
+    ]
     return [estimate / real - 1 for estimate, real in zip(counted, held, strict=True)]
 
 
-DENSE = [("llama", layout) for layout in ({TP: 2}, SP, {CP: 2}, {**SP, PP: 2}, {**SP, CP: 2}, {PP: 2, VP: 2, TP: 2})]
+DENSE = [
+    ("llama", layout)
+    for layout in ({TP: 2}, SP, {CP: 2}, {**SP, PP: 2}, {**SP, CP: 2}, {PP: 2, VP: 2, TP: 2})
+]
 RECOMPUTED = [("llama", {**layout, **FULL}) for layout in (SP, {CP: 2}, {**SP, PP: 2})]
 EXPERTS = [{EP: 2}, {**SP, EP: 2, ETP: 1}, {**SP, EP: 2, ETP: 2}, {EP: 2, PP: 2}]
-ROUTED = [("qwen3_moe", layout) for layout in EXPERTS] + [("deepseek_v3", layout) for layout in (*EXPERTS[:2], SP)]
+ROUTED = [("qwen3_moe", layout) for layout in EXPERTS] + [
+    ("deepseek_v3", layout) for layout in (*EXPERTS[:2], SP)
+]
 HYBRID = [(family, layout) for family in ("nemotron_h", "qwen3_next") for layout in (SP, {CP: 2})]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [DENSE, RECOMPUTED, ROUTED, HYBRID], ids=["dense", "recomputed", "experts", "hybrid"])
+@pytest.mark.parametrize(
+    "cases", [DENSE, RECOMPUTED, ROUTED, HYBRID], ids=["dense", "recomputed", "experts", "hybrid"]
+)
 def test_activations_are_those_of_each_rank(four_workers, cases):
     found = zip(*four_workers.run(all_peaks, cases), strict=True)
     wrong = {str(case): errors(case, ranks) for case, ranks in zip(cases, found, strict=True)}

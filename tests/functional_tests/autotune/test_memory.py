@@ -6,7 +6,13 @@ from megatron.core import parallel_state
 
 from megatron.bridge.autotune.memory import memory_per_rank
 from tests.unit_tests.autotune.models import provider
-from tests.unit_tests.autotune.test_memory import built, configured, gradient_buffers, optimizer_state, size
+from tests.unit_tests.autotune.test_memory import (
+    built,
+    configured,
+    gradient_buffers,
+    optimizer_state,
+    size,
+)
 from tests.workers import forget_model_parallel
 
 TP, PP, VP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "virtual_pipeline"))
@@ -18,7 +24,14 @@ WHOLE = {"use_distributed_optimizer": False}
 
 DENSE = [{}, {PP: 2}, {PP: 2, VP: 2}, SP, {TP: 2}, {CP: 2}]
 FOUR = [{TP: 4}, {PP: 4}, {**SP, PP: 2}, {**SP, CP: 2}, {PP: 2, VP: 2, TP: 2}]
-EXPERTS = [{EP: 2}, {EP: 4}, {EP: 2, PP: 2}, {**SP, EP: 2, ETP: 1}, {**SP, EP: 2, ETP: 2}, {**SP, EP: 4, ETP: 1}]
+EXPERTS = [
+    {EP: 2},
+    {EP: 4},
+    {EP: 2, PP: 2},
+    {**SP, EP: 2, ETP: 1},
+    {**SP, EP: 2, ETP: 2},
+    {**SP, EP: 4, ETP: 1},
+]
 
 
 def config_of(family, layout, ddp):
@@ -30,8 +43,12 @@ def config_of(family, layout, ddp):
 
 def measured(family, layout, ddp):
     chunks, optimizer = built(config_of(family, layout, ddp).resolve().config)
-    weights = [weight for chunk in chunks for weight in (*chunk.parameters(), *chunk.module.buffers())]
-    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    weights = [
+        weight for chunk in chunks for weight in (*chunk.parameters(), *chunk.module.buffers())
+    ]
+    storages = {
+        weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights
+    }
     gradients, state = gradient_buffers(chunks), optimizer_state(optimizer)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     return stage, sum(storages.values()), size(gradients), size(state)

@@ -10,13 +10,24 @@ from tests.unit_tests.autotune.models import provider
 from tests.unit_tests.autotune.test_memory import configured
 
 # PyTorch does not count the operations of attention kernels on a CPU
-WITHOUT_ATTENTION = ("ColumnParallelLinear", "RowParallelLinear", "MLPDense", "Router", "GroupedMLP", "MoELayer")
+WITHOUT_ATTENTION = (
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "MLPDense",
+    "Router",
+    "GroupedMLP",
+    "MoELayer",
+)
 CASE = Case(256)
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp2": {"context_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
-    "etp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+    "etp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 2,
+    },
 }
 
 
@@ -49,14 +60,21 @@ def test_theory_is_what_operators_do(two_workers, tmp_path, family, name):
         for op in files["flops"].keys() & set(WITHOUT_ATTENTION):
             for leaf in files["flops"][op][CASE.name].values():
                 # random routers give one of two ranks of experts a few tokens more
-                assert leaf["real_value"] == pytest.approx(leaf["estimated_value"], rel=0.1 * (name == "ep2")), op
+                assert leaf["real_value"] == pytest.approx(
+                    leaf["estimated_value"], rel=0.1 * (name == "ep2")
+                ), op
 
 
 def _twice(folder):
     config = configured(provider("llama")).resolve().config
-    register("FinalNorm", TestWithHiddenInputs(lambda path, module: path == "decoder.final_layernorm"))
+    register(
+        "FinalNorm", TestWithHiddenInputs(lambda path, module: path == "decoder.final_layernorm")
+    )
     bench = Bench(config)
-    for op, case in (("FinalNorm", Case(64)), ("MLPDense", Case(64, max_token_len=200, shape="thd"))):
+    for op, case in (
+        ("FinalNorm", Case(64)),
+        ("MLPDense", Case(64, max_token_len=200, shape="thd")),
+    ):
         Launcher(bench, folder, repeats=1).run([op], [case])
     Launcher(bench, folder, mode=2, repeats=1).run(["MLPDense"], [Case(64)])
 

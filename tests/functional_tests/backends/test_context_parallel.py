@@ -16,7 +16,10 @@ from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from tests.unit_tests.backends import naive
 
 TOKENS, HEADS, GROUPS, WIDTH = 32, 8, 2, 8
-PACKED = ([0, 7, 20, 25], [0, 8, 24, 32])  # real and padded lengths, padded to multiples of 2 * size
+PACKED = (
+    [0, 7, 20, 25],
+    [0, 8, 24, 32],
+)  # real and padded lengths, padded to multiples of 2 * size
 
 
 def zigzag(whole, rank, size, bounds=(0, TOKENS)):
@@ -54,7 +57,10 @@ def compare(kind, window, softcap, sink, packed, hidden, chunked=False):
     module = build(size, kind, window, softcap, sink, chunked)
     generator = torch.Generator().manual_seed(7)
     batch = 1 if packed else 2
-    whole = [torch.randn(TOKENS, batch, heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS)]
+    whole = [
+        torch.randn(TOKENS, batch, heads, WIDTH, generator=generator)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
     weight = torch.randn(TOKENS, batch, HEADS * WIDTH, generator=generator)
     bounds, params, seen = (0, TOKENS), None, naive.seen_by_position(TOKENS, TOKENS, window=window)
     if chunked:
@@ -73,8 +79,14 @@ def compare(kind, window, softcap, sink, packed, hidden, chunked=False):
         seen = seen & ~mask
 
     reference = [tensor.clone().requires_grad_() for tensor in whole]
-    sinks = None if module.softmax_offset is None else module.softmax_offset.detach().clone().requires_grad_()
-    expected = naive.attention(*reference, seen, scale=WIDTH**-0.5, softcap=softcap, sinks=sinks).flatten(2)
+    sinks = (
+        None
+        if module.softmax_offset is None
+        else module.softmax_offset.detach().clone().requires_grad_()
+    )
+    expected = naive.attention(
+        *reference, seen, scale=WIDTH**-0.5, softcap=softcap, sinks=sinks
+    ).flatten(2)
     (expected * weight).sum().backward()
 
     local = [zigzag(tensor, rank, size, bounds).requires_grad_() for tensor in whole]
@@ -85,7 +97,10 @@ def compare(kind, window, softcap, sink, packed, hidden, chunked=False):
     (actual * zigzag(weight, rank, size, bounds)).sum().backward()
 
     pairs = [(actual, zigzag(expected, rank, size, bounds))]
-    pairs += [(mine.grad, zigzag(other.grad, rank, size, bounds)) for mine, other in zip(local, reference, strict=True)]
+    pairs += [
+        (mine.grad, zigzag(other.grad, rank, size, bounds))
+        for mine, other in zip(local, reference, strict=True)
+    ]
     if sinks is not None and sinks.requires_grad and sink == "learnable":
         dist.all_reduce(module.softmax_offset.grad)
         pairs.append((module.softmax_offset.grad, sinks.grad))

@@ -20,7 +20,9 @@ def compare(dtype, reuse):
     expected.sum().backward()
     part = exact.grad.chunk(2, dim=-1)[dist.get_rank()]
     leaf = logits.chunk(2, dim=-1)[dist.get_rank()].clone().requires_grad_()
-    loss = eager._CrossEntropy.apply(leaf * 1.0, target, parallel_state.get_tensor_model_parallel_group(), reuse)
+    loss = eager._CrossEntropy.apply(
+        leaf * 1.0, target, parallel_state.get_tensor_model_parallel_group(), reuse
+    )
     loss.sum().backward()
     return (loss - expected).abs().max().item(), (leaf.grad.float() - part).abs().max().item()
 

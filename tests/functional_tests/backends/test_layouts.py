@@ -63,7 +63,11 @@ def compare(sizes, settings):
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (BATCH, TOKENS), generator=generator)
     positions = torch.arange(TOKENS).expand(BATCH, -1)
-    model_settings = {key: value for key, value in settings.items() if key not in ("sequence_parallel", "cp_comm_type")}
+    model_settings = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("sequence_parallel", "cp_comm_type")
+    }
 
     parallel_state.initialize_model_parallel()
     reference = build(model_settings)
@@ -74,7 +78,9 @@ def compare(sizes, settings):
     model = build(settings | sizes)
     rank, split = dist.get_rank(), sizes.get("context_parallel_size", 1)
     if split > 1:
-        tokens, positions, expected = (zigzag(t.t(), rank, split).t() for t in (tokens, positions, expected))
+        tokens, positions, expected = (
+            zigzag(t.t(), rank, split).t() for t in (tokens, positions, expected)
+        )
     actual = losses(model, tokens, positions)
     differences = [relative(actual, expected)]
     theirs = dict(reference.named_parameters())
@@ -82,7 +88,11 @@ def compare(sizes, settings):
         if "layernorm" in name:
             grad = parameter.grad.clone()
             per_head = "q_layernorm" in name or "k_layernorm" in name
-            if split > 1 or settings.get("sequence_parallel") or (per_head and "tensor_model_parallel_size" in sizes):
+            if (
+                split > 1
+                or settings.get("sequence_parallel")
+                or (per_head and "tensor_model_parallel_size" in sizes)
+            ):
                 dist.all_reduce(grad)
             differences.append(relative(grad, theirs[name].grad))
         elif ".experts.linear_fc2." in name and sizes.get("expert_tensor_parallel_size", 1) == 1:
@@ -114,10 +124,18 @@ SP = {"sequence_parallel": True}
     [
         pytest.param(TP, {}, id="tp"),
         pytest.param(TP, SP, id="tp-sp"),
-        pytest.param(TP, {"normalization": "LayerNorm", "add_bias_linear": True, **SP}, id="tp-sp-layernorm-bias"),
+        pytest.param(
+            TP,
+            {"normalization": "LayerNorm", "add_bias_linear": True, **SP},
+            id="tp-sp-layernorm-bias",
+        ),
         pytest.param(CP, {"cp_comm_type": "all_gather"}, id="cp-all-gather"),
         pytest.param(CP, {"cp_comm_type": "a2a"}, id="cp-a2a"),
-        pytest.param(CP, {"cp_comm_type": "a2a", "window_size": (3, 0), "window_attn_skip_freq": 2}, id="cp-window"),
+        pytest.param(
+            CP,
+            {"cp_comm_type": "a2a", "window_size": (3, 0), "window_attn_skip_freq": 2},
+            id="cp-window",
+        ),
         pytest.param(EP, MOE, id="ep"),
         pytest.param(EP, MOE | {"add_bias_linear": True}, id="ep-bias"),
         pytest.param(EP, MOE | {"moe_token_dispatcher_type": "allgather"}, id="ep-allgather"),

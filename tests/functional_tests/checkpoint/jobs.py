@@ -84,7 +84,9 @@ def run_job(world, root, arguments, results, kill=None, after=None):
     results.mkdir()
     port = free_port()
     ranks = [
-        CONTEXT.Process(target=_rank, args=(rank, world, port, root, arguments, results, kill), daemon=True)
+        CONTEXT.Process(
+            target=_rank, args=(rank, world, port, root, arguments, results, kill), daemon=True
+        )
         for rank in range(world)
     ]
     for process in ranks:

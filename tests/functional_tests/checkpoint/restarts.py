@@ -14,7 +14,9 @@ from megatron.bridge.training.config import FaultToleranceConfig, InProcessResta
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 
 PLAIN = {"model": DROPOUT, "ddp": {"use_distributed_optimizer": True}}
-QUICK = InProcessRestartConfig(last_call_wait=0.2, monitor_thread_interval=0.2, monitor_process_interval=0.2)
+QUICK = InProcessRestartConfig(
+    last_call_wait=0.2, monitor_thread_interval=0.2, monitor_process_interval=0.2
+)
 IN_MEMORY = {"non_persistent_ckpt_type": "in_memory", "non_persistent_save_interval": 1}
 
 
@@ -37,7 +39,9 @@ class FailsOnce(Callback):
 
     def on_train_step_end(self, context):
         if self.at:
-            sys.stderr.write(f"the next step ended {time.monotonic() - self.at:.1f} s after the error\n")
+            sys.stderr.write(
+                f"the next step ended {time.monotonic() - self.at:.1f} s after the error\n"
+            )
             self.at = 0.0
 
 
@@ -54,14 +58,22 @@ class Slowly(Callback):
 def restarted(folder, **saving):
     """Fails once in this process."""
     fails = FailsOnce()
-    arguments = {**PLAIN, "checkpoint": {"save_interval": 3, **saving}, "inprocess_restart": QUICK, "extra": [fails]}
+    arguments = {
+        **PLAIN,
+        "checkpoint": {"save_interval": 3, **saving},
+        "inprocess_restart": QUICK,
+        "extra": [fails],
+    }
     return run_to(folder / "run", STEPS, arguments), fails.started
 
 
 def relaunched(folder, kind):
     """Is killed or stopped in its first process."""
     ft = FaultToleranceConfig(
-        simulate_fault=True, simulated_fault_type=kind, simulated_fault_rank=1, simulated_fault_base_delay=0.5
+        simulate_fault=True,
+        simulated_fault_type=kind,
+        simulated_fault_rank=1,
+        simulated_fault_base_delay=0.5,
     )
     arguments = {**PLAIN, "checkpoint": {"save_interval": 3}, "ft": ft, "extra": [Slowly()]}
     return run_to(folder / "run", STEPS, arguments), []
@@ -71,7 +83,9 @@ def in_background(folder):
     """Saves through a process of nvidia-resiliency-ext, and goes on from the second one."""
     options = {"save_interval": 2, "async_save": True, "async_strategy": "nvrx"}
     first = run_to(folder / "run", STEPS, {**PLAIN, "checkpoint": options})
-    return first, [step for step in range(STEPS + 1) if (folder / "run" / f"iter_{step:07}").exists()]
+    return first, [
+        step for step in range(STEPS + 1) if (folder / "run" / f"iter_{step:07}").exists()
+    ]
 
 
 KINDS = {

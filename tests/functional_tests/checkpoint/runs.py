@@ -59,8 +59,15 @@ def run_to(root, stop, arguments, pretrained=None, load=None):
     extra = options.pop("extra", [])
     config = toy_config(
         model=options.pop("model", {}),
-        train={"train_iters": STEPS, "exit_interval": stop, "global_batch_size": 4, **options.pop("train", {})},
-        checkpoint=CheckpointConfig(save=root and str(root), pretrained_checkpoint=pretrained, load=load, **saving),
+        train={
+            "train_iters": STEPS,
+            "exit_interval": stop,
+            "global_batch_size": 4,
+            **options.pop("train", {}),
+        },
+        checkpoint=CheckpointConfig(
+            save=root and str(root), pretrained_checkpoint=pretrained, load=load, **saving
+        ),
         ddp=ddp,
         **options,
     )
@@ -99,7 +106,9 @@ def digest(run):
             for inner in torch_optimizers(run.optimizer)
             for group in inner.param_groups
             for parameter in group["params"]
-            if local_rows(parameter).numel()  # without rows nothing is updated, and updates need not be counted
+            if local_rows(
+                parameter
+            ).numel()  # without rows nothing is updated, and updates need not be counted
         ],
         "hyper": [[group["lr"], group["weight_decay"]] for group in run.optimizer.param_groups],
         "scale": [float(run.optimizer.get_loss_scale()), update_count(run.optimizer)],

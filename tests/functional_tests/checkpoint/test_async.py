@@ -22,7 +22,9 @@ LAYOUTS = {
     "tp2_fp16": {
         "model": {**DROPOUT, "tensor_model_parallel_size": 2},
         "mixed_precision": "fp16_mixed",
-        "optimizer": OptimizerConfig(lr=1e-2, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2),
+        "optimizer": OptimizerConfig(
+            lr=1e-2, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2
+        ),
     },
 }
 
@@ -79,7 +81,9 @@ def _refused(root):
 def test_a_failure_there_keeps_the_checkpoint_before(two_workers, tmp_path):
     two_workers.run(in_background, tmp_path, 2, {})
     messages = two_workers.run(_refused, tmp_path)
-    assert all("cannot be written: No space left on device" in message for message in messages), messages
+    assert all("cannot be written: No space left on device" in message for message in messages), (
+        messages
+    )
     assert sorted(path.name for path in Path(tmp_path).glob("iter_*")) == ["iter_0000002"]
     assert paths.latest_iteration(tmp_path) == 2
     assert lock.holder(tmp_path) is None
@@ -98,7 +102,9 @@ def _watched(root):
 
 def test_it_appears_when_the_last_rank_is_done(two_workers, tmp_path):
     published = two_workers.run(_watched, tmp_path)[0]
-    assert published == [None, None, None, None], "the steps after the save went on before it was published"
+    assert published == [None, None, None, None], (
+        "the steps after the save went on before it was published"
+    )
     assert paths.published_iterations(tmp_path) == [2, 4]
 
 

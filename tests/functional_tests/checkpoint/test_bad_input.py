@@ -55,7 +55,10 @@ def test_a_damaged_shard_is_named_and_the_checkpoint_before_is_used(two_workers,
     shard = max((root / "iter_0000004").glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip_bit(shard, shard.stat().st_size // 2)
     message = _one_sentence(two_workers.run(refused, root, REFUSE))
-    assert f"{root / 'iter_0000004'} is damaged: the content of {shard.name} is not what was written" in message
+    assert (
+        f"{root / 'iter_0000004'} is damaged: the content of {shard.name} is not what was written"
+        in message
+    )
     assert "to resume from iter_0000002, set checkpoint.when_damaged=use_previous" in message
     resumed = two_workers.run(spoken, root)
     assert f"the content of {shard.name} is not what was written" in resumed[0][1]
@@ -134,8 +137,13 @@ def test_another_model_or_schedule(two_workers, root):
     message = _one_sentence(two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}}))
     assert "model.ffn_hidden_size is 48, in the checkpoint 64" in message
     allowed = {"allow_model_change": ["ffn_hidden_size"]}
-    message = _one_sentence(two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}, "checkpoint": allowed}))
-    assert "shapes differ: decoder.layers.0.mlp.linear_fc1.weight is 128x32, the model's is 96x32" in message
+    message = _one_sentence(
+        two_workers.run(refused, root, {"model": {"ffn_hidden_size": 48}, "checkpoint": allowed})
+    )
+    assert (
+        "shapes differ: decoder.layers.0.mlp.linear_fc1.weight is 128x32, the model's is 96x32"
+        in message
+    )
     message = _one_sentence(two_workers.run(refused, root, {"optimizer": OptimizerConfig(lr=5e-3)}))
     assert "optimizer.lr is 0.005, in the checkpoint 0.01" in message
     assert "scheduler.override_opt_param_scheduler" in message
@@ -144,12 +152,16 @@ def test_another_model_or_schedule(two_workers, root):
 def test_weights_alone_are_no_run(two_workers, root, tmp_path):
     fresh = two_workers.run(run_to, tmp_path / "fresh", 1, {}, str(root))[0]
     trained = two_workers.run(run_to, tmp_path / "straight", 1, {})[0]
-    assert fresh["losses"][1] < trained["losses"][1] - 0.05  # step 1 from trained weights, not from fresh ones
+    assert (
+        fresh["losses"][1] < trained["losses"][1] - 0.05
+    )  # step 1 from trained weights, not from fresh ones
     assert fresh["progress"]["step"] == 1
 
 
 def test_a_folder_to_load_that_is_not_there(two_workers, tmp_path):
-    message = _one_sentence(two_workers.run(_refused_load, tmp_path / "run", str(tmp_path / "typo")))
+    message = _one_sentence(
+        two_workers.run(_refused_load, tmp_path / "run", str(tmp_path / "typo"))
+    )
     assert f"checkpoint {tmp_path / 'typo'} does not exist" in message
     assert not list((tmp_path).glob("run/iter_*"))
 
@@ -170,7 +182,10 @@ def test_a_full_disk_keeps_the_checkpoint_before(two_workers, tmp_path):
     for broken, nodes in (("__1_0.distcp", 2), (".metadata.tmp", 1), ("run_config.yaml", 1)):
         message = _one_sentence(two_workers.run(refused_on_a_full_disk, root, broken, nodes))
         node = f" on node {socket.gethostname()}" * (nodes - 1)
-        assert f"{root / 'iter_0000004'} cannot be written: No space left on device{node}; free some space" in message
+        assert (
+            f"{root / 'iter_0000004'} cannot be written: No space left on device{node}; free some space"
+            in message
+        )
         assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000002"]
         assert paths.latest_iteration(root) == 2
     assert list(two_workers.run(run_to, root, STEPS, EVERY_TWO)[0]["losses"]) == [1, 2, 3, 4, 5, 6]

@@ -62,10 +62,14 @@ def _out_of_time(root):
 
 
 @pytest.mark.parametrize(("leave", "step"), [(_signalled, 3), (_out_of_time, 1)])
-def test_a_run_that_must_leave_saves_and_asks_to_be_started_again(two_workers, tmp_path, leave, step):
+def test_a_run_that_must_leave_saves_and_asks_to_be_started_again(
+    two_workers, tmp_path, leave, step
+):
     undisturbed = two_workers.run(run_to, None, STEPS, {"model": DROPOUT})
     ends = two_workers.run(leave, tmp_path)
-    assert [ended for ended, _ in ends] == [REQUEUE_EXIT_CODE] * 2, "a signal to one rank is for all"
+    assert [ended for ended, _ in ends] == [REQUEUE_EXIT_CODE] * 2, (
+        "a signal to one rank is for all"
+    )
     assert "exit code 75" in ends[0][1]
     assert paths.latest_iteration(tmp_path) == step
     assert lock.holder(tmp_path) is None
@@ -73,7 +77,9 @@ def test_a_run_that_must_leave_saves_and_asks_to_be_started_again(two_workers, t
 
 
 RERUN = {"rerun_state_machine": RerunStateMachineConfig()}
-WITH_TOKEN_0 = {"global_batch_size": 8}  # in half of it nobody looks at the broken row of the embedding in step 3
+WITH_TOKEN_0 = {
+    "global_batch_size": 8
+}  # in half of it nobody looks at the broken row of the embedding in step 3
 
 
 def _nan_once(root):
@@ -111,7 +117,9 @@ def _overflown():
     optimizer = OptimizerConfig(lr=1e-2, initial_loss_scale=1024, hysteresis=1)
     half = {"mixed_precision": "fp16_mixed", "optimizer": optimizer}
     model = {**EXPERTS, "expert_model_parallel_size": 2}
-    progress = run_to(None, 3, {"model": model, "extra": [At("grads_ready", 1, 1, spoil), last], **half})["progress"]
+    progress = run_to(
+        None, 3, {"model": model, "extra": [At("grads_ready", 1, 1, spoil), last], **half}
+    )["progress"]
     return scales, progress["skipped_steps"]
 
 
@@ -151,7 +159,9 @@ def test_a_persistent_error_ends_the_run_before_the_update(two_workers, tmp_path
 
 
 def test_a_broken_batch_is_skipped_at_the_next_start(two_workers, tmp_path):
-    assert [end for end, _ in two_workers.run(_persistent, tmp_path, "skip")] == [REQUEUE_EXIT_CODE] * 2
+    assert [end for end, _ in two_workers.run(_persistent, tmp_path, "skip")] == [
+        REQUEUE_EXIT_CODE
+    ] * 2
     assert list(steps_to_skip(tmp_path)) == [3]
     resumed = two_workers.run(_resumed, tmp_path)
     skipping = {"model": DROPOUT, "train": {**WITH_TOKEN_0, "iterations_to_skip": [3]}}
@@ -161,7 +171,9 @@ def test_a_broken_batch_is_skipped_at_the_next_start(two_workers, tmp_path):
 
 
 def _resumed(root):
-    return run_to(root, STEPS, {"model": DROPOUT, "train": WITH_TOKEN_0, "checkpoint": {"save_interval": 1}})
+    return run_to(
+        root, STEPS, {"model": DROPOUT, "train": WITH_TOKEN_0, "checkpoint": {"save_interval": 1}}
+    )
 
 
 def _slow():
@@ -187,7 +199,9 @@ test_faults.hang(sys.argv[1])
 def hang(how):
     """In a process of its own: rank 1 sleeps, or stops, in the middle of step 2."""
     actions = {"sleeps": lambda context: time.sleep(1000), "stops": _stop}
-    limit = DistributedInitConfig(hang_timeout_minutes=6 / 60)  # the first step may take three seconds
+    limit = DistributedInitConfig(
+        hang_timeout_minutes=6 / 60
+    )  # the first step may take three seconds
     run_to(None, STEPS, {"extra": [At("train_step_start", 2, 1, actions[how])], "dist": limit})
 
 
@@ -205,7 +219,12 @@ def _stop(context):
 def test_a_rank_that_hangs_is_named(tmp_path, how, words):
     script = tmp_path / "hang.py"
     script.write_text(HANGING.format(repository=str(Path(__file__).parents[3])))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), how],

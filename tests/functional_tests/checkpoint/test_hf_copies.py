@@ -23,7 +23,10 @@ LAYOUTS = {
 
 def train(root, model):
     saved = CheckpointConfig(
-        save=str(root / "run"), pretrained_checkpoint=str(root / "hf"), also_hf=True, async_save=True
+        save=str(root / "run"),
+        pretrained_checkpoint=str(root / "hf"),
+        also_hf=True,
+        async_save=True,
     )
     values = {"model": model, "checkpoint": saved, "validation": ValidationConfig(eval_iters=0)}
     try:
@@ -48,7 +51,9 @@ def test_a_checkpoint_has_its_copy(run_folder, tmp_path):
     copied = run_folder / "run" / "hf_0000002"
     for name in ("model.safetensors", "config.json"):
         assert filecmp.cmp(copied / name, tmp_path / "out" / name, shallow=False), name
-    assert not filecmp.cmp(copied / "model.safetensors", run_folder / "hf" / "model.safetensors", shallow=False)
+    assert not filecmp.cmp(
+        copied / "model.safetensors", run_folder / "hf" / "model.safetensors", shallow=False
+    )
 
 
 @pytest.mark.slow
@@ -85,4 +90,8 @@ def test_what_is_left_over_is_removed(tmp_path):
     ):
         (tmp_path / name).mkdir()
     hf_copy.clean(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf_0000004", "hf_notes", "iter_0000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "hf_0000004",
+        "hf_notes",
+        "iter_0000004",
+    ]

@@ -10,10 +10,18 @@ from tests.functional_tests.checkpoint.jobs import POINTS, SAVES, Kill, run_job
 from tests.functional_tests.checkpoint.runs import STEPS
 
 # The second save (step 4), and steps after the first one; pruning first happens at the third.
-ONE = [Kill("start a step", 3), Kill("gradients ready", 5), *(Kill(point, 2) for point in list(POINTS)[:4])]
+ONE = [
+    Kill("start a step", 3),
+    Kill("gradients ready", 5),
+    *(Kill(point, 2) for point in list(POINTS)[:4]),
+]
 TWO = [Kill("write shards", 2, rank=1), Kill("publish", 2)]
 EACH_OF_TWO = [
-    *((point, rank) for point in ("start a step", "gradients ready", "write shards") for rank in range(2)),
+    *(
+        (point, rank)
+        for point in ("start a step", "gradients ready", "write shards")
+        for rank in range(2)
+    ),
     ("write metadata", 0),  # nobody else writes it
 ]
 # test_chaos.py kills two processes everywhere; it does not kill one alone, nor between shards and metadata.
@@ -21,7 +29,10 @@ IN_CI = {"write metadata"}
 
 
 def _each(kills):
-    return [pytest.param(kill, marks=[pytest.mark.slow] * (kill.point not in IN_CI), id=kill.point) for kill in kills]
+    return [
+        pytest.param(kill, marks=[pytest.mark.slow] * (kill.point not in IN_CI), id=kill.point)
+        for kill in kills
+    ]
 
 
 def _killed_then_resumed(tmp_path, world, kill, after=None):

@@ -47,14 +47,22 @@ def _save_like_megatron_lm(root):
         (Path(root) / paths.TRACKER).write_text("7")
     distributed.barrier()
     dist_checkpointing.save(state, str(directory), async_strategy="mcore")
-    return {name: value.detach().clone() for name, value in chunk.state_dict().items() if value is not None}
+    return {
+        name: value.detach().clone()
+        for name, value in chunk.state_dict().items()
+        if value is not None
+    }
 
 
 def _load(path, options):
     chunks = toy.build(**{"seed": 2, **options})
     model_io.load_model(chunks, path)
     return [
-        {name: value.detach().clone() for name, value in chunk.state_dict().items() if value is not None}
+        {
+            name: value.detach().clone()
+            for name, value in chunk.state_dict().items()
+            if value is not None
+        }
         for chunk in chunks
     ]
 
@@ -85,7 +93,9 @@ def test_converted_it_is_a_checkpoint_of_ours(two_workers, megatron_lm, tmp_path
     names = inspection.list_tensors(directory)
     assert "decoder.layers.3.mlp.linear_fc1.weight" in names
     assert not any(name.startswith("optimizer") for name in names)
-    for (found,), wanted in zip(two_workers.run(_load, tmp_path / "run", {"tp": 2}), expected, strict=True):
+    for (found,), wanted in zip(
+        two_workers.run(_load, tmp_path / "run", {"tp": 2}), expected, strict=True
+    ):
         assert _same(found, wanted)
 
 
@@ -94,7 +104,15 @@ def _convert_on_first(root, target):
     import sys
 
     if distributed.rank() == 0:  # the command line runs in a process of its own
-        command = [sys.executable, "-m", "megatron.bridge.cli.main", "checkpoint", "convert", str(root), str(target)]
+        command = [
+            sys.executable,
+            "-m",
+            "megatron.bridge.cli.main",
+            "checkpoint",
+            "convert",
+            str(root),
+            str(target),
+        ]
         environment = {"PATH": "", "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=environment, capture_output=True)
     distributed.barrier()
@@ -115,7 +133,12 @@ def _export_without_run_config(root):
         directory.mkdir(parents=True)
         (root / "lm" / paths.TRACKER).write_text("7")
     distributed.barrier()
-    state = {"args": Namespace(), "checkpoint_version": 3.0, "iteration": 7, "opt_param_scheduler": {}}
+    state = {
+        "args": Namespace(),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "opt_param_scheduler": {},
+    }
     model = model_io.unwrap(chunk).sharded_state_dict()
     dist_checkpointing.save({**state, "model": model}, str(directory), async_strategy="mcore")
     bridge.export_ckpt(root / "lm", root / "out", show_progress=False)
@@ -123,7 +146,11 @@ def _export_without_run_config(root):
 
 
 def _tensors(folder):
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in folder.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
 
 
 def test_it_is_exported_with_a_model_that_says_what_it_is(two_workers, tmp_path):
@@ -149,7 +176,9 @@ def _save_like_nemo(root):
     if distributed.rank() == 0:
         weights.mkdir(parents=True)
         (root / "nemo" / "context").mkdir()
-        (root / "nemo" / "context" / "io.json").write_text('{"objects": {}, "refs": {}, "root": "model"}')
+        (root / "nemo" / "context" / "io.json").write_text(
+            '{"objects": {}, "refs": {}, "root": "model"}'
+        )
     distributed.barrier()
     norm = "module.decoder.final_layernorm"
     moment = torch.zeros(provider.hidden_size)
@@ -157,14 +186,29 @@ def _save_like_nemo(root):
         "moment": ShardedTensor.from_rank_offsets(
             f"optimizer.state.exp_avg.{norm}.weight", moment, replica_id=distributed.rank()
         ),
-        "extra": ShardedObject(f"{norm}._extra_state", None, (1,), (0,), replica_id=distributed.rank()),
+        "extra": ShardedObject(
+            f"{norm}._extra_state", None, (1,), (0,), replica_id=distributed.rank()
+        ),
     }
-    dist_checkpointing.save({**others, "sharded_state_dict": state}, str(weights), async_strategy="mcore")
+    dist_checkpointing.save(
+        {**others, "sharded_state_dict": state}, str(weights), async_strategy="mcore"
+    )
     if distributed.rank() == 0:  # as the Megatron-Core of that time wrote them
-        common = {"epoch": 0, "global_step": 7, "loops": {}, "optimizer": {"param_groups": [{"lr": 1e-3}]}}
+        common = {
+            "epoch": 0,
+            "global_step": 7,
+            "loops": {},
+            "optimizer": {"param_groups": [{"lr": 1e-3}]},
+        }
         torch.save(common, weights / "common.pt")
-        versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-        (weights / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
+        versions = {
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (weights / "metadata.json").write_text(
+            json.dumps({"sharded_backend": "torch_dist", **versions})
+        )
 
 
 def _load_nemo(root):
@@ -181,7 +225,11 @@ def _load_nemo(root):
     model_io.load_model(found, root / "nemo")
     bridge.export_ckpt(root / "nemo", root / "out", show_progress=False)
     pairs = zip(wanted[0].state_dict().items(), found[0].state_dict().items(), strict=True)
-    return [name for (name, value), (_, other) in pairs if value is not None and not torch.equal(value, other)]
+    return [
+        name
+        for (name, value), (_, other) in pairs
+        if value is not None and not torch.equal(value, other)
+    ]
 
 
 def test_a_checkpoint_of_nemo_2_is_loaded_and_exported(two_workers, tmp_path):
@@ -192,8 +240,12 @@ def test_a_checkpoint_of_nemo_2_is_loaded_and_exported(two_workers, tmp_path):
     assert given.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in given.items())
     (tmp_path / "nemo" / "weights" / "metadata.json").unlink()
-    with pytest.raises(UserError, match=r"nemo/weights is not a checkpoint: metadata\.json is missing"):
-        AutoBridge.from_hf_pretrained(tmp_path / "hf").export_ckpt(tmp_path / "nemo", tmp_path / "again")
+    with pytest.raises(
+        UserError, match=r"nemo/weights is not a checkpoint: metadata\.json is missing"
+    ):
+        AutoBridge.from_hf_pretrained(tmp_path / "hf").export_ckpt(
+            tmp_path / "nemo", tmp_path / "again"
+        )
 
 
 class SavesLikeMegatronLM(Callback):
@@ -206,7 +258,10 @@ class SavesLikeMegatronLM(Callback):
         if context.progress.step == 3:
             (chunk,) = context.model
             state = {"model": model_io.unwrap(chunk).sharded_state_dict()}
-            metadata = {"distrib_optim_sharding_type": self.kind, "chained_optim_avoid_prefix": True}
+            metadata = {
+                "distrib_optim_sharding_type": self.kind,
+                "chained_optim_avoid_prefix": True,
+            }
             state |= {
                 "args": Namespace(global_batch_size=4, consumed_train_samples=12),
                 "checkpoint_version": 3.0,
@@ -253,7 +308,10 @@ def test_a_run_goes_on_with_its_optimizer(two_workers, tmp_path, before, after):
     for step, loss in resumed["losses"].items():
         # the same layout: the same bits; another: what that costs any run
         assert abs(loss - undisturbed["losses"][step]) <= (0 if before == after else 1e-6)
-    assert resumed["progress"]["consumed_train_samples"] == undisturbed["progress"]["consumed_train_samples"]
+    assert (
+        resumed["progress"]["consumed_train_samples"]
+        == undisturbed["progress"]["consumed_train_samples"]
+    )
     assert resumed["schedule"] == undisturbed["schedule"]
     if before == after:
         assert resumed["digest"]["optimizer"] == undisturbed["digest"]["optimizer"]

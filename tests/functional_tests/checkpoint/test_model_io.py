@@ -34,7 +34,9 @@ def test_weights_survive_every_layout(two_workers, tmp_path, tied):
     expected = tensors_of(source)
     assert len(expected) > 10
     for index, options in enumerate(layouts):
-        source = two_workers.run(_convert, source, tmp_path / str(index), {"tied": tied, **options})[0]
+        source = two_workers.run(
+            _convert, source, tmp_path / str(index), {"tied": tied, **options}
+        )[0]
         found = tensors_of(source)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -82,9 +84,13 @@ def test_damage_is_named_on_all_ranks(two_workers, tmp_path):
         return messages[0]
 
     assert shard.name in damaged("truncated", lambda copy: _cut(copy / shard.name, 1000))
-    assert f"{shard.name} is missing" in damaged("deleted", lambda copy: (copy / shard.name).unlink())
+    assert f"{shard.name} is missing" in damaged(
+        "deleted", lambda copy: (copy / shard.name).unlink()
+    )
     assert ".metadata" in damaged("metadata", lambda copy: _cut(copy / ".metadata", 1000))
-    assert "metadata.json is missing" in damaged("json", lambda copy: (copy / "metadata.json").unlink())
+    assert "metadata.json is missing" in damaged(
+        "json", lambda copy: (copy / "metadata.json").unlink()
+    )
     zeros = bytes(shard.stat().st_size)
     changed = f"the content of {shard.name} is not what was written"
     assert changed in damaged("zeros", lambda copy: (copy / shard.name).write_bytes(zeros))
@@ -107,7 +113,10 @@ def test_an_existing_iteration_is_not_replaced(two_workers, tmp_path):
     before = tensors_of(tmp_path / "run" / "iter_0000000")
     messages = two_workers.run(_save_refused, tmp_path / "run")
     assert all("exists" in message for message in messages)
-    assert all(torch.equal(value, before[name]) for name, value in tensors_of(paths.resolve(tmp_path / "run")).items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in tensors_of(paths.resolve(tmp_path / "run")).items()
+    )
 
 
 def _save_refused(root):
@@ -116,7 +125,10 @@ def _save_refused(root):
 
 def test_a_full_disk_leaves_nothing_behind(two_workers, tmp_path):
     messages = two_workers.run(_save_on_a_full_disk, tmp_path / "run")
-    assert all("No space left on device" in message and "free some space" in message for message in messages)
+    assert all(
+        "No space left on device" in message and "free some space" in message
+        for message in messages
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -151,4 +163,7 @@ def _save_on_a_full_disk(root):
 
 
 def test_known_names_are_data(two_workers):
-    assert loading.compare({}, {"optimizer.state.exp_avg.x": (1,)}, model_io.BESIDE_WEIGHTS).left_over == ()
+    assert (
+        loading.compare({}, {"optimizer.state.exp_avg.x": (1,)}, model_io.BESIDE_WEIGHTS).left_over
+        == ()
+    )

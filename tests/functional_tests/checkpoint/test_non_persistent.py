@@ -13,11 +13,17 @@ from megatron.bridge.utils.console import console
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 
 LAYOUTS = {
-    "dp2_bf16": {"mixed_precision": "bf16_mixed", "ddp": {"use_distributed_optimizer": True}, "model": DROPOUT},
+    "dp2_bf16": {
+        "mixed_precision": "bf16_mixed",
+        "ddp": {"use_distributed_optimizer": True},
+        "model": DROPOUT,
+    },
     "tp2_fp16": {
         "model": {**DROPOUT, "tensor_model_parallel_size": 2},
         "mixed_precision": "fp16_mixed",
-        "optimizer": OptimizerConfig(lr=1e-2, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2),
+        "optimizer": OptimizerConfig(
+            lr=1e-2, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2
+        ),
     },
 }
 DP2 = LAYOUTS["dp2_bf16"]
@@ -37,7 +43,11 @@ class Fails(Callback):
 
 
 def _options(arguments, folder, kind="local", interval=3):
-    saving = {"save_interval": interval, "non_persistent_save_interval": 1, "non_persistent_ckpt_type": kind}
+    saving = {
+        "save_interval": interval,
+        "non_persistent_save_interval": 1,
+        "non_persistent_ckpt_type": kind,
+    }
     if kind == "local":
         saving["non_persistent_local_ckpt_dir"] = str(folder / "local")
     return {**arguments, "checkpoint": saving}
@@ -46,7 +56,11 @@ def _options(arguments, folder, kind="local", interval=3):
 def broken_off(folder, arguments, stop=5, options=()):
     """A run that fails after step ``stop``."""
     with pytest.raises(RuntimeError, match="broken off"):
-        run_to(folder / "run", STEPS, {**_options(arguments, folder, **dict(options)), "extra": [Fails(stop)]})
+        run_to(
+            folder / "run",
+            STEPS,
+            {**_options(arguments, folder, **dict(options)), "extra": [Fails(stop)]},
+        )
 
 
 def went_on(folder, arguments, options=()):
@@ -79,7 +93,8 @@ def undisturbed(two_workers):
 
 @pytest.mark.parametrize("kind", ["local", "global"])
 @pytest.mark.parametrize(
-    "name", ["dp2_bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
+    "name",
+    ["dp2_bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])],
 )
 def test_a_run_goes_on_from_it_bit_for_bit(two_workers, tmp_path, undisturbed, name, kind):
     two_workers.run(broken_off, tmp_path, LAYOUTS[name], 5, {"kind": kind})
@@ -90,7 +105,9 @@ def test_a_run_goes_on_from_it_bit_for_bit(two_workers, tmp_path, undisturbed, n
     assert "iter_0000005 at step 5" in results[0][1]
     assert _same(results, undisturbed(name))
     assert paths.latest_iteration(tmp_path / "run") == STEPS
-    assert not [path for path in tmp_path.rglob("iter_*") if path.parent != tmp_path / "run"], "the run has ended"
+    assert not [path for path in tmp_path.rglob("iter_*") if path.parent != tmp_path / "run"], (
+        "the run has ended"
+    )
 
 
 def _lost(folder):
@@ -136,7 +153,9 @@ def test_what_does_not_fit_is_left(two_workers, tmp_path, undisturbed, what, wor
 
 def test_another_layout_takes_the_persistent_one(two_workers, tmp_path):
     two_workers.run(broken_off, tmp_path, DP2)
-    results = two_workers.run(went_on, tmp_path, {**DP2, "model": {**DROPOUT, "tensor_model_parallel_size": 2}})
+    results = two_workers.run(
+        went_on, tmp_path, {**DP2, "model": {**DROPOUT, "tensor_model_parallel_size": 2}}
+    )
     assert "it was saved with other parallel sizes" in results[0][1]
     assert "iter_0000003 at step 3" in results[0][1]
 

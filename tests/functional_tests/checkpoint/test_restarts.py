@@ -39,7 +39,11 @@ def undisturbed(two_workers):
 
 def _environment(**more):
     paths = [str(BESIDE), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "error", **more}
 
 
@@ -78,7 +82,9 @@ def _assert_same(results, undisturbed):
         assert not differing, rank
 
 
-@pytest.mark.parametrize(("kind", "resumed"), [pytest.param("exception", 3, marks=pytest.mark.slow), ("in_memory", 4)])
+@pytest.mark.parametrize(
+    ("kind", "resumed"), [pytest.param("exception", 3, marks=pytest.mark.slow), ("in_memory", 4)]
+)
 def test_a_rank_that_fails_restarts_all_in_their_processes(tmp_path, undisturbed, kind, resumed):
     said = _within(tmp_path, kind)
     assert (tmp_path / "0").exists(), said
@@ -94,10 +100,19 @@ def test_the_launcher_restarts_what_was_killed_or_hangs(tmp_path, undisturbed, k
     command = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
     command += ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]
     command += [f"--rdzv-endpoint=127.0.0.1:{free_port(3)}", "--monitor-interval=0.2"]
-    command += [f"--ft-rank-section-timeouts={','.join(TIMEOUTS)}", "--ft-workload-check-interval=0.5"]
+    command += [
+        f"--ft-rank-section-timeouts={','.join(TIMEOUTS)}",
+        "--ft-workload-check-interval=0.5",
+    ]
     command += ["--ft-rank-out-of-section-timeout=60", "-m", JOB, kind, str(tmp_path)]
     done = subprocess.run(
-        command, env=_environment(), capture_output=True, text=True, timeout=400, cwd=tmp_path, check=False
+        command,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=tmp_path,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     _assert_same(_results(tmp_path), undisturbed)
@@ -127,7 +142,9 @@ def test_its_writing_process_makes_the_same_checkpoints(two_workers, tmp_path):
     shard.write_bytes(content)
     with pytest.raises(manifest.DamagedError, match=shard.name):
         verification.verify(shard.parent)
-    resumed = two_workers.run(run_to, tmp_path / "run", STEPS, plain)  # from the one before the damaged one
+    resumed = two_workers.run(
+        run_to, tmp_path / "run", STEPS, plain
+    )  # from the one before the damaged one
     assert resumed == expected
 
 
@@ -142,14 +159,20 @@ def test_its_writing_process_that_fails_or_is_killed_publishes_nothing(tmp_path)
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     said = json.loads(done.stdout)
-    psutil.wait_procs([psutil.Process(pid) for pid in said["processes"] if psutil.pid_exists(pid)], timeout=10)
-    assert not any(map(psutil.pid_exists, said.pop("processes"))), "they end with the rank, even if it is killed"
+    psutil.wait_procs(
+        [psutil.Process(pid) for pid in said["processes"] if psutil.pid_exists(pid)], timeout=10
+    )
+    assert not any(map(psutil.pid_exists, said.pop("processes"))), (
+        "they end with the rank, even if it is killed"
+    )
     assert re.search(r"iter_0000003 cannot be written: File too large", said.pop("no space"))
     assert "was killed" in said.pop("killed")
     assert said == {
         "saved": [1.0],
         "saved again": [2.0],
-        "terminated": [4.0],  # a launcher's SIGTERM goes to the whole group: what was begun is finished
+        "terminated": [
+            4.0
+        ],  # a launcher's SIGTERM goes to the whole group: what was begun is finished
         "after that": [6.0],
         "folders": ["iter_0000001", "iter_0000002", "iter_0000004", "iter_0000006"],
     }

@@ -17,11 +17,18 @@ SHARDED, WHOLE = {"use_distributed_optimizer": True}, {"use_distributed_optimize
 OVERLAP = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 TIED = {"share_embeddings_and_output_weights": True}
 BF16 = {"mixed_precision": "bf16_mixed"}
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 32}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "moe_ffn_hidden_size": 32,
+}
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0}
 
 # The scale doubles after every second step, so that it is on its way when the run stops.
-GROWING_SCALE = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2)
+GROWING_SCALE = OptimizerConfig(
+    lr=1e-2, weight_decay=0.1, clip_grad=0.5, initial_loss_scale=1024, loss_scale_window=2
+)
 
 LAYOUTS = {
     "tp2_sp": {"model": {**TP2, "sequence_parallel": True}},
@@ -33,9 +40,18 @@ LAYOUTS = {
     "dp2_overlap": {"ddp": OVERLAP},
     "dp2_bf16": {"mixed_precision": "bf16_mixed", "ddp": SHARDED},
     "dp2_bf16_overlap": {"mixed_precision": "bf16_mixed", "ddp": OVERLAP},
-    "tp2_sp_bf16_whole": {"mixed_precision": "bf16_mixed", "model": {**TP2, "sequence_parallel": True}, "ddp": WHOLE},
+    "tp2_sp_bf16_whole": {
+        "mixed_precision": "bf16_mixed",
+        "model": {**TP2, "sequence_parallel": True},
+        "ddp": WHOLE,
+    },
     "dp2_fp16": {"mixed_precision": "fp16_mixed", "ddp": SHARDED, "optimizer": GROWING_SCALE},
-    "pp2_fp16_whole": {"mixed_precision": "fp16_mixed", "model": PP2, "ddp": WHOLE, "optimizer": GROWING_SCALE},
+    "pp2_fp16_whole": {
+        "mixed_precision": "fp16_mixed",
+        "model": PP2,
+        "ddp": WHOLE,
+        "optimizer": GROWING_SCALE,
+    },
     "ep2": {"model": {**EXPERTS, "expert_model_parallel_size": 2}},
     "pp2_tied": {"model": {**PP2, "share_embeddings_and_output_weights": True}},
 }
@@ -43,7 +59,14 @@ LAYOUTS = {
 
 # What others here prove together: in CI it would be the same twice.
 COVERED = {"tp2_sp", "pp2", "dp2_sharded", "dp2_whole", "dp2_overlap", "dp2_bf16", "pp2_fp16_whole"}
-COVERED |= {"dp2_bf16_overlap", "pp2_tied", "tp2_to_pp2", "dp2_sharded_to_whole", "tied_dp2_to_pp2", "dp2_to_cp2"}
+COVERED |= {
+    "dp2_bf16_overlap",
+    "pp2_tied",
+    "tp2_to_pp2",
+    "dp2_sharded_to_whole",
+    "tied_dp2_to_pp2",
+    "dp2_to_cp2",
+}
 
 
 def _each(names):
@@ -69,13 +92,18 @@ def test_another_optimizer_resumes_too(two_workers, tmp_path):
 def test_saving_disturbs_nothing(two_workers, tmp_path):
     arguments = {"mixed_precision": "bf16_mixed", "ddp": OVERLAP, "model": DROPOUT}
     silent = two_workers.run(run_to, None, STEPS, arguments)
-    assert two_workers.run(run_to, tmp_path, STEPS, {**arguments, "checkpoint": {"save_interval": 1}}) == silent
+    assert (
+        two_workers.run(run_to, tmp_path, STEPS, {**arguments, "checkpoint": {"save_interval": 1}})
+        == silent
+    )
 
 
 def test_an_overlapped_gather_saves_whole_weights(two_workers, tmp_path):
     saved = {}
     for name, ddp in (("overlap", OVERLAP), ("plain", WHOLE)):
-        two_workers.run(run_to, tmp_path / name, 2, {"ddp": ddp, "checkpoint": {"save_interval": 2}})
+        two_workers.run(
+            run_to, tmp_path / name, 2, {"ddp": ddp, "checkpoint": {"save_interval": 2}}
+        )
         saved[name] = tensors_of(paths.resolve(tmp_path / name))
     for key, value in saved["plain"].items():
         if not key.startswith("optimizer."):
@@ -85,7 +113,9 @@ def test_an_overlapped_gather_saves_whole_weights(two_workers, tmp_path):
 
 def test_ranks_that_hold_the_same_share_the_writing(two_workers, tmp_path):
     two_workers.run(run_to, tmp_path, 2, {"ddp": WHOLE})
-    sizes = [path.stat().st_size for path in sorted(paths.iteration_dir(tmp_path, 2).glob("__*.distcp"))]
+    sizes = [
+        path.stat().st_size for path in sorted(paths.iteration_dir(tmp_path, 2).glob("__*.distcp"))
+    ]
     assert len(sizes) == 2
     assert max(sizes) < 1.2 * min(sizes), sizes
 
@@ -101,11 +131,17 @@ RESHARDINGS = {
     "tp2_to_pp2": ({"model": TP2}, {"model": PP2}),
     "tp2_sp_to_pp2": ({"model": {**TP2, "sequence_parallel": True}}, {"model": PP2}),
     "dp2_to_tp2": ({"ddp": SHARDED}, {"model": TP2}),
-    "pp2_vp2_to_dp2": ({"model": {**PP2, "virtual_pipeline_model_parallel_size": 2}}, {"ddp": OVERLAP}),
+    "pp2_vp2_to_dp2": (
+        {"model": {**PP2, "virtual_pipeline_model_parallel_size": 2}},
+        {"ddp": OVERLAP},
+    ),
     "dp2_sharded_to_whole": ({"ddp": SHARDED}, {"ddp": WHOLE}),
     "dp2_to_cp2": ({"ddp": WHOLE}, {"model": {"context_parallel_size": 2}, "ddp": SHARDED}),
     "tied_dp2_to_pp2": ({"model": TIED, "ddp": SHARDED}, {"model": {**TIED, **PP2}}),
-    "ep2_to_pp2": ({"model": {**EXPERTS, "expert_model_parallel_size": 2}}, {"model": {**EXPERTS, **PP2}}),
+    "ep2_to_pp2": (
+        {"model": {**EXPERTS, "expert_model_parallel_size": 2}},
+        {"model": {**EXPERTS, **PP2}},
+    ),
     "bf16_tp2_to_dp2": ({**BF16, "model": TP2}, {**BF16, "ddp": SHARDED}),
 }
 
@@ -117,14 +153,19 @@ def test_a_run_goes_on_under_another_layout(two_workers, tmp_path, name):
 
 def test_a_run_of_four_goes_on_under_another_layout(four_workers, tmp_path):
     _goes_on(
-        four_workers, tmp_path, {"model": {**TP2, **PP2}}, {"model": {**TP2, "sequence_parallel": True}, "ddp": SHARDED}
+        four_workers,
+        tmp_path,
+        {"model": {**TP2, **PP2}},
+        {"model": {**TP2, "sequence_parallel": True}, "ddp": SHARDED},
     )
 
 
 def _first_draw(root, arguments):
     """What this rank draws from the generator of hidden dropout where it goes on."""
     drawn, peek = [], Callback()
-    peek.on_train_start = lambda context: drawn.append(torch.rand(1, device=torch.cuda.current_device()).item())
+    peek.on_train_start = lambda context: drawn.append(
+        torch.rand(1, device=torch.cuda.current_device()).item()
+    )
     run_to(root, STEPS, {**arguments, "extra": [peek]})
     return drawn
 
@@ -168,18 +209,24 @@ MATRICES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("matrix", "source"), [(matrix, source) for matrix, layouts in MATRICES.items() for source in layouts]
+    ("matrix", "source"),
+    [(matrix, source) for matrix, layouts in MATRICES.items() for source in layouts],
 )
 def test_a_run_goes_on_under_every_other_layout(request, tmp_path, matrix, source):
     pool = request.getfixturevalue("four_workers" if matrix == "of four" else "two_workers")
-    layouts = {name: {**layout, "train": {"micro_batch_size": 1}} for name, layout in MATRICES[matrix].items()}
+    layouts = {
+        name: {**layout, "train": {"micro_batch_size": 1}}
+        for name, layout in MATRICES[matrix].items()
+    }
     saving = {**layouts[source], "checkpoint": {"save_interval": 3}}
     undisturbed = pool.run(run_to, tmp_path / "run", STEPS, saving)
     paths.remove(tmp_path / "run", STEPS)
     paths.write_tracker(tmp_path / "run", 3)
     for target in sorted(layouts.keys() - {source}):
         shutil.copytree(tmp_path / "run", tmp_path / target)
-        _assert_it_went_on(undisturbed, pool.run(run_to, tmp_path / target, STEPS, layouts[target]), 1e-6)
+        _assert_it_went_on(
+            undisturbed, pool.run(run_to, tmp_path / target, STEPS, layouts[target]), 1e-6
+        )
 
 
 def _goes_on(pool, root, before, after):

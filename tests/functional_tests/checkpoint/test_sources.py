@@ -17,7 +17,9 @@ def _loaded(root, load):
 
 def test_a_run_goes_on_from_another_folder_and_then_from_its_own(two_workers, tmp_path):
     undisturbed = two_workers.run(run_to, tmp_path / "first", STEPS, EVERY_TWO)
-    branched = two_workers.run(_loaded, tmp_path / "second", str(tmp_path / "first" / "iter_0000002"))
+    branched = two_workers.run(
+        _loaded, tmp_path / "second", str(tmp_path / "first" / "iter_0000002")
+    )
     assert branched == undisturbed
     assert paths.published_iterations(tmp_path / "second") == [STEPS]
     again = two_workers.run(_loaded, tmp_path / "second", str(tmp_path / "first" / "iter_0000002"))

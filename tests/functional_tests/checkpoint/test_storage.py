@@ -55,7 +55,9 @@ def undisturbed(two_workers, tmp_path_factory):
 
 
 @pytest.mark.parametrize("arguments", [EVERY_TWO, IN_BACKGROUND], ids=["sync", "async"])
-def test_a_run_goes_on_with_the_same_bits_on_another_machine(two_workers, server, tmp_path, undisturbed, arguments):
+def test_a_run_goes_on_with_the_same_bits_on_another_machine(
+    two_workers, server, tmp_path, undisturbed, arguments
+):
     first, second = (server.environment(tmp_path / name) for name in ("first", "second"))
     two_workers.run(buckets.inside, first, run_to, RUN, 4, arguments)
     assert paths.published_iterations(RUN) == [2, 4]
@@ -63,7 +65,14 @@ def test_a_run_goes_on_with_the_same_bits_on_another_machine(two_workers, server
     shutil.rmtree(tmp_path / "first")
     assert two_workers.run(buckets.inside, second, run_to, RUN, STEPS, arguments) == undisturbed
     assert {name.split("/")[1] for name in _names(server)} == {
-        *("iter_0000002", "iter_0000004", "iter_0000006", paths.TRACKER, "metrics.jsonl", "run_config.yaml"),
+        *(
+            "iter_0000002",
+            "iter_0000004",
+            "iter_0000006",
+            paths.TRACKER,
+            "metrics.jsonl",
+            "run_config.yaml",
+        ),
         *("starts", "data_preview.html", "data_preview.json"),
     }
     steps = [json.loads(line)["step"] for line in _text(server, "run/metrics.jsonl").splitlines()]
@@ -115,20 +124,28 @@ TWO = [Kill("upload", 2, rank=1), Kill("publish in the bucket", 2)]
 
 
 def _killed_then_resumed(server, tmp_path, world, kill):
-    jobs = [{**SAVES, "environment": server.environment(tmp_path / name)} for name in ("first", "second")]
+    jobs = [
+        {**SAVES, "environment": server.environment(tmp_path / name)}
+        for name in ("first", "second")
+    ]
     assert run_job(world, RUN, jobs[0], tmp_path / "results", kill) is None, "the job survived"
     for number in paths.published_iterations(RUN):
         assert _verified(f"{RUN}/iter_{number:07d}") == 0, "nothing is half there"
     resumed = run_job(world, RUN, jobs[1], tmp_path / "results")
     assert paths.published_iterations(RUN) == [STEPS - 2, STEPS]
-    assert {name.split("/")[1] for name in _names(server) if "/iter_" in name} == {"iter_0000004", "iter_0000006"}
+    assert {name.split("/")[1] for name in _names(server) if "/iter_" in name} == {
+        "iter_0000004",
+        "iter_0000006",
+    }
     return resumed
 
 
 @pytest.mark.parametrize(
     ("world", "kill"),
     [
-        pytest.param(world, kill, id=f"{world} {kill.point}", marks=[pytest.mark.slow] * (kill is not ONE[0]))
+        pytest.param(
+            world, kill, id=f"{world} {kill.point}", marks=[pytest.mark.slow] * (kill is not ONE[0])
+        )
         for world, kills in ((1, ONE), (2, TWO))
         for kill in kills
     ],
@@ -141,7 +158,10 @@ def test_a_job_that_is_killed_while_it_uploads(server, tmp_path, undisturbed_job
 @pytest.mark.parametrize("count", range(1, 40, 3))
 @pytest.mark.parametrize("point", ["upload", "delete in the bucket"])
 def test_a_job_that_is_killed_anywhere(server, tmp_path, undisturbed_jobs, point, count):
-    jobs = [{**SAVES, "environment": server.environment(tmp_path / name)} for name in ("first", "second")]
+    jobs = [
+        {**SAVES, "environment": server.environment(tmp_path / name)}
+        for name in ("first", "second")
+    ]
     run_job(1, RUN, jobs[0], tmp_path / "results", Kill(point, count))  # it may end before
     for number in paths.published_iterations(RUN):
         assert _verified(f"{RUN}/iter_{number:07d}") == 0
@@ -157,13 +177,18 @@ def test_a_damaged_shard_in_the_bucket_is_named(two_workers, server, tmp_path, u
     server.files.pipe_file(f"{buckets.NAME}/{shard}", bytes(content))
     resumed = two_workers.run(buckets.inside, second, spoken, RUN)
     said = resumed[0][1]
-    assert f"{RUN}/iter_0000004 is damaged: the content of {Path(shard).name} is not what was written" in said
+    assert (
+        f"{RUN}/iter_0000004 is damaged: the content of {Path(shard).name} is not what was written"
+        in said
+    )
     assert f"resuming from {RUN}/iter_0000002" in said
     assert [result for result, _ in resumed] == undisturbed
     assert _verified(f"{RUN}/iter_0000004") == 0, "replaced on the way"
 
 
-def test_a_damaged_copy_on_the_machine_is_downloaded_again(two_workers, server, tmp_path, undisturbed):
+def test_a_damaged_copy_on_the_machine_is_downloaded_again(
+    two_workers, server, tmp_path, undisturbed
+):
     first = server.environment(tmp_path / "first")
     two_workers.run(buckets.inside, first, run_to, RUN, 4, EVERY_TWO)
     for shard in (tmp_path / "first").rglob("*.distcp"):
@@ -174,12 +199,19 @@ def test_a_damaged_copy_on_the_machine_is_downloaded_again(two_workers, server, 
 def _gone(server, environ, start):
     environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
     body = b"<Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>"
-    start("404 Not Found", [("Content-Length", str(len(body))), ("Content-Type", "application/xml")])
+    start(
+        "404 Not Found", [("Content-Length", str(len(body))), ("Content-Type", "application/xml")]
+    )
     return [body]
 
 
-def test_a_bucket_that_vanishes_ends_the_run_in_one_sentence(two_workers, server, tmp_path, undisturbed):
-    lost = lambda method, path: _gone if method in ("PUT", "POST") and "/run/iter_0000004/" in path else None  # noqa: E731
+def test_a_bucket_that_vanishes_ends_the_run_in_one_sentence(
+    two_workers, server, tmp_path, undisturbed
+):
+    def lost(method, path):
+        writes = method in ("PUT", "POST") and "/run/iter_0000004/" in path
+        return _gone if writes else None
+
     server.fault = lost
     first, second = (server.environment(tmp_path / name) for name in ("first", "second"))
     messages = two_workers.run(buckets.inside, first, refused, RUN, EVERY_TWO)
@@ -190,7 +222,9 @@ def test_a_bucket_that_vanishes_ends_the_run_in_one_sentence(two_workers, server
     server.fault = lambda method, path: None
     assert paths.published_iterations(RUN) == [2]
     assert paths.latest_iteration(RUN) == 2
-    assert not list((tmp_path / "first").rglob("*.incomplete")), "nor is anything left on the machine"
+    assert not list((tmp_path / "first").rglob("*.incomplete")), (
+        "nor is anything left on the machine"
+    )
     assert two_workers.run(buckets.inside, second, run_to, RUN, STEPS, EVERY_TWO) == undisturbed
 
 
@@ -202,8 +236,14 @@ def test_a_bucket_that_vanishes_ends_the_run_in_one_sentence(two_workers, server
     ],
     ids=["no credentials", "no server"],
 )
-def test_what_cannot_be_written_is_found_before_training(two_workers, server, tmp_path, change, words):
-    environment = server.environment(tmp_path / "first") | change | {"AWS_MAX_ATTEMPTS": "1", "HOME": str(tmp_path)}
+def test_what_cannot_be_written_is_found_before_training(
+    two_workers, server, tmp_path, change, words
+):
+    environment = (
+        server.environment(tmp_path / "first")
+        | change
+        | {"AWS_MAX_ATTEMPTS": "1", "HOME": str(tmp_path)}
+    )
     messages = two_workers.run(buckets.inside, environment, refused, RUN, EVERY_TWO)
     assert messages[0] == messages[1]
     assert "\n" not in messages[0]
@@ -213,16 +253,25 @@ def test_what_cannot_be_written_is_found_before_training(two_workers, server, tm
 
 def test_a_bucket_that_is_not_there(two_workers, server, tmp_path):
     messages = two_workers.run(
-        buckets.inside, server.environment(tmp_path / "first"), refused, "s3://nowhere/run", EVERY_TWO
+        buckets.inside,
+        server.environment(tmp_path / "first"),
+        refused,
+        "s3://nowhere/run",
+        EVERY_TWO,
     )
     assert "s3://nowhere/run" in messages[0]
     assert "bucket does not exist" in messages[0]
 
 
-def test_a_full_disk_of_the_machine_keeps_the_checkpoint_before(two_workers, server, tmp_path, undisturbed):
+def test_a_full_disk_of_the_machine_keeps_the_checkpoint_before(
+    two_workers, server, tmp_path, undisturbed
+):
     first = server.environment(tmp_path / "first")
     messages = two_workers.run(buckets.inside, first, refused_on_a_full_disk, RUN, "*.distcp")
-    assert f"{RUN}/iter_0000004 cannot be written: No space left on device; free some space" in messages[0]
+    assert (
+        f"{RUN}/iter_0000004 cannot be written: No space left on device; free some space"
+        in messages[0]
+    )
     assert paths.published_iterations(RUN) == [2]
     assert two_workers.run(buckets.inside, first, run_to, RUN, STEPS, EVERY_TWO) == undisturbed
 

@@ -15,7 +15,11 @@ from tests.namespaces import TwoNamespaces, missing
 from tests.unit_tests.cli.mistakes.table import SMALL
 
 STEPS, BOUND = 300, 400.0
-RECIPE = ["--recipe", "llama32_1b_pretrain_config", *(word for word in SMALL if "train." not in word)]
+RECIPE = [
+    "--recipe",
+    "llama32_1b_pretrain_config",
+    *(word for word in SMALL if "train." not in word),
+]
 LENGTH = ["tokenizer.vocab_size=96", f"train.train_iters={STEPS}", "train.global_batch_size=4"]
 SAVES = ["checkpoint.save_interval=10", "dist.hang_timeout_minutes=0.1"]
 PORT = 29511
@@ -29,15 +33,28 @@ class Nodes(TwoNamespaces):
         self.launchers = {}
 
     def start(self, number, folder):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.addresses[0]}:{PORT}", f"--rdzv-id={folder.name}"]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+        ]
+        meeting = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.addresses[0]}:{PORT}",
+            f"--rdzv-id={folder.name}",
+        ]
         meeting += [
             f"--rdzv-conf=is_host={int(number == 0)},join_timeout=100",
             f"--local-addr={self.addresses[number]}",
         ]
         program = ["--max-restarts=20", "scripts/training/run_recipe.py", *RECIPE, *LENGTH, *SAVES]
         places = [f"checkpoint.save={folder}", f"checkpoint.load={folder}"]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": self.cables[number], "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "GLOO_SOCKET_IFNAME": self.cables[number],
+            "OMP_NUM_THREADS": "1",
+        }
         with (folder.parent / f"{folder.name}.{number}.log").open("a") as log:
             self.launchers[number] = subprocess.Popen(
                 [*self.inside(number), *launcher, *meeting, *program, *places],
@@ -64,7 +81,9 @@ class Nodes(TwoNamespaces):
             time.sleep(0.05)
 
     def finish(self, folder):
-        self.run_until(folder, lambda: all(launcher.poll() == 0 for launcher in self.launchers.values()))
+        self.run_until(
+            folder, lambda: all(launcher.poll() == 0 for launcher in self.launchers.values())
+        )
 
     def reach(self, folder, step):
         self.run_until(folder, lambda: last_step(folder) >= step)

@@ -13,7 +13,10 @@ from megatron.bridge.peft.lora import LoRA
 from tests.functional_tests.checkpoint.runs import run_to
 from tests.functional_tests.checkpoint.test_bad_input import flip_bit
 
-WIDE = {"num_layers": 1, "ffn_hidden_size": 4096}  # shards of more than the 1 MB that a fast verification reads in full
+WIDE = {
+    "num_layers": 1,
+    "ffn_hidden_size": 4096,
+}  # shards of more than the 1 MB that a fast verification reads in full
 _opened: list[str] = []
 
 
@@ -68,11 +71,15 @@ def test_full_reads_the_checkpoint_once_more_than_fast(base, method, run_in_proc
     assert counts["full"] == counts["fast"] + 1
 
 
-def test_the_base_of_adapters_is_verified_when_a_run_resumes(base, damaged, tmp_path, run_in_process):
+def test_the_base_of_adapters_is_verified_when_a_run_resumes(
+    base, damaged, tmp_path, run_in_process
+):
     run_to(tmp_path / "run", 1, _options("full", LoRA(dim=2)), pretrained=str(base))
     with pytest.raises(DamagedError, match="is not what was written"):
         run_to(tmp_path / "run", 2, _options("full", LoRA(dim=2)), pretrained=str(damaged))
-    assert run_to(tmp_path / "run", 2, _options("full", LoRA(dim=2)), pretrained=str(base))["losses"].keys() == {1, 2}
+    assert run_to(tmp_path / "run", 2, _options("full", LoRA(dim=2)), pretrained=str(base))[
+        "losses"
+    ].keys() == {1, 2}
 
 
 def test_other_adapters_to_start_from_are_verified_as_told(base, tmp_path, run_in_process):

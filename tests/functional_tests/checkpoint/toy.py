@@ -15,7 +15,9 @@ def build(tp=1, pp=1, vp=None, cp=1, sp=False, seed=1, **overrides):
     """Chunks of this rank; weights depend on the seed and on the layout."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=vp, context_parallel_size=cp)
+    parallel_state.initialize_model_parallel(
+        tp, pp, virtual_pipeline_model_parallel_size=vp, context_parallel_size=cp
+    )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     options = {
@@ -53,8 +55,12 @@ def _chunk(config, stage, vocabulary, tied):
         get_gpt_layer_local_spec(normalization="LayerNorm"),
         vocabulary,
         SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        pre_process=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=stage is None, vp_stage=stage
+        ),
+        post_process=parallel_state.is_pipeline_last_stage(
+            ignore_virtual=stage is None, vp_stage=stage
+        ),
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         vp_stage=stage,

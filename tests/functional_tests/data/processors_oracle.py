@@ -43,16 +43,23 @@ def messages(images: list[str], mark: bool) -> list[dict[str, Any]]:
 
 def one_question(images: list[str]) -> list[dict[str, Any]]:
     """A conversation of one turn, all that PaliGemma takes."""
-    question = [*({"type": "image", "image": name} for name in images), {"type": "text", "text": "What color?"}]
+    question = [
+        *({"type": "image", "image": name} for name in images),
+        {"type": "text", "text": "What color?"},
+    ]
     return [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWER}]
 
 
 def prompts(name: str, folder: Path) -> Iterator[str]:
     """What differs for PaliGemma, whose processor has no template and says which tokens are the prompt."""
     toy_vision.save(name, folder)
-    names = [toy_vision.picture(folder, f"{place}.png", *size, place) for place, size in enumerate(SIZES)]
+    names = [
+        toy_vision.picture(folder, f"{place}.png", *size, place) for place, size in enumerate(SIZES)
+    ]
     tokenizer = HuggingFaceTokenizer(str(folder))
-    encoder = RecordEncoder(tokenizer, EncodingRules(100_000, media=MediaRules(str(folder), str(folder))))
+    encoder = RecordEncoder(
+        tokenizer, EncodingRules(100_000, media=MediaRules(str(folder), str(folder)))
+    )
     processor = toy_vision.composite(name, folder)
     for images in (names[:1], names[1:]):
         sample = encoder([("here", {"messages": one_question(images)})]).samples[0]
@@ -68,9 +75,13 @@ def prompts(name: str, folder: Path) -> Iterator[str]:
 def differences(name: str, folder: Path) -> Iterator[str]:
     """What differs for the family ``name``, for one image, two and none."""
     toy_vision.save(name, folder)
-    names = [toy_vision.picture(folder, f"{place}.png", *size, place) for place, size in enumerate(SIZES)]
+    names = [
+        toy_vision.picture(folder, f"{place}.png", *size, place) for place, size in enumerate(SIZES)
+    ]
     tokenizer = HuggingFaceTokenizer(str(folder))
-    encoder = RecordEncoder(tokenizer, EncodingRules(100_000, media=MediaRules(str(folder), str(folder))))
+    encoder = RecordEncoder(
+        tokenizer, EncodingRules(100_000, media=MediaRules(str(folder), str(folder)))
+    )
     processor = toy_vision.composite(name, folder)
     for images in ([names[0]], [names[1], names[2]], []):
         if len(images) > 1 and name == "llava_onevision":
@@ -83,12 +94,16 @@ def differences(name: str, folder: Path) -> Iterator[str]:
         for what in _differing(encoder, sample, expected):
             yield f"{name} with {len(images)} images: {what}"
         trained = tokenizer.hf.decode(sample.tokens[sample.trained])
-        if trained != f"{ANSWER}<|im_end|>\n{ANSWER[::-1]}<|im_end|>\n":  # the template ends turns so
+        if (
+            trained != f"{ANSWER}<|im_end|>\n{ANSWER[::-1]}<|im_end|>\n"
+        ):  # the template ends turns so
             yield f"{name} with {len(images)} images: learns {trained!r}"
 
     yield from _other_sizes(name, encoder.media, processor)
     names = names[: 1 if name == "llava_onevision" else None]
-    yield from _shares(name, encoder.media, encoder.media.references([("image", name) for name in names], "here"))
+    yield from _shares(
+        name, encoder.media, encoder.media.references([("image", name) for name in names], "here")
+    )
 
 
 def _shares(name: str, media: MediaProcessor, images: Sequence[MediaReference]) -> Iterator[str]:
@@ -97,9 +112,14 @@ def _shares(name: str, media: MediaProcessor, images: Sequence[MediaReference]) 
     owners = share_out(costs(whole), 2)
     for rank in range(2):
         media.share = (rank, 2)
-        share, own = media.pixels(images), [place for place, owner in enumerate(owners) if owner == rank]
+        share, own = (
+            media.pixels(images),
+            [place for place, owner in enumerate(owners) if owner == rank],
+        )
         expected, found = (select(tensors, own) for tensors in (whole, share))
-        if not can_share(share) or any(not value.equal(expected[key]) for key, value in found.items() if own):
+        if not can_share(share) or any(
+            not value.equal(expected[key]) for key, value in found.items() if own
+        ):
             yield f"{name}: the share of rank {rank}"
     media.share = (0, 1)
 
@@ -109,18 +129,32 @@ def films(name: str, folder: Path) -> Iterator[str]:
     from transformers import AutoProcessor
 
     toy_vision.save(name, folder)
-    first = {"type": "video", "video": toy_vision.film(folder, "first.mp4", 44, 30, frames=14, fps=7)}
-    second = {"type": "video", "video": toy_vision.film(folder, "second.mkv", 24, 40, frames=9, fps=3)}
+    first = {
+        "type": "video",
+        "video": toy_vision.film(folder, "first.mp4", 44, 30, frames=14, fps=7),
+    }
+    second = {
+        "type": "video",
+        "video": toy_vision.film(folder, "second.mkv", 24, 40, frames=9, fps=3),
+    }
     stills = [toy_vision.picture(folder, f"{place}.png", 40, 26, place) for place in range(6)]
     listed = {"type": "video", "video": stills, "fps": 2}
     image = {"type": "image", "image": stills[0]}
     processor = AutoProcessor.from_pretrained(folder)
-    for parts, rules in (([first], {}), ([listed], {}), ([first], {"fps": 3.5}), ([first, image, second], {})):
+    for parts, rules in (
+        ([first], {}),
+        ([listed], {}),
+        ([first], {"fps": 3.5}),
+        ([first, image, second], {}),
+    ):
         if len(parts) > 1 and name in ("internvl", "smolvlm"):
             continue  # transformers cannot
-        rules = rules | ({"max_frames": 4} if rules and name not in ("glm4v", "glm4v_moe", "internvl") else {})  # noqa: PLW2901
+        limited = rules and name not in ("glm4v", "glm4v_moe", "internvl")
+        rules = {**rules, "max_frames": 4} if limited else rules  # noqa: PLW2901
         media = MediaRules(str(folder), str(folder), **rules)
-        encoder = RecordEncoder(HuggingFaceTokenizer(str(folder)), EncodingRules(100_000, media=media))
+        encoder = RecordEncoder(
+            HuggingFaceTokenizer(str(folder)), EncodingRules(100_000, media=media)
+        )
         case = f"{name} with {len(parts)} {parts[0].get('fps', '')} {rules}"
         try:
             yield from _film(encoder, processor, parts, rules, case)
@@ -128,9 +162,16 @@ def films(name: str, folder: Path) -> Iterator[str]:
             yield f"{case}: {error}"
 
 
-def _film(encoder: RecordEncoder, processor: Any, parts: list[Any], rules: Any, case: str) -> Iterator[str]:
+def _film(
+    encoder: RecordEncoder, processor: Any, parts: list[Any], rules: Any, case: str
+) -> Iterator[str]:
     question = [*parts, {"type": "text", "text": "What moves?"}]
-    record = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWER}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": ANSWER},
+        ]
+    }
     sample = encoder([("here", record)]).samples[0]
     expected = composite_sample(encoder, processor, record, rules)
     for what in _differing(encoder, sample, expected):
@@ -148,7 +189,10 @@ def composite_sample(encoder: RecordEncoder, processor: Any, record: Any, rules:
     """What transformers' composite processor makes of a record with one question."""
     question, answer = (message["content"] for message in record["messages"])
     bare = [part if "text" in part else {"type": part["type"]} for part in question]
-    turns = [{"role": "user", "content": bare}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    turns = [
+        {"role": "user", "content": bare},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+    ]
     text = processor.tokenizer.apply_chat_template(turns, tokenize=False)
     sample = encoder([("here", record)]).samples[0]
     return processor(text=[text], return_tensors="pt", **_given(encoder, sample, rules))
@@ -162,7 +206,13 @@ def _given(encoder: RecordEncoder, sample: Any, rules: Any) -> dict[str, Any]:
     videos = [item for item in sample.images if not isinstance(item, ImageReference)]
     metadata = [
         VideoMetadata(
-            item.frames, item.fps, item.width, item.height, item.frames / item.fps, None, list(range(item.frames))
+            item.frames,
+            item.fps,
+            item.width,
+            item.height,
+            item.frames / item.fps,
+            None,
+            list(range(item.frames)),
         )
         for item in videos
     ]
@@ -171,7 +221,10 @@ def _given(encoder: RecordEncoder, sample: Any, rules: Any) -> dict[str, Any]:
         options["num_frames"] = options.pop("max_frames")
     if videos and isinstance(videos[0].source, list):
         options["do_sample_frames"] = False
-    found = {"videos": [decode_frames(item, range(item.frames)) for item in videos], "video_metadata": metadata}
+    found = {
+        "videos": [decode_frames(item, range(item.frames)) for item in videos],
+        "video_metadata": metadata,
+    }
     if not videos:
         found, options = {}, {}
     return found | ({"images": images} if images else {}) | options
@@ -185,7 +238,13 @@ def _positions(kind: str, expected: Any) -> Any:
     model = getattr(transformers, row.model)
     with torch.device("meta"):
         whole = model(model.config_class(**row.config)).model
-    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    names = (
+        "input_ids",
+        "mm_token_type_ids",
+        "image_grid_thw",
+        "video_grid_thw",
+        "second_per_grid_ts",
+    )
     given = {name: torch.as_tensor(expected[name]) for name in names if name in expected}
     return whole.get_rope_index(**given)[0][:, 0].numpy()
 
@@ -199,7 +258,9 @@ def _other_sizes(name: str, media: Any, processor: Any) -> Iterator[str]:
         reference = ImageReference("", height, width, "here")
         given = {"images": [[Image.new("RGB", (width, height))]], "text": [media.placeholder()]}
         expected = processor(add_special_tokens=False, **given)["input_ids"][0]
-        if processor.tokenizer(media.text(reference), add_special_tokens=False)["input_ids"] != list(expected):
+        if processor.tokenizer(media.text(reference), add_special_tokens=False)[
+            "input_ids"
+        ] != list(expected):
             yield f"{name}: {width}x{height} has other tokens"
 
 
@@ -228,7 +289,9 @@ def _theirs(kind: str, key: str, expected: Any) -> Any:
     grids = expected["video_grid_thw"].tolist()
     split = {
         "image_grid_thw": [torch.tensor([[1, *grid[1:]]] * grid[0]) for grid in grids],
-        "pixel_values": list(expected["pixel_values_videos"].split([int(np.prod(grid)) for grid in grids])),
+        "pixel_values": list(
+            expected["pixel_values_videos"].split([int(np.prod(grid)) for grid in grids])
+        ),
     }[key]
     if len(grids) > 1:  # an image is between them
         split.insert(1, expected[key])
@@ -243,7 +306,9 @@ def main() -> None:
     for name in sys.argv[1:] or toy_vision.TOYS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                for line in (prompts if name.startswith("paligemma") else differences)(name, Path(folder)):
+                for line in (prompts if name.startswith("paligemma") else differences)(
+                    name, Path(folder)
+                ):
                     print(line)  # noqa: T201
                 for line in films(name, Path(folder)) if name in SUPPORTED else ():
                     print(line)  # noqa: T201

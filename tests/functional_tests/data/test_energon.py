@@ -43,7 +43,8 @@ if find_spec("megatron.energon") is None and BESIDE.is_dir():
     sys.path.append(str(BESIDE))  # in the workers, too: they import this module
 
 needs_energon = pytest.mark.skipif(
-    find_spec("megatron.energon") is None, reason="megatron-energon is not installed: run scripts/extra.sh energon"
+    find_spec("megatron.energon") is None,
+    reason="megatron-energon is not installed: run scripts/extra.sh energon",
 )
 
 
@@ -72,7 +73,9 @@ def write(folder, records, shards=2, part="json"):
                     file.addfile(info, io.BytesIO(data))
     splits = [("train", "shard_.*"), ("val", names[-1])]
     WebdatasetPreparator.prepare_dataset(folder, names, split_parts_patterns=splits, workers=1)
-    (folder / ".nv-meta" / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    )
     return folder
 
 
@@ -88,7 +91,12 @@ def folder(tmp_path):
 
 def provider(folder, **values):
     return EnergonProvider(
-        **{"path": str(folder), "seq_length": SEQUENCE, "shuffle_buffer_size": 4, "max_samples_per_sequence": 5}
+        **{
+            "path": str(folder),
+            "seq_length": SEQUENCE,
+            "shuffle_buffer_size": 4,
+            "max_samples_per_sequence": 5,
+        }
         | values
     )
 
@@ -248,7 +256,11 @@ def train(folder, save, iterations, layout=None, exit_interval=None):
     return run_toy(
         {
             "model": layout or {},
-            "train": {"train_iters": iterations, "micro_batch_size": 1, "exit_interval": exit_interval},
+            "train": {
+                "train_iters": iterations,
+                "micro_batch_size": 1,
+                "exit_interval": exit_interval,
+            },
             "dataset": provider(folder, readers=4),
             "checkpoint": CheckpointConfig(save=str(save), save_interval=2),
             "validation": ValidationConfig(eval_interval=3, eval_iters=1),
@@ -264,8 +276,12 @@ def test_a_run_resumes_exactly_and_under_other_layouts(four_workers, two_workers
         shutil.copytree(tmp_path / "cut", tmp_path / name)
     assert two_workers.run(train, folder, tmp_path / "same", 6)[0] == whole[4:], "bitwise"
     tensor = {"tensor_model_parallel_size": 2}
-    assert two_workers.run(train, folder, tmp_path / "tensor", 6, tensor)[0] == pytest.approx(whole[4:], abs=1e-5)
-    assert four_workers.run(train, folder, tmp_path / "cut", 6)[0] == pytest.approx(whole[4:], abs=1e-5)
+    assert two_workers.run(train, folder, tmp_path / "tensor", 6, tensor)[0] == pytest.approx(
+        whole[4:], abs=1e-5
+    )
+    assert four_workers.run(train, folder, tmp_path / "cut", 6)[0] == pytest.approx(
+        whole[4:], abs=1e-5
+    )
 
 
 def test_without_the_package_the_config_is_there_and_says_what_is_missing(tmp_path):
@@ -289,11 +305,18 @@ def test_the_preview_shows_what_a_stream_begins_with(folder):
     config = provider(folder, readers=2)
     data = build_iterators(config, TOKENIZER, (80, 8, 0), 2, 8)
     found = preview(config, data, TOKENIZER, (2, 8, 2), samples=1)
-    assert [(part.name, part.samples) for part in found.corpora] == [("train", None), ("valid", None)]
+    assert [(part.name, part.samples) for part in found.corpora] == [
+        ("train", None),
+        ("valid", None),
+    ]
     first = [next(batches(config, rank, 2)) for rank in range(2)]
-    assert [batch.trained for batch in found.first_batches] == [int(batch["loss_mask"].sum()) for batch in first]
+    assert [batch.trained for batch in found.first_batches] == [
+        int(batch["loss_mask"].sum()) for batch in first
+    ]
     assert found.texts[0][0].text.split()[0] == str(numbers(first[0])[0])
-    assert numbers(next(data.train)) == numbers(next(data.train.replicate())), "nothing was drawn from the run's own"
+    assert numbers(next(data.train)) == numbers(next(data.train.replicate())), (
+        "nothing was drawn from the run's own"
+    )
 
 
 def question(count):
@@ -311,7 +334,9 @@ def question(count):
 def test_images_are_parts_of_samples(tmp_path, packed):
     """Parts of a sample are its images, in their order or as the record names them; pixels are those of files."""
     toy = toy_vision.save("qwen2_5_vl", tmp_path / "toy")
-    names = [toy_vision.picture(toy, f"{place}.png", 16 + 8 * place, 16, place) for place in range(3)]
+    names = [
+        toy_vision.picture(toy, f"{place}.png", 16 + 8 * place, 16, place) for place in range(3)
+    ]
     first, second, third = ((toy / name).read_bytes() for name in names)
     named = question(2) | {"images": ["b.png", "a.jpg"]}
     parts = [
@@ -322,16 +347,23 @@ def test_images_are_parts_of_samples(tmp_path, packed):
     ]
     write(tmp_path / "wds", parts, shards=1)
     files = [names[:2], names[:2], names[2:], []]
-    lines = [json.dumps(question(len(each)) | ({"images": each} if each else {})) + "\n" for each in files]
+    lines = [
+        json.dumps(question(len(each)) | ({"images": each} if each else {})) + "\n"
+        for each in files
+    ]
     (toy / "training.jsonl").write_text("".join(lines))
     specs = PackedSequenceSpecs(packed_sequence_size=128, pad_seq_to_mult=1) if packed else None
     common = {"seq_length": 128, "hf_processor_path": str(toy), "packed_sequence_specs": specs}
     energon = EnergonProvider(
-        path=str(tmp_path / "wds"), shuffle_buffer_size=1, packing_buffer_size=4 if packed else None, **common
+        path=str(tmp_path / "wds"),
+        shuffle_buffer_size=1,
+        packing_buffer_size=4 if packed else None,
+        **common,
     )
     tokenizer = HuggingFaceTokenizer(str(toy))
     rows = build_finetuning_datasets(
-        FinetuningDatasetConfig(dataset_root=str(toy), **common), DatasetRequest((4, 0, 0), tokenizer)
+        FinetuningDatasetConfig(dataset_root=str(toy), **common),
+        DatasetRequest((4, 0, 0), tokenizer),
     ).train.rows
     count = len(rows)
     _, expected = collate([(place, rows[place]) for place in range(count)])
@@ -339,13 +371,17 @@ def test_images_are_parts_of_samples(tmp_path, packed):
     for key in ("tokens", "labels", "loss_mask"):
         assert found[key].reshape(-1).sort().values.equal(expected[key].reshape(-1).sort().values)
     assert found["position_ids"].dim() == 3
-    patches = [batch["media"]["pixel_values"].flatten().sort().values for batch in (found, expected)]
+    patches = [
+        batch["media"]["pixel_values"].flatten().sort().values for batch in (found, expected)
+    ]
     assert patches[0].equal(patches[1])
     later = build_iterators(energon, tokenizer, (count, 0, 0), count, count, image_share=None).train
     assert "media" not in next(later)
 
     def drawn(micro, **share):
-        return next(build_iterators(energon, tokenizer, (count, 0, 0), micro, count, **share).train)["media"]
+        return next(
+            build_iterators(energon, tokenizer, (count, 0, 0), micro, count, **share).train
+        )["media"]
 
     whole = drawn(1)
     owners = media.share_out(media.costs(whole), 2)

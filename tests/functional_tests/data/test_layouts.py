@@ -17,7 +17,9 @@ VOCAB, BATCH, STEPS = 5000, 8, 6
 def draw(config, micro, dp_rank, dp_size, consumed, steps):
     """Tokens of ``steps`` global batches as one rank gets them: [step, microbatch, micro, seq]."""
     sizes = (STEPS * BATCH, 2 * BATCH, 0)
-    train, valid, _ = build_iterators(config, NullTokenizer(VOCAB), sizes, micro, BATCH, dp_rank, dp_size, consumed)
+    train, valid, _ = build_iterators(
+        config, NullTokenizer(VOCAB), sizes, micro, BATCH, dp_rank, dp_size, consumed
+    )
     count = BATCH // (micro * dp_size)
     drawn = [torch.stack([next(train)["tokens"] for _ in range(count)]) for _ in range(steps)]
     return torch.stack(drawn), next(valid)["tokens"]
@@ -42,7 +44,9 @@ def config(tmp_path):
             builder.add_document(rng.integers(0, VOCAB, length), [length])
         builder.finalize(prefix + ".idx")
     cache = str(tmp_path / "cache")
-    return GPTDatasetConfig(seq_length=32, blend=(prefixes, [3.0, 1.0]), split="90,10", path_to_cache=cache)
+    return GPTDatasetConfig(
+        seq_length=32, blend=(prefixes, [3.0, 1.0]), split="90,10", path_to_cache=cache
+    )
 
 
 def check(pool, config, micro, layout):
@@ -50,16 +54,25 @@ def check(pool, config, micro, layout):
     for consumed, steps in ((0, STEPS), (2 * BATCH, 2)):
         results = pool.run(draw_in_layout, config, micro, layout, consumed, steps)
         expected, _ = draw(config, 1, 0, 1, consumed, steps)
-        by_rank = {rank: tokens for rank, tokens, _ in sorted(results, key=lambda result: result[0])}
+        by_rank = {
+            rank: tokens for rank, tokens, _ in sorted(results, key=lambda result: result[0])
+        }
         for rank, tokens, _ in results:  # ranks of one data-parallel rank agree
             assert torch.equal(tokens, by_rank[rank])
-        together = torch.stack(list(by_rank.values()), dim=2)  # [step, microbatch, rank, micro, seq]
+        together = torch.stack(
+            list(by_rank.values()), dim=2
+        )  # [step, microbatch, rank, micro, seq]
         assert torch.equal(together.flatten(1, 3), expected.flatten(1, 2))
 
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}],
+    [
+        {},
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ],
     ids=["dp2", "tp2", "pp2", "cp2"],
 )
 def test_two_ranks_draw_the_batches_of_one(two_workers, config, layout):

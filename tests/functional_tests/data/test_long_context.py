@@ -53,7 +53,9 @@ def folder(tmp_path):
 
     lengths = [TOKENS * 7 // 8, *[TOKENS // 64] * 7]
     records = [{"prompt": f"{words(count - 100)} ", "completion": words(99)} for count in lengths]
-    (tmp_path / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "training.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     return tmp_path
 
 
@@ -61,7 +63,9 @@ def folder(tmp_path):
 @pytest.mark.parametrize("kind", ["all_gather", "a2a"])
 def test_memory_grows_with_the_length_and_not_with_its_square(processes, two_workers, folder, kind):
     processes.close()  # new processes: those of earlier tests hold memory that would be taken again
-    found = two_workers.run(train, folder, {"context_parallel_size": 2, "cp_comm_type": kind}, timeout=540)
+    found = two_workers.run(
+        train, folder, {"context_parallel_size": 2, "cp_comm_type": kind}, timeout=540
+    )
     mask = TOKENS * TOKENS // 2  # one byte for each query of a rank and each key
     for losses, taken in found:
         assert losses == pytest.approx([np.log(VOCABULARY)], abs=0.2)

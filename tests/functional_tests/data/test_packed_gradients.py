@@ -52,7 +52,9 @@ def reference_gradients(directory, folder):
     total, count = torch.zeros((), dtype=torch.float64), 0
     for line in (folder / "training.jsonl").read_text().splitlines():
         record = json.loads(line)
-        prompt, completion = ([int(word) for word in record[key].split()] for key in ("prompt", "completion"))
+        prompt, completion = (
+            [int(word) for word in record[key].split()] for key in ("prompt", "completion")
+        )
         ids = torch.tensor([prompt + completion + [VOCABULARY - 1]])
         labels = torch.tensor([[-100] * len(prompt) + completion + [VOCABULARY - 1]])
         logits = model(input_ids=ids).logits[0, :-1]
@@ -73,7 +75,10 @@ def our_gradients(bridge, model, found):
     for parameter in model.parameters():
         parameter.data = parameter.grad.clone()
         parameter.grad = None
-    return {name: weight.double() for name, weight in bridge.export_hf_weights([model], show_progress=False)}
+    return {
+        name: weight.double()
+        for name, weight in bridge.export_hf_weights([model], show_progress=False)
+    }
 
 
 @pytest.mark.parametrize(("kind", "micro"), [("packed", 1), ("padding-free", 4), ("padded", 4)])
@@ -108,10 +113,17 @@ def one_step(folder, kind, layout=None, micro=1):
             "train": {"train_iters": 1, "micro_batch_size": micro, "global_batch_size": rows},
             "dataset": data,
             "optimizer": OptimizerConfig(
-                optimizer="sgd", lr=1.0, min_lr=1.0, weight_decay=0.0, clip_grad=0.0, sgd_momentum=0.0
+                optimizer="sgd",
+                lr=1.0,
+                min_lr=1.0,
+                weight_decay=0.0,
+                clip_grad=0.0,
+                sgd_momentum=0.0,
             ),
             "scheduler": SchedulerConfig(lr_decay_style="constant"),
-            "ddp": DistributedDataParallelConfig(use_distributed_optimizer=False),  # it knows Adam only
+            "ddp": DistributedDataParallelConfig(
+                use_distributed_optimizer=False
+            ),  # it knows Adam only
             "validation": ValidationConfig(),
         }
     )
@@ -137,7 +149,9 @@ def check(records, expected):
     assert expected.grad_norms[0] > 0.1
 
 
-@pytest.mark.parametrize(("kind", "micro"), [("packed", 1), ("padding-free", 2), ("padding-free", 4)])
+@pytest.mark.parametrize(
+    ("kind", "micro"), [("packed", 1), ("padding-free", 2), ("padding-free", 4)]
+)
 def test_one_process(folder, padded_step, kind, micro):
     record = one_step(folder, kind, micro=micro)
     leave()
@@ -149,7 +163,9 @@ def test_multi_token_prediction_stays_within_samples(folder):
     torch.set_num_threads(1)
     weights = []
     for kind in ("padded", "padding-free"):
-        weights.append(whole_weights([one_step(folder, kind, {"mtp_num_layers": 1}, micro=SAMPLES)]))
+        weights.append(
+            whole_weights([one_step(folder, kind, {"mtp_num_layers": 1}, micro=SAMPLES)])
+        )
         leave()
     assert any("mtp" in name for name in weights[0])
     for name, weight in weights[0].items():

@@ -29,7 +29,9 @@ def rows_of(folder, kind):
         media_root=str(folder / "data"),
         packed_sequence_specs=packed if kind == "packed" else None,
     )
-    return build_finetuning_datasets(config, DatasetRequest((1, 0, 0), HuggingFaceTokenizer(str(folder)))).train.rows
+    return build_finetuning_datasets(
+        config, DatasetRequest((1, 0, 0), HuggingFaceTokenizer(str(folder)))
+    ).train.rows
 
 
 def our_gradients(folder, kind):
@@ -42,16 +44,22 @@ def our_gradients(folder, kind):
     for place in range(len(rows)):
         _, batch = collate([(place, rows[place])])
         batch["media"] = {
-            name: value.double() if value.is_floating_point() else value for name, value in batch["media"].items()
+            name: value.double() if value.is_floating_point() else value
+            for name, value in batch["media"].items()
         }
         output, loss_function = forward_step(iter([batch]), model)
         loss, tokens, _ = loss_function(output)
         total, count = total + loss.double(), count + tokens
     (total / count).backward()
     for parameter in model.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        parameter.data = (
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        )
         parameter.grad = None
-    return {name: weight.double() for name, weight in bridge.export_hf_weights([model], show_progress=False)}
+    return {
+        name: weight.double()
+        for name, weight in bridge.export_hf_weights([model], show_progress=False)
+    }
 
 
 def reference_gradients(folder):
@@ -62,12 +70,21 @@ def reference_gradients(folder):
     for sample in rows.samples:
         ids = torch.from_numpy(sample.tokens).long()[None]
         types = torch.isin(ids, torch.tensor(rows.media.token_ids)).long()
-        given = {"mm_token_type_ids": types, "token_type_ids": types, **rows.media.pixels(sample.images)}
+        given = {
+            "mm_token_type_ids": types,
+            "token_type_ids": types,
+            **rows.media.pixels(sample.images),
+        }
         given = {name: value for name, value in given.items() if name in known}
-        given = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+        given = {
+            name: value.double() if value.is_floating_point() else value
+            for name, value in given.items()
+        }
         logits = model(input_ids=ids, **given).logits[0, :-1]
         trained = torch.from_numpy(sample.trained[1:])
-        total = total + torch.nn.functional.cross_entropy(logits[trained], ids[0, 1:][trained], reduction="sum")
+        total = total + torch.nn.functional.cross_entropy(
+            logits[trained], ids[0, 1:][trained], reduction="sum"
+        )
         count += int(trained.sum())
     (total / count).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -77,7 +94,11 @@ def reference_gradients(folder):
 def test_gradients_equal_transformers_in_double_precision(run_in_process, tmp_path, name):
     folder = vision_run.write(name, tmp_path / name)
     redraw_zeros(folder)
-    expected = {short(key): gradient for key, gradient in reference_gradients(folder).items() if gradient is not None}
+    expected = {
+        short(key): gradient
+        for key, gradient in reference_gradients(folder).items()
+        if gradient is not None
+    }
     largest = max(gradient.norm() for gradient in expected.values())
     for kind in ("packed", "padded"):
         found = {short(key): gradient for key, gradient in our_gradients(folder, kind).items()}

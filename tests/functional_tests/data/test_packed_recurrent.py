@@ -28,7 +28,11 @@ MAMBA = {
     "mamba_chunk_size": 8,
 }
 TP2 = {"tensor_model_parallel_size": 2}
-LAYOUTS = {"tp2": TP2, "tp2sp": {**TP2, "sequence_parallel": True}, "cp2": {"context_parallel_size": 2}}
+LAYOUTS = {
+    "tp2": TP2,
+    "tp2sp": {**TP2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+}
 
 
 @pytest.fixture(scope="module", params=[DELTA_NETS, MAMBA], ids=["delta nets", "mamba"])

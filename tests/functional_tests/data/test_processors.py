@@ -13,14 +13,21 @@ from tests.unit_tests.project.tree import ROOT
 BESIDE = ROOT / ".cache/vlm"  # where scripts/extra.sh installs torchvision
 
 
-pytestmark = pytest.mark.skipif(not BESIDE.is_dir(), reason="no torchvision: run scripts/extra.sh vlm")
+pytestmark = pytest.mark.skipif(
+    not BESIDE.is_dir(), reason="no torchvision: run scripts/extra.sh vlm"
+)
 
 
 def ran_beside(*words):
     """Output of a process of its own, which has torchvision and PyAV."""
     env = {**os.environ, "PYTHONPATH": str(BESIDE)}
     return subprocess.run(
-        [sys.executable, "-m", *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *words],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -32,7 +39,10 @@ def test_samples_equal_those_of_composite_processors():
 
 @pytest.mark.parametrize(
     "names",
-    [("qwen2_5_vl",), pytest.param(("qwen3_vl", "glm4v", "internvl", "smolvlm"), marks=pytest.mark.slow)],
+    [
+        ("qwen2_5_vl",),
+        pytest.param(("qwen3_vl", "glm4v", "internvl", "smolvlm"), marks=pytest.mark.slow),
+    ],
     ids="+".join,
 )
 def test_the_loss_on_videos_is_that_of_transformers(names):
@@ -42,5 +52,7 @@ def test_the_loss_on_videos_is_that_of_transformers(names):
 
 
 def test_mistakes_in_videos_are_named():
-    ran = ran_beside("pytest", "-q", "-p", "no:cacheprovider", "tests/functional_tests/data/video_mistakes.py")
+    ran = ran_beside(
+        "pytest", "-q", "-p", "no:cacheprovider", "tests/functional_tests/data/video_mistakes.py"
+    )
     assert ran.returncode == 0, ran.stdout[-4000:]

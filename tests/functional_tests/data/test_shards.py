@@ -39,9 +39,14 @@ def done(prefix):
 @pytest.mark.slow
 def test_2000_shards_with_20_kills_are_the_bytes_of_one_process(tokenizer_dir, tmp_path):  # noqa: F811
     source = tmp_path / "corpus.jsonl"
-    source.write_text("".join(json.dumps({"text": f"{at}: {TEXT[at % 4]}"}) + "\n" for at in range(3 * SHARDS)))
+    source.write_text(
+        "".join(json.dumps({"text": f"{at}: {TEXT[at % 4]}"}) + "\n" for at in range(3 * SHARDS))
+    )
     config = PreprocessConfig(
-        inputs=[source], output_prefix=tmp_path / "one", tokenizer_model=str(tokenizer_dir), workers=1
+        inputs=[source],
+        output_prefix=tmp_path / "one",
+        tokenizer_model=str(tokenizer_dir),
+        workers=1,
     )
     preprocess(config)
     size = -(-source.stat().st_size // SHARDS)

@@ -30,7 +30,12 @@ def encode(folder, *parts, **rules):
     media = MediaRules(str(folder), str(folder), **rules)
     encoder = RecordEncoder(HuggingFaceTokenizer(str(folder)), EncodingRules(1000, media=media))
     question = [*parts, {"type": "text", "text": "What moves?"}]
-    record = {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "Red."}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "Red."},
+        ]
+    }
     return encoder([("file:3", record)])
 
 
@@ -76,7 +81,9 @@ def test_a_mark_in_text_takes_a_listed_video(folder):
 
 
 def test_fewer_frames_make_fewer_tokens(folder):
-    tokens = [encode(folder, film("a.mp4"), **rules).report.image_tokens for rules in ({}, {"fps": 2.0})]
+    tokens = [
+        encode(folder, film("a.mp4"), **rules).report.image_tokens for rules in ({}, {"fps": 2.0})
+    ]
     assert tokens[0] == 2 * tokens[1]
     capped = encode(folder, film("a.mp4"), fps=4.0, max_frames=6).report.image_tokens
     assert capped == tokens[0] * 6 // 8
@@ -97,9 +104,17 @@ def test_a_family_without_videos_is_named(tmp_path, folder, name):
 
 def test_the_preview_shows_videos(folder):
     dataset = FinetuningDatasetConfig(
-        dataset_root=str(folder), seq_length=512, hf_processor_path=str(folder), media_root=str(folder)
+        dataset_root=str(folder),
+        seq_length=512,
+        hf_processor_path=str(folder),
+        media_root=str(folder),
     )
-    record = {"messages": [{"role": "user", "content": [film("a.mp4")]}, {"role": "assistant", "content": "Red."}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": [film("a.mp4")]},
+            {"role": "assistant", "content": "Red."},
+        ]
+    }
     (folder / "training.jsonl").write_text(json.dumps(record) + "\n")
     tokenizer = HuggingFaceTokenizer(str(folder))
     data = build_iterators(dataset, tokenizer, (1, 0, 0), 1, 1)

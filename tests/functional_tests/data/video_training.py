@@ -38,7 +38,10 @@ def write(name: str, folder: Path) -> Path:
     data.mkdir()
     first = {"type": "video", "video": toy_vision.film(data, "first.mp4", 44, 30, frames=6, fps=3)}
     stills = [toy_vision.picture(data, f"{place}.png", 16, 24, place) for place in range(4)]
-    listed, image = {"type": "video", "video": stills, "fps": 2}, {"type": "image", "image": stills[0]}
+    listed, image = (
+        {"type": "video", "video": stills, "fps": 2},
+        {"type": "image", "image": stills[0]},
+    )
     media = [[first], [listed], [image], [first, image] if name.startswith("qwen") else []]
     lines = [json.dumps(_record(parts)) + "\n" for parts in media]
     for stem in ("training", "validation"):
@@ -56,7 +59,11 @@ def run(folder: Path, model: dict[str, Any]) -> Any:
     dataset = {"seq_length": LONG, "padding_free": True}
     train = {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 4}
     return vision_run.run(
-        folder, model={"seq_length": LONG, **model}, train=train, dataset=dataset, kind="padding-free"
+        folder,
+        model={"seq_length": LONG, **model},
+        train=train,
+        dataset=dataset,
+        kind="padding-free",
     )
 
 

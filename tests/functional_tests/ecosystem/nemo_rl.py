@@ -34,7 +34,10 @@ from megatron.bridge.training.config import (
     TrainingConfig,
 )
 from megatron.bridge.training.initialize import initialize_megatron, set_jit_fusion_options
-from megatron.bridge.training.model_load_save import load_model_config, temporary_distributed_context
+from megatron.bridge.training.model_load_save import (
+    load_model_config,
+    temporary_distributed_context,
+)
 from megatron.bridge.training.optim import setup_optimizer
 from megatron.bridge.training.setup import _create_peft_pre_wrap_hook, _update_model_config_funcs
 from megatron.bridge.training.state import GlobalState
@@ -122,7 +125,9 @@ def container(directory, pretrained, weights, tensor_parallel, async_save, **ddp
             lr_warmup_init=1e-3,
         ),
         dataset=None,
-        tokenizer=TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory)),
+        tokenizer=TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(directory)
+        ),
     )
     config.validate()
     return config
@@ -176,7 +181,12 @@ def build(config, lora, extra_hooks=()):
         config.checkpoint.finetune = False
     if resumes or not lora:
         load_checkpoint(
-            state, model, optimizer, scheduler, checkpointing_context=context, skip_load_to_model_and_opt=False
+            state,
+            model,
+            optimizer,
+            scheduler,
+            checkpointing_context=context,
+            skip_load_to_model_and_opt=False,
         )
         assert config.checkpoint.finetune is not resumes
     _update_model_config_funcs(
@@ -194,7 +204,9 @@ def train_step(step, state, model, optimizer, scheduler):
     def forward_step(iterator, chunk):
         batch = next(iterator)
         with state.straggler_timer():
-            output = chunk(input_ids=batch, position_ids=torch.arange(16)[None], attention_mask=None)
+            output = chunk(
+                input_ids=batch, position_ids=torch.arange(16)[None], attention_mask=None
+            )
         return output, partial(loss, batch)
 
     def loss(batch, output):
@@ -288,12 +300,16 @@ def replay_critic(directory, out, tensor_parallel):
     for weights in (None, str(out / "weights")):
         config = container(directory, out / "base", weights, tensor_parallel, False)
         config.model.share_embeddings_and_output_weights = False
-        state, model, optimizer, scheduler, context = build(config, False, [partial(value_head, config.model)])
+        state, model, optimizer, scheduler, context = build(
+            config, False, [partial(value_head, config.model)]
+        )
         sums.append({name: value.double().sum().item() for name, value in model.named_parameters()})
         if weights is None:
             train_step(0, state, model, optimizer, scheduler)
             save(state, model, optimizer, scheduler, context, out / "weights")
-            sums.append({name: value.double().sum().item() for name, value in model.named_parameters()})
+            sums.append(
+                {name: value.double().sum().item() for name, value in model.named_parameters()}
+            )
         mpu.destroy_model_parallel()
     assert sums[1] == sums[2] != sums[0]
     return sums
@@ -303,15 +319,19 @@ def value_head(provider, model):
     """make_value_head_hook: the chunk can hide its head while base weights are loaded."""
     from contextlib import contextmanager
 
-    model = create_value_head_hook(hidden_size=provider.hidden_size, sequence_parallel=provider.sequence_parallel)(
-        model
-    )
+    model = create_value_head_hook(
+        hidden_size=provider.hidden_size, sequence_parallel=provider.sequence_parallel
+    )(model)
     for chunk in model:
         original, hidden = chunk.sharded_state_dict, []
 
         def sharded_state_dict(*args, original=original, hidden=hidden, **options):
             state = original(*args, **options)
-            return {key: value for key, value in state.items() if not (hidden and key.startswith("output_layer."))}
+            return {
+                key: value
+                for key, value in state.items()
+                if not (hidden and key.startswith("output_layer."))
+            }
 
         @contextmanager
         def hide_loss_modules(hidden=hidden):

@@ -30,7 +30,9 @@ def sums(items):
 def initialize(tensor_parallel):
     """What all of them do before they touch a bridge."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron-Core's marks of the attention that a model before this one had
+        os.environ.pop(
+            name, None
+        )  # Megatron-Core's marks of the attention that a model before this one had
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
@@ -57,7 +59,9 @@ def verl(directory, out, tensor_parallel, lora):
 
     bridge = AutoBridge.from_hf_pretrained(str(directory), trust_remote_code=False)
     provider = bridge.to_megatron_provider(load_weights=False)
-    provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=_verl_overrides(tensor_parallel))
+    provider.apply_overrides_and_finalize(
+        dtype=torch.float32, overrides=_verl_overrides(tensor_parallel)
+    )
     peft = _verl_peft(provider, lora)
     ddp_config = create_ddp_config(
         wrap_with_ddp=True,
@@ -66,13 +70,19 @@ def verl(directory, out, tensor_parallel, lora):
         overrides={"grad_reduce_in_fp32": True},
     )
     module = provider.provide_distributed_model(
-        wrap_with_ddp=True, ddp_config=ddp_config, fp16=provider.fp16, bf16=provider.bf16, use_megatron_fsdp=False
+        wrap_with_ddp=True,
+        ddp_config=ddp_config,
+        fp16=provider.fp16,
+        bf16=provider.bf16,
+        use_megatron_fsdp=False,
     )
     bridge.load_hf_weights(module, str(directory), allowed_mismatched_params=[])
     tasks = bridge.get_conversion_tasks(module)
     if lora:
         _base_is_computed_without_adapters(module, peft)
-        base = sums(bridge.export_hf_weights(module, conversion_tasks=tasks, merge_adapter_weights=False))
+        base = sums(
+            bridge.export_hf_weights(module, conversion_tasks=tasks, merge_adapter_weights=False)
+        )
         sent = {**base, **sums(bridge.export_adapter_weights(module))}
         bridge.save_hf_adapter(module, str(out / "adapter"), peft)
         return sent
@@ -93,7 +103,9 @@ def _base_is_computed_without_adapters(module, peft):
         return module[0](input_ids=ids, position_ids=ids % 8, attention_mask=None)
 
     before = logits()  # B is zero, so these are the base's
-    factors = [parameter for name, parameter in module[0].named_parameters() if name.endswith(".adapter.b")]
+    factors = [
+        parameter for name, parameter in module[0].named_parameters() if name.endswith(".adapter.b")
+    ]
     for factor in factors:
         factor.add_(0.5)
     assert not torch.allclose(logits(), before)
@@ -156,11 +168,19 @@ def verl_critic(directory, out, tensor_parallel, lora):
     provider = bridge.to_megatron_provider(load_weights=False)
     overrides = {**_verl_overrides(tensor_parallel), "share_embeddings_and_output_weights": False}
     provider.apply_overrides_and_finalize(dtype=torch.float32, overrides=overrides)
-    provider.register_pre_wrap_hook(make_value_model(provider.hidden_size, provider.sequence_parallel))
-    module = provider.provide_distributed_model(
-        wrap_with_ddp=True, ddp_config=CoreDDPConfig(), fp16=False, bf16=False, use_megatron_fsdp=False
+    provider.register_pre_wrap_hook(
+        make_value_model(provider.hidden_size, provider.sequence_parallel)
     )
-    bridge.load_hf_weights(module, str(directory), allowed_mismatched_params=["output_layer.weight"])
+    module = provider.provide_distributed_model(
+        wrap_with_ddp=True,
+        ddp_config=CoreDDPConfig(),
+        fp16=False,
+        bf16=False,
+        use_megatron_fsdp=False,
+    )
+    bridge.load_hf_weights(
+        module, str(directory), allowed_mismatched_params=["output_layer.weight"]
+    )
     ids = torch.arange(16).reshape(2, 8)
     values = module[0](input_ids=ids, position_ids=ids % 8, attention_mask=None)
     assert values.shape == (2, 8, 1)
@@ -181,11 +201,15 @@ def probe(directory, out, tensor_parallel, lora):
     known = 0
     for task in bridge.get_conversion_tasks(megatron_model=model):
         mapping = copy.copy(task.mapping)
-        mapping.pp_group, mapping.ep_group = _Silent(mapping.pp_rank, 1), _Silent(0, mapping.ep_size)
+        mapping.pp_group, mapping.ep_group = (
+            _Silent(mapping.pp_rank, 1),
+            _Silent(0, mapping.ep_size),
+        )
         mapping._tp_group = _Silent(task.mapping.tp_rank, task.mapping.tp_size)
         mapping._etp_group = _Silent(0, 1)
         mapping.gather_from_tp_ranks = lambda tensor, it=mapping: [
-            tensor if rank == it.tp_rank else torch.full_like(tensor, float("nan")) for rank in range(it.tp_size)
+            tensor if rank == it.tp_rank else torch.full_like(tensor, float("nan"))
+            for rank in range(it.tp_size)
         ]
         assert not mapping.is_expert
         plain = task.param_weight.detach().clone()  # without the marks of a parameter
@@ -228,7 +252,9 @@ def skyrl(directory, out, tensor_parallel, lora):
     bridge.load_hf_weights(model)
     tasks = bridge.get_conversion_tasks(model)
     sizes = [
-        task.param_weight.numel() * task.mapping.tp_size * (task.mapping.ep_size if task.mapping.is_expert else 1)
+        task.param_weight.numel()
+        * task.mapping.tp_size
+        * (task.mapping.ep_size if task.mapping.is_expert else 1)
         for task in tasks
     ]
     assert all(sizes)
@@ -245,15 +271,21 @@ def skyrl(directory, out, tensor_parallel, lora):
         }
         if dist.get_rank() == 0:
             modules = infer_target_modules_from_adapter_weights(state.keys())
-            where = str(bridge.hf_pretrained.model_name_or_path or bridge.hf_pretrained.name_or_path)
-            about = build_adapter_config_dict(peft, target_modules=modules, base_model_name_or_path=where)
+            where = str(
+                bridge.hf_pretrained.model_name_or_path or bridge.hf_pretrained.name_or_path
+            )
+            about = build_adapter_config_dict(
+                peft, target_modules=modules, base_model_name_or_path=where
+            )
             (out / "adapter").mkdir()
             save_file(state, out / "adapter" / "adapter_model.safetensors")
             (out / "adapter" / "adapter_config.json").write_text(json.dumps(about))
         dist.barrier()
         return sent
     for every in (1, 2):  # twice to the same folder
-        bridge.save_hf_weights(model, str(out), strict=False, distributed_save=True, save_every_n_ranks=every)
+        bridge.save_hf_weights(
+            model, str(out), strict=False, distributed_save=True, save_every_n_ranks=every
+        )
     bridge.save_hf_weights(model, str(out), strict=False, distributed_save=False)
     if dist.get_rank() == 0:
         bridge.hf_pretrained.save_artifacts(str(out))
@@ -316,7 +348,11 @@ def miles(directory, out, tensor_parallel, lora):
     ]
     sent = {}
     for hf_name, weight, megatron_name in bridge.export_hf_weights(
-        model, cpu=False, conversion_tasks=tasks, merge_adapter_weights=False, with_megatron_names=True
+        model,
+        cpu=False,
+        conversion_tasks=tasks,
+        merge_adapter_weights=False,
+        with_megatron_names=True,
     ):
         assert megatron_name.split(".")[0] in ("embedding", "decoder", "output_layer")
         sent[hf_name] = weight.double().sum().item()
@@ -357,7 +393,9 @@ def areal(directory, out, tensor_parallel, lora):
         model = _ModelList(peft(model, training=True))
         peft.set_params_to_save(model)
         assert all(".adapter." in name for name in peft.params_to_save)
-        bridge.save_hf_adapter(model, path=out / "adapter", peft_config=peft, base_model_name_or_path=str(directory))
+        bridge.save_hf_adapter(
+            model, path=out / "adapter", peft_config=peft, base_model_name_or_path=str(directory)
+        )
         return {}
     for _ in range(2):  # the same folder again and again, and the tokenizer after each
         bridge.save_hf_pretrained(model, str(out), source_path=str(directory))
@@ -391,7 +429,11 @@ def ms_swift(directory, out, tensor_parallel, lora):
         moe_token_dispatcher_type="alltoall",
     )
     overrides = {name: value for name, value in vars(args).items() if name in names}
-    overrides |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, "variable_seq_lengths": True}
+    overrides |= {
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "variable_seq_lengths": True,
+    }
     provider.apply_overrides_and_finalize(dtype=torch.bfloat16, overrides=overrides)
     provider.swiglu = True
     models = provider.provide_distributed_model(

@@ -30,14 +30,22 @@ def test_policy(lora, llama, tmp_path, two_workers, run_in_process):
     assert imported.keys() == hf.state_dict().keys()
     assert all(torch.equal(weight, hf.state_dict()[name]) for name, weight in imported.items())
     assert any(not torch.equal(weight, hf.state_dict()[name]) for name, weight in trained.items())
-    both = two_workers.run(nemo_rl.replay, str(directory), str(tmp_path / "two"), 2 if lora else 1, lora, not lora)
-    assert both[0][0] == pytest.approx(norms, rel=1e-4), "data and tensor parallelism compute the same"
+    both = two_workers.run(
+        nemo_rl.replay, str(directory), str(tmp_path / "two"), 2 if lora else 1, lora, not lora
+    )
+    assert both[0][0] == pytest.approx(norms, rel=1e-4), (
+        "data and tensor parallelism compute the same"
+    )
     assert both[0][2].keys() == trained.keys()
     if not lora:
         dist.destroy_process_group()
         (iteration,) = (tmp_path / "two" / "weights").glob("iter_*")
         nemo_rl.convert_to_hf(directory, iteration, tmp_path / "hf")
-        stored = {k: v for path in (tmp_path / "hf").glob("*.safetensors") for k, v in load_file(path).items()}
+        stored = {
+            k: v
+            for path in (tmp_path / "hf").glob("*.safetensors")
+            for k, v in load_file(path).items()
+        }
         assert stored.keys() == imported.keys()
         assert any(not torch.equal(stored[name], weight) for name, weight in imported.items())
 

@@ -33,7 +33,11 @@ def run_both(framework, directory, tmp_path, pool, lora=False):
 
 
 def stored(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("framework", FULL)
@@ -58,7 +62,9 @@ def test_lora(framework, llama, tmp_path, two_workers, run_in_process):
         base = {name: value for name, value in sent.items() if name not in adapters}
         assert not sent or base == pytest.approx(expected)
         if framework == "miles":
-            assert sums(stored(out).items()) == pytest.approx(expected), "B is zero, so merging changes nothing"
+            assert sums(stored(out).items()) == pytest.approx(expected), (
+                "B is zero, so merging changes nothing"
+            )
         else:
             loaded = peft.PeftModel.from_pretrained(make_llama(**SIZES), str(out / "adapter"))
             assert any("lora_A" in name for name in loaded.state_dict())
@@ -68,7 +74,9 @@ def test_a_critic_of_a_tied_model(tied, tmp_path, two_workers, run_in_process):
     directory, hf = tied
     expected = sums(hf.model.state_dict(prefix="model.").items())
     for sent, out in run_both("verl critic", directory, tmp_path, two_workers):
-        assert {name: value for name, value in sent.items() if name != "lm_head.weight"} == pytest.approx(expected)
+        assert {
+            name: value for name, value in sent.items() if name != "lm_head.weight"
+        } == pytest.approx(expected)
         assert stored(out)["lm_head.weight"].shape == (1, hf.config.hidden_size)
 
 

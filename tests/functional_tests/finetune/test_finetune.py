@@ -62,14 +62,19 @@ def chats(tmp_path):
     for stem in ("training", "validation"):
         lines = []
         for question, answer in TURNS:
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
             lines.append(json.dumps({"messages": messages}) + "\n")
         (folder / f"{stem}.jsonl").write_text("".join(lines))
     return folder
 
 
 def make_config(model_dir, chats, run_dir, steps=60):
-    provider = AutoBridge.from_hf_pretrained(str(model_dir)).to_megatron_provider(load_weights=False)
+    provider = AutoBridge.from_hf_pretrained(str(model_dir)).to_megatron_provider(
+        load_weights=False
+    )
     config = toy_config(
         train={"train_iters": steps, "micro_batch_size": 1, "global_batch_size": 2},
         optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.0, clip_grad=1.0),
@@ -97,7 +102,9 @@ def greedy(model_dir, question, count):
     hf = AutoTokenizer.from_pretrained(model_dir)
     model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     messages = [{"role": "user", "content": question}]
-    ids = hf.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = hf.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = model.generate(**ids, max_new_tokens=count, do_sample=False, eos_token_id=hf.eos_token_id)
     return hf.decode(out[0, ids["input_ids"].size(1) :])
 
@@ -118,7 +125,11 @@ def test_a_model_learns_its_answers_and_the_run_tells(model_dir, chats, tmp_path
 
     summary = json.loads((run_dir / "data_preview.json").read_text())
     train = summary["splits"][0]
-    assert (train["name"], train["report"]["samples"], train["report"]["dropped"]) == ("train", 3, {})
+    assert (train["name"], train["report"]["samples"], train["report"]["dropped"]) == (
+        "train",
+        3,
+        {},
+    )
     assert summary["first_batches"][0]["trained"] > 0
     page = (run_dir / "data_preview.html").read_text()
     assert "\u27e6Peace!&lt;|im_end|&gt;" in page
@@ -144,7 +155,9 @@ def test_frozen_parts_stay_and_the_rest_moves(model_dir, chats, tmp_path):
 
     class Watch(Callback):
         def on_train_start(self, context):
-            seen.update({name: p.detach().clone() for name, p in context.model[0].named_parameters()})
+            seen.update(
+                {name: p.detach().clone() for name, p in context.model[0].named_parameters()}
+            )
 
     config = make_config(model_dir, chats, tmp_path / "run", steps=2)
     config.train.frozen = ["*embedding*", "*layers.0.self_attention*"]
@@ -158,7 +171,9 @@ def test_frozen_parts_stay_and_the_rest_moves(model_dir, chats, tmp_path):
 def test_a_pattern_that_names_nothing_is_refused(model_dir, chats, tmp_path):
     config = make_config(model_dir, chats, tmp_path / "run", steps=1)
     config.train.frozen = ["embedding.word_embedings.weight"]
-    with pytest.raises(UserError, match=r"word_embedings.weight matches no trained parameter; did you mean"):
+    with pytest.raises(
+        UserError, match=r"word_embedings.weight matches no trained parameter; did you mean"
+    ):
         finetune(config, forward_step)
 
 
@@ -171,7 +186,9 @@ def moved(frozen, layout):
             start.update({place: weight.clone() for place, weight in weights(context)})
 
         def on_train_end(self, context):
-            found.update({place: not torch.equal(weight, start[place]) for place, weight in weights(context)})
+            found.update(
+                {place: not torch.equal(weight, start[place]) for place, weight in weights(context)}
+            )
 
     def weights(run):
         for shard in local_shards(run.model):
@@ -187,7 +204,9 @@ def moved(frozen, layout):
     return found
 
 
-def test_layers_are_counted_through_stages_and_a_tied_output_layer_goes_with_its_embedding(two_workers):
+def test_layers_are_counted_through_stages_and_a_tied_output_layer_goes_with_its_embedding(
+    two_workers,
+):
     stages = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
     parts = two_workers.run(moved, ["embedding.*", "decoder.layers.3.*"], stages)
     found = parts[0] | parts[1]
@@ -199,11 +218,19 @@ def test_layers_are_counted_through_stages_and_a_tied_output_layer_goes_with_its
     assert not [place for place, changed in found.items() if changed and place[1:] == (3,)]
 
 
-def test_another_tokenizer_is_refused_before_anything_is_built(model_dir, chats, tmp_path, tokenizer_dir):  # noqa: F811
+def test_another_tokenizer_is_refused_before_anything_is_built(
+    model_dir,
+    chats,
+    tmp_path,
+    tokenizer_dir,  # noqa: F811 - the fixture
+):
     write_tokenizer(tokenizer_dir, tmp_path / "other", swapped=True)
     config = make_config(model_dir, chats, tmp_path / "run")
     config.tokenizer.tokenizer_model = str(tmp_path / "other")
-    with pytest.raises(UserError, match=r"is not the tokenizer of .*: the ids of 2 tokens differ, for example of 'a'"):
+    with pytest.raises(
+        UserError,
+        match=r"is not the tokenizer of .*: the ids of 2 tokens differ, for example of 'a'",
+    ):
         finetune(config, forward_step)
 
 
@@ -221,7 +248,11 @@ def test_answers_are_those_of_full_recomputation_under_any_layout(two_workers, f
     alone = two_workers.run(generated, {})
     layouts = [
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_dtype": torch.float32,
+        },
         {"context_parallel_size": 2},
         {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     ]
@@ -238,7 +269,11 @@ def test_pretraining_looks_at_its_data_first(tmp_path, run_in_process):
     config = toy_config(train={"train_iters": 1}, logger=LoggerConfig(log_dir=str(tmp_path)))
     pretrain(config, forward_step)
     summary = json.loads((tmp_path / "data_preview.json").read_text())
-    assert [(part["name"], part["samples"]) for part in summary["corpora"]] == [("train", 8), ("valid", 8), ("test", 8)]
+    assert [(part["name"], part["samples"]) for part in summary["corpora"]] == [
+        ("train", 8),
+        ("valid", 8),
+        ("test", 8),
+    ]
     assert summary["first_batches"] == [
         {"rank": 0, "samples": [0, 1], "tokens": 64, "trained": 64, "sequences": 2, "images": None}
     ]

@@ -52,7 +52,9 @@ def test_a_run_trains_what_is_there_and_its_export_is_like_the_source(saved, tmp
     bridge = AutoBridge.from_hf_pretrained(saved.checkpoint)
     bridge.export_ckpt(tmp_path / "run", tmp_path / "out", show_progress=False)
     assert json.loads((tmp_path / "out" / "config.json").read_text())[KEY] == 1
-    before, after = (harness.read_weights(folder) for folder in (saved.checkpoint, tmp_path / "out"))
+    before, after = (
+        harness.read_weights(folder) for folder in (saved.checkpoint, tmp_path / "out")
+    )
     assert before.keys() == after.keys()
 
 

@@ -20,7 +20,9 @@ BESIDE = ROOT / ".cache/eval"  # where scripts/extra.sh installs it
 if BESIDE.is_dir():
     sys.path.append(str(BESIDE))
 
-pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="no lm-eval: run scripts/extra.sh eval")
+pytestmark = pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="no lm-eval: run scripts/extra.sh eval"
+)
 
 CHOICE = """
 task: toy_choice
@@ -62,12 +64,20 @@ def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     words = [word for text in TEXT for word in text.split()]
     choice = [
-        {"question": " ".join(words[i : i + 5]), "choices": [words[i], words[-i], "no"], "answer": i % 3}
+        {
+            "question": " ".join(words[i : i + 5]),
+            "choices": [words[i], words[-i], "no"],
+            "answer": i % 3,
+        }
         for i in range(12)
     ]
     long = [{"text": " ".join(words[i:] + words[:i])} for i in range(0, 20, 5)]
     answers = [{"question": text[:20], "answer": "x"} for text in TEXT]
-    for name, rows, template in (("choice", choice, CHOICE), ("text", long, ROLLING), ("answer", answers, ANSWER)):
+    for name, rows, template in (
+        ("choice", choice, CHOICE),
+        ("text", long, ROLLING),
+        ("answer", answers, ANSWER),
+    ):
         data = folder / f"{name}.json"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.yaml").write_text(template.format(data=data, shots=0))
@@ -84,17 +94,30 @@ def reference(directory, tasks):
 
     model = HFLM(str(directory), dtype="float32", device="cpu", batch_size=2)
     return lm_eval.simple_evaluate(
-        model, tasks=NAMES, task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0
+        model,
+        tasks=NAMES,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
     )
 
 
 @pytest.mark.parametrize(
-    "layout", [[], *(pytest.param([layout, "2"], marks=pytest.mark.slow) for layout in ("--tp", "--pp"))]
+    "layout",
+    [[], *(pytest.param([layout, "2"], marks=pytest.mark.slow) for layout in ("--tp", "--pp"))],
 )
 def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path, layout):  # noqa: F811
     torch.set_num_threads(1)
     out = tmp_path / "out.json"
-    options = ["--tasks", ",".join(NAMES), "--include-path", str(tasks), "--out", str(out), "--dtype", "float32"]
+    options = [
+        "--tasks",
+        ",".join(NAMES),
+        "--include-path",
+        str(tasks),
+        "--out",
+        str(out),
+        "--dtype",
+        "float32",
+    ]
     assert main(["eval", str(model_dir), *options, *layout, "--kv-memory", "16MB"]) == 0
     found, expected = json.loads(out.read_text()), reference(model_dir, tasks)
     for name in NAMES:
@@ -104,21 +127,52 @@ def test_scores_are_those_of_the_hf_model(model_dir, tasks, tmp_path, layout):  
             compare(ours["resps"], theirs["resps"], name)
         for metric, value in expected["results"][name].items():
             if isinstance(value, float):
-                assert found["results"][name][metric] == pytest.approx(value, rel=1e-6, abs=1e-4), (name, metric)
+                assert found["results"][name][metric] == pytest.approx(value, rel=1e-6, abs=1e-4), (
+                    name,
+                    metric,
+                )
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks(model_dir, tasks, tmp_path):  # noqa: F811
-    options = [str(model_dir), "--tasks", "toy_choice", "--include-path", str(tasks), "--dtype", "float32"]
+    options = [
+        str(model_dir),
+        "--tasks",
+        "toy_choice",
+        "--include-path",
+        str(tasks),
+        "--dtype",
+        "float32",
+    ]
     options += ["--tp", "2", "--kv-memory", "16MB"]
     assert main(["eval", *options, "--out", str(tmp_path / "alone.json")]) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    command = [*launch, "megatron.bridge.cli.main", "eval", *options, "--out", str(tmp_path / "ranks.json")]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+    ]
+    command = [
+        *launch,
+        "megatron.bridge.cli.main",
+        "eval",
+        *options,
+        "--out",
+        str(tmp_path / "ranks.json"),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(BESIDE)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["task", "toy_choice", "toy_choice"]
-    found, expected = (json.loads((tmp_path / name).read_text()) for name in ("ranks.json", "alone.json"))
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == [
+        "task",
+        "toy_choice",
+        "toy_choice",
+    ]
+    found, expected = (
+        json.loads((tmp_path / name).read_text()) for name in ("ranks.json", "alone.json")
+    )
     assert found["results"] == expected["results"]
 
 

@@ -26,7 +26,9 @@ from tests.unit_tests.inference.test_refit import Trainer
 TOKENS = 6
 SAMPLING = Sampling(max_new_tokens=TOKENS, ignore_eos=True, logprobs=0)
 QUICK = ("qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma")
-OTHERS = sorted(set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni"})  # its image processor needs torchvision
+OTHERS = sorted(
+    set(toy_vision.TOYS) - {*QUICK, "nemotron_h_omni"}
+)  # its image processor needs torchvision
 ONE_IMAGE = ("paligemma", "llava_onevision")
 
 
@@ -50,7 +52,9 @@ def question(folder, *names):
 
 def hf_answer(folder, *names):
     """Tokens and their log-probabilities."""
-    ids, _, _, extra = compare_models.about_images(folder, [str(folder / name) for name in names], "What is it?")
+    ids, _, _, extra = compare_models.about_images(
+        folder, [str(folder / name) for name in names], "What is it?"
+    )
     return toy_vision.greedy_answer(folder, ids, extra, TOKENS)
 
 
@@ -60,7 +64,9 @@ def assert_same(completion, expected):
     assert [one.logprob for one in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_answers_are_those_of_transformers(run_in_process, folders, name):
     folder = folders(name)
     images = ("a.png",) if name in ONE_IMAGE else ("a.png", "b.png")
@@ -70,7 +76,12 @@ def test_answers_are_those_of_transformers(run_in_process, folders, name):
 
 def mixed(folder):
     """Conversations with two images, with none, and with one; and a text."""
-    return [question(folder, "a.png", "b.png"), question(folder), "The weather", question(folder, "b.png")]
+    return [
+        question(folder, "a.png", "b.png"),
+        question(folder),
+        "The weather",
+        question(folder, "b.png"),
+    ]
 
 
 def alone(folder, prompts, **cuts):
@@ -81,7 +92,9 @@ def alone(folder, prompts, **cuts):
 @pytest.mark.parametrize("name", QUICK)
 def test_another_image_changes_the_answer(run_in_process, folders, name):
     with LLM(str(folders(name))) as llm:
-        one, other = (llm.chat(question(folders(name), image), SAMPLING) for image in ("a.png", "b.png"))
+        one, other = (
+            llm.chat(question(folders(name), image), SAMPLING) for image in ("a.png", "b.png")
+        )
     assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) > 1e-5
 
 
@@ -123,7 +136,9 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_pass(run_in_process, fol
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     known = inspect.signature(model.forward).parameters
     with torch.no_grad():
-        logits = model(input_ids=ids, **{name: value for name, value in extra.items() if name in known}).logits[0]
+        logits = model(
+            input_ids=ids, **{name: value for name, value in extra.items() if name in known}
+        ).logits[0]
     expected = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(
         torch.tensor([one.logprob for one in found.prompt_logprobs]), expected, atol=1e-4, rtol=0
@@ -133,7 +148,12 @@ def test_log_probabilities_of_a_prompt_are_those_of_one_pass(run_in_process, fol
 def test_the_scripts_run(run_in_process, folders, capsys):
     folder = folders("qwen2_5_vl")
     shared = ["--image_path", str(folder / "a.png"), "--prompt", "What is it?"]
-    assert hf_to_megatron_generate_vlm.main(["--hf_model_path", str(folder), *shared, "--max_new_tokens", "3"]) == 0
+    assert (
+        hf_to_megatron_generate_vlm.main(
+            ["--hf_model_path", str(folder), *shared, "--max_new_tokens", "3"]
+        )
+        == 0
+    )
     assert capsys.readouterr().out
 
 
@@ -141,7 +161,10 @@ def test_the_scripts_run(run_in_process, folders, capsys):
 def test_logits_are_compared(run_in_process, folders, name):
     folder = folders(name)
     with console().capture() as captured:
-        assert compare_models.main(["--hf-model", str(folder), "--image_path", str(folder / "a.png")]) == 0
+        assert (
+            compare_models.main(["--hf-model", str(folder), "--image_path", str(folder / "a.png")])
+            == 0
+        )
     assert "the models agree" in captured.get()
 
 
@@ -154,12 +177,21 @@ def test_files_of_conversations(run_in_process, folders, tmp_path, capsys):
     records = [
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, text]}]},
         {"messages": [{"role": "user", "content": "<image>What is it?"}], "images": ["a.png"]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data}}, text]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": data}}, text],
+                }
+            ]
+        },
     ]
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ["--max-new-tokens", "4", "--ignore-eos"]
-    assert main(["generate", str(folder), "--prompts", str(prompts), "--out", str(out), *options]) == 0
+    assert (
+        main(["generate", str(folder), "--prompts", str(prompts), "--out", str(out), *options]) == 0
+    )
     found = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
     assert found == [found[0]] * 3
     capsys.readouterr()
@@ -208,7 +240,13 @@ def test_a_live_trainer_sends_its_tower_too(run_in_process, folders, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not BESIDE.is_dir(), reason="no torchvision: run scripts/extra.sh vlm")
 def test_answers_about_videos_are_those_of_transformers():
-    ran = ran_beside("pytest", "-q", "-p", "no:cacheprovider", "tests/functional_tests/inference/video_prompts.py")
+    ran = ran_beside(
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/functional_tests/inference/video_prompts.py",
+    )
     assert ran.returncode == 0, ran.stdout[-4000:]
 
 

@@ -47,12 +47,16 @@ def cell(name, layout):
 
 
 def test_what_runs_in_ci_exists():
-    assert {(row.name, layout) for row in ROWS.values() for layout in (*row.layouts, *row.four)} >= IN_CI
+    assert {
+        (row.name, layout) for row in ROWS.values() for layout in (*row.layouts, *row.four)
+    } >= IN_CI
 
 
 def check(pool, case, layout):
     found = pool.run(decoding.differences, case, layout, decoding.references(case))
-    assert not any(found), "\n".join(dict.fromkeys(problem for problems in found for problem in problems))
+    assert not any(found), "\n".join(
+        dict.fromkeys(problem for problems in found for problem in problems)
+    )
 
 
 @pytest.mark.parametrize(("name", "layout"), two_processes())
@@ -60,14 +64,20 @@ def test_two_processes(two_workers, family_case, name, layout):
     check(two_workers, family_case(name), layout)
 
 
-@pytest.mark.parametrize(("name", "layout"), [cell(row.name, layout) for row in ROWS.values() for layout in row.four])
+@pytest.mark.parametrize(
+    ("name", "layout"), [cell(row.name, layout) for row in ROWS.values() for layout in row.four]
+)
 def test_four_processes(four_workers, family_case, name, layout):
     check(four_workers, family_case(name), layout)
 
 
 def test_stages_with_and_without_windows_make_the_same_plans(two_workers, tmp_path):
     """The rings of one stage keep texts from sharing their beginnings on the other, too."""
-    config = {**ROWS["gemma2"].config, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {
+        **ROWS["gemma2"].config,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     reference.hf_model(Row("short", "Gemma2ForCausalLM", config)).save_pretrained(tmp_path)
     rings, whole = (two_workers.run(generated, tmp_path, rings) for rings in (True, False))
     assert rings == whole
@@ -76,5 +86,7 @@ def test_stages_with_and_without_windows_make_the_same_plans(two_workers, tmp_pa
 def generated(folder, rings):
     shared = list(range(5, 45))
     with LLM(str(folder), pp=2, chunk=8, kv_memory=1 << 20, window_rings=rings) as llm:
-        found = llm.generate([[*shared, it] for it in (1, 2, 3)], Sampling(max_new_tokens=6, ignore_eos=True))
+        found = llm.generate(
+            [[*shared, it] for it in (1, 2, 3)], Sampling(max_new_tokens=6, ignore_eos=True)
+        )
     return [one[0].tokens for one in found]

@@ -15,7 +15,12 @@ import torch
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.refit.canary import Canary
 from megatron.bridge.inference.refit.group import broadcast_weights, join_group
-from megatron.bridge.inference.refit.replacement import BucketReader, Finish, RemoteReceiver, receive_weights
+from megatron.bridge.inference.refit.replacement import (
+    BucketReader,
+    Finish,
+    RemoteReceiver,
+    receive_weights,
+)
 from megatron.bridge.inference.refit.sender import Refit, send_weights
 from megatron.bridge.inference.refit.stream import WeightInfo, WeightStream
 from megatron.bridge.inference.refit.transformers import TransformersReceiver
@@ -71,7 +76,11 @@ def send(case, layout, address):
         ("two_workers", "llama_tied", "tp2"),
         ("two_workers", "llama_tied", "pp2"),
         ("two_workers", "qwen3_moe", "ep2"),
-        ("four_workers", "qwen3_moe", "tp2pp2ep2"),  # experts of the last stage take two hops to rank 0
+        (
+            "four_workers",
+            "qwen3_moe",
+            "tp2pp2ep2",
+        ),  # experts of the last stage take two hops to rank 0
     ],
 )
 def test_transformers_in_another_process(request, pool, family_case, tmp_path, name, layout):
@@ -103,7 +112,13 @@ TRAINERS = {
     "ep2": ("two_workers", "ep2"),
     "tp2pp2": ("four_workers", "tp2pp2"),
 }
-ENGINES = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "tp2pp2": {"tp": 2, "pp": 2}}
+ENGINES = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
+    "tp2pp2": {"tp": 2, "pp": 2},
+}
 
 
 @pytest.mark.slow
@@ -120,7 +135,9 @@ def test_any_layout_to_any_other(request, family_case, tmp_path, engine):
             parameter.mul_(1.5)
     bridge.save_hf_pretrained(trained, tmp_path / "saved", show_progress=False)
     for source, name in ((case.checkpoint, "base"), (tmp_path / "saved", "export")):
-        shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("tokenizer*"))  # a stub of one
+        shutil.copytree(
+            source, tmp_path / name, ignore=shutil.ignore_patterns("tokenizer*")
+        )  # a stub of one
     with LLM(str(tmp_path / "export"), **options) as llm:
         expected = answers(llm)
     with LLM(str(tmp_path / "base"), **options) as llm:
@@ -225,10 +242,15 @@ def receive_as_engine(case, port, address, folder):
             receiver = TransformersReceiver(model)
             while (update := connection.recv()) is not None:
                 for bucket in buckets_of_an_engine(update):
-                    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in bucket]
+                    sizes = [
+                        torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in bucket
+                    ]
                     flat = torch.empty(sum(sizes), dtype=torch.uint8)
                     torch.distributed.broadcast(flat, 0, group=group)
-                    receiver.begin([WeightInfo(name, tuple(shape), dtype) for name, shape, dtype in bucket], True)
+                    receiver.begin(
+                        [WeightInfo(name, tuple(shape), dtype) for name, shape, dtype in bucket],
+                        True,
+                    )
                     for (name, shape, dtype), part in zip(bucket, flat.split(sizes), strict=True):
                         receiver.receive(name, part.view(dtype).view(shape))
                     receiver.finish()

@@ -34,9 +34,12 @@ if BESIDE.is_dir():
     sys.path.append(str(BESIDE))
 
 pytestmark = pytest.mark.skipif(
-    find_spec("uvicorn") is None or find_spec("openai") is None, reason="no server: run scripts/extra.sh serve"
+    find_spec("uvicorn") is None or find_spec("openai") is None,
+    reason="no server: run scripts/extra.sh serve",
 )
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+)
 """A PNG of one red pixel."""
 IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
 KEY = "0123456789abcdef0123"
@@ -46,8 +49,20 @@ OPTIONS = ["--dtype", "float32", "--kv-memory", "16MB", "--port", "0", "--name",
 @contextmanager
 def started(directory, *options, **environment):
     """A server and its address; it is ended if the test has not done so."""
-    command = [sys.executable, "-m", "megatron.bridge.cli.main", "serve", str(directory), *OPTIONS, *options]
-    variables = os.environ | environment | {"PYTHONPATH": f"{ROOT / 'src'}:{BESIDE}", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.bridge.cli.main",
+        "serve",
+        str(directory),
+        *OPTIONS,
+        *options,
+    ]
+    variables = (
+        os.environ
+        | environment
+        | {"PYTHONPATH": f"{ROOT / 'src'}:{BESIDE}", "OMP_NUM_THREADS": "1"}
+    )
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         try:
             line = process.stdout.readline()
@@ -86,7 +101,9 @@ def llm(model_dir, adapters):  # noqa: F811
 def fetch(address, path, body=None, key=KEY, **headers):
     """Status, headers and text of a request."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **headers} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json", **headers} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
     request = urllib.request.Request(address + path, data=data, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -107,10 +124,19 @@ def test_completions_are_the_engines(client, llm):
     sampling = Sampling(max_new_tokens=20, temperature=1.0, seed=5, n=2, logprobs=3, stop=["e"])
     expected = [choice for text in TEXT[:1] for choice in llm.generate(text, sampling)[0]]
     found = client.completions.create(
-        model="toy", prompt=TEXT[0], max_tokens=20, seed=5, n=2, logprobs=3, stop="e", temperature=1.0
+        model="toy",
+        prompt=TEXT[0],
+        max_tokens=20,
+        seed=5,
+        n=2,
+        logprobs=3,
+        stop="e",
+        temperature=1.0,
     )
     assert [choice.text for choice in found.choices] == [one.text for one in expected]
-    assert [choice.finish_reason for choice in found.choices] == [one.finish_reason for one in expected]
+    assert [choice.finish_reason for choice in found.choices] == [
+        one.finish_reason for one in expected
+    ]
     for choice, one in zip(found.choices, expected, strict=True):
         assert choice.logprobs.token_logprobs == [it.logprob for it in one.logprobs]
         assert choice.logprobs.tokens == [llm.hf.decode([token]) for token in one.tokens]
@@ -131,14 +157,18 @@ def test_streamed_completions_join_to_the_whole(client):
         "model": "toy", "prompt": TEXT[:2], "max_tokens": 24, "temperature": 1.2, "seed": 3, "n": 2, "logprobs": 2
     }  # fmt: skip
     whole = client.completions.create(**options)
-    pieces = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    pieces = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
     assert pieces[-1].usage == whole.usage
     for expected in whole.choices:
         mine = [it for piece in pieces for it in piece.choices if it.index == expected.index]
         assert "".join(it.text for it in mine) == expected.text
         assert [it.finish_reason for it in mine if it.finish_reason] == [expected.finish_reason]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            assert [x for it in mine for x in getattr(it.logprobs, name)] == getattr(expected.logprobs, name), name
+            assert [x for it in mine for x in getattr(it.logprobs, name)] == getattr(
+                expected.logprobs, name
+            ), name
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -154,7 +184,9 @@ def test_echo_scores_the_prompt(client, llm, stream):
     assert scores[1:-1] == expected
     tops = [top for it in choices for top in it.logprobs.top_logprobs]
     best = [one.is_most_likely for one in llm.logprobs([ids])[0]]
-    assert [score == max(top.values()) for score, top in zip(scores[1:-1], tops[1:-1], strict=True)] == best
+    assert [
+        score == max(top.values()) for score, top in zip(scores[1:-1], tops[1:-1], strict=True)
+    ] == best
     assert "".join(it.text for it in choices).startswith(llm.hf.decode(ids))
 
 
@@ -166,19 +198,40 @@ MESSAGES = [{"role": "user", "content": "Who?"}]
 def test_chat_is_the_engines(client, llm):
     expected = llm.chat(MESSAGES, Sampling(max_new_tokens=20, logprobs=2))
     found = client.chat.completions.create(
-        model="toy", messages=MESSAGES, max_completion_tokens=20, temperature=0, logprobs=True, top_logprobs=2
+        model="toy",
+        messages=MESSAGES,
+        max_completion_tokens=20,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
     )
     (choice,) = found.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
-    assert [it.logprob for it in choice.logprobs.content] == [it.logprob for it in expected.logprobs]
+    assert [it.logprob for it in choice.logprobs.content] == [
+        it.logprob for it in expected.logprobs
+    ]
     assert [len(it.top_logprobs) for it in choice.logprobs.content] == [2] * len(expected.tokens)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}]}]
-    other = client.chat.completions.create(model="toy", messages=parts, max_tokens=20, temperature=0)
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "o?"}],
+        }
+    ]
+    other = client.chat.completions.create(
+        model="toy", messages=parts, max_tokens=20, temperature=0
+    )
     assert other.choices[0].message.content == expected.text
 
 
 def test_streamed_chat_joins_to_the_whole(client):
-    options = {"model": "toy", "messages": MESSAGES, "max_tokens": 30, "temperature": 1.3, "seed": 4, "n": 2}
+    options = {
+        "model": "toy",
+        "messages": MESSAGES,
+        "max_tokens": 30,
+        "temperature": 1.3,
+        "seed": 4,
+        "n": 2,
+    }
     whole = client.chat.completions.create(**options)
     pieces = list(client.chat.completions.create(**options, stream=True))
     for expected in whole.choices:
@@ -196,24 +249,36 @@ def test_models_and_tokenizer(client, address, llm):
     assert client.models.retrieve("small").parent == "toy"
     assert client.models.retrieve("toy").max_model_len == llm.max_context
     ids = llm.hf.encode(TEXT[3])
-    found = json.loads(fetch(address, "/tokenize", {"prompt": TEXT[3], "return_token_strs": True})[2])
+    found = json.loads(
+        fetch(address, "/tokenize", {"prompt": TEXT[3], "return_token_strs": True})[2]
+    )
     assert (found["tokens"], found["count"]) == (ids, len(ids))
     assert found["token_strs"] == llm.hf.convert_ids_to_tokens(ids)
     chat = json.loads(fetch(address, "/tokenize", {"messages": MESSAGES})[2])
     assert llm.hf.decode(chat["tokens"]).endswith("<|turn|>assistant\n")
-    plain = json.loads(fetch(address, "/tokenize", {"prompt": "Who?", "add_special_tokens": False})[2])
-    assert json.loads(fetch(address, "/detokenize", {"tokens": plain["tokens"]})[2]) == {"prompt": "Who?"}
+    plain = json.loads(
+        fetch(address, "/tokenize", {"prompt": "Who?", "add_special_tokens": False})[2]
+    )
+    assert json.loads(fetch(address, "/detokenize", {"tokens": plain["tokens"]})[2]) == {
+        "prompt": "Who?"
+    }
     info = json.loads(fetch(address, "/tokenizer_info")[2])
     assert (info["eos_token"], info["chat_template"]) == (llm.hf.eos_token, llm.hf.chat_template)
 
 
 def test_health_metrics_and_page(client, address):
-    client.completions.create(model="toy", prompt="To", max_tokens=3, temperature=0, extra_body={"ignore_eos": True})
+    client.completions.create(
+        model="toy", prompt="To", max_tokens=3, temperature=0, extra_body={"ignore_eos": True}
+    )
     assert fetch(address, "/health", key=None)[0] == 200
     metrics = fetch(address, "/metrics")[2]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f'vllm:{name}{{model_name="toy"}} 0.0' in metrics
-    for name in ("prompt_tokens_total", "generation_tokens_total", "time_to_first_token_seconds_count"):
+    for name in (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "time_to_first_token_seconds_count",
+    ):
         (line,) = [line for line in metrics.splitlines() if line.startswith(f"vllm:{name}{{")]
         assert float(line.split()[-1]) > 0
     status, headers, page = fetch(address, "/", key=None)
@@ -262,15 +327,34 @@ def test_health_metrics_and_page(client, address):
         ("chat/completions", {"messages": MESSAGES, "tools": []}, 400, ["tools"]),
         ("chat/completions", {"messages": MESSAGES, "chat_template": "x"}, 400, ["--template"]),
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, ["logprobs"]),
-        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, ["text"]),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+            400,
+            ["text"],
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+                ]
+            },
             400,
             ["data:image", "'x'"],
         ),
-        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, ["images", "remove them"]),
-        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, ["128", "shorten"]),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            400,
+            ["images", "remove them"],
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 4000}]},
+            400,
+            ["128", "shorten"],
+        ),
     ],
 )
 def test_bad_requests_are_named(address, path, body, status, words):
@@ -282,14 +366,21 @@ def test_bad_requests_are_named(address, path, body, status, words):
 def test_who_is_let_in(address):
     body = {"prompt": "x", "max_tokens": 1}
     for key in (None, "", KEY[:-1], KEY + "x", "ä"):
-        status, _, text = fetch(address, "/v1/completions", body, key and key.encode().decode("latin-1"))
+        status, _, text = fetch(
+            address, "/v1/completions", body, key and key.encode().decode("latin-1")
+        )
         assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")
-    status, message = refusal(address, "/v1/completions", b'{"prompt": "' + b"x" * (1 << 20) + b'"}')
+    status, message = refusal(
+        address, "/v1/completions", b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
+    )
     assert status == 413
     assert "1048576" in message
     assert refusal(address, "/v1/nothing", {})[0] == 404
     assert refusal(address, "/v1/models", {})[0] == 405
-    assert "access-control-allow-origin" not in fetch(address, "/v1/models", Origin="https://example.com")[1]
+    assert (
+        "access-control-allow-origin"
+        not in fetch(address, "/v1/models", Origin="https://example.com")[1]
+    )
 
 
 def test_random_bodies_are_answered_or_refused(address):
@@ -306,7 +397,9 @@ def test_random_bodies_are_answered_or_refused(address):
 
     def ask(number):
         path = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")[number % 4]
-        base = ({"prompt": "x"}, {"messages": MESSAGES}, {"prompt": "x"}, {"tokens": [5]})[number % 4]
+        base = ({"prompt": "x"}, {"messages": MESSAGES}, {"prompt": "x"}, {"tokens": [5]})[
+            number % 4
+        ]
         body = {**base, **({"max_tokens": 3} if number % 4 < 2 else {})}
         body |= {rng.choice(names): rng.choice(values) for _ in range(rng.choice([0, 1, 1, 2, 3]))}
         return fetch(address, path, body)[0], body
@@ -322,9 +415,17 @@ def test_random_bodies_are_answered_or_refused(address):
 
 def prompt_of(number):
     rng = random.Random(number)
-    options = {"max_tokens": rng.randint(1, 40), "seed": number, "temperature": rng.choice([0, 1.0])}
+    options = {
+        "max_tokens": rng.randint(1, 40),
+        "seed": number,
+        "temperature": rng.choice([0, 1.0]),
+    }
     options["model"] = rng.choice(["toy", "small", "wide"])
-    return {"prompt": [rng.randrange(7, 300) for _ in range(rng.randint(1, 60))], "logprobs": 1, **options}
+    return {
+        "prompt": [rng.randrange(7, 300) for _ in range(rng.randint(1, 60))],
+        "logprobs": 1,
+        **options,
+    }
 
 
 async def one_client(client, number, expected, problems):
@@ -354,7 +455,9 @@ async def load(address, requests, clients, expected):
 
     problems = []
     room = asyncio.Semaphore(clients)
-    async with AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
+    async with AsyncOpenAI(
+        base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300
+    ) as client:
 
         async def run(number):
             async with room:
@@ -368,7 +471,9 @@ def check_load(address, llm, requests, clients, distinct):
     expected = []
     for number in range(distinct):
         options = prompt_of(number)
-        how = Sampling(options["max_tokens"], options["temperature"], seed=options["seed"], logprobs=1)
+        how = Sampling(
+            options["max_tokens"], options["temperature"], seed=options["seed"], logprobs=1
+        )
         how = replace(how, adapter_name=None if options["model"] == "toy" else options["model"])
         alone = llm.generate([options["prompt"]], how)[0][0]
         expected.append((alone.text, [one.logprob for one in alone.logprobs]))
@@ -401,13 +506,24 @@ def test_answers_under_long_load(address, llm):
 
 # ---- beginning and end ------------------------------------------------------------------------------------------
 
-LONG = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0, "n": 16}
+LONG = {
+    "prompt": "x",
+    "max_tokens": 100,
+    "ignore_eos": True,
+    "stream": True,
+    "temperature": 0,
+    "n": 16,
+}
 
 
 def streaming(address, key=None):
     """An answer that the engine has begun, or that waits for its turn there."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(LONG).encode(), headers)
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(LONG).encode(), headers
+    )
     return urllib.request.urlopen(request, timeout=120)
 
 
@@ -419,7 +535,11 @@ def killed(model_dir, number, rank):  # noqa: F811
         first, second = streaming(address), streaming(address)
         status, headers, _ = fetch(address, "/v1/completions", LONG, key=None)
         assert (status, headers["retry-after"]) == (429, "1")
-        ranks = [it for it in psutil.Process(process.pid).children() if "spawn_main" in " ".join(it.cmdline())]
+        ranks = [
+            it
+            for it in psutil.Process(process.pid).children()
+            if "spawn_main" in " ".join(it.cmdline())
+        ]
         assert len(ranks) == 2
         ranks[rank].kill()
         for answer in (first, second):
@@ -465,7 +585,9 @@ def test_weak_keys_are_refused(model_dir, monkeypatch, capsys):  # noqa: F811
 
 
 def test_the_script_of_the_api(model_dir, capsys):  # noqa: F811
-    module = importlib.util.spec_from_file_location("script", ROOT / "scripts/inference/openai_server.py")
+    module = importlib.util.spec_from_file_location(
+        "script", ROOT / "scripts/inference/openai_server.py"
+    )
     script = importlib.util.module_from_spec(module)
     module.loader.exec_module(script)
     with pytest.raises(UserError, match="--hf_model_path"):
@@ -496,7 +618,13 @@ def test_images_of_requests(tmp_path):
     sampling = Sampling(max_new_tokens=4, ignore_eos=True, logprobs=0)
     with LLM(str(folder), dtype="float32", kv_memory=1 << 24) as llm:
         expected = llm.chat(messages, sampling)
-    body = {"messages": messages, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "logprobs": True}
+    body = {
+        "messages": messages,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": True,
+    }
     with started(folder, MEGATRON_BRIDGE_API_KEY=KEY) as (_, address):
         (served,) = json.loads(fetch(address, "/v1/models")[2])["data"]
         assert served["input_modalities"] == ["text", "image"]
@@ -504,12 +632,24 @@ def test_images_of_requests(tmp_path):
         assert found["usage"]["prompt_tokens"] == len(expected.prompt_tokens)
         logprobs = [one["logprob"] for one in found["choices"][0]["logprobs"]["content"]]
         assert logprobs == [one.logprob for one in expected.logprobs]
-        for url in ("http://127.0.0.1/a.png", "/etc/hostname", "file:///etc/hostname", "data:text/plain,x"):
-            wrong = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        for url in (
+            "http://127.0.0.1/a.png",
+            "/etc/hostname",
+            "file:///etc/hostname",
+            "data:text/plain,x",
+        ):
+            wrong = [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+            ]
             status, message = refusal(address, "/v1/chat/completions", {"messages": wrong})
             assert (status, "data:image/png" in message) == (400, True)
         broken = [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+                ],
+            }
         ]
         assert "messages" in refusal(address, "/v1/chat/completions", {"messages": broken})[1]
         assert refusal(address, "/v1/chat/completions", b"[" * (1 << 21))[0] == 400

@@ -35,7 +35,10 @@ def test_answers_are_those_of_transformers(name, tmp_path):
 
 def test_an_image_processor_of_torchvision(tmp_path):
     folder = toy_vision.save("nemotron_h_omni", tmp_path, weights=True)
-    image, sampling = str(folder / toy_vision.picture(folder, "a.png", 20, 12)), Sampling(TOKENS, ignore_eos=True)
+    image, sampling = (
+        str(folder / toy_vision.picture(folder, "a.png", 20, 12)),
+        Sampling(TOKENS, ignore_eos=True),
+    )
     with LLM(str(folder)) as llm:
         found = llm.chat(as_messages("What is it?", [image]), sampling)
     ids, _, _, extra = about_images(folder, [image], "What is it?")
@@ -50,5 +53,7 @@ def hf_answer(folder, messages, prompt):
     given = composite_sample(encoder, AutoProcessor.from_pretrained(folder), record, {})
     assert given["input_ids"][0, : len(prompt)].tolist() == prompt
     sequences = ("input_ids", "mm_token_type_ids")  # the answer is not asked
-    given = {key: value[:, : len(prompt)] if key in sequences else value for key, value in given.items()}
+    given = {
+        key: value[:, : len(prompt)] if key in sequences else value for key, value in given.items()
+    }
     return toy_vision.greedy_answer(folder, torch.tensor([prompt]), given, TOKENS)

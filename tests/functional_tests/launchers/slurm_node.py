@@ -15,7 +15,17 @@ from typing import ClassVar
 from megatron.bridge.utils.processes import free_port
 from tests.namespaces import TwoNamespaces
 
-NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+NEEDED = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "squeue",
+    "scancel",
+    "sinfo",
+)
 
 CONF = """
 ClusterName=toy
@@ -75,7 +85,10 @@ class SlurmNode:
         nodes = self.addresses()
         for name in ("state", *(f"spool/{node}" for node in nodes)):
             (folder / name).mkdir(parents=True)
-        lines = [f"NodeName={name} NodeAddr={at} CPUs={cpus} RealMemory=2000" for name, at in nodes.items()]
+        lines = [
+            f"NodeName={name} NodeAddr={at} CPUs={cpus} RealMemory=2000"
+            for name, at in nodes.items()
+        ]
         first, port = next(iter(nodes)), free_port(2)
         (folder / "slurm.conf").write_text(
             CONF.format(
@@ -113,7 +126,9 @@ class SlurmNode:
             for name in names:
                 self.start_node(name)
             idle = ["idle"] * len(names)
-            self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == idle, "idle nodes", 300)
+            self.wait_for(
+                lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == idle, "idle nodes", 300
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -124,7 +139,9 @@ class SlurmNode:
 
     def __exit__(self, *_: object) -> None:
         if len(self._daemons) > 2:
-            self.run("scancel", "--full", "--signal=KILL", f"--partition={self.partition}", check=False)
+            self.run(
+                "scancel", "--full", "--signal=KILL", f"--partition={self.partition}", check=False
+            )
             time.sleep(0.5)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
@@ -136,7 +153,12 @@ class SlurmNode:
     def run(self, *command: str, check: bool = True) -> str:
         """Standard output of a command of this cluster."""
         done = subprocess.run(
-            [*self.login, *command], env=self.environment, capture_output=True, text=True, timeout=600, check=False
+            [*self.login, *command],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         assert not check or done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
@@ -157,7 +179,9 @@ class SlurmNode:
         log = (self.folder / f"{command[0]}{node}.out").open("ab")
         whole = [*(self.inside(node) if node else []), *command]
         self._daemons.append(
-            subprocess.Popen(whole, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            subprocess.Popen(
+                whole, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
         )
 
     def _start_munge(self) -> None:
@@ -183,7 +207,10 @@ class SlurmNode:
         self.wait_for((self.folder / "munge.socket").exists, "socket of munge", 300)
 
     def _logs(self) -> str:
-        texts = [f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.log")]
+        texts = [
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
+            for path in self.folder.glob("*.log")
+        ]
         return "\n".join(texts)
 
 
@@ -204,12 +231,23 @@ class TwoSlurmNodes(SlurmNode):
 
     def inside(self, node: str) -> list[str]:
         own = f'hostname {node} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
-        return [*self.namespaces.inside(self._numbers[node]), "unshare", "--uts", "--mount", "sh", "-c", own, node]
+        return [
+            *self.namespaces.inside(self._numbers[node]),
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            own,
+            node,
+        ]
 
     def ranks(self, node: str) -> list[int]:
         """The processes of a node that train."""
         pids = self.namespaces.processes(self._numbers[node])
-        return [pid for pid in pids if re.match(r"\S*python\S* (-u )?\S*run_recipe.py ", _command(pid))]
+        return [
+            pid for pid in pids if re.match(r"\S*python\S* (-u )?\S*run_recipe.py ", _command(pid))
+        ]
 
     def lose(self, node: str) -> None:
         """As when the power fails: no process ends in order, and no connection is closed."""

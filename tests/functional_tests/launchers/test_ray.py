@@ -23,7 +23,9 @@ from tests.functional_tests.launchers.test_slurm import (
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not BESIDE.is_dir(), reason="Ray is not installed: run scripts/extra.sh shards"),
+    pytest.mark.skipif(
+        not BESIDE.is_dir(), reason="Ray is not installed: run scripts/extra.sh shards"
+    ),
 ]
 SLOW = ["--step_func", "tests.functional_tests.launchers.waiting_step.slow_forward_step"]
 SLOW += [word.replace("save_interval=100", "save_interval=2") for word in TOY]
@@ -37,17 +39,29 @@ def cluster(environment, tmp_path, monkeypatch):  # noqa: F811
     with namespaces.TwoNamespaces("10.79.0") as joined:
         address = f"{joined.addresses[0]}:{free_port()}"
         monkeypatch.setenv("RAY_ADDRESS", address)
-        monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")  # these nodes are not on the loopback address
+        monkeypatch.delenv(
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+        )  # these nodes are not on the loopback address
         head = ["--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
         for number, words in enumerate((head, [f"--address={address}"])):
             log = tmp_path / f"node{number}.log"
-            own = [f"--node-ip-address={joined.addresses[number]}", "--num-cpus=2", "--object-store-memory=80000000"]
+            own = [
+                f"--node-ip-address={joined.addresses[number]}",
+                "--num-cpus=2",
+                "--object-store-memory=80000000",
+            ]
             command = [*joined.inside(number), "ray", "start", "--block", *words, *own]
             # the host name is that of this machine, so Gloo would find the loopback address
             env = os.environ | {"GLOO_SOCKET_IFNAME": joined.cables[number]}
             with log.open("wb") as file:
-                node = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
-            wait_for(lambda node=node, log=log: "Ray runtime started" in log.read_text() or node.poll() is not None)
+                node = subprocess.Popen(
+                    command, stdout=file, stderr=file, env=env, start_new_session=True
+                )
+            wait_for(
+                lambda node=node, log=log: (
+                    "Ray runtime started" in log.read_text() or node.poll() is not None
+                )
+            )
             assert node.poll() is None, log.read_text()
         yield joined
 
@@ -59,7 +73,9 @@ def test_a_run_whose_rank_is_killed_goes_on_bitwise(cluster, undisturbed, tmp_pa
 
     def launched():
         with log.open("ab") as file:
-            return subprocess.Popen([*start, *where, *SLOW, *saving(tmp_path)], cwd=ROOT, stdout=file, stderr=file)
+            return subprocess.Popen(
+                [*start, *where, *SLOW, *saving(tmp_path)], cwd=ROOT, stdout=file, stderr=file
+            )
 
     process = launched()
     wait_for(lambda: max(losses(tmp_path), default=0) >= 3 or process.poll() is not None)

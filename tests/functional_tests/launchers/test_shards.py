@@ -24,7 +24,10 @@ BESIDE = Path(__file__).parents[3] / ".cache/shards"
 SHARDS, DOCUMENTS = 24, 4000
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not BESIDE.is_dir(), reason="datatrove and Ray are not installed: run scripts/extra.sh shards"),
+    pytest.mark.skipif(
+        not BESIDE.is_dir(),
+        reason="datatrove and Ray are not installed: run scripts/extra.sh shards",
+    ),
 ]
 
 
@@ -48,16 +51,30 @@ def environment(monkeypatch):
 def corpus(tmp_path, tokenizer_dir):  # noqa: F811
     """The config of shards, how many bytes are in each, and the bytes that one process writes."""
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{at}: {TEXT[at % 4] * 9}"}) + "\n" for at in range(DOCUMENTS)))
-    rest = {"inputs": [path], "tokenizer_model": str(tokenizer_dir), "append_eod": True, "workers": 2}
+    path.write_text(
+        "".join(json.dumps({"text": f"{at}: {TEXT[at % 4] * 9}"}) + "\n" for at in range(DOCUMENTS))
+    )
+    rest = {
+        "inputs": [path],
+        "tokenizer_model": str(tokenizer_dir),
+        "append_eod": True,
+        "workers": 2,
+    }
     preprocess(PreprocessConfig(output_prefix=tmp_path / "one", **rest))
     expected = [(tmp_path / f"one{ending}").read_bytes() for ending in (".bin", ".idx")]
-    return PreprocessConfig(output_prefix=tmp_path / "many", **rest), path.stat().st_size // SHARDS + 1, expected
+    return (
+        PreprocessConfig(output_prefix=tmp_path / "many", **rest),
+        path.stat().st_size // SHARDS + 1,
+        expected,
+    )
 
 
 def joined(config):
     files = sorted(Path(f"{config.output_prefix}.shards").glob("0*.bin"))
-    return [b"".join(path.read_bytes() for path in files), Path(f"{config.output_prefix}.idx").read_bytes()]
+    return [
+        b"".join(path.read_bytes() for path in files),
+        Path(f"{config.output_prefix}.idx").read_bytes(),
+    ]
 
 
 class Head:
@@ -65,12 +82,22 @@ class Head:
 
     def __init__(self, folder):
         self.address = f"127.0.0.1:{free_port()}"
-        words = ["--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--num-cpus=2"]
+        words = [
+            "--head",
+            "--block",
+            "--node-ip-address=127.0.0.1",
+            "--include-dashboard=false",
+            "--num-cpus=2",
+        ]
         words += [f"--port={self.address.partition(':')[2]}", "--object-store-memory=80000000"]
         self.log = folder / "head.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(["ray", "start", *words], stdout=log, stderr=log, start_new_session=True)
-        wait_for(lambda: "Ray runtime started" in self.log.read_text() or self.process.poll() is not None)
+            self.process = subprocess.Popen(
+                ["ray", "start", *words], stdout=log, stderr=log, start_new_session=True
+            )
+        wait_for(
+            lambda: "Ray runtime started" in self.log.read_text() or self.process.poll() is not None
+        )
         if self.process.poll() is not None:
             self.kill()
             raise AssertionError(self.log.read_text())
@@ -136,14 +163,19 @@ def in_a_process(config, executor, size, sbatch):
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_ray_head_that_dies_is_one_sentence_and_another_one_continues(corpus, head, tmp_path, monkeypatch):
+def test_a_ray_head_that_dies_is_one_sentence_and_another_one_continues(
+    corpus, head, tmp_path, monkeypatch
+):
     config, size, expected = corpus
     running = in_a_process(config, "ray", size, {})
     folder = Path(f"{config.output_prefix}.shards")
     wait_for(lambda: len(list(folder.glob("0*.source.json"))) >= 2)
     head.kill()
     said = running.communicate()[1].strip().splitlines()[-1]
-    assert all(part in said for part in (f"--executor ray on {head.address}", "ray.log", "repeat the command")), said
+    assert all(
+        part in said
+        for part in (f"--executor ray on {head.address}", "ray.log", "repeat the command")
+    ), said
     left = int(re.search(rf"(\d+) of {SHARDS} shards", said)[1])
     assert 0 < left < SHARDS
     assert finished_manifest(config.output_prefix) is None
@@ -184,7 +216,8 @@ def test_slurm_makes_the_bytes_of_one_process_though_jobs_are_killed(corpus, clu
 
 
 @pytest.mark.parametrize(
-    ("change", "part"), [({"partition": "tyo"}, "Invalid partition"), ({"time": "9-00"}, "time limit")]
+    ("change", "part"),
+    [({"partition": "tyo"}, "Invalid partition"), ({"time": "9-00"}, "time limit")],
 )
 def test_what_slurm_refuses_is_named(corpus, cluster, change, part):
     config, size, _ = corpus

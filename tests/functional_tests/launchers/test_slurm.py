@@ -17,7 +17,9 @@ from tests.functional_tests.launchers.slurm_node import SlurmNode, missing
 ROOT = Path(__file__).parents[3]
 LAUNCHER = ROOT / ".venv-launch/bin/python"
 RESILIENCY = ROOT / ".cache/resiliency"
-NEMO_RUN = pytest.mark.skipif(not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`")
+NEMO_RUN = pytest.mark.skipif(
+    not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`"
+)
 STEPS = 6
 TOY = [
     *("--recipe", "llama32_1b_pretrain_config", "--seq_length", "32"),
@@ -77,7 +79,9 @@ def preempt_and_finish(slurm, job, folder):
     """Tell the running job to leave after three steps, and wait until it has started again and is done."""
     slurm.wait_for(lambda: max(losses(folder), default=0) == 3, "third step", 600)
     slurm.run("scancel", "--signal=TERM", job)
-    slurm.wait_for(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "end", 600)
+    slurm.wait_for(
+        lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "end", 600
+    )
     assert slurm.state(job) == "COMPLETED"
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job)
 
@@ -86,13 +90,23 @@ def assert_equal(folder, undisturbed, steps=STEPS):
     """Every loss, and every byte of the last checkpoint's tensors."""
     assert losses(folder) == losses(undisturbed)
     assert max(losses(folder)) == steps
-    assert main(["checkpoint", "diff", str(folder / "run"), str(undisturbed / "run"), "--values"]) == 0
+    assert (
+        main(["checkpoint", "diff", str(folder / "run"), str(undisturbed / "run"), "--values"]) == 0
+    )
 
 
 def sbatch(slurm, folder, *words, options=(), **environment):
     """The number of a job of ``launch_with_sbatch.sh`` with two tasks a node, which writes into ``folder``."""
     script = str(ROOT / "scripts/training/launch_with_sbatch.sh")
-    own = [*slurm.login, "sbatch", "--parsable", "--ntasks-per-node=2", f"--output={folder}/out.txt", *options, script]
+    own = [
+        *slurm.login,
+        "sbatch",
+        "--parsable",
+        "--ntasks-per-node=2",
+        f"--output={folder}/out.txt",
+        *options,
+        script,
+    ]
     done = subprocess.run(
         [*own, *words, *saving(folder)],
         cwd=ROOT,
@@ -113,7 +127,12 @@ def test_a_preempted_batch_job_goes_on_bitwise(slurm, undisturbed, tmp_path):
 def launch(slurm, folder, *words):
     """``launch_with_nemo_run.py``, from the repository, with job folders under ``folder``."""
     done = subprocess.run(
-        [*(slurm.login if slurm else []), str(LAUNCHER), "scripts/training/launch_with_nemo_run.py", *words],
+        [
+            *(slurm.login if slurm else []),
+            str(LAUNCHER),
+            "scripts/training/launch_with_nemo_run.py",
+            *words,
+        ],
         cwd=ROOT,
         env={**(slurm.environment if slurm else os.environ), "NEMORUN_HOME": str(folder / "jobs")},
         capture_output=True,
@@ -128,7 +147,17 @@ def launch(slurm, folder, *words):
 @NEMO_RUN
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("default", marks=pytest.mark.slow)])
 def test_a_preempted_job_of_nemo_run_goes_on_bitwise(slurm, undisturbed, tmp_path, launcher):
-    options = ["--cpu", "--devices", "2", "--time", "00:30:00", "--retries", "1", "--launcher", launcher]
+    options = [
+        "--cpu",
+        "--devices",
+        "2",
+        "--time",
+        "00:30:00",
+        "--retries",
+        "1",
+        "--launcher",
+        launcher,
+    ]
     done = launch(slurm, tmp_path, *options, *WAITING, *TOY, *saving(tmp_path))
     job = re.search(r"submitted batch job (\d+)", done.stdout)
     assert job
@@ -136,18 +165,44 @@ def test_a_preempted_job_of_nemo_run_goes_on_bitwise(slurm, undisturbed, tmp_pat
     assert_equal(tmp_path, undisturbed)
     [folder] = (tmp_path / "jobs" / "experiments").glob("*/*")
     kept = {path.name for path in folder.iterdir()}
-    assert kept >= {"launch.yaml", "launch_again.sh", "config.yaml", "versions.txt", "train_sbatch.sh"}
+    assert kept >= {
+        "launch.yaml",
+        "launch_again.sh",
+        "config.yaml",
+        "versions.txt",
+        "train_sbatch.sh",
+    }
     assert (folder / "train/code/src/megatron/bridge/version.py").exists()
 
 
 @NEMO_RUN
 @pytest.mark.slow
-@pytest.mark.skipif(not RESILIENCY.exists(), reason="no nvidia-resiliency-ext: run scripts/extra.sh resiliency")
+@pytest.mark.skipif(
+    not RESILIENCY.exists(), reason="no nvidia-resiliency-ext: run scripts/extra.sh resiliency"
+)
 def test_a_job_under_ft_launcher_ends_like_the_undisturbed(slurm, undisturbed, tmp_path):
     path = f"{RESILIENCY}/bin:{LAUNCHER.parent}:{slurm.environment['PATH']}"
-    where = ["--cpu", "--devices", "2", "--time", "00:30:00", "--env", f"PATH={path}", "--packager", "none"]
+    where = [
+        "--cpu",
+        "--devices",
+        "2",
+        "--time",
+        "00:30:00",
+        "--env",
+        f"PATH={path}",
+        "--packager",
+        "none",
+    ]
     done = launch(
-        slurm, tmp_path, "--launcher", "ft", *where, "--env", f"PYTHONPATH={RESILIENCY}", *TOY, *saving(tmp_path)
+        slurm,
+        tmp_path,
+        "--launcher",
+        "ft",
+        *where,
+        "--env",
+        f"PYTHONPATH={RESILIENCY}",
+        *TOY,
+        *saving(tmp_path),
     )
     job = re.search(r"submitted batch job (\d+)", done.stdout)
     assert job
@@ -235,14 +290,41 @@ def test_bad_input_is_named_and_nothing_is_queued(refused, sentence):
 
 
 @NEMO_RUN
-def test_without_slurm_a_host_that_does_not_answer_is_named_and_a_dry_run_prints_the_script(tmp_path):
-    tunnel = ["--ssh-tunnel", "--host", "127.0.0.1", "--user", "nobody", "--remote-job-dir", str(tmp_path)]
-    where = ["--dry-run", "--nodes", "2", "--account", "a", "--time", "08:00:00", "--container-image", "image"]
-    (code, _, errors, _), dry_run = in_a_row(None, tmp_path, [[*tunnel, *TOY], [*where, *TOY, *saving(tmp_path)]])
+def test_without_slurm_a_host_that_does_not_answer_is_named_and_a_dry_run_prints_the_script(
+    tmp_path,
+):
+    tunnel = [
+        "--ssh-tunnel",
+        "--host",
+        "127.0.0.1",
+        "--user",
+        "nobody",
+        "--remote-job-dir",
+        str(tmp_path),
+    ]
+    where = [
+        "--dry-run",
+        "--nodes",
+        "2",
+        "--account",
+        "a",
+        "--time",
+        "08:00:00",
+        "--container-image",
+        "image",
+    ]
+    (code, _, errors, _), dry_run = in_a_row(
+        None, tmp_path, [[*tunnel, *TOY], [*where, *TOY, *saving(tmp_path)]]
+    )
     assert code == 1
     assert "--host 127.0.0.1 cannot be reached by SSH" in errors
     assert dry_run[0] == 0
-    for line in ("#SBATCH --account=a", "#SBATCH --nodes=2", "#SBATCH --gpus-per-node=1", "--nproc-per-node 1"):
+    for line in (
+        "#SBATCH --account=a",
+        "#SBATCH --nodes=2",
+        "#SBATCH --gpus-per-node=1",
+        "--nproc-per-node 1",
+    ):
         assert line in dry_run[1]
     assert "--container-image image" in dry_run[1]
 
@@ -257,11 +339,23 @@ def test_a_local_launch_runs_here_and_tells_how_it_ended(tmp_path):
 
 @NEMO_RUN
 def test_a_local_launch_that_is_told_to_leave_leaves_nothing_running(tmp_path):
-    command = [str(LAUNCHER), "scripts/training/launch_with_nemo_run.py", "--local", "--devices", "2", *WAITING]
-    toy = [f"train.train_iters={10**5 + os.getpid()}" if "train_iters" in word else word for word in TOY]
+    command = [
+        str(LAUNCHER),
+        "scripts/training/launch_with_nemo_run.py",
+        "--local",
+        "--devices",
+        "2",
+        *WAITING,
+    ]
+    toy = [
+        f"train.train_iters={10**5 + os.getpid()}" if "train_iters" in word else word
+        for word in TOY
+    ]
     [mark] = [word for word in toy if "train_iters" in word]
     env = {**os.environ, "NEMORUN_HOME": str(tmp_path / "jobs")}
-    process = subprocess.Popen([*command, *toy, *saving(tmp_path)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, *toy, *saving(tmp_path)], cwd=ROOT, env=env, stdout=subprocess.DEVNULL
+    )
     wait_until(lambda: len(losses(tmp_path)) == 3, 600)
     process.terminate()
     assert process.wait(600) == 1

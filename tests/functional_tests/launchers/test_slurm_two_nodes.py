@@ -10,12 +10,24 @@ import pytest
 from megatron.bridge.cli.main import main
 from tests import namespaces
 from tests.functional_tests.launchers.slurm_node import TwoSlurmNodes, missing
-from tests.functional_tests.launchers.test_slurm import NEMO_RUN, TOY, assert_equal, launch, losses, saving, sbatch
+from tests.functional_tests.launchers.test_slurm import (
+    NEMO_RUN,
+    TOY,
+    assert_equal,
+    launch,
+    losses,
+    saving,
+    sbatch,
+)
 
 pytestmark = pytest.mark.slow
 STEPS, LATE = 16, 8
 RUN = [
-    *(word for word in TOY if not word.startswith(("train.train_iters", "checkpoint.save_interval"))),
+    *(
+        word
+        for word in TOY
+        if not word.startswith(("train.train_iters", "checkpoint.save_interval"))
+    ),
     *(f"train.train_iters={STEPS}", "checkpoint.save_interval=2", "dist.hang_timeout_minutes=0.1"),
     *("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"),
 ]
@@ -42,7 +54,9 @@ def undisturbed(four_workers, tmp_path_factory):
 
 
 def finish(slurm, job, restarts):
-    slurm.wait_for(lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "end", 600)
+    slurm.wait_for(
+        lambda: slurm.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), "end", 600
+    )
     assert slurm.state(job) == "COMPLETED"
     assert f"Restarts={restarts}" in slurm.run("scontrol", "show", "job", job)
 

@@ -76,10 +76,15 @@ def main(folder):
     make_llama(folder / "hf", num_hidden_layers=2)
     bridge = AutoBridge.from_hf_pretrained(folder / "hf")
     reference, root, out = folder / "reference", folder / "megatron", folder / "out"
-    found = {"reference": forked(lambda: AutoBridge.import_ckpt(folder / "hf", reference, False)), "import": []}
+    found = {
+        "reference": forked(lambda: AutoBridge.import_ckpt(folder / "hf", reference, False)),
+        "import": [],
+    }
     for point in IMPORTS:
         ended = forked(lambda: AutoBridge.import_ckpt(folder / "hf", root, False), point)
-        found["import"].append((ended, paths.published_iterations(root), (root / paths.TRACKER).exists()))
+        found["import"].append(
+            (ended, paths.published_iterations(root), (root / paths.TRACKER).exists())
+        )
     found["import again"] = forked(lambda: AutoBridge.import_ckpt(folder / "hf", root, False))
     found["import equal"] = hashes(root) == hashes(reference)
     found["export"] = []

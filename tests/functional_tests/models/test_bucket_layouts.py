@@ -20,7 +20,9 @@ def streamed(case, layout, bucket_bytes):
 
     def patiently(arriving):
         found = wait(arriving)
-        time.sleep(0.005 * bool(arriving.works))  # gloo's threads wake who waits before they let go of tensors
+        time.sleep(
+            0.005 * bool(arriving.works)
+        )  # gloo's threads wake who waits before they let go of tensors
         return found
 
     Pending.wait = patiently
@@ -35,7 +37,13 @@ def streamed(case, layout, bucket_bytes):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama_tied", "tp2"), ("llama_tied", "vp2"), ("mixtral", "ep2"), ("mixtral", "etp2"), ("gpt_oss", "ep2")],
+    [
+        ("llama_tied", "tp2"),
+        ("llama_tied", "vp2"),
+        ("mixtral", "ep2"),
+        ("mixtral", "etp2"),
+        ("gpt_oss", "ep2"),
+    ],
 )
 def test_every_rank_gets_the_same_from_any_buckets(two_workers, family_case, name, layout):
     case = family_case(name)
@@ -51,7 +59,9 @@ def test_every_rank_gets_the_same_from_any_buckets(two_workers, family_case, nam
         assert content == values[tensor].contiguous().view(torch.uint8).numpy().tobytes(), tensor
 
 
-@pytest.mark.parametrize(("name", "layout"), [("llama_tied", "tp2"), ("mixtral", "ep2"), ("llama_tied", "pp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama_tied", "tp2"), ("mixtral", "ep2"), ("llama_tied", "pp2")]
+)
 def test_a_rank_takes_one_bucket_above_its_part(two_workers, family_case, name, layout):
     case = family_case(name)
     bounded = [peak for _, peak in two_workers.run(streamed, case, layout, BUCKET)]

@@ -42,7 +42,10 @@ def what_is_held(case, layout):
 def test_a_rank_reads_and_holds_its_own_experts_only(two_workers, cases):
     found = two_workers.run(what_is_held, cases("qwen3_moe_idle_experts"), "ep2")
     assert all(share < 0.6 for share, _, _ in found)
-    assert [(total, mine) for _, total, mine in found] == [(30, set(range(15))), (30, set(range(15, 30)))]
+    assert [(total, mine) for _, total, mine in found] == [
+        (30, set(range(15))),
+        (30, set(range(15, 30))),
+    ]
 
 
 def written_by(case, layout, output):
@@ -62,7 +65,9 @@ def written_by(case, layout, output):
     return names
 
 
-@pytest.mark.parametrize(("layout", "workers"), [("ep2", "two_workers"), ("tp2ep2", "four_workers")])
+@pytest.mark.parametrize(
+    ("layout", "workers"), [("ep2", "two_workers"), ("tp2ep2", "four_workers")]
+)
 def test_every_tensor_is_written_once_by_its_owner(request, cases, tmp_path, layout, workers):
     case = cases("mixtral")
     pool = request.getfixturevalue(workers)
@@ -82,7 +87,9 @@ def import_checkpoint(case, layout, megatron):
 
 def export_checkpoint(case, layout, megatron, output):
     bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
-    overrides = {name: value for name, value in harness.LAYOUTS[layout].items() if "p2p" not in name}
+    overrides = {
+        name: value for name, value in harness.LAYOUTS[layout].items() if "p2p" not in name
+    }
     with unpickling.trusting(True):  # one row has a layer spec of its own
         model = bridge.load_megatron_model(megatron, mp_overrides=overrides, wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, output, show_progress=False)
@@ -94,16 +101,26 @@ def export_checkpoint(case, layout, megatron, output):
         "mixtral",
         "glm4_moe_next_tokens",
         "qwen3_moe_sequential",
-        pytest.param("ernie45_moe", marks=pytest.mark.slow),  # corrections that Hugging Face stores as one row
-        pytest.param("granitemoe_biases", marks=pytest.mark.slow),  # a bias of the output projection alone
+        pytest.param(
+            "ernie45_moe", marks=pytest.mark.slow
+        ),  # corrections that Hugging Face stores as one row
+        pytest.param(
+            "granitemoe_biases", marks=pytest.mark.slow
+        ),  # a bias of the output projection alone
     ],
 )
 @pytest.mark.parametrize(("first", "second"), [("ep2", "etp2"), ("etp2", "ep2"), ("ep2", "pp2")])
-def test_across_layouts_through_a_megatron_checkpoint(two_workers, cases, tmp_path, name, first, second):
+def test_across_layouts_through_a_megatron_checkpoint(
+    two_workers, cases, tmp_path, name, first, second
+):
     case = cases(name)
     two_workers.run(import_checkpoint, case, first, tmp_path / "megatron")
     two_workers.run(export_checkpoint, case, second, tmp_path / "megatron", tmp_path / "out")
-    problems = [line for line in harness.different_files(case, tmp_path / "out") if "config.json" not in line]
+    problems = [
+        line
+        for line in harness.different_files(case, tmp_path / "out")
+        if "config.json" not in line
+    ]
     assert problems == []
 
 
@@ -122,7 +139,11 @@ def test_a_stream_gives_every_rank_all_experts(two_workers, cases):
     for found in two_workers.run(streamed, case, "ep2"):
         assert len(found) == len(expected)
         assert dict(found) == expected
-        numbers = [int(name.split(".")[5]) for name, _ in found if "layers.0" in name and name.endswith("w2.weight")]
+        numbers = [
+            int(name.split(".")[5])
+            for name, _ in found
+            if "layers.0" in name and name.endswith("w2.weight")
+        ]
         assert numbers == list(range(6))
 
 
@@ -133,7 +154,13 @@ def whole_experts(case, folder):
     provider.tensor_model_parallel_size, provider.sequence_parallel = 2, True
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, folder / "out", show_progress=False)
-    words = ["--hf-model", str(case.checkpoint), "--megatron-path", str(folder / "megatron"), "--no-progress"]
+    words = [
+        "--hf-model",
+        str(case.checkpoint),
+        "--megatron-path",
+        str(folder / "megatron"),
+        "--no-progress",
+    ]
     forget_model_parallel()
     codes = [main(["convert", "--tp", "2", *words])]
     codes.append(main(["export", "--tp", "2", *words, "--hf-path", str(folder / "streamed")]))

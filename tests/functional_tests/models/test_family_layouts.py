@@ -14,13 +14,19 @@ TWO = [
     for row in ROWS.values()
     for layout in row.layouts
 ]
-TWO += [pytest.param(row.name, layout, marks=pytest.mark.slow) for row in ROWS.values() for layout in row.slow]
+TWO += [
+    pytest.param(row.name, layout, marks=pytest.mark.slow)
+    for row in ROWS.values()
+    for layout in row.slow
+]
 FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
 
 
 def check(pool, case, layout, output):
     found = pool.run(harness.numbers_and_bytes, case, layout, output)
-    assert not any(found), "\n".join(dict.fromkeys(problem for problems in found for problem in problems))
+    assert not any(found), "\n".join(
+        dict.fromkeys(problem for problems in found for problem in problems)
+    )
 
 
 @pytest.mark.parametrize(("name", "layout"), TWO)

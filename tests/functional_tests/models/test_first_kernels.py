@@ -9,10 +9,12 @@ from tests.unit_tests.models.test_linear_attention import MAMBA, SIZES
 
 def kernels(changes):
     """The convolution that this rank starts with."""
-    (chunk,) = toy(**changes, vocab_size=100, tensor_model_parallel_size=2).provide_distributed_model(
-        wrap_with_ddp=False
-    )
-    kernels = [weight for name, weight in chunk.decoder.layers[0].named_parameters() if "conv1d" in name]
+    (chunk,) = toy(
+        **changes, vocab_size=100, tensor_model_parallel_size=2
+    ).provide_distributed_model(wrap_with_ddp=False)
+    kernels = [
+        weight for name, weight in chunk.decoder.layers[0].named_parameters() if "conv1d" in name
+    ]
     return kernels[0].detach().numpy()
 
 

@@ -6,7 +6,15 @@ import pytest
 from megatron.bridge.models.flops import flops_per_token
 from tests.families import harness
 
-ROWS = ("nemotron_h_experts", "granitemoehybrid", "qwen3_next", "deepseek_v3", "llama_tied", "gemma4", "gemma4_experts")
+ROWS = (
+    "nemotron_h_experts",
+    "granitemoehybrid",
+    "qwen3_next",
+    "deepseek_v3",
+    "llama_tied",
+    "gemma4",
+    "gemma4_experts",
+)
 
 
 def count(case, layout):
@@ -19,4 +27,6 @@ def test_layouts(two_workers, family_case, name):
     expected = count(case, "one")
     assert expected > 0
     for layout in case.row.layouts:
-        assert two_workers.run(count, case, layout) == pytest.approx([expected] * 2, rel=1e-9), layout
+        assert two_workers.run(count, case, layout) == pytest.approx([expected] * 2, rel=1e-9), (
+            layout
+        )

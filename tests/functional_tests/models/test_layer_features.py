@@ -16,7 +16,9 @@ def import_checkpoint(case, megatron, layout):
 
 def export_checkpoint(case, megatron, output, layout):
     bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
-    model = bridge.load_megatron_model(megatron, mp_overrides=harness.LAYOUTS[layout], wrap_with_ddp=False)
+    model = bridge.load_megatron_model(
+        megatron, mp_overrides=harness.LAYOUTS[layout], wrap_with_ddp=False
+    )
     bridge.save_hf_pretrained(model, output, show_progress=False)
     return harness.different_files(case, output)
 
@@ -26,7 +28,9 @@ def export_checkpoint(case, megatron, output, layout):
 def test_through_a_megatron_checkpoint(two_workers, family_case, tmp_path, name, first, second):
     case = family_case(name)
     two_workers.run(import_checkpoint, case, tmp_path / "megatron", first)
-    found = two_workers.run(export_checkpoint, case, tmp_path / "megatron", tmp_path / "out", second)
+    found = two_workers.run(
+        export_checkpoint, case, tmp_path / "megatron", tmp_path / "out", second
+    )
     assert found == [[], []]
 
 

@@ -24,7 +24,12 @@ TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 # overlapped sends: batched ones mix up the two neighbours when they are the same process
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+VP2 = {
+    **PP2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+}
 TWO = {"tp2": TP2, "sp2": SP2, "pp2": PP2, "vp2": VP2, "dp2": {}}
 FOUR = {
     "tp2pp2": {**TP2, **PP2},
@@ -51,7 +56,9 @@ def full_logits(model, ids, positions):
 
     def step(rows, chunk):
         row = next(rows)
-        output = chunk(input_ids=ids[row : row + 1], position_ids=positions[row : row + 1], attention_mask=None)
+        output = chunk(
+            input_ids=ids[row : row + 1], position_ids=positions[row : row + 1], attention_mask=None
+        )
 
         def keep(logits):
             found.append(gather_vocabulary(logits.detach()))
@@ -75,8 +82,13 @@ def full_logits(model, ids, positions):
 
 
 def gather_vocabulary(logits):
-    parts = [torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
-    torch.distributed.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    parts = [
+        torch.empty_like(logits)
+        for _ in range(parallel_state.get_tensor_model_parallel_world_size())
+    ]
+    torch.distributed.all_gather(
+        parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group()
+    )
     return torch.cat(parts, dim=-1)
 
 
@@ -87,7 +99,9 @@ def convert_and_compare(directory, output, layout, expected):
     worst = 0.0
     if logits is not None:
         worst = ((logits[..., : expected.shape[-1]] - expected).abs().max() / expected.std()).item()
-    streamed = {name: weight.double().sum().item() for name, weight in bridge.export_hf_weights(model)}
+    streamed = {
+        name: weight.double().sum().item() for name, weight in bridge.export_hf_weights(model)
+    }
     bridge.save_hf_pretrained(model, output, show_progress=False)
     return worst, streamed
 
@@ -108,7 +122,9 @@ def check(pool, tmp_path, layout, **changes):
 def assert_same_files(source, exported):
     names = sorted(path.name for path in source.iterdir())
     assert sorted([*names, RECORD]) == sorted(path.name for path in exported.iterdir())
-    assert [name for name in names if not filecmp.cmp(source / name, exported / name, shallow=False)] == []
+    assert [
+        name for name in names if not filecmp.cmp(source / name, exported / name, shallow=False)
+    ] == []
 
 
 @pytest.mark.parametrize("layout", TWO)
@@ -139,13 +155,18 @@ def export_checkpoint(directory, megatron, output, layout):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "variant"), [("tp2", "pp2", "plain"), ("pp2", "tp2", "tied"), ("vp2", "sp2", "tied")]
+    ("first", "second", "variant"),
+    [("tp2", "pp2", "plain"), ("pp2", "tp2", "tied"), ("vp2", "sp2", "tied")],
 )
-def test_across_layouts_through_a_megatron_checkpoint(two_workers, tmp_path, first, second, variant):
+def test_across_layouts_through_a_megatron_checkpoint(
+    two_workers, tmp_path, first, second, variant
+):
     make_llama(tmp_path / "hf", **LLAMA_VARIANTS[variant])
     two_workers.run(import_checkpoint, tmp_path / "hf", tmp_path / "megatron", TWO[first])
     layout = {name: value for name, value in TWO[second].items() if "p2p" not in name}
-    two_workers.run(export_checkpoint, tmp_path / "hf", tmp_path / "megatron", tmp_path / "out", layout)
+    two_workers.run(
+        export_checkpoint, tmp_path / "hf", tmp_path / "megatron", tmp_path / "out", layout
+    )
     assert_same_files(tmp_path / "hf", tmp_path / "out")
 
 
@@ -182,7 +203,9 @@ def test_each_rank_reads_its_own_slices_only(two_workers, tmp_path):
 def export_with_one_full_disk(directory, output):
     bridge, model = build(directory, {**PP2})
     if torch.distributed.get_rank() == 1:
-        safetensors_writer.os = SimpleNamespace(pwrite=full, open=os.open, close=os.close, O_WRONLY=os.O_WRONLY)
+        safetensors_writer.os = SimpleNamespace(
+            pwrite=full, open=os.open, close=os.close, O_WRONLY=os.O_WRONLY
+        )
     try:
         bridge.save_hf_pretrained(model, output, show_progress=False)
     except UserError as error:
@@ -205,8 +228,15 @@ def test_a_disk_that_is_full_for_one_rank_stops_all(two_workers, tmp_path):
 
 def some_tasks(directory):
     bridge, model = build(directory, TP2)
-    tasks = [task for task in bridge.get_conversion_tasks(model) if "layers.1.self_attention" in task.global_param_name]
-    return [name for name, _ in bridge.export_hf_weights(model, show_progress=False, conversion_tasks=tasks)]
+    tasks = [
+        task
+        for task in bridge.get_conversion_tasks(model)
+        if "layers.1.self_attention" in task.global_param_name
+    ]
+    return [
+        name
+        for name, _ in bridge.export_hf_weights(model, show_progress=False, conversion_tasks=tasks)
+    ]
 
 
 def test_a_choice_of_tasks_is_exported(two_workers, tmp_path):

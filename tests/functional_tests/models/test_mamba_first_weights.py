@@ -53,7 +53,9 @@ def test_first_numbers_are_where_they_should_be():
     rates = weights["decoder.layers.0.mixer.A_log"].exp()
     assert 0.0099 <= steps.min() < steps.max() <= 0.101
     assert 1 <= rates.min() < rates.max() <= 16
-    kernel = torch.cat([weights[f"decoder.layers.0.mixer.conv1d.weight.{kind}"].flatten() for kind in "xBC"])
+    kernel = torch.cat(
+        [weights[f"decoder.layers.0.mixer.conv1d.weight.{kind}"].flatten() for kind in "xBC"]
+    )
     assert kernel.abs().max() == pytest.approx(0.5, abs=0.02)
     assert kernel.std() == pytest.approx(0.5 / math.sqrt(3), rel=0.1)
     assert torch.equal(weights["decoder.layers.0.mixer.D"], torch.ones(8))

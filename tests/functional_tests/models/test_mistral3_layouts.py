@@ -4,7 +4,12 @@
 import pytest
 import torch
 
-from tests.functional_tests.models.test_llama_layouts import TOLERANCE, TWO, assert_same_files, convert_and_compare
+from tests.functional_tests.models.test_llama_layouts import (
+    TOLERANCE,
+    TWO,
+    assert_same_files,
+    convert_and_compare,
+)
 from tests.toy_models import tokens
 from tests.unit_tests.models.test_mistral3 import make
 
@@ -14,6 +19,8 @@ def test_two_processes(two_workers, tmp_path, layout):
     hf = make(tmp_path / "hf", tied=layout == "vp2")
     with torch.no_grad():
         expected = hf(input_ids=tokens()[0]).logits
-    results = two_workers.run(convert_and_compare, tmp_path / "hf", tmp_path / "out", TWO[layout], expected)
+    results = two_workers.run(
+        convert_and_compare, tmp_path / "hf", tmp_path / "out", TWO[layout], expected
+    )
     assert max(worst for worst, _ in results) <= TOLERANCE
     assert_same_files(tmp_path / "hf", tmp_path / "out")

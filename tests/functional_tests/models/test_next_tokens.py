@@ -12,7 +12,9 @@ from tests.families.rows import ROWS
 def check(pool, tmp_path, layout, family=next_tokens):
     case = family.make_reference(tmp_path)
     found = pool.run(harness.numbers_and_bytes, case, layout, tmp_path / "out")
-    assert not any(found), "\n".join(dict.fromkeys(problem for problems in found for problem in problems))
+    assert not any(found), "\n".join(
+        dict.fromkeys(problem for problems in found for problem in problems)
+    )
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "vp2", "ep2"])
@@ -51,14 +53,19 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", one_in_ci("pp2", "tp2", "ep2"))
 def test_a_checkpoint_that_transformers_saved(two_workers, as_saved, tmp_path, layout):
-    assert two_workers.run(harness.numbers_and_bytes, as_saved, layout, tmp_path / "out") == [[], []]
+    assert two_workers.run(harness.numbers_and_bytes, as_saved, layout, tmp_path / "out") == [
+        [],
+        [],
+    ]
 
 
 def without_the_layers(case, layout, folder):
     """Files that differ after two ways through a model that a user built without the layers."""
     bridge = AutoBridge.from_hf_pretrained(case.checkpoint)
     provider = bridge.to_megatron_provider()
-    for name, value in harness.settings(provider, harness.LAYOUTS[layout], {"mtp_num_layers": None}).items():
+    for name, value in harness.settings(
+        provider, harness.LAYOUTS[layout], {"mtp_num_layers": None}
+    ).items():
         setattr(provider, name, value)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, folder / "out", show_progress=False)

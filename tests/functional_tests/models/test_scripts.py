@@ -11,9 +11,25 @@ EXAMPLES = ROOT / "examples" / "conversion"
 
 
 def test_round_trip_over_two_processes(two_workers, tmp_path):
-    make_llama(tmp_path / "hf", num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3, hidden_size=45)
+    make_llama(
+        tmp_path / "hf",
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        hidden_size=45,
+    )
     script = EXAMPLES / "hf_megatron_roundtrip_multi_gpu.py"
-    words = [script, "--hf-model-id", tmp_path / "hf", "--tp", 2, "--pp", 1, "--output-dir", tmp_path / "out"]
+    words = [
+        script,
+        "--hf-model-id",
+        tmp_path / "hf",
+        "--tp",
+        2,
+        "--pp",
+        1,
+        "--output-dir",
+        tmp_path / "out",
+    ]
     (code, said), other = two_workers.run(as_script, ROOT, words)
     assert code == other[0] == 0, said
     assert "3 query groups are padded for --tp 2" in said
@@ -24,4 +40,7 @@ def test_round_trip_over_two_processes(two_workers, tmp_path):
 
 def test_a_users_mistake_is_one_line_and_exit_code_1(tmp_path):
     words = [EXAMPLES / "convert_checkpoints.py", "--hf-model", tmp_path, "--output-dir", tmp_path]
-    assert as_script(ROOT, words) == (1, f"error: {tmp_path} is not a Hugging Face model: it has no config.json\n")
+    assert as_script(ROOT, words) == (
+        1,
+        f"error: {tmp_path} is not a Hugging Face model: it has no config.json\n",
+    )

@@ -32,20 +32,28 @@ def import_both_ways(case, layout, folder):
     bridge, model = harness.build(case, layout)
     bridge.save_megatron_model(model, folder / "whole")
     provider = bridge.to_megatron_provider(load_weights=False)
-    for name, value in harness.settings(provider, harness.LAYOUTS[layout], case.row.provider).items():
+    for name, value in harness.settings(
+        provider, harness.LAYOUTS[layout], case.row.provider
+    ).items():
         setattr(provider, name, value)
     bridge.save_megatron_checkpoint(provider, folder / "streamed", show_progress=False)
 
 
 def export(case, layout, folder, breaks_on=None):
     """Export what was imported; the message of the error, if there is one."""
-    bridge, read, device = AutoBridge.from_hf_pretrained(case.checkpoint), loading.read, torch.cuda.current_device
+    bridge, read, device = (
+        AutoBridge.from_hf_pretrained(case.checkpoint),
+        loading.read,
+        torch.cuda.current_device,
+    )
     try:
         torch.cuda.current_device = in_main_thread(device)
         streaming.AHEAD = 10_000  # many reads
         if distributed.rank() == breaks_on:
             loading.read = broken
-        bridge.export_ckpt(folder / "streamed", folder / "out", show_progress=False, mp_overrides=sizes(layout))
+        bridge.export_ckpt(
+            folder / "streamed", folder / "out", show_progress=False, mp_overrides=sizes(layout)
+        )
     except UserError as error:
         return str(error)
     finally:
@@ -68,14 +76,24 @@ def broken(state, directory):
 
 
 def contents(directory):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.rglob("*.distcp")}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*.distcp")
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "first", "second"),
-    [("llama_tied", "tp2", "vp2"), ("mixtral", "ep2", "etp2"), ("gpt_oss", "tp2", "ep2"), ("gemma2", "pp2", "tp2")],
+    [
+        ("llama_tied", "tp2", "vp2"),
+        ("mixtral", "ep2", "etp2"),
+        ("gpt_oss", "tp2", "ep2"),
+        ("gemma2", "pp2", "tp2"),
+    ],
 )
-def test_ranks_write_the_same_files_and_export_from_any_layout(two_workers, family_case, tmp_path, name, first, second):
+def test_ranks_write_the_same_files_and_export_from_any_layout(
+    two_workers, family_case, tmp_path, name, first, second
+):
     case = family_case(name)
     two_workers.run(import_both_ways, case, first, tmp_path)
     assert len(contents(tmp_path / "whole")) == 2
@@ -100,7 +118,9 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole_and_can_be_run_agai
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["import"] == [[KILLED, [], False]] * len(killed.IMPORTS)
-    assert found["export"] == [[KILLED, False, True]] * len(killed.EXPORTS)  # what was begun has another name
+    assert found["export"] == [[KILLED, False, True]] * len(
+        killed.EXPORTS
+    )  # what was begun has another name
     assert (found["import again"], found["export again"]) == (0, 0)
     assert found["import equal"]
     assert found["export equal"]

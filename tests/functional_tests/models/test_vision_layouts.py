@@ -7,7 +7,9 @@ from tests.families.vision import harness
 from tests.families.vision.rows import ROWS
 
 TWO = [
-    pytest.param(row.name, layout, marks=() if row.name == "qwen2_5_vl" or place == 0 else pytest.mark.slow)
+    pytest.param(
+        row.name, layout, marks=() if row.name == "qwen2_5_vl" or place == 0 else pytest.mark.slow
+    )
     for row in ROWS.values()
     for place, layout in enumerate(row.layouts)
 ]
@@ -16,7 +18,9 @@ FOUR = [(row.name, layout) for row in ROWS.values() for layout in row.four]
 
 def check(pool, case, layout, output):
     found = pool.run(harness.numbers_and_bytes, case, layout, output)
-    assert not any(found), "\n".join(dict.fromkeys(problem for problems in found for problem in problems))
+    assert not any(found), "\n".join(
+        dict.fromkeys(problem for problems in found for problem in problems)
+    )
 
 
 @pytest.mark.parametrize(("name", "layout"), TWO)

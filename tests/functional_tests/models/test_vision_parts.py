@@ -19,7 +19,9 @@ def adapter_gradients(case, layout):
     provider = bridge.to_megatron_provider()
     for name, value in harness.LAYOUTS[layout].items():
         setattr(provider, name, value)
-    method = LoRA(target_modules=TARGETS, dim=4, lora_A_init_method="zero", lora_B_init_method="xavier")
+    method = LoRA(
+        target_modules=TARGETS, dim=4, lora_A_init_method="zero", lora_B_init_method="xavier"
+    )
     provider.register_pre_wrap_hook(method)
     model = provider.provide_distributed_model()
     harness.forward_backward(model, case.samples(bridge.hf_config), case.row)
@@ -27,7 +29,10 @@ def adapter_gradients(case, layout):
         for parameter in unwrap(model[0]).parameters():
             if parameter.requires_grad:
                 parameter.copy_(parameter.main_grad)
-    return {name: value.clone() for name, value in bridge.export_adapter_weights(model, show_progress=False)}
+    return {
+        name: value.clone()
+        for name, value in bridge.export_adapter_weights(model, show_progress=False)
+    }
 
 
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "cp2"])
@@ -44,7 +49,9 @@ def test_adapters_of_the_tower(two_workers, run_in_process, vision_case, layout)
 
 def refusal(case):
     """What building the model of this rank says."""
-    provider = AutoBridge.from_hf_pretrained(case.checkpoint).to_megatron_provider(load_weights=False)
+    provider = AutoBridge.from_hf_pretrained(case.checkpoint).to_megatron_provider(
+        load_weights=False
+    )
     provider.pipeline_model_parallel_size, provider.num_layers_in_first_pipeline_stage = 2, 1
     try:
         provider.provide_distributed_model(wrap_with_ddp=False)

@@ -37,7 +37,11 @@ METHODS = {
     "dora": DoRA(dim=4, alpha=8),
     "canonical": CanonicalLoRA(dim=4, alpha=8),
     "last_layer": LoRA(target_modules=["*.layers.1.*"], dim=4, alpha=8),
-    "router": LoRA(target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8),
+    "router": LoRA(
+        target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"],
+        dim=4,
+        alpha=8,
+    ),
 }
 DENSE = {
     "lora pp2": ("lora", PP2),
@@ -102,7 +106,9 @@ def compare(directory, tmp_path, pool, cases):
             assert found is None or found == pytest.approx(losses, abs=TOLERANCE), name
             assert theirs.keys() == tensors.keys(), name
             for key, tensor in tensors.items():
-                np.testing.assert_allclose(theirs[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name} {key}")
+                np.testing.assert_allclose(
+                    theirs[key], tensor, rtol=TOLERANCE, atol=TOLERANCE, err_msg=f"{name} {key}"
+                )
         assert any(rank[name][0] is not None for rank in ranks)
 
 
@@ -129,13 +135,17 @@ def test_tensor_parallel_against_peft(llama, tmp_path, two_workers):
     for found, tensors in ranks:
         assert found == pytest.approx(losses, abs=TOLERANCE)
         for name, tensor in tensors.items():
-            np.testing.assert_allclose(tensor, saved[name].numpy(), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+            np.testing.assert_allclose(
+                tensor, saved[name].numpy(), rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+            )
 
 
 def dropped_out(directory, position, layout):
     """Losses with dropout, and the factors that both ranks hold as a whole, after some steps."""
     torch.manual_seed(0)
-    _, model = adapted(Path(directory), LoRA(dim=4, alpha=8, dropout=0.5, dropout_position=position), layout)
+    _, model = adapted(
+        Path(directory), LoRA(dim=4, alpha=8, dropout=0.5, dropout_position=position), layout
+    )
     losses = train(model, STEPS)
     whole = {
         name: one.detach().numpy().copy()
@@ -156,16 +166,22 @@ def test_dropout_leaves_shared_factors_shared(llama, two_workers):
     first, second = two_workers.run(all_dropped_out, str(llama))
     for (losses, whole), (other_losses, other_whole) in zip(first, second, strict=True):
         assert losses == pytest.approx(other_losses, abs=TOLERANCE)
-        assert len(whole) == 8  # one of two factors beside each of four linear layers, in two layers
+        assert (
+            len(whole) == 8
+        )  # one of two factors beside each of four linear layers, in two layers
         for name, factor in whole.items():
             np.testing.assert_array_equal(factor, other_whole[name], err_msg=name)
     (_, inputs), _, (_, outputs), _ = first
-    assert all(np.abs(inputs[name] - outputs[name]).max() > 1e-6 for name in inputs)  # something was dropped
+    assert all(
+        np.abs(inputs[name] - outputs[name]).max() > 1e-6 for name in inputs
+    )  # something was dropped
 
 
 def experts_start_and_end(directory):
     """Ten steps of adapters on experts that are cut over two ranks: everything before and after."""
-    bridge, model = adapted(Path(directory), test_parity.ROUTED, {**SP2, "expert_tensor_parallel_size": 2})
+    bridge, model = adapted(
+        Path(directory), test_parity.ROUTED, {**SP2, "expert_tensor_parallel_size": 2}
+    )
     found = [numbers(bridge, model), train(model, 10), numbers(bridge, model)]
     forget_model_parallel()
     return found
@@ -186,7 +202,9 @@ def joined(first, second):
 
 
 def test_experts_cut_over_ranks_against_peft(experts, two_workers):
-    (start, losses, end), (other_start, other_losses, other_end) = two_workers.run(experts_start_and_end, experts)
+    (start, losses, end), (other_start, other_losses, other_end) = two_workers.run(
+        experts_start_and_end, experts
+    )
     tensors = {name: torch.from_numpy(tensor) for name, tensor in start[0].items()}
     factors = joined(start[1], other_start[1])
     theirs = test_parity.reference_with_experts("qwen3_moe", test_parity.ROUTED, tensors, factors)

@@ -17,7 +17,11 @@ from tests.toy_run import Record
 from tests.unit_tests.peft.test_runs import STEPS, config_of
 from tests.workers import forget_model_parallel
 
-OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAP = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
 FSDP2 = "FSDP2"
 CASES = {
     "dora dp2, gathered while it computes": (DoRA(dim=4), {}, OVERLAP),
@@ -42,7 +46,9 @@ def run(base, method, layout, ddp, save=None, stop=None):
     run = finetune(config, forward_step, [record])
     bridge = AutoBridge.from_hf_pretrained(base)
     merged = dict(bridge.export_hf_weights(run.model, show_progress=False))
-    tensors = {name: tensor.numpy() for name, tensor in (exported(bridge, run.model) | merged).items()}
+    tensors = {
+        name: tensor.numpy() for name, tensor in (exported(bridge, run.model) | merged).items()
+    }
     forget_model_parallel()
     return record.losses, tensors
 
@@ -79,7 +85,10 @@ def test_runs_are_those_of_one_process(llama, two_workers):
 
 
 HALVES = {
-    "stages": (({"tensor_model_parallel_size": 2}, {}), ({"pipeline_model_parallel_size": 2}, OVERLAP)),
+    "stages": (
+        ({"tensor_model_parallel_size": 2}, {}),
+        ({"pipeline_model_parallel_size": 2}, OVERLAP),
+    ),
     "FSDP2": (({}, {"use_megatron_fsdp": True}), ({}, FSDP2)),
     "Megatron-FSDP": (({"tensor_model_parallel_size": 2}, {}), ({}, {"use_megatron_fsdp": True})),
 }

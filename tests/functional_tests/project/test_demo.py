@@ -14,7 +14,15 @@ def test_demo(tmp_path):
     arguments = f"--steps 6 --out {tmp_path / 'demo'}"
     subprocess.run(["make", "demo", f"ARGS={arguments}"], cwd=ROOT, check=True)
     model = tmp_path / "demo" / "SmolLM2-135M-Shakespeare"
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "loss.png", "run_config.yaml"):
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "loss.png",
+        "run_config.yaml",
+    ):
         assert (model / name).stat().st_size
     robot = tmp_path / "demo" / "SmolLM2-135M-Robot"
-    assert (robot / "model.safetensors").stat().st_size == (model / "model.safetensors").stat().st_size
+    assert (robot / "model.safetensors").stat().st_size == (
+        model / "model.safetensors"
+    ).stat().st_size

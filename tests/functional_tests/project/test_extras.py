@@ -17,9 +17,21 @@ OFFLINE = ("error sending request", "dns error", "network connectivity is disabl
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_resolves_and_leaves_torch_alone(extra):
     platform = ["--python-platform", OF_GLIBC[extra]] if extra in OF_GLIBC else []
-    command = ["scripts/uv.sh", "pip", "install", "--python", ".venv/bin/python", "--dry-run", *platform]
+    command = [
+        "scripts/uv.sh",
+        "pip",
+        "install",
+        "--python",
+        ".venv/bin/python",
+        "--dry-run",
+        *platform,
+    ]
     done = subprocess.run(
-        [*command, "--no-build-isolation", f".[{extra}]"], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "--no-build-isolation", f".[{extra}]"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if any(sign in done.stderr.lower() for sign in OFFLINE):
         pytest.skip("offline")

@@ -26,9 +26,13 @@ CHAT_TEMPLATE = (
 def make_model(path):
     """A Llama of two layers and a tokenizer of some words, in Hugging Face format."""
     words = sorted({word for line in LINES for word in line.split()} | {"user", "assistant"})
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["<eos>", *words])}, "<eos>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(["<eos>", *words])}, "<eos>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=CHAT_TEMPLATE)
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
     saved.save_pretrained(path)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -107,7 +111,9 @@ def getting_started(folder, output):
     assert "2 36 9" in output.splitlines()
     assert same_weights(folder / DEMO, folder / "runs/python/hf")
     assert (folder / "runs/text/plays.bin").stat().st_size
-    steps = [json.loads(line) for line in (folder / "runs/plays/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line) for line in (folder / "runs/plays/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps[-1]["step"] == 5
 
 
@@ -119,4 +125,6 @@ def same_weights(left: Path, right: Path):
     from safetensors.torch import load_file
 
     ours, theirs = load_file(left / "model.safetensors"), load_file(right / "model.safetensors")
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )

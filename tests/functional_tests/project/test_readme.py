@@ -30,7 +30,9 @@ def folder(tmp_path):
     """A working directory with conversations, and a cache of the hub with a toy in the place of the model."""
     toy = json.loads((ROOT / "examples/models/qwen/qwen3.json").read_text())
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**toy | {"vocab_size": 512, "num_hidden_layers": 2}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**toy | {"vocab_size": 512, "num_hidden_layers": 2})
+    )
     cached = hub_cache.snapshot_folder(tmp_path / "hub", MODEL)
     model.to(torch.bfloat16).save_pretrained(cached)
     AutoTokenizer.from_pretrained(DATA / "tokenizer").save_pretrained(cached)
@@ -49,7 +51,10 @@ def execute(source, folder):
 
 def shortened(source):
     """Four steps of two samples."""
-    for written, small in (("train_iters=20", "train_iters=4"), ("global_batch_size=8", "global_batch_size=2")):
+    for written, small in (
+        ("train_iters=20", "train_iters=4"),
+        ("global_batch_size=8", "global_batch_size=2"),
+    ):
         assert written in source
         source = source.replace(written, small)
     return source
@@ -58,7 +63,9 @@ def shortened(source):
 def measured(page):
     """The table of what has been measured on which hardware."""
     text = (ROOT / page).read_text()
-    return re.search(r"^\| what \| hardware .*?\n(?=\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)[0]
+    return re.search(r"^\| what \| hardware .*?\n(?=\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)[
+        0
+    ]
 
 
 def test_both_pages_show_the_same():
@@ -68,19 +75,30 @@ def test_both_pages_show_the_same():
 
 def test_nobody_can_believe_that_more_ran_on_a_gpu():
     """One card was there; what needs more, or was not reached on it, says so."""
-    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in measured("README.md").splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:4]]
+        for row in measured("README.md").splitlines()[2:]
+    ]
     elsewhere = [row for row in rows if "CPU" not in row[1]]
     assert [result == "not run yet" for _, _, result in elsewhere] == [False] * 3 + [True] * 4
-    assert all((hardware == "one H100") == (result != "not run yet") for _, hardware, result in elsewhere)
+    assert all(
+        (hardware == "one H100") == (result != "not run yet") for _, hardware, result in elsewhere
+    )
 
 
 def test_six_lines(two_workers, folder):
     assert two_workers.run(execute, shortened(snippet("README.md")), folder) == [2, 2]
     with hub_cache.only(folder / "hub"):
-        before, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), Path(snapshot_download(MODEL))
+        before, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(MODEL),
+            Path(snapshot_download(MODEL)),
+        )
     after = AutoModelForCausalLM.from_pretrained(folder / "tuned")
     assert before.config.to_dict().keys() == after.config.to_dict().keys()
     pairs = zip(before.parameters(), after.parameters(), strict=True)
     # the gain of a norm, 1 in bf16, may round to itself after so few steps
     assert not any(torch.equal(old, new) for old, new in pairs if old.dim() > 1)
-    assert Path(folder / "tuned/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+    assert (
+        Path(folder / "tuned/tokenizer.json").read_bytes()
+        == (tokenizer / "tokenizer.json").read_bytes()
+    )

@@ -57,7 +57,9 @@ def test_speed_is_in_tokens():
 def test_the_command():
     words = "--size toy --seq-length 256 --rounds 1 --steps 1 --wait 1 --threads 1 --layout packed --precision bf16"
     command = [sys.executable, "-m", "benchmarks", "vision_training", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "first loss" in done.stdout
     for name in ("| Megatron Bridge | ", "| HF Trainer | ", "| packed, bf16 | "):

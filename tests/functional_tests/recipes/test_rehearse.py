@@ -7,7 +7,13 @@ import pytest
 
 from megatron.bridge.cli.main import main
 
-PAIR = ("--recipe", "smollm2_135m_pretrain_config", "model.tensor_model_parallel_size=2", "--world-size", "2")
+PAIR = (
+    "--recipe",
+    "smollm2_135m_pretrain_config",
+    "model.tensor_model_parallel_size=2",
+    "--world-size",
+    "2",
+)
 PADDED = ("model.make_query_groups_divisible_by=2", "model.sequence_parallel=true")
 
 
@@ -26,8 +32,16 @@ def rehearsed(capfd, *arguments):
 def test_a_run_over_two_ranks(folder, capfd):
     code, lines = rehearsed(capfd, *PAIR, *PADDED)
     assert code == 0, lines[-1]
-    proven = [line.partition(":")[2].partition(":")[0].strip() for line in lines if line.startswith("proven")]
-    assert proven == ["layout, data and forward step", "checkpoint and resume", "export to Hugging Face"]
+    proven = [
+        line.partition(":")[2].partition(":")[0].strip()
+        for line in lines
+        if line.startswith("proven")
+    ]
+    assert proven == [
+        "layout, data and forward step",
+        "checkpoint and resume",
+        "export to Hugging Face",
+    ]
     assert "as 2 processes = tensor 2, at toy width over gloo" in lines
     assert list(folder.glob("megatron-bridge-*")) == [], "something was left"
 
@@ -39,7 +53,13 @@ def test_what_fails_is_named(folder, capfd, monkeypatch):
     )
     monkeypatch.chdir(folder / "steps")
     code, lines = rehearsed(
-        capfd, "--recipe", "llama32_1b_pretrain_config", "--world-size", "1", "--step_func", "broken.step"
+        capfd,
+        "--recipe",
+        "llama32_1b_pretrain_config",
+        "--world-size",
+        "1",
+        "--step_func",
+        "broken.step",
     )
     assert code == 1
     assert "the rehearsal failed: training, rank 0: ValueError: this step is broken" in lines[-1]
@@ -60,8 +80,20 @@ def test_a_run_with_a_vision_tower(folder, capfd):
         ("--recipe", "qwen3_235b_a22b_pretrain_config"),
         ("--recipe", "deepseek_v3_pretrain_config"),
         ("--recipe", "gemma3_12b_finetune_config", "checkpoint.pretrained_checkpoint=x"),
-        ("--recipe", "llama3_70b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
-        ("--recipe", "gpt_oss_20b_finetune_config", "--mode", "lora", "checkpoint.pretrained_checkpoint=x"),
+        (
+            "--recipe",
+            "llama3_70b_finetune_config",
+            "--mode",
+            "lora",
+            "checkpoint.pretrained_checkpoint=x",
+        ),
+        (
+            "--recipe",
+            "gpt_oss_20b_finetune_config",
+            "--mode",
+            "lora",
+            "checkpoint.pretrained_checkpoint=x",
+        ),
         ("--recipe", "qwen2_vl_2b_finetune_config"),
         ("--recipe", "qwen25_vl_7b_finetune_config"),
         ("--recipe", "qwen3_vl_30b_a3b_finetune_config"),

@@ -66,12 +66,28 @@ def test_every_recipe_is_rehearsed(name):
 
 
 def test_fine_tuning_starts_from_a_checkpoint(tmp_path):
-    toy = [item for item in [*TOY, *ONE_PROCESS] if not item.startswith(("train.train_iters", "train.global"))]
+    toy = [
+        item
+        for item in [*TOY, *ONE_PROCESS]
+        if not item.startswith(("train.train_iters", "train.global"))
+    ]
     toy += ["train.global_batch_size=8"]
     first, second = tmp_path / "pretrained", tmp_path / "tuned"
-    learn = ["train.train_iters=30", "optimizer.lr=1e-2", f"checkpoint.save={first}", "mixed_precision=fp32"]
+    learn = [
+        "train.train_iters=30",
+        "optimizer.lr=1e-2",
+        f"checkpoint.save={first}",
+        "mixed_precision=fp32",
+    ]
     assert main(["train", "--recipe", "llama3_8b_pretrain_config", *toy, *learn]) == 0
-    tune = ["train", "--recipe", "llama3_8b_finetune_config", *toy, "train.train_iters=2", f"checkpoint.save={second}"]
+    tune = [
+        "train",
+        "--recipe",
+        "llama3_8b_finetune_config",
+        *toy,
+        "train.train_iters=2",
+        f"checkpoint.save={second}",
+    ]
     assert main(tune) == 1
     assert main([*tune, f"checkpoint.pretrained_checkpoint={first}"]) == 0
     assert losses(first)[0] > 4.5, "a random model knows nothing of 128 tokens (ln 128 = 4.85)"
@@ -84,7 +100,9 @@ def test_script_runs_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
     command += ["--recipe", "llama32_1b_pretrain_config", *TOY, *overrides]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "layout: 2 processes = tensor 2 x pipeline 1 x context 1 x data 1" in done.stderr
     text = (tmp_path / "run_config.yaml").read_text()

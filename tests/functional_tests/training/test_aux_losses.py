@@ -43,7 +43,8 @@ def test_further_tokens(model, monkeypatch):
     expected = tracker.tracker["loss_values"].tolist()
     assert theirs.further == {}
     assert ours.further == {
-        f"mtp_{depth} loss": [pytest.approx(value, rel=1e-6)] for depth, value in enumerate(expected, 1)
+        f"mtp_{depth} loss": [pytest.approx(value, rel=1e-6)]
+        for depth, value in enumerate(expected, 1)
     }
     assert min(parity.moved(ours).values()) > 5e-6
     weights, reference = whole_weights([ours]), whole_weights([theirs])

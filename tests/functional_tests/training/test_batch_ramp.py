@@ -6,7 +6,12 @@ import json
 import pytest
 
 from megatron.bridge.checkpoint import paths
-from megatron.bridge.training.config import LoggerConfig, OptimizerConfig, SchedulerConfig, ValidationConfig
+from megatron.bridge.training.config import (
+    LoggerConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    ValidationConfig,
+)
 from tests.functional_tests.checkpoint.runs import DROPOUT, STEPS, run_to
 from tests.toy_run import run_toy
 
@@ -34,7 +39,9 @@ def test_samples_keep_their_order(two_workers):
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_run_resumes_in_the_midst_of_the_ramp(two_workers, tmp_path, stop):
     arguments = {**RAMP, "model": DROPOUT}
-    undisturbed = two_workers.run(run_to, tmp_path, STEPS, {**arguments, "checkpoint": {"save_interval": stop}})
+    undisturbed = two_workers.run(
+        run_to, tmp_path, STEPS, {**arguments, "checkpoint": {"save_interval": stop}}
+    )
     paths.write_tracker(tmp_path, stop)
     assert two_workers.run(run_to, tmp_path, STEPS, arguments) == undisturbed
 
@@ -50,7 +57,10 @@ def test_two_processes_learn_what_one_does(two_workers, run_in_process):
 
 def test_evaluation_keeps_its_batches_and_the_log_tells_the_size(run_in_process, tmp_path):
     """With weights that stand still, what is held out has one loss, whatever the training batch."""
-    still = {"optimizer": OptimizerConfig(lr=1e-30), "validation": ValidationConfig(eval_interval=1, eval_iters=1)}
+    still = {
+        "optimizer": OptimizerConfig(lr=1e-30),
+        "validation": ValidationConfig(eval_interval=1, eval_iters=1),
+    }
     train = {"train_iters": STEPS, "micro_batch_size": 1}
     logger = LoggerConfig(log_interval=1, log_dir=str(tmp_path))
     ramped = run_toy({**still, "train": {**TRAIN, **train}, "logger": logger})

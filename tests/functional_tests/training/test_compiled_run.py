@@ -57,13 +57,17 @@ def with_compiled_kernels(monkeypatch):
     monkeypatch.setattr(compiled, "can_compile", lambda: True)
     monkeypatch.setattr(eager, "install", compiled.install)
     monkeypatch.setattr(
-        norms.RMSNorm, "forward", lambda norm, x: compiled.rms_norm(x, norm.weight, norm.eps, norm.zero_centered_gamma)
+        norms.RMSNorm,
+        "forward",
+        lambda norm, x: compiled.rms_norm(x, norm.weight, norm.eps, norm.zero_centered_gamma),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16_mixed", 2e-2)])
-def test_a_run_with_compiled_kernels_is_the_eager_one(request, run_in_process, precision, tolerance):
+def test_a_run_with_compiled_kernels_is_the_eager_one(
+    request, run_in_process, precision, tolerance
+):
     """Nothing is compiled after the second step; a break of a graph would be an error."""
     expected, _ = run(precision)
     request.getfixturevalue("with_compiled_kernels")

@@ -8,7 +8,11 @@ from megatron.bridge.training.config import DistributedDataParallelConfig
 from tests import recorded_graph
 from tests.toy_run import run_toy
 
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+OVERLAP = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+}
 STAGES = {"pipeline_model_parallel_size": 2}
 CASES = {
     "data": {"ddp": OVERLAP},
@@ -16,7 +20,12 @@ CASES = {
     "context": {"model": {"context_parallel_size": 2}},
     "pipeline": {"model": STAGES | {"batch_p2p_sync": False}},
     "virtual pipeline": {
-        "model": STAGES | {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+        "model": STAGES
+        | {
+            "virtual_pipeline_model_parallel_size": 2,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
     },
 }
 
@@ -30,7 +39,9 @@ class CaptureAfterOne(Callback):
 
 
 def settings(case):
-    own = {"ddp": DistributedDataParallelConfig(**CASES[case]["ddp"])} if "ddp" in CASES[case] else {}
+    own = (
+        {"ddp": DistributedDataParallelConfig(**CASES[case]["ddp"])} if "ddp" in CASES[case] else {}
+    )
     return {"train": {"train_iters": 5}, "model": dict(CASES[case].get("model", {})), **own}
 
 

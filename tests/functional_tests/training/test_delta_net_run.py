@@ -15,13 +15,24 @@ from tests.toy_run import SEQUENCE, Record, toy_config, whole_weights
 
 STEPS = 4
 LAYOUTS = {
-    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+    "tp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    },
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
 }
 
 
-MODELS = ("qwen3_next", "nemotron_h_experts", "deci", "granitemoehybrid", "gemma4", "gemma4_experts")
+MODELS = (
+    "qwen3_next",
+    "nemotron_h_experts",
+    "deci",
+    "granitemoehybrid",
+    "gemma4",
+    "gemma4_experts",
+)
 REFUSED = {("granitemoehybrid", "cp2"), ("gemma4", "pp2")}
 IN_CI = {("qwen3_next", "tp2"), ("nemotron_h_experts", "cp2"), ("deci", "pp2")}
 LIKE_OTHERS = ("granitemoehybrid", "gemma4")
@@ -35,7 +46,10 @@ CELLS = [
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(model, marks=[pytest.mark.slow] * (model in LIKE_OTHERS)) for model in MODELS]
+    scope="module",
+    params=[
+        pytest.param(model, marks=[pytest.mark.slow] * (model in LIKE_OTHERS)) for model in MODELS
+    ],
 )
 def toy(tmp_path_factory, request):
     """A checkpoint with random numbers."""
@@ -51,7 +65,9 @@ def train(directory, layout, steps=STEPS, save=None):
         setattr(provider, name, value)
     if not provider.num_moe_experts:
         provider.expert_tensor_parallel_size = None
-    config = toy_config(train={"train_iters": steps}, checkpoint=CheckpointConfig(save=save and str(save)))
+    config = toy_config(
+        train={"train_iters": steps}, checkpoint=CheckpointConfig(save=save and str(save))
+    )
     config.model, config.scheduler.lr_decay_iters = provider, STEPS
     record = Record()
     try:
@@ -74,7 +90,9 @@ def test_it_goes_on_from_its_checkpoint_bitwise(toy, single, tmp_path):
     assert before.losses + after.losses == single.losses
     weights, expected = whole_weights([after]), whole_weights([single])
     assert weights.keys() == expected.keys()
-    assert [name for name, weight in expected.items() if not torch.equal(weights[name], weight)] == []
+    assert [
+        name for name, weight in expected.items() if not torch.equal(weights[name], weight)
+    ] == []
 
 
 @pytest.mark.parametrize(("toy", "layout"), CELLS, indirect=["toy"])

@@ -9,7 +9,11 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatron.bridge.data.config import DatasetRequest
 from megatron.bridge.data.tokenizer import NullTokenizer
-from megatron.bridge.training.config import DistributedDataParallelConfig, DistributedInitConfig, ValidationConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    ValidationConfig,
+)
 from megatron.bridge.training.distillation.cache_teacher import precompute
 from tests.functional_tests.data.test_packed_gradients import LENGTHS, dataset
 from tests.toy_distill import HIDDEN, LEARN, run_student, save_teacher, student_config
@@ -20,7 +24,12 @@ PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
 TP2 = {"tensor_model_parallel_size": 2}
 TOP = {**LEARN, "top_k": 8}  # the 8th and 9th differ by 4e-4 at least: rounding does not swap them
 CP2 = {"context_parallel_size": 2}
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 32}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "moe_ffn_hidden_size": 32,
+}
 EXPERTS |= {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.0}
 CASES = {
     "sp2 hidden": (HIDDEN, {**TP2, "sequence_parallel": True}),
@@ -40,7 +49,9 @@ STEPS = 3
 
 
 def run(teacher, learn, layout, **blocks):
-    record, losses = run_student(teacher, learn, model=dict(layout), train={"train_iters": STEPS}, **blocks)
+    record, losses = run_student(
+        teacher, learn, model=dict(layout), train={"train_iters": STEPS}, **blocks
+    )
     return record, losses.train, losses.valid
 
 
@@ -57,16 +68,23 @@ def teacher(tmp_path_factory):
 def alone(teacher):
     """The runs of one process."""
     torch.set_num_threads(1)
-    found = {name: run(teacher, learn, {}) for name, learn in (("hidden", HIDDEN), ("top", TOP), ("kl", LEARN))}
+    found = {
+        name: run(teacher, learn, {})
+        for name, learn in (("hidden", HIDDEN), ("top", TOP), ("kl", LEARN))
+    }
     leave()
     return found
 
 
 def compare(ranks, alone, cases):
     for name, (learn, *_) in cases.items():
-        expected, train, valid = alone["hidden" if learn is HIDDEN else "top" if learn is TOP else "kl"]
+        expected, train, valid = alone[
+            "hidden" if learn is HIDDEN else "top" if learn is TOP else "kl"
+        ]
         for rank in ranks:
-            for found, wanted in zip([*rank[name][1], *rank[name][2]], [*train, *valid], strict=True):
+            for found, wanted in zip(
+                [*rank[name][1], *rank[name][2]], [*train, *valid], strict=True
+            ):
                 assert found == pytest.approx(wanted, rel=2e-6), name
         compare_weights([rank[name][0] for rank in ranks], expected, name)
 
@@ -116,8 +134,18 @@ def share_experts(teacher):
 def test_experts_over_ranks(tmp_path, two_workers):
     """Of the student and of the teacher."""
     torch.manual_seed(0)
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": VOCABULARY, "num_hidden_layers": 8}
-    attention = {"hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 8,
+    }
+    attention = {
+        "hidden_size": 48,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = MixtralConfig(**sizes, **attention, initializer_range=0.15, sliding_window=None)
     MixtralForCausalLM(config).save_pretrained(tmp_path)
     expected, train, _ = run(tmp_path, HIDDEN, EXPERTS)
@@ -135,8 +163,13 @@ def test_experts_over_ranks(tmp_path, two_workers):
 def samples(tmp_path_factory):
     """Prompts and completions of very different lengths; the prompts are not learnt."""
     folder = tmp_path_factory.mktemp("samples")
-    numbers = [[" ".join(str(7 * place % 90) for place in range(length)) for length in both] for both in LENGTHS]
-    lines = [json.dumps({"prompt": prompt + " ", "completion": answer}) for prompt, answer in numbers]
+    numbers = [
+        [" ".join(str(7 * place % 90) for place in range(length)) for length in both]
+        for both in LENGTHS
+    ]
+    lines = [
+        json.dumps({"prompt": prompt + " ", "completion": answer}) for prompt, answer in numbers
+    ]
     (folder / "training.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -145,7 +178,12 @@ def packed_run(teacher, samples, kind, layout, learn):
     data = dataset(samples, kind, multiple=4 if layout.get("context_parallel_size") else None)
     rows = len(data.build(DatasetRequest((1, 0, 0), NullTokenizer(VOCABULARY))).train.rows)
     train = {"train_iters": 1, "micro_batch_size": 1, "global_batch_size": rows}
-    config = {"model": dict(layout), "train": train, "dataset": data, "validation": ValidationConfig()}
+    config = {
+        "model": dict(layout),
+        "train": train,
+        "dataset": data,
+        "validation": ValidationConfig(),
+    }
     if "cache" in learn:
         precompute(student_config(teacher, learn, **config | {"model": {}}))
         forget_model_parallel()
@@ -172,7 +210,11 @@ def test_packed_samples_learn_what_padded_ones_do(teacher, samples, tmp_path, tw
 
 
 def write(teacher, cache, layout):
-    precompute(student_config(teacher, {**TOP, "cache": cache}, model=dict(layout), train={"train_iters": STEPS}))
+    precompute(
+        student_config(
+            teacher, {**TOP, "cache": cache}, model=dict(layout), train={"train_iters": STEPS}
+        )
+    )
 
 
 def test_a_cache_is_read_in_another_layout_than_its_own(teacher, alone, tmp_path, two_workers):

@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from megatron.bridge.training.distillation import divergence
-from megatron.bridge.training.distillation.divergence import kl_divergence, top_kl_divergence, top_tokens
+from megatron.bridge.training.distillation.divergence import (
+    kl_divergence,
+    top_kl_divergence,
+    top_tokens,
+)
 from tests.fake_cuda import fake_cuda, fake_mode
 from tests.workers import forget_model_parallel, leave
 
@@ -71,7 +75,10 @@ def compare(size):
         value = ours(part)
         (value * weights).sum().backward()
         assert expected.min() > 0.01
-        found[name] = (value - expected).abs().max().item(), (part.grad - mine(whole.grad)).abs().max().item()
+        found[name] = (
+            (value - expected).abs().max().item(),
+            (part.grad - mine(whole.grad)).abs().max().item(),
+        )
     forget_model_parallel()
     return found
 
@@ -107,7 +114,9 @@ def test_two_ranks(two_workers):
 def test_blocks_change_nothing(group, monkeypatch):
     expected = kl_divergence(logits(2), logits(1), 1.0, group)
     monkeypatch.setattr(divergence, "BLOCK_LOGITS", 3 * VOCABULARY)
-    torch.testing.assert_close(kl_divergence(logits(2), logits(1), 1.0, group), expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        kl_divergence(logits(2), logits(1), 1.0, group), expected, rtol=0, atol=1e-14
+    )
 
 
 def test_a_gpu_gets_larger_blocks():
@@ -121,12 +130,15 @@ def test_the_named_tokens_are_the_likeliest(group):
     probs = (logits(1) / TEMPERATURE).log_softmax(-1)
     torch.testing.assert_close(found.log_probs, probs.topk(5).values)
     torch.testing.assert_close(found.ids, probs.topk(5).indices)
-    torch.testing.assert_close(found.log_probs.exp().sum(-1) + found.log_rest.exp(), torch.ones(7, 2).double())
+    torch.testing.assert_close(
+        found.log_probs.exp().sum(-1) + found.log_rest.exp(), torch.ones(7, 2).double()
+    )
 
 
 def test_more_named_tokens_say_more(group):
     bounds = [
-        top_kl_divergence(logits(2), top_tokens(logits(1), count, 1.0, group), 1.0, group) for count in (1, 5, 20)
+        top_kl_divergence(logits(2), top_tokens(logits(1), count, 1.0, group), 1.0, group)
+        for count in (1, 5, 20)
     ]
     whole = kl_divergence(logits(2), logits(1), 1.0, group)
     for less, more in zip(bounds, [*bounds[1:], whole], strict=True):

@@ -24,7 +24,12 @@ from megatron.bridge.training.dpo import dpo
 from tests.toy_run import SEQUENCE, VOCABULARY, save_llama, toy_config
 from tests.workers import forget_model_parallel, leave
 
-LENGTHS = [(2, 3, 9), (11, 5, 4), (1, 7, 2), (5, 5, 5)]  # of the prompts, the chosen and the rejected answers
+LENGTHS = [
+    (2, 3, 9),
+    (11, 5, 4),
+    (1, 7, 2),
+    (5, 5, 5),
+]  # of the prompts, the chosen and the rejected answers
 STEPS, RATE, EPSILON = 3, 2e-4, 1e-6
 LOSSES = {
     "sigmoid": DPOConfig(beta=0.4),
@@ -51,7 +56,8 @@ DESIRABLE = [True, False, True, True]
 def numbers():
     generator = torch.Generator().manual_seed(0)
     return [
-        [torch.randint(0, EOD, (length,), generator=generator).tolist() for length in lengths] for lengths in LENGTHS
+        [torch.randint(0, EOD, (length,), generator=generator).tolist() for length in lengths]
+        for lengths in LENGTHS
     ]
 
 
@@ -65,7 +71,10 @@ def places(tmp_path_factory):
     torch.manual_seed(1)
     save_llama(root / "other", **sizes, num_key_value_heads=4)
     names = ("prompt", "chosen", "rejected")
-    rows = [dict(zip(names, (" ".join(map(str, part)) + " " for part in pair), strict=True)) for pair in numbers()]
+    rows = [
+        dict(zip(names, (" ".join(map(str, part)) + " " for part in pair), strict=True))
+        for pair in numbers()
+    ]
     (root / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     labeled = root / "labeled"
     labeled.mkdir()
@@ -93,7 +102,8 @@ def run(root, settings, layout=None, peft=None, micro=1):
         model=layout,
         train={"train_iters": STEPS, "global_batch_size": len(LENGTHS), "micro_batch_size": micro},
         dataset=PreferenceDatasetConfig(
-            dataset_root=str(root / "labeled" if settings.loss_type == "kto" else root), seq_length=SEQUENCE
+            dataset_root=str(root / "labeled" if settings.loss_type == "kto" else root),
+            seq_length=SEQUENCE,
         ),
         optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON),
         scheduler=SchedulerConfig(lr_decay_style="constant"),
@@ -127,7 +137,10 @@ def log_probs(model, prompt, answer):
 def naive_loss(chosen, rejected, settings):
     """The published formulas for one pair; each argument has the log-probabilities of both models."""
     reduce = torch.mean if settings.loss_type == "ipo" else torch.sum
-    margin = sum(sign * (reduce(ours) - reduce(theirs)) for sign, (ours, theirs) in ((1, chosen), (-1, rejected)))
+    margin = sum(
+        sign * (reduce(ours) - reduce(theirs))
+        for sign, (ours, theirs) in ((1, chosen), (-1, rejected))
+    )
     if settings.loss_type == "ipo":
         return (margin - 0.5 / settings.beta) ** 2
     if settings.loss_type == "hinge":
@@ -138,7 +151,9 @@ def naive_loss(chosen, rejected, settings):
 
 def naive_losses(root, reference, settings):
     """Adam on all pairs, one by one."""
-    model, frozen = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("model", reference))
+    model, frozen = (
+        AutoModelForCausalLM.from_pretrained(root / name) for name in ("model", reference)
+    )
     optimizer = torch.optim.Adam(model.parameters(), RATE, (0.9, 0.999), EPSILON)
     found = []
     for _ in range(STEPS):
@@ -169,7 +184,9 @@ def test_losses_are_those_of_a_plain_loop(places, name):
 def test_without_a_reference_the_start_is_it(places):
     settings = LOSSES["sigmoid"]
     steps = alone(places, settings)
-    assert [step["dpo loss"] for step in steps] == pytest.approx(naive_losses(places, "model", settings), rel=2e-5)
+    assert [step["dpo loss"] for step in steps] == pytest.approx(
+        naive_losses(places, "model", settings), rel=2e-5
+    )
     assert steps[0]["reward margin"] == steps[0]["chosen reward"] == 0.0
     assert steps[-1]["reward margin"] > 0
     assert steps[-1]["reward accuracy"] > 0.5
@@ -177,10 +194,14 @@ def test_without_a_reference_the_start_is_it(places):
 
 def all_layouts(root, peft, layouts):
     settings = DPOConfig(beta=0.4, reference=None if peft else str(root / "other"))
-    return {name: run(root, settings, LAYOUTS[name], LoRA(dim=4) if peft else None) for name in layouts}
+    return {
+        name: run(root, settings, LAYOUTS[name], LoRA(dim=4) if peft else None) for name in layouts
+    }
 
 
-@pytest.mark.parametrize("peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "peft", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"]
+)
 def test_two_processes(places, two_workers, peft):
     """With adapters, each chunk is its own reference."""
     settings = DPOConfig(beta=0.4, reference=None if peft else str(places / "other"))
@@ -199,7 +220,9 @@ def in_half_a_row(model, prompt, answer):
 
 def naive_kto_losses(root, settings):
     """Adam on all answers, each beside its prompt with the answer to the next prompt; all share one estimate."""
-    model, frozen = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("model", "other"))
+    model, frozen = (
+        AutoModelForCausalLM.from_pretrained(root / name) for name in ("model", "other")
+    )
     optimizer = torch.optim.Adam(model.parameters(), RATE, (0.9, 0.999), EPSILON)
     prompts, answers = zip(*[(prompt, chosen) for prompt, chosen, _ in numbers()], strict=True)
 

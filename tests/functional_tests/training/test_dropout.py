@@ -55,7 +55,9 @@ INDEPENDENT = SHARE**2 + (1 - SHARE) ** 2
 
 @pytest.mark.parametrize("layout", ["TP2", "TP2+SP", "PP2"])
 def test_masks_of_hidden_states(two_workers, layout):
-    (one, scaled), (other, other_scaled) = two_workers.run(hidden_masks, parity.LAYOUTS[layout].model)
+    (one, scaled), (other, other_scaled) = two_workers.run(
+        hidden_masks, parity.LAYOUTS[layout].model
+    )
     assert scaled
     assert other_scaled
     check_share(one)

@@ -23,7 +23,10 @@ RECORDS = 10
 def folder(tmp_path):
     """Records that begin with their number."""
     for stem in ("training", "validation"):
-        lines = [json.dumps({"prompt": f"{number} 50", "completion": " 60 61"}) for number in range(RECORDS)]
+        lines = [
+            json.dumps({"prompt": f"{number} 50", "completion": " 60 61"})
+            for number in range(RECORDS)
+        ]
         (tmp_path / f"{stem}.jsonl").write_text("\n".join(lines))
     return tmp_path
 
@@ -67,10 +70,22 @@ def test_two_epochs_see_each_record_twice_also_after_a_resume(folder, tmp_path, 
 
 @pytest.mark.parametrize(
     ("epochs", "packed", "steps"),
-    [(1, False, 3), (1.5, False, 4), (1.2, False, 3), (0.1, False, 1), (8, True, 4)],  # two packed rows
+    [
+        (1, False, 3),
+        (1.5, False, 4),
+        (1.2, False, 3),
+        (0.1, False, 1),
+        (8, True, 4),
+    ],  # two packed rows
 )
 def test_epochs_become_steps(folder, epochs, packed, steps):
-    config = config_of(folder, epochs, {"train_iters": 7}, packed, scheduler=SchedulerConfig(lr_warmup_fraction=0.5))
+    config = config_of(
+        folder,
+        epochs,
+        {"train_iters": 7},
+        packed,
+        scheduler=SchedulerConfig(lr_warmup_fraction=0.5),
+    )
     resolved = resolve_run(config)
     train, rows = resolved.config.train, 2 if packed else RECORDS
     assert (train.train_iters, resolved.config.scheduler.lr_decay_iters) == (steps, steps)
@@ -84,7 +99,11 @@ def test_epochs_become_steps(folder, epochs, packed, steps):
 def test_without_reading_the_data_the_steps_stay_and_it_is_told(folder):
     resolved = config_of(folder, 3, {"train_iters": 7}).resolve(1)
     assert resolved.config.train.train_iters == 7
-    assert [note for note in resolved.notes if "train.num_epochs=3" in note and "train.train_iters=7" in note]
+    assert [
+        note
+        for note in resolved.notes
+        if "train.num_epochs=3" in note and "train.train_iters=7" in note
+    ]
 
 
 def test_what_has_no_epochs_is_refused(folder):
@@ -99,7 +118,15 @@ def test_what_has_no_epochs_is_refused(folder):
 
 
 def test_the_command_line(folder, capsys):
-    words = ["train", "--recipe", "llama32_1b_finetune_config", "--data", str(folder), "--dry-run", "--summary"]
+    words = [
+        "train",
+        "--recipe",
+        "llama32_1b_finetune_config",
+        "--data",
+        str(folder),
+        "--dry-run",
+        "--summary",
+    ]
     words += ["tokenizer={tokenizer_type: NullTokenizer, vocab_size: 96}", "model.vocab_size=96"]
     words += [
         "tokenizer.tokenizer_model=null",

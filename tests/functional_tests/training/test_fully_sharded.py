@@ -58,7 +58,10 @@ class Held(Callback):
             if name != "step"
         ]
         gradients = [weight.grad for weight in weights if weight.grad is not None]
-        self.found = [sum(local_rows(tensor).numel() for tensor in kind) for kind in (weights, gradients, state)]
+        self.found = [
+            sum(local_rows(tensor).numel() for tensor in kind)
+            for kind in (weights, gradients, state)
+        ]
 
 
 def hold(arguments):
@@ -70,7 +73,10 @@ def hold(arguments):
 @pytest.mark.parametrize("precision", ["bf16_mixed", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_each_rank_holds_its_share_of_everything(two_workers, run_in_process, precision):
     found = two_workers.run(hold, {**FSDP2, "mixed_precision": precision})
-    alone = sum(weight.numel() for weight in whole_weights([run_toy({"train": {"train_iters": 1}})]).values())
+    alone = sum(
+        weight.numel()
+        for weight in whole_weights([run_toy({"train": {"train_iters": 1}})]).values()
+    )
     assert found == [[alone // 2, alone // 2, alone]] * 2
     config = toy_config(mixed_precision=precision, **FSDP2)
     config = config.resolve(2).config
@@ -93,10 +99,14 @@ def hold_buffers(arguments):
     return held.found, buffers.found
 
 
-@pytest.mark.parametrize("cut", [MEGATRON, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (STATE, GRADIENTS))])
+@pytest.mark.parametrize(
+    "cut", [MEGATRON, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (STATE, GRADIENTS))]
+)
 def test_each_rank_holds_an_equal_part_of_megatrons_buffers(two_workers, run_in_process, cut):
     found = two_workers.run(hold_buffers, {**cut, **BF16})
-    config = toy_config(mixed_precision="bf16_mixed", ddp=DistributedDataParallelConfig(**cut["ddp"]))
+    config = toy_config(
+        mixed_precision="bf16_mixed", ddp=DistributedDataParallelConfig(**cut["ddp"])
+    )
     config = config.resolve(2).config
     memory = memory_per_rank(config, 2)[0]
     share = memory.optimizer // 12  # master weights and two moments in fp32
@@ -106,11 +116,17 @@ def test_each_rank_holds_an_equal_part_of_megatrons_buffers(two_workers, run_in_
     weights = share if strategy == "optim_grads_params" else padded
     gradients = padded if strategy == "optim" else share
     assert [buffers for _, buffers in found] == [[weights, share, gradients]] * 2
-    for kind, count in enumerate((1, 1, 2)):  # rows of master weights, of their gradients, of both moments
+    for kind, count in enumerate(
+        (1, 1, 2)
+    ):  # rows of master weights, of their gradients, of both moments
         assert sum(held[kind] for held, _ in found) == count * memory.parameters
-    beside = memory.parameters if strategy == "optim_grads_params" else 0  # a toy is gathered as a whole
+    beside = (
+        memory.parameters if strategy == "optim_grads_params" else 0
+    )  # a toy is gathered as a whole
     assert memory.weights // 2 == pytest.approx(weights + beside, rel=0.01)
-    assert memory.gradients // 4 == pytest.approx(gradients + (0 if strategy == "optim" else padded), rel=0.01)
+    assert memory.gradients // 4 == pytest.approx(
+        gradients + (0 if strategy == "optim" else padded), rel=0.01
+    )
 
 
 RESUMED = {
@@ -139,7 +155,11 @@ RESUMED_IN_CI = ("bf16", "Megatron's, bf16")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in RESUMED_IN_CI)) for name in RESUMED]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in RESUMED_IN_CI))
+        for name in RESUMED
+    ],
 )
 def test_a_resumed_run_is_the_undisturbed_one(request, tmp_path, name):
     size, arguments = RESUMED[name]
@@ -170,9 +190,16 @@ def test_a_resumed_run_is_the_undisturbed_one(request, tmp_path, name):
         pytest.param(STATE, GAPS, "bf16_mixed", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_is_that_of_one_process(four_workers, run_in_process, tmp_path, cut, model, precision):
+def test_a_checkpoint_is_that_of_one_process(
+    four_workers, run_in_process, tmp_path, cut, model, precision
+):
     """Whatever is read from it: the whole tensors are equal, the optimizer's, too."""
-    arguments = {**MICRO, "model": model, "mixed_precision": precision, "checkpoint": {"save_interval": 2}}
+    arguments = {
+        **MICRO,
+        "model": model,
+        "mixed_precision": precision,
+        "checkpoint": {"save_interval": 2},
+    }
     four_workers.run(run_to, tmp_path / "sharded", 2, {**arguments, **cut})
     run_to(tmp_path / "whole", 2, arguments)
     found, expected = (tensors_of(paths.resolve(tmp_path / name)) for name in ("sharded", "whole"))
@@ -186,7 +213,10 @@ OTHERS = {
     "tp2": (FSDP2, {"model": TP2}),
     "dp2": (FSDP2, {}),
     "bf16 dp2": ({**FSDP2, **BF16}, BF16),
-    "experts": ({**FSDP2, "model": {**EXPERTS, **EP2}}, {"model": {**EXPERTS, **TP2, "sequence_parallel": True}}),
+    "experts": (
+        {**FSDP2, "model": {**EXPERTS, **EP2}},
+        {"model": {**EXPERTS, **TP2, "sequence_parallel": True}},
+    ),
     "Megatron's, tp2": (MEGATRON, {"model": TP2}),
     "Megatron's, FSDP2": (MEGATRON, FSDP2),
     "Megatron's, bf16 dp2": ({**MEGATRON, **BF16}, BF16),
@@ -196,14 +226,17 @@ OTHERS_IN_CI = ("tp2", "Megatron's, FSDP2")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OTHERS_IN_CI)) for name in OTHERS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in OTHERS_IN_CI)) for name in OTHERS],
 )
 def test_a_run_goes_on_under_another_layout_and_comes_back(two_workers, tmp_path, name):
     """Two steps each: sharded, otherwise, sharded again."""
     sharded, other = OTHERS[name]
     undisturbed = two_workers.run(run_to, None, STEPS, sharded)
     for stop, arguments in ((2, sharded), (4, other), (6, sharded)):
-        found = two_workers.run(run_to, tmp_path, stop, {**arguments, "checkpoint": {"save_interval": 2}})
+        found = two_workers.run(
+            run_to, tmp_path, stop, {**arguments, "checkpoint": {"save_interval": 2}}
+        )
     assert len(found[0]["losses"]) == STEPS
     for step, loss in undisturbed[0]["losses"].items():
         assert found[0]["losses"][step] == pytest.approx(loss, rel=1e-6)
@@ -218,7 +251,10 @@ def there_and_back(source, target, options):
         tokens = torch.arange(8)[None]
         logits = chunks[0](input_ids=tokens, position_ids=tokens, attention_mask=None)
     bridge.save_hf_pretrained(chunks, target, show_progress=False)
-    streamed = {name: weight.clone() for name, weight in bridge.export_hf_weights(chunks, show_progress=False)}
+    streamed = {
+        name: weight.clone()
+        for name, weight in bridge.export_hf_weights(chunks, show_progress=False)
+    }
     parallel_state.destroy_model_parallel()
     return streamed, logits.clone()
 
@@ -238,25 +274,35 @@ def test_a_sharded_model_takes_and_gives_hugging_face_weights(two_workers, tmp_p
     source = tmp_path / "source"
     make_llama(source, shard_size="5GB")
     streams = two_workers.run(there_and_back, source, tmp_path / "target", HOW[name])
-    assert filecmp.cmp(source / "model.safetensors", tmp_path / "target" / "model.safetensors", shallow=False)
+    assert filecmp.cmp(
+        source / "model.safetensors", tmp_path / "target" / "model.safetensors", shallow=False
+    )
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(source)(torch.arange(8)[None]).logits
     for stream, logits in streams:
         stored = load_file(source / "model.safetensors")
         assert stream.keys() == stored.keys()
         assert all(torch.equal(stream[name], stored[name]) for name in stored)
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max())
+        )
 
 
 def log_norm(folder, cut):
     logger = LoggerConfig(log_interval=1, log_dir=str(folder), log_params_norm=True)
-    return run_toy({**cut, "train": {"train_iters": 2}, "logger": logger, "validation": ValidationConfig()})
+    return run_toy(
+        {**cut, "train": {"train_iters": 2}, "logger": logger, "validation": ValidationConfig()}
+    )
 
 
 @pytest.mark.parametrize("cut", [FSDP2, {"ddp": DistributedDataParallelConfig(**MEGATRON["ddp"])}])
 def test_the_norm_of_all_weights_counts_each_once(two_workers, tmp_path, cut):
     records = two_workers.run(log_norm, tmp_path, cut)
-    expected = sum(weight.double().square().sum() for weight in whole_weights(records).values()).sqrt().item()
+    expected = (
+        sum(weight.double().square().sum() for weight in whole_weights(records).values())
+        .sqrt()
+        .item()
+    )
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["params norm"] == pytest.approx(expected, rel=1e-6)
 
@@ -271,12 +317,18 @@ class Spoiled(Callback):
         if self.left and parallel_state.get_data_parallel_rank():
             self.left = 0
             gradients = (parameter.grad for parameter in context.model[0].parameters())
-            local_rows(next(gradient for gradient in gradients if gradient is not None)).view(-1)[0] = float("nan")
+            local_rows(next(gradient for gradient in gradients if gradient is not None)).view(-1)[
+                0
+            ] = float("nan")
 
 
 def spoil(arguments, callbacks):
     with console().capture() as capture:
-        result = run_to(None, 2, {**arguments, "rerun_state_machine": RerunStateMachineConfig(), "extra": callbacks})
+        result = run_to(
+            None,
+            2,
+            {**arguments, "rerun_state_machine": RerunStateMachineConfig(), "extra": callbacks},
+        )
     return result["losses"], capture.get()
 
 

@@ -36,7 +36,12 @@ STEPS, RATE, EPSILON, CLASSES = 3, 2e-4, 1e-6, 3
 LENGTHS = [(5, 9), (11, 4), (7, 2), (6, 8)]
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
-LAYOUTS = {"sp2": {**TP2, "sequence_parallel": True}, "tp2": TP2, "pp2": PP2, "cp2": {"context_parallel_size": 2}}
+LAYOUTS = {
+    "sp2": {**TP2, "sequence_parallel": True},
+    "tp2": TP2,
+    "pp2": PP2,
+    "cp2": {"context_parallel_size": 2},
+}
 KINDS = {
     "classes": ("LlamaForSequenceClassification", CLASSES, "classification loss"),
     "words": ("LlamaForTokenClassification", CLASSES, "classification loss"),
@@ -61,7 +66,10 @@ def texts():
     """Two texts of token ids for each record."""
     generator = torch.Generator().manual_seed(0)
     return [
-        [torch.randint(1, VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
+        [
+            torch.randint(1, VOCABULARY - 1, (length,), generator=generator).tolist()
+            for length in lengths
+        ]
         for lengths in LENGTHS
     ]
 
@@ -104,9 +112,13 @@ def places(tmp_path_factory):
 def save_tokenizer(folder):
     """A tokenizer that knows which token is of which word; a word is the number of its token."""
     numbers = {str(token): token for token in range(1, VOCABULARY)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"end": 0, **numbers}, unk_token="end"))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"end": 0, **numbers}, unk_token="end")
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="end").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="end"
+    ).save_pretrained(folder)
 
 
 def dataset(kind, folder, packed):
@@ -130,16 +142,24 @@ class Losses(Callback):
 def run(root, kind, layout=None, micro=None, packed=False, save=None, steps=STEPS):
     """The losses of each step."""
     folder = root / kind
-    declared = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(load_weights=False)
+    declared = AutoBridge.from_hf_pretrained(folder / "model").to_megatron_provider(
+        load_weights=False
+    )
     names = ("head", "num_labels", "share_embeddings_and_output_weights")
     head = {name: getattr(declared, name) for name in names}
     if head["head"] == "embedding":
         head["pooling"] = kind
-    tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "model"))
+    tokenizer = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "model")
+    )
     config = toy_config(
         **({"tokenizer": tokenizer} if kind == "words" else {}),
         model={**head, "layernorm_epsilon": 1e-6, **(layout or {})},
-        train={"train_iters": steps, "global_batch_size": len(LENGTHS), "micro_batch_size": micro or 4},
+        train={
+            "train_iters": steps,
+            "global_batch_size": len(LENGTHS),
+            "micro_batch_size": micro or 4,
+        },
         dataset=dataset(kind, folder, packed),
         optimizer=OptimizerConfig(lr=RATE, weight_decay=0.0, clip_grad=0.0, adam_eps=EPSILON),
         scheduler=SchedulerConfig(lr_decay_style="constant", lr_decay_iters=STEPS),
@@ -177,12 +197,18 @@ def naive_loss(model, kind):
         return F.cross_entropy(scores, torch.arange(len(LENGTHS)) % CLASSES)
     if kind == "words":
         scores = torch.cat([score(model, first) for first, _ in texts()])
-        return F.cross_entropy(scores, torch.tensor([token % CLASSES for first, _ in texts() for token in first]))
+        return F.cross_entropy(
+            scores, torch.tensor([token % CLASSES for first, _ in texts() for token in first])
+        )
     pairs = [pair_of(kind, *pair) for pair in texts()]
     if kind == "rewards":
-        margins = torch.stack([score(model, chosen) - score(model, rejected) for chosen, rejected in pairs])
+        margins = torch.stack(
+            [score(model, chosen) - score(model, rejected) for chosen, rejected in pairs]
+        )
         return -margins.sigmoid().log().mean()
-    queries, positives = (torch.stack([vector(model, kind, pair[side]) for pair in pairs]) for side in (0, 1))
+    queries, positives = (
+        torch.stack([vector(model, kind, pair[side]) for pair in pairs]) for side in (0, 1)
+    )
     return F.cross_entropy(queries @ positives.T / 0.05, torch.arange(len(pairs)))
 
 
@@ -209,14 +235,25 @@ def test_losses_are_those_of_a_plain_loop(places, kind):
 def test_packed_texts_have_the_same_losses(places):
     padded, packed = alone(places, "classes"), alone(places, "classes", micro=1, packed=True)
     # two texts share a row, so a step takes other numbers of texts; the first losses are of all of them
-    assert packed[0]["classification loss"] == pytest.approx(padded[0]["classification loss"], rel=1e-5)
+    assert packed[0]["classification loss"] == pytest.approx(
+        padded[0]["classification loss"], rel=1e-5
+    )
 
 
-SPLIT = {"classes": ("tp2", "pp2", "cp2"), "words": ("sp2", "cp2"), "rewards": ("pp2", "cp2"), "mean": ("sp2", "cp2")}
+SPLIT = {
+    "classes": ("tp2", "pp2", "cp2"),
+    "words": ("sp2", "cp2"),
+    "rewards": ("pp2", "cp2"),
+    "mean": ("sp2", "cp2"),
+}
 
 
 def all_layouts(root):
-    return {(kind, name): run(root, kind, LAYOUTS[name]) for kind, names in SPLIT.items() for name in names}
+    return {
+        (kind, name): run(root, kind, LAYOUTS[name])
+        for kind, names in SPLIT.items()
+        for name in names
+    }
 
 
 def test_two_processes(places, two_workers):
@@ -244,7 +281,9 @@ def convert(directory, output, name, layout, wanted):
     if layout.get("pipeline_model_parallel_size"):
         return 0.0  # the losses of a run under pp2 are compared above
     with torch.no_grad():
-        found = model[0](input_ids=ids_without_padding(), position_ids=tokens()[1], attention_mask=None)
+        found = model[0](
+            input_ids=ids_without_padding(), position_ids=tokens()[1], attention_mask=None
+        )
     return ((as_transformers(found, wanted) - wanted).abs().max() / wanted.std()).item()
 
 
@@ -260,6 +299,9 @@ def convert(directory, output, name, layout, wanted):
 )
 def test_conversion_on_two_processes(two_workers, tmp_path, name, layout):
     wanted = expected(make(name, tmp_path / "hf"), ids_without_padding())
-    assert max(two_workers.run(convert, tmp_path / "hf", tmp_path / "out", name, layout, wanted)) <= 1e-4
+    assert (
+        max(two_workers.run(convert, tmp_path / "hf", tmp_path / "out", name, layout, wanted))
+        <= 1e-4
+    )
     for file in (tmp_path / "hf").iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name

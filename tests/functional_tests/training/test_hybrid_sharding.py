@@ -24,10 +24,14 @@ def test_four_processes_in_two_instances_learn_what_one_does(four_workers, run_i
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16_mixed"])
-def test_a_resumed_run_is_the_undisturbed_one_and_other_layouts_read_it(four_workers, tmp_path, precision):
+def test_a_resumed_run_is_the_undisturbed_one_and_other_layouts_read_it(
+    four_workers, tmp_path, precision
+):
     arguments = {**MICRO, "ddp": HYBRID, "mixed_precision": precision}
     exact = {**arguments, "model": DROPOUT}
-    undisturbed = four_workers.run(run_to, tmp_path, STEPS, {**exact, "checkpoint": {"save_interval": 3}})
+    undisturbed = four_workers.run(
+        run_to, tmp_path, STEPS, {**exact, "checkpoint": {"save_interval": 3}}
+    )
     paths.write_tracker(tmp_path, 3)
     assert four_workers.run(run_to, tmp_path, STEPS, exact) == undisturbed
 
@@ -36,7 +40,9 @@ def test_a_checkpoint_is_the_one_of_plain_sharding(four_workers, tmp_path):
     """Whatever is read from it under another layout: the whole tensors are equal, the optimizer's, too."""
     saved = {}
     for name, ddp in (("hybrid", HYBRID), ("plain", {"use_distributed_optimizer": True})):
-        four_workers.run(run_to, tmp_path / name, 2, {**MICRO, "ddp": ddp, "checkpoint": {"save_interval": 2}})
+        four_workers.run(
+            run_to, tmp_path / name, 2, {**MICRO, "ddp": ddp, "checkpoint": {"save_interval": 2}}
+        )
         saved[name] = tensors_of(paths.resolve(tmp_path / name))
     assert saved["hybrid"].keys() == saved["plain"].keys()
     for key, value in saved["plain"].items():
@@ -47,7 +53,9 @@ def test_a_checkpoint_is_the_one_of_plain_sharding(four_workers, tmp_path):
 def test_a_run_goes_on_under_another_layout(four_workers, tmp_path):
     before = {**MICRO, "ddp": HYBRID}
     after = {**MICRO, "model": {"tensor_model_parallel_size": 2}, "ddp": {**HYBRID, **OVERLAP}}
-    undisturbed = four_workers.run(run_to, tmp_path, STEPS, {**before, "checkpoint": {"save_interval": 3}})
+    undisturbed = four_workers.run(
+        run_to, tmp_path, STEPS, {**before, "checkpoint": {"save_interval": 3}}
+    )
     paths.write_tracker(tmp_path, 3)
     resumed = four_workers.run(run_to, tmp_path, STEPS, after)
     for step, loss in undisturbed[0]["losses"].items():

@@ -42,12 +42,17 @@ def train(directory, layout, save=None):
     """Losses and final weights of a short run, on this rank."""
     bridge = AutoBridge.from_hf_pretrained(directory)
     provider = bridge.to_megatron_provider()
-    changes = {"seq_length": SEQUENCE, "calculate_per_token_loss": True, "moe_router_bias_update_rate": 0.05}
+    changes = {
+        "seq_length": SEQUENCE,
+        "calculate_per_token_loss": True,
+        "moe_router_bias_update_rate": 0.05,
+    }
     for name, value in {**changes, **layout}.items():
         assert hasattr(provider, name), name
         setattr(provider, name, value)
     config = toy_config(
-        train={"train_iters": STEPS}, checkpoint=CheckpointConfig(save=None if save is None else str(save))
+        train={"train_iters": STEPS},
+        checkpoint=CheckpointConfig(save=None if save is None else str(save)),
     )
     config.model = provider
     record, exported = Record(), Exported(bridge)
@@ -73,7 +78,10 @@ def test_everything_learns(toy, single):
 def export(directory, megatron, layout):
     bridge = AutoBridge.from_hf_pretrained(directory)
     model = bridge.load_megatron_model(megatron, mp_overrides=layout, wrap_with_ddp=False)
-    return {name: weight.clone() for name, weight in bridge.export_hf_weights(model, show_progress=False)}
+    return {
+        name: weight.clone()
+        for name, weight in bridge.export_hf_weights(model, show_progress=False)
+    }
 
 
 def test_a_checkpoint_holds_all_of_it_under_another_layout(two_workers, toy, tmp_path):

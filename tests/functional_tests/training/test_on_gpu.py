@@ -19,8 +19,16 @@ FORMS = {
     MEGATRON_SHARDED: {},
     "dense": {},
     "windows and sinks": {"window_size": (7, 0), "softmax_type": "learnable"},
-    "zero-centred norms of queries and keys": {"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
-    "experts": {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_topk": 2, "moe_grouped_gemm": True},
+    "zero-centred norms of queries and keys": {
+        "qk_layernorm": True,
+        "layernorm_zero_centered_gamma": True,
+    },
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 64,
+        "moe_router_topk": 2,
+        "moe_grouped_gemm": True,
+    },
     "all of it computed again": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",

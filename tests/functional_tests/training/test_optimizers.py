@@ -24,7 +24,9 @@ from tests.functional_tests.checkpoint.runs import run_to
 from tests.toy_run import Record, initialize_by_name, run_toy, toy_config
 from tests.workers import leave
 
-muon = pytest.mark.skipif(not HAVE_EMERGING_OPTIMIZERS, reason="emerging-optimizers is not installed")
+muon = pytest.mark.skipif(
+    not HAVE_EMERGING_OPTIMIZERS, reason="emerging-optimizers is not installed"
+)
 SAVING = {"save_interval": 3}
 LR, DECAY, CLIP, STEPS = 1e-2, 0.1, 0.5, 10
 
@@ -43,8 +45,12 @@ class Shadow(Callback):
     worst: list = field(default_factory=list)
 
     def on_train_start(self, context):
-        self.real = {name.removeprefix("module."): p for name, p in context.model[0].named_parameters()}
-        self.copies = {name: p.detach().float().clone().requires_grad_() for name, p in self.real.items()}
+        self.real = {
+            name.removeprefix("module."): p for name, p in context.model[0].named_parameters()
+        }
+        self.copies = {
+            name: p.detach().float().clone().requires_grad_() for name, p in self.real.items()
+        }
         groups = []
         for name, copy in self.copies.items():
             factor, decay = self.wanted(name, copy)
@@ -61,7 +67,10 @@ class Shadow(Callback):
         for group in self.optimizer.param_groups:
             group["lr"] = group["factor"] * LR * (1 - step / STEPS)
         self.optimizer.step()
-        differences = [(_master(self.real[name]) - copy).abs().max().item() for name, copy in self.copies.items()]
+        differences = [
+            (_master(self.real[name]) - copy).abs().max().item()
+            for name, copy in self.copies.items()
+        ]
         self.worst.append(max(differences))
 
 
@@ -79,7 +88,9 @@ def followed(make, wanted, model=None, precision="fp32", **options):
     config = toy_config(
         model={"num_layers": 2, "qk_layernorm": True, "add_bias_linear": True, **(model or {})},
         train={"train_iters": STEPS},
-        optimizer=OptimizerConfig(**{"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP, **options}),
+        optimizer=OptimizerConfig(
+            **{"lr": LR, "weight_decay": DECAY, "clip_grad": CLIP, **options}
+        ),
         scheduler=SchedulerConfig(lr_decay_style="linear"),
         mixed_precision=precision,
     )
@@ -96,7 +107,10 @@ def matrices_decay(name, parameter):
 
 
 def query_and_key_norms_decay_too(name, parameter):
-    return 1.0, DECAY if parameter.ndim > 1 or "q_layernorm" in name or "k_layernorm" in name else 0.0
+    return (
+        1.0,
+        DECAY if parameter.ndim > 1 or "q_layernorm" in name or "k_layernorm" in name else 0.0,
+    )
 
 
 def ends_learn_slowly(name, parameter):
@@ -155,7 +169,9 @@ def test_a_run_is_that_of_torchs_optimizer(name, run_in_process):
     assert followed(make, wanted, **options) <= 1e-6
 
 
-@pytest.mark.parametrize(("precision", "options"), [("bf16_mixed", {}), ("fp16_mixed", {"loss_scale": 1.0})])
+@pytest.mark.parametrize(
+    ("precision", "options"), [("bf16_mixed", {}), ("fp16_mixed", {"loss_scale": 1.0})]
+)
 def test_half_precision_has_master_weights_in_fp32(precision, options, run_in_process):
     """With a loss scale of 1 fp16 hands on the gradients as they are."""
     assert followed(adamw, matrices_decay, precision=precision, **options) <= 1e-6
@@ -207,7 +223,9 @@ def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam(run_in_process
     def make(groups):
         for group in groups:
             [copy] = group["params"]
-            group["orthogonal"] = copy.ndim == 2 and copy.shape[0] != 96  # rows of the vocabulary are no matrix
+            group["orthogonal"] = (
+                copy.ndim == 2 and copy.shape[0] != 96
+            )  # rows of the vocabulary are no matrix
         return PlainMuon(groups)
 
     options = {"optimizer": "muon", "muon_split_qkv": False, "muon_fp32_matmul_prec": "highest"}
@@ -247,7 +265,9 @@ def test_muon_under_tensor_parallelism_updates_whole_matrices(two_workers, alone
 @muon
 def test_muon_resumes_and_goes_on_under_another_layout(two_workers, tmp_path):
     arguments = {"optimizer": OptimizerConfig(**MUON), "mixed_precision": "bf16_mixed"}
-    undisturbed = two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2, "checkpoint": SAVING})
+    undisturbed = two_workers.run(
+        run_to, tmp_path, 6, {**arguments, "model": TP2, "checkpoint": SAVING}
+    )
     paths.write_tracker(tmp_path, 3)
     assert two_workers.run(run_to, tmp_path, 6, {**arguments, "model": TP2}) == undisturbed
     paths.write_tracker(tmp_path, 3)
@@ -292,7 +312,10 @@ def test_gradients_are_reduced_in_the_type_that_is_asked_for(two_workers, run_in
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([ParameterOverride(["embeding.*"], lr=1e-3)], "the pattern embeding.* matches no trained parameter"),
+        (
+            [ParameterOverride(["embeding.*"], lr=1e-3)],
+            "the pattern embeding.* matches no trained parameter",
+        ),
         (
             [ParameterOverride(["embedding.*"], lr=1e-3), ParameterOverride(["*.weight"], lr=1e-4)],
             "two entries match embedding.word_embeddings.weight and set max_lr to 0.001 and 0.0001",

@@ -5,7 +5,11 @@ import json
 
 import pytest
 
-from megatron.bridge.training.config import DistributedDataParallelConfig, LoggerConfig, ValidationConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    LoggerConfig,
+    ValidationConfig,
+)
 from tests.toy_run import run_toy, whole_weights
 
 TIED = {"share_embeddings_and_output_weights": True}
@@ -31,7 +35,10 @@ LAYOUTS = {
 def train(name, folder):
     model = LAYOUTS[name]
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
-    ddp = {"DP2": {"use_distributed_optimizer": False}, "DP2, distributed optimizer": overlapped}.get(name, {})
+    ddp = {
+        "DP2": {"use_distributed_optimizer": False},
+        "DP2, distributed optimizer": overlapped,
+    }.get(name, {})
     return run_toy(
         {
             "model": model,
@@ -51,7 +58,9 @@ def logged(folder):
 def test_norm_is_that_of_the_whole_weights(two_workers, tmp_path, name):
     records = two_workers.run(train, name, tmp_path)
     weights = whole_weights(records)
-    assert ("output_layer.weight" in weights) != ("share_embeddings_and_output_weights" in LAYOUTS[name])
+    assert ("output_layer.weight" in weights) != (
+        "share_embeddings_and_output_weights" in LAYOUTS[name]
+    )
     expected = sum(weight.double().square().sum() for weight in weights.values()).sqrt().item()
     row = logged(tmp_path)
     assert row["params norm"] == pytest.approx(expected, rel=1e-6)

@@ -79,7 +79,9 @@ def as_tests(cells):
     assert IN_CI.keys() <= parity.MODELS.keys()
     assert {(model, layout) for model, layouts in IN_CI.items() for layout in layouts} <= set(cells)
     return [
-        pytest.param(model, layout, marks=() if layout in IN_CI.get(model, ()) else pytest.mark.slow)
+        pytest.param(
+            model, layout, marks=() if layout in IN_CI.get(model, ()) else pytest.mark.slow
+        )
         for model, layout in cells
     ]
 
@@ -106,14 +108,23 @@ def test_what_is_compared_has_moved(singles, model):
 
 # Where every rank computes what the single process computes, only the order of sums over ranks differs.
 SAME_ARITHMETIC = [
-    layout for layout in parity.CELLS["dense"] if layout.startswith(("PP2", "DP2")) and "x" not in layout
+    layout
+    for layout in parity.CELLS["dense"]
+    if layout.startswith(("PP2", "DP2")) and "x" not in layout
 ]
-EXACT_IN_CI = ("PP2, selective recomputation", "PP2+VP2", "DP2, distributed optimizer, overlapped reduce and gather")
+EXACT_IN_CI = (
+    "PP2, selective recomputation",
+    "PP2+VP2",
+    "DP2, distributed optimizer, overlapped reduce and gather",
+)
 
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=() if layout in EXACT_IN_CI else pytest.mark.slow) for layout in SAME_ARITHMETIC],
+    [
+        pytest.param(layout, marks=() if layout in EXACT_IN_CI else pytest.mark.slow)
+        for layout in SAME_ARITHMETIC
+    ],
 )
 def test_bf16_is_exact_where_the_arithmetic_is_the_same(two_workers, singles, folder, layout):
     """Without clipping: the norm is a sum in another order, and its last bit, through the clipping coefficient,
@@ -130,7 +141,9 @@ BF16 = parity.Figures(losses=2e-4, held_out=2e-4, further=0, grad_norms=3e-3, we
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=() if layout in ("TP2+SP", "CP2, all-gather") else pytest.mark.slow)
+        pytest.param(
+            layout, marks=() if layout in ("TP2+SP", "CP2, all-gather") else pytest.mark.slow
+        )
         for layout in parity.CELLS["dense"]
         if layout not in SAME_ARITHMETIC
     ],

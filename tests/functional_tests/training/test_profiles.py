@@ -23,7 +23,11 @@ def profiled(folder, ranks, **shown):
             "validation": ValidationConfig(eval_interval=1, eval_iters=1),
             "logger": LoggerConfig(log_interval=1, log_dir=str(folder)),
             "profiling": ProfilingConfig(
-                use_pytorch_profiler=True, profile_step_start=1, profile_step_end=3, profile_ranks=ranks, **shown
+                use_pytorch_profiler=True,
+                profile_step_start=1,
+                profile_step_end=3,
+                profile_ranks=ranks,
+                **shown,
             ),
         }
     )
@@ -50,7 +54,11 @@ def merged(folder, *options, capsys):
 
 def names_of(trace):
     events = trace["traceEvents"]
-    return {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    return {
+        e["pid"]: e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "process_name"
+    }
 
 
 def spans(trace, name):
@@ -70,11 +78,17 @@ def test_merged_trace_holds_both_ranks(run, capsys):
     events = trace["traceEvents"]
     assert f"{len(events):,} events of 2 ranks" in out
     names = names_of(trace)
-    assert all(isinstance(event["pid"], int) and event["pid"] in names for event in events if "pid" in event)
+    assert all(
+        isinstance(event["pid"], int) and event["pid"] in names
+        for event in events
+        if "pid" in event
+    )
     assert set(RANKS) <= set(names.values())
     assert len(set(names.values())) == len(names)
     for rank in (0, 1):
-        own = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")["traceEvents"]
+        own = profiler_traces.read(run / "traces" / "steps_2-3" / f"rank_{rank}.json.gz")[
+            "traceEvents"
+        ]
         counts = Counter(names[event["pid"]] for event in events if event["ph"] != "M")
         total = sum(count for name, count in counts.items() if name.startswith(f"rank {rank} "))
         assert total == sum(event["ph"] != "M" for event in own)
@@ -88,7 +102,9 @@ def test_merged_trace_holds_both_ranks(run, capsys):
 
 def test_phases_of_the_profiled_steps_alone(run, capsys):
     trace, _ = merged(run, capsys=capsys)
-    phases = {name: spans(trace, name) for name in ("step 2", "step 3", "forward-backward", "optimizer")}
+    phases = {
+        name: spans(trace, name) for name in ("step 2", "step 3", "forward-backward", "optimizer")
+    }
     for rank in RANKS:
         steps = [phases["step 2"][rank], phases["step 3"][rank]]
         assert [len(step) for step in steps] == [1, 1]
@@ -113,7 +129,9 @@ def test_clocks_are_aligned(run, capsys):
 
 def has_activations(event):
     """Sequence, batch, width: other reductions are over groups of one rank, which meet nobody."""
-    return any(isinstance(shape, list) and len(shape) == 3 for shape in event["args"].get("Input Dims", []))
+    return any(
+        isinstance(shape, list) and len(shape) == 3 for shape in event["args"].get("Input Dims", [])
+    )
 
 
 def test_ranks_can_be_aligned_at_the_barrier(run, tmp_path, capsys):

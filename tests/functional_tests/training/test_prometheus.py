@@ -25,7 +25,8 @@ if BESIDE.is_dir():
     sys.path.append(str(BESIDE))
 
 pytestmark = pytest.mark.skipif(
-    find_spec("prometheus_client") is None, reason="prometheus_client is not installed: run scripts/extra.sh serve"
+    find_spec("prometheus_client") is None,
+    reason="prometheus_client is not installed: run scripts/extra.sh serve",
 )
 DASHBOARD = ROOT / "docs/grafana-dashboard.json"
 
@@ -87,7 +88,9 @@ def dashboard_shows_what_is_served(page):
 def test_a_port_that_is_taken_is_refused(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"logger\.prometheus_port={port}.*choose another port"):
+        with pytest.raises(
+            UserError, match=rf"logger\.prometheus_port={port}.*choose another port"
+        ):
             pretrain(config_of(tmp_path, port), forward_step)
 
 

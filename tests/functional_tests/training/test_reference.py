@@ -22,7 +22,9 @@ LEARNING_RATE, WEIGHT_DECAY, CLIP, WARMUP, STEPS = 3e-3, 0.1, 0.5, 2, 8
 
 def finetuned(directory):
     """Losses and norms of our run."""
-    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(load_weights=False)
+    provider = AutoBridge.from_hf_pretrained(str(directory)).to_megatron_provider(
+        load_weights=False
+    )
     provider.calculate_per_token_loss = True
     config = toy_config(
         train={"train_iters": STEPS},
@@ -34,7 +36,9 @@ def finetuned(directory):
     seen, manager = [], CallbackManager()
     manager.register(
         "on_train_step_end",
-        lambda context: seen.append((context.loss_dict["lm loss"].item(), float(context.grad_norm))),
+        lambda context: seen.append(
+            (context.loss_dict["lm loss"].item(), float(context.grad_norm))
+        ),
     )
     finetune(config, forward_step, manager)
     return config, seen
@@ -46,18 +50,25 @@ def plain_loop(directory, config):
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        [
+            {"params": decayed, "weight_decay": WEIGHT_DECAY},
+            {"params": others, "weight_decay": 0.0},
+        ],
         betas=(0.9, 0.999),
         eps=1e-8,
     )
     size = config.train.global_batch_size
-    batches = build_iterators(config.dataset, build_tokenizer(config.tokenizer), (STEPS * size, 0, 0), size, size)
+    batches = build_iterators(
+        config.dataset, build_tokenizer(config.tokenizer), (STEPS * size, 0, 0), size, size
+    )
     for step in range(STEPS):
         batch = next(batches.train)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         logits = model(input_ids=batch["tokens"]).logits
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
         mask = batch["loss_mask"].flatten()
         loss = (losses * mask).sum() / mask.sum()
         optimizer.zero_grad()

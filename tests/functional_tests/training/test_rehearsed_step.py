@@ -13,12 +13,25 @@ from tests.unit_tests.autotune.models import provider
 from tests.unit_tests.autotune.test_memory import configured
 from tests.workers import forget_model_parallel, leave
 
-TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+TP, PP, VP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
 LAYOUTS = [
     ("llama", {TP: 2, "sequence_parallel": True, PP: 2}, {}),
     ("llama", {PP: 2, VP: 2}, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     pytest.param("llama", {"context_parallel_size": 2, TP: 2}, {}, marks=pytest.mark.slow),
-    ("qwen3", {PP: 4, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
+    (
+        "qwen3",
+        {
+            PP: 4,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        {},
+    ),
 ]
 
 
@@ -57,5 +70,8 @@ def test_tokens_are_shared_out_evenly_over_experts():
     tokens, chosen, hidden, layers, microbatches = 256, 2, 128, 4, 2
     there_and_back, forward_and_backward = 2, 2
     # in bf16; their probabilities travel one way
-    assert sizes[tokens * chosen * hidden * 2] == layers * microbatches * there_and_back * forward_and_backward
+    assert (
+        sizes[tokens * chosen * hidden * 2]
+        == layers * microbatches * there_and_back * forward_and_backward
+    )
     assert sizes[tokens * chosen * 2] == layers * microbatches * forward_and_backward

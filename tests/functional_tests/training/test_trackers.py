@@ -22,7 +22,8 @@ if BESIDE.is_dir():
 
 def needs(package):
     return pytest.mark.skipif(
-        find_spec(package) is None, reason=f"{package} is not installed: run scripts/extra.sh trackers"
+        find_spec(package) is None,
+        reason=f"{package} is not installed: run scripts/extra.sh trackers",
     )
 
 
@@ -38,7 +39,9 @@ def train(folder, steps, **logger):
 
 def expected(folder):
     """(kind/name, step) and value of every number in the file."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return {
         (f"{line['kind']}/{name}", line["step"]): value
         for line in lines
@@ -60,7 +63,10 @@ def test_mlflow_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monk
     assert run.info.status == "FINISHED"
     found = {}
     for name in run.data.metrics:
-        found |= {(name, point.step): point.value for point in client.get_metric_history(run.info.run_id, name)}
+        found |= {
+            (name, point.step): point.value
+            for point in client.get_metric_history(run.info.run_id, name)
+        }
     assert found == {key: pytest.approx(value) for key, value in expected(tmp_path).items()}
     assert {step for name, step in found if name == "train/lm loss"} == {1, 2, 3, 4}
 
@@ -85,14 +91,21 @@ def test_wandb_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monke
     first = (tmp_path / "run" / "wandb_run_id").read_text().strip()
     train(tmp_path, 4, wandb_project="toys")
     assert started == [None, first]
-    found = {(name, line["step"]): value for line in logged for name, value in line.items() if name != "step"}
+    found = {
+        (name, line["step"]): value
+        for line in logged
+        for name, value in line.items()
+        if name != "step"
+    }
     assert found == expected(tmp_path)
     assert all(math.isfinite(value) for value in found.values())
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 2
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("megatron.bridge.training.config.rules.machine.installed", lambda package: False)
+    monkeypatch.setattr(
+        "megatron.bridge.training.config.rules.machine.installed", lambda package: False
+    )
     config = toy_config(logger=LoggerConfig(wandb_project="toys"))
     (sentence,) = packages_are_installed(config, 1)
     assert sentence == (

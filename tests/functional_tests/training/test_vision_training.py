@@ -73,7 +73,8 @@ def singles(folders):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "kind"), [pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.slow) for cell in CELLS]
+    ("name", "layout", "kind"),
+    [pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.slow) for cell in CELLS],
 )
 def test_equals_the_single_process(two_workers, folders, singles, name, layout, kind):
     expected = singles(name, kind)
@@ -99,7 +100,9 @@ def test_loss_curves_of_four_processes_and_of_one_are_the_same(four_workers, fol
     leave()
     layout = LAYOUTS["TP2+SP"] | LAYOUTS["CP2"]
     assert single.losses[-1] < 0.8 * single.losses[0]
-    assert four_workers.run(run_long, folder, layout, train)[0].losses == pytest.approx(single.losses, rel=1e-3)
+    assert four_workers.run(run_long, folder, layout, train)[0].losses == pytest.approx(
+        single.losses, rel=1e-3
+    )
 
 
 def run_long(folder, layout, train):
@@ -132,7 +135,10 @@ def resumed(folder, root, iterations, model=None):
     saved = {"save": str(root), "save_interval": 2, "load": str(root)}
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
     return vision_run.run(
-        folder, model=model, checkpoint=checkpoint, train={"train_iters": 4, "exit_interval": iterations}
+        folder,
+        model=model,
+        checkpoint=checkpoint,
+        train={"train_iters": 4, "exit_interval": iterations},
     )
 
 
@@ -148,7 +154,9 @@ def test_a_run_changes_its_layout_in_the_middle(two_workers, folders, singles, t
 def train_to_the_end(folder, root):
     saved = {"save": str(root), "save_interval": 1, "most_recent_k": 2, "load": str(root)}
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), **saved)
-    record = vision_run.run(folder, checkpoint=checkpoint, train={"train_iters": LONG}, kind="packed")
+    record = vision_run.run(
+        folder, checkpoint=checkpoint, train={"train_iters": LONG}, kind="packed"
+    )
     torch.save(whole_weights([record]), root.with_suffix(".pt"))
 
 
@@ -163,7 +171,11 @@ def test_a_run_that_is_killed_thirty_times_ends_bitwise(folders, tmp_path):
         before = paths.latest_iteration(root) if root.is_dir() else None
         job = context.Process(target=train_to_the_end, args=(folder, root))
         job.start()
-        while job.is_alive() and kills < 30 and (not root.is_dir() or paths.latest_iteration(root) == before):
+        while (
+            job.is_alive()
+            and kills < 30
+            and (not root.is_dir() or paths.latest_iteration(root) == before)
+        ):
             time.sleep(0.01)
         job.join(random.uniform(0, 0.3) if kills < 30 else None)
         kills += job.is_alive()
@@ -179,7 +191,9 @@ def test_an_export_has_the_limits_of_images_that_the_run_had(folders, tmp_path):
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), save=str(tmp_path / "run"))
     limits = {"min_pixels": 100, "max_pixels": 640, "fps": 1.5, "max_frames": 64}
     vision_run.run(folder, checkpoint=checkpoint, dataset=limits, train={"train_iters": 1})
-    AutoBridge.from_hf_pretrained(folder).export_ckpt(tmp_path / "run", tmp_path / "out", show_progress=False)
+    AutoBridge.from_hf_pretrained(folder).export_ckpt(
+        tmp_path / "run", tmp_path / "out", show_progress=False
+    )
     size = AutoImageProcessor.from_pretrained(tmp_path / "out").size
     assert (size["shortest_edge"], size["longest_edge"]) == (100, 640)
     videos = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
@@ -221,15 +235,26 @@ def test_the_text_step_refuses_images(folders):
         vision_run.run(folders("qwen2_5_vl"), step=gpt_step.forward_step)
 
 
-ASKED = [{"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "How many?"}]}]
+ASKED = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "How many?"}],
+    }
+]
 
 
-@pytest.mark.parametrize("layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}])
-def test_the_last_sample_of_a_run_is_what_its_checkpoint_answers(two_workers, folders, tmp_path, layout):
+@pytest.mark.parametrize(
+    "layout", [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}]
+)
+def test_the_last_sample_of_a_run_is_what_its_checkpoint_answers(
+    two_workers, folders, tmp_path, layout
+):
     """The engine has the run's limits of images from the checkpoint."""
     folder = folders("qwen2_5_vl")
     two_workers.run(sampled_run, folder, tmp_path, layout)
-    said = [json.loads(line)["answer"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    said = [
+        json.loads(line)["answer"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()
+    ]
     found, usual = (answered(path, folder / "data") for path in (tmp_path / "run", folder))
     assert said[-1] == found[0]
     assert found[1] < usual[1]
@@ -239,7 +264,14 @@ def sampled_run(folder, out, layout):
     logger = LoggerConfig(log_dir=str(out), sample_prompts=[ASKED], sample_max_new_tokens=8)
     checkpoint = CheckpointConfig(pretrained_checkpoint=str(folder), save=str(out / "run"))
     limits = {"max_pixels": 192}
-    vision_run.run(folder, model=layout, dataset=limits, checkpoint=checkpoint, logger=logger, train={"train_iters": 2})
+    vision_run.run(
+        folder,
+        model=layout,
+        dataset=limits,
+        checkpoint=checkpoint,
+        logger=logger,
+        train={"train_iters": 2},
+    )
 
 
 def answered(path, root):

@@ -23,7 +23,9 @@ def go_round(toy, dimension, out):
     sizes = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "etp": None} | {dimension: 2}
     if dimension == "tp" and toy.stem == "gpt_oss":
         sizes["etp"] = 1  # its experts have biases, and are refused to be cut
-    script["circle"](json.loads(toy.read_text()), model_options.parallel_sizes(argparse.Namespace(**sizes)), out)
+    script["circle"](
+        json.loads(toy.read_text()), model_options.parallel_sizes(argparse.Namespace(**sizes)), out
+    )
 
 
 def proven(toy, dimension, workers, out):
@@ -31,7 +33,9 @@ def proven(toy, dimension, workers, out):
     workers.run(go_round, TOYS[toy], dimension, out)
     before, after = ((out / name / "config.json").read_text() for name in ("hf", "exported"))
     assert json.loads(after) == json.loads(before)
-    losses = [json.loads(line)["lm loss"] for line in (out / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["lm loss"] for line in (out / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert len(losses) == 2
 
 
@@ -72,7 +76,9 @@ def without_steps(toy, out):
         script["make"](json.loads(toy.read_text()), out / "exported")
     distributed.barrier()
     model = AutoBridge.from_hf_pretrained(out / "hf").to_megatron_model(wrap_with_ddp=False)
-    run = argparse.Namespace(model=model, config=argparse.Namespace(model=argparse.Namespace(vocab_size=256)))
+    run = argparse.Namespace(
+        model=model, config=argparse.Namespace(model=argparse.Namespace(vocab_size=256))
+    )
     try:
         script["check"](run, out)
     except AssertionError as error:

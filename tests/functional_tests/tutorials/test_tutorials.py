@@ -19,9 +19,15 @@ from tests.unit_tests.project.tree import ROOT
 
 LLAMA, DATA = ROOT / "tutorials/recipes/llama", ROOT / "tutorials/data"
 IN_A_ROW = [
-    *(LLAMA / f"{name}.py" for name in ("00_quickstart_pretrain", "01_finetune_lora", "02_convert_and_compare")),
+    *(
+        LLAMA / f"{name}.py"
+        for name in ("00_quickstart_pretrain", "01_finetune_lora", "02_convert_and_compare")
+    ),
     LLAMA / "03_custom_forward_step_and_callback.py",
-    *(DATA / f"{name}.py" for name in ("00_text_to_blend", "01_chats_and_packing", "02_own_records")),
+    *(
+        DATA / f"{name}.py"
+        for name in ("00_text_to_blend", "01_chats_and_packing", "02_own_records")
+    ),
 ]
 OUT = Path("runs/tutorials")
 
@@ -38,7 +44,13 @@ def started(*command, folder):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "NEMORUN_HOME": str(folder)}
     ended = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout[-5000:]
     return ended.stdout
@@ -92,11 +104,29 @@ def test_a_model_learns_to_name_colors(tmp_path):
     shapes = [str(tmp_path / "runs/tutorials/vision" / name) for name in ("pictures", "untrained")]
     started(sys.executable, str(ROOT / "scripts/demo/prepare_shapes.py"), *shapes, folder=tmp_path)
     sizes = ("model.seq_length=80", "dataset.seq_length=80", "dataset.do_test=false")
-    preview = ("data", "preview", "qwen25_vl_3b_finetune_config", "--hf-model", shapes[1], "--data", shapes[0])
-    command = (sys.executable, "-m", "megatron.bridge.cli.main", *preview, "--html", "preview.html", *sizes)
+    preview = (
+        "data",
+        "preview",
+        "qwen25_vl_3b_finetune_config",
+        "--hf-model",
+        shapes[1],
+        "--data",
+        shapes[0],
+    )
+    command = (
+        sys.executable,
+        "-m",
+        "megatron.bridge.cli.main",
+        *preview,
+        "--html",
+        "preview.html",
+        *sizes,
+    )
     started(*command, folder=tmp_path)
     assert "data:image" in (tmp_path / "preview.html").read_text()
-    output = started(sys.executable, str(ROOT / "tutorials/vision/00_finetune_on_pictures.py"), folder=tmp_path)
+    output = started(
+        sys.executable, str(ROOT / "tutorials/vision/00_finetune_on_pictures.py"), folder=tmp_path
+    )
     answers = re.findall(r"png: '(\w+) (\w+)', and is a (\w+) (\w+)", output)
     assert len(answers) == 6
     assert sum(said == right for said, _, right, _ in answers) >= 5
@@ -115,14 +145,20 @@ def test_pretraining(ran):
     assert "Warning" not in output["00_quickstart_pretrain"]  # of Megatron-Core, about nothing
     model = folder / OUT / "llama/hf"
     assert json.loads((model / "config.json").read_text())["eos_token_id"] == 1
-    assert all((model / name).stat().st_size for name in ("model.safetensors", "tokenizer.json", "README.md"))
+    assert all(
+        (model / name).stat().st_size
+        for name in ("model.safetensors", "tokenizer.json", "README.md")
+    )
 
 
 @pytest.mark.slow
 def test_adapters(ran):
     """Answers got better, held-out ones too, and peft makes the merged model of base and adapter."""
     folder, output = ran
-    found, held_out = losses(folder / OUT / "llama/lora"), losses(folder / OUT / "llama/lora", "validation")
+    found, held_out = (
+        losses(folder / OUT / "llama/lora"),
+        losses(folder / OUT / "llama/lora", "validation"),
+    )
     assert found[-1] < found[0] / 3
     assert held_out[-1] < found[0]
     answers = re.findall(r"^runs/\S+: (['\"].*['\"])$", output["01_finetune_lora"], flags=re.M)
@@ -136,7 +172,9 @@ def same_logits(folder):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base, merged = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("hf", "merged"))
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("hf", "merged")
+    )
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         before = base(ids).logits
@@ -150,7 +188,8 @@ def test_conversion(ran):
     output = ran[1]["02_convert_and_compare"]
     assert float(re.search(r"two logits: (\S+) of their", output)[1]) < 1e-4
     assert (
-        "6 files are byte for byte the same: README.md, chat_template.jinja, config.json, model.safetensors" in output
+        "6 files are byte for byte the same: README.md, chat_template.jinja, config.json, model.safetensors"
+        in output
     )
     assert "QKVMapping" in output
 
@@ -196,7 +235,9 @@ def test_batch_script(tmp_path):
     output = started("bash", script, "train.train_iters=1000", folder=tmp_path)
     assert "64 processes = tensor 8 with sequence parallelism x pipeline 2" in output
     text = script.read_text()
-    nodes, tasks = (int(re.search(rf"#SBATCH --{name}=(\d+)", text)[1]) for name in ("nodes", "ntasks-per-node"))
+    nodes, tasks = (
+        int(re.search(rf"#SBATCH --{name}=(\d+)", text)[1]) for name in ("nodes", "ntasks-per-node")
+    )
     assert nodes * tasks == 64
     assert "train_iters: 1000  # command line" in output
 
@@ -214,7 +255,10 @@ def test_nemo_run_script(tmp_path):
 
 @pytest.mark.slow
 def test_blend(ran):
-    assert "of 200 training samples, 140 are from lighthouses and 60 from logbook" in ran[1]["00_text_to_blend"]
+    assert (
+        "of 200 training samples, 140 are from lighthouses and 60 from logbook"
+        in ran[1]["00_text_to_blend"]
+    )
     assert "24 documents" in ran[1]["00_text_to_blend"]
 
 
@@ -222,7 +266,11 @@ def test_blend(ran):
 def test_chats(ran):
     """The loss covers exactly the answers of the first conversation; packed rows are nearly full."""
     messages = json.loads((DATA / "chats/training.jsonl").read_text().splitlines()[0])["messages"]
-    answers = [f"{message['content']}<|im_end|>\n" for message in messages if message["role"] == "assistant"]
+    answers = [
+        f"{message['content']}<|im_end|>\n"
+        for message in messages
+        if message["role"] == "assistant"
+    ]
     output = ran[1]["01_chats_and_packing"]
     shown = output[output.index("<|im_start|>user") :].partition("\ntrain_on=")[0]
     assert re.findall(r"\[(.*?)\]", shown, flags=re.S) == answers
@@ -243,7 +291,9 @@ def test_own_records(ran):
 def test_preparation_goes_on(tmp_path):
     """By the script's own assertions nothing looks finished after the kill, and the result is the same."""
     output = started(sys.executable, DATA / "03_resumable_preparation.py", folder=tmp_path)
-    killed, behind = (int(number) for number in re.findall(r"(?:killed: |resumed after )(\d+) parts", output))
+    killed, behind = (
+        int(number) for number in re.findall(r"(?:killed: |resumed after )(\d+) parts", output)
+    )
     assert 3 <= killed <= behind < 9
     assert "number for number" in output
 
@@ -251,5 +301,8 @@ def test_preparation_goes_on(tmp_path):
 @pytest.mark.slow
 def test_tokenizer_is_what_its_script_makes(tmp_path):
     started(sys.executable, DATA / "make_tokenizer.py", "made", folder=tmp_path)
-    made, kept = (json.loads((path / "tokenizer.json").read_text()) for path in (tmp_path / "made", DATA / "tokenizer"))
+    made, kept = (
+        json.loads((path / "tokenizer.json").read_text())
+        for path in (tmp_path / "made", DATA / "tokenizer")
+    )
     assert made == kept

@@ -37,7 +37,9 @@ def peak(config, stage, microbatches, forward_only=False):
         positions = torch.arange(length)[None]
 
         def step(_, chunk):
-            output = chunk(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens)
+            output = chunk(
+                input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens
+            )
             return output, lambda losses: (losses.float().mean(), {})
 
         resolved = chunks[0].config

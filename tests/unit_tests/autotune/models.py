@@ -53,7 +53,12 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "architectures": ["GptOssForCausalLM"],
     },
-    "mistral": {**BASE, "head_dim": 16, "sliding_window": 64, "architectures": ["MistralForCausalLM"]},
+    "mistral": {
+        **BASE,
+        "head_dim": 16,
+        "sliding_window": 64,
+        "architectures": ["MistralForCausalLM"],
+    },
     "nemotron_h": {
         **BASE,
         "hybrid_override_pattern": "M-M*",
@@ -82,7 +87,9 @@ FAMILIES = {
 
 def provider(family, layers=2, **values):
     """The provider of a tiny model of ``family``."""
-    depth = {} if family == "nemotron_h" else {"num_hidden_layers": layers}  # its pattern has 4 layers
+    depth = (
+        {} if family == "nemotron_h" else {"num_hidden_layers": layers}
+    )  # its pattern has 4 layers
     hf = AutoConfig.for_model(family, **depth, **FAMILIES[family])
     model = AutoBridge.from_hf_config(hf).to_megatron_provider(load_weights=False)
     model.seq_length = SEQUENCE

@@ -41,14 +41,18 @@ def test_errors_are_those_of_an_independent_computation(tmp_path):
     assert first.error == expected / 0.30 - 1
     assert (first.measured_memory, first.layout[:3]) == (1.5e9, "TP2")
     assert correction([first, second]) == statistics.median([0.30 / expected, 0.8 / expected])
-    assert f"{statistics.median([abs(first.error), abs(second.error)]):.1%}" in summary([first, second])
+    assert f"{statistics.median([abs(first.error), abs(second.error)]):.1%}" in summary(
+        [first, second]
+    )
 
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path):
     _write(tmp_path / "cpu", gpu=None)
     _write(tmp_path / "short", steps=[1.0, 1.0])
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "metrics.jsonl").write_text((tmp_path / "cpu" / "metrics.jsonl").read_text())
+    (tmp_path / "bare" / "metrics.jsonl").write_text(
+        (tmp_path / "cpu" / "metrics.jsonl").read_text()
+    )
     found = list(read_entries([tmp_path], None))
     assert not any(isinstance(each, Entry) for each in found)
     assert "run_config.yaml" in found[0]

@@ -26,7 +26,9 @@ FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
 def configured(model, mixed_precision="bf16_mixed", **blocks):
-    config = toy_config(mixed_precision=mixed_precision, train={"micro_batch_size": 1, "global_batch_size": 16})
+    config = toy_config(
+        mixed_precision=mixed_precision, train={"micro_batch_size": 1, "global_batch_size": 16}
+    )
     config.model = model
     config.dataset.seq_length = SEQUENCE
     return dataclasses.replace(config, **blocks)
@@ -42,7 +44,11 @@ def built(config):
 
 
 def gradient_buffers(chunks):
-    return [part.grad_data for chunk in chunks for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [
+        part.grad_data
+        for chunk in chunks
+        for part in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
 
 
 def optimizer_state(optimizer):
@@ -52,7 +58,11 @@ def optimizer_state(optimizer):
         for inner in torch_optimizers(optimizer)
         for group in inner.param_groups
         for parameter in group["params"]
-        for tensor in (inner.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg_sq"], parameter)
+        for tensor in (
+            inner.state[parameter]["exp_avg"],
+            inner.state[parameter]["exp_avg_sq"],
+            parameter,
+        )
     ]
 
 
@@ -108,17 +118,23 @@ def saved(model):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         chunk(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens)
     storages = [tensor.untyped_storage() for tensor in kept.values()]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # 0 where they were discarded
+    return sum(
+        {storage._cdata: storage.nbytes() for storage in storages}.values()
+    )  # 0 where they were discarded
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("nemotron_h", "qwen3_next")])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family not in ("nemotron_h", "qwen3_next")]
+)
 @pytest.mark.parametrize("bf16", [True, False])
 def test_layers_keep_what_autograd_keeps(family, bf16):
     """Two layers more keep as much more; hooks do not see what recurrent layers keep to recompute."""
     more, less = (saved(provider(family, layers, bf16=bf16)) for layers in (3, 1))
     models = [provider(family, layers, bf16=bf16) for layers in (3, 1)]
     for model in models:
-        model.bias_activation_fusion = model.resolved().bias_activation_fusion  # as this machine can
+        model.bias_activation_fusion = (
+            model.resolved().bias_activation_fusion
+        )  # as this machine can
     estimate = estimated(models[0]) - estimated(models[1])
     assert estimate == pytest.approx(more - less, rel=0.1 if family == "gemma2" else 0.05)
 
@@ -147,14 +163,24 @@ RECOMPUTED = [
     ("family", "values"),
     [
         *(("llama", values) for values in RECOMPUTED),
-        *(("deepseek_v3", selective(name)) for name in ("mla_up_proj", "moe_act", "layernorm", "shared_experts")),
+        *(
+            ("deepseek_v3", selective(name))
+            for name in ("mla_up_proj", "moe_act", "layernorm", "shared_experts")
+        ),
         ("qwen3_moe", selective("layernorm", "moe_act")),
     ],
 )
 def test_recomputation_keeps_what_autograd_keeps(monkeypatch, family, values):
     # Megatron-Core asks Transformer Engine, which is not here, about FP8
-    monkeypatch.setattr(random, "FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False), raising=False)
-    monkeypatch.setattr(random, "activation_recompute_forward", lambda **_: nullcontext(), raising=False)
+    monkeypatch.setattr(
+        random,
+        "FP8GlobalStateManager",
+        SimpleNamespace(is_fp8_enabled=lambda: False),
+        raising=False,
+    )
+    monkeypatch.setattr(
+        random, "activation_recompute_forward", lambda **_: nullcontext(), raising=False
+    )
     fused = provider(family, 4).resolved().bias_activation_fusion  # as this machine can
 
     def model(**more):
@@ -180,7 +206,9 @@ def test_microbatches_in_flight(layout, microbatches, expected):
     config = configured(provider("llama", 8, **layout))
     config.train.global_batch_size = microbatches
     stages = layout[PP]
-    assert [activations.microbatches_in_flight(config, stage, stages) for stage in range(stages)] == expected
+    assert [
+        activations.microbatches_in_flight(config, stage, stages) for stage in range(stages)
+    ] == expected
 
 
 def test_fullest_rank_decides():
@@ -193,8 +221,12 @@ def test_fullest_rank_decides():
 
 def test_nothing_is_left_behind():
     before = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
-    meta_model.stage_chunks(provider("llama", 4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2))
-    assert {name: value for name, value in vars(parallel_state).items() if name.startswith("_")} == before
+    meta_model.stage_chunks(
+        provider("llama", 4, pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
+    )
+    assert {
+        name: value for name, value in vars(parallel_state).items() if name.startswith("_")
+    } == before
 
 
 def test_a_run_starts_with_the_scale_of_no_other_pass(monkeypatch):
@@ -208,7 +240,9 @@ def test_gpus():
     assert gpu("H200 141GB").memory == 141 * 10**9
     assert all(card.bf16 > 1e14 for card in GPUS.values())
     assert gpu("h100") == gpu("H100 80GB")
-    with pytest.raises(UserError, match="GPU 'H101 80GB' is not in the table; did you mean H100 80GB"):
+    with pytest.raises(
+        UserError, match="GPU 'H101 80GB' is not in the table; did you mean H100 80GB"
+    ):
         gpu("H101 80GB")
     with pytest.raises(UserError, match="'A100' matches A100 40GB, A100 80GB: give the full name"):
         gpu("A100")
@@ -256,7 +290,10 @@ pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --gr
 @pytest.mark.parametrize(
     ("options", "gigabytes"),
     [
-        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --vocab-size 131073", 60.58),
+        (
+            "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 --vocab-size 131073",
+            60.58,
+        ),
         ("--tensor-model-parallel-size 4 --micro-batch-size 2 --vocab-size 131072", 57.85),
     ],
     ids=["PP4 VP8 on H100", "TP4 on GB200"],

@@ -117,7 +117,9 @@ def test_loss_does_not_add_to_the_backward_pass():
     (chunks,) = meta_model.stage_chunks(config.model)
     found = {moment.name: moment for moment in activations.moments(config, chunks, 0, 1)}
     assert set(found) == {"loss", "backward of chunk 0"}
-    assert activations.activation_bytes(config, chunks, 0, 1) == max(moment.total for moment in found.values())
+    assert activations.activation_bytes(config, chunks, 0, 1) == max(
+        moment.total for moment in found.values()
+    )
 
 
 FORWARD = [

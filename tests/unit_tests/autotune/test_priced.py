@@ -19,7 +19,11 @@ RECIPE = llama32_1b_pretrain_config(data_paths=["corpus"])
 
 
 def keys(block):
-    names = [entry.name for entry in dataclasses.fields(getattr(RECIPE, block)) if not entry.name.startswith("_")]
+    names = [
+        entry.name
+        for entry in dataclasses.fields(getattr(RECIPE, block))
+        if not entry.name.startswith("_")
+    ]
     return [f"{block}.{name}" for name in names if f"{block}.{name}" not in fields.UNAVAILABLE]
 
 
@@ -78,7 +82,11 @@ CHANGES = {
     "model.window_size": ("llama", {}, (64, 0)),
     "model.qk_layernorm": ("llama", {}, True),
     "model.bias_activation_fusion": ("llama", {"bias_activation_fusion": False}, True),
-    "model.recompute_granularity": ("llama", {"recompute_method": "uniform", "recompute_num_layers": 1}, "full"),
+    "model.recompute_granularity": (
+        "llama",
+        {"recompute_method": "uniform", "recompute_num_layers": 1},
+        "full",
+    ),
     "model.recompute_method": ("llama", FULL, "uniform"),
     "model.recompute_num_layers": ("llama", FULL, 3),
     "model.recompute_modules": (
@@ -119,10 +127,26 @@ CHANGES = {
     "optimizer.use_precision_aware_optimizer": ("llama", {}, True),
     "optimizer.exp_avg_dtype": ("llama", ADAM, torch.bfloat16),
     "optimizer.exp_avg_sq_dtype": ("llama", ADAM, torch.bfloat16),
-    "optimizer.store_param_remainders": ("llama", {**ADAM, "optimizer.store_param_remainders": False}, True),
-    "optimizer.optimizer_cpu_offload": ("llama", {"optimizer.optimizer_offload_fraction": 1.0}, True),
-    "optimizer.optimizer_offload_fraction": ("llama", {"optimizer.optimizer_cpu_offload": True}, 0.5),
-    "optimizer.sgd_momentum": ("llama", {"optimizer.optimizer": "sgd", "optimizer.sgd_momentum": 0.9}, 0.0),
+    "optimizer.store_param_remainders": (
+        "llama",
+        {**ADAM, "optimizer.store_param_remainders": False},
+        True,
+    ),
+    "optimizer.optimizer_cpu_offload": (
+        "llama",
+        {"optimizer.optimizer_offload_fraction": 1.0},
+        True,
+    ),
+    "optimizer.optimizer_offload_fraction": (
+        "llama",
+        {"optimizer.optimizer_cpu_offload": True},
+        0.5,
+    ),
+    "optimizer.sgd_momentum": (
+        "llama",
+        {"optimizer.optimizer": "sgd", "optimizer.sgd_momentum": 0.9},
+        0.0,
+    ),
     "dataset.seq_length": ("llama", {}, 512),
 }
 

@@ -79,13 +79,18 @@ def test_messages_of_processes_on_cores_overlap_with_nothing():
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "attention"), ("qwen3_moe", "experts"), ("deepseek_v3", "experts")]
+    ("family", "kind"),
+    [("llama", "attention"), ("qwen3_moe", "experts"), ("deepseek_v3", "experts")],
 )
 def test_real_layers_are_timed(family, kind):
     config = configured(provider(family)).resolve(1).config
     found = time_layers(config, memory=10**10, budget=0.0)
-    assert set(found) == {f"{name} {direction}" for name in (kind, "ends") for direction in ("forward", "backward")}
-    assert all(amount > 0 and 0 < seconds < 60 for samples in found.values() for amount, seconds in samples)
+    assert set(found) == {
+        f"{name} {direction}" for name in (kind, "ends") for direction in ("forward", "backward")
+    }
+    assert all(
+        amount > 0 and 0 < seconds < 60 for samples in found.values() for amount, seconds in samples
+    )
     assert time_layers(config, memory=10**5, budget=0.0) == {}
 
 
@@ -104,10 +109,14 @@ def test_what_is_measured_is_read_back(tmp_path):
 
 def test_the_slowest_rank_gives_the_time_of_a_message():
     slow = profile(messages={"send of 2": [(1e3, 7.0)]})
-    assert merged([profile(messages={"send of 2": [(1e3, 3.0)]}), slow]).messages == {"send of 2": [(1e3, 7.0)]}
+    assert merged([profile(messages={"send of 2": [(1e3, 3.0)]}), slow]).messages == {
+        "send of 2": [(1e3, 7.0)]
+    }
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"device": 1}', json.dumps(vars(profile(shapes=[]))), '{"shapes": [1]}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"device": 1}', json.dumps(vars(profile(shapes=[]))), '{"shapes": [1]}']
+)
 def test_another_file_is_no_profile(tmp_path, text):
     path = tmp_path / "profile.json"
     path.write_text(text)

@@ -12,7 +12,11 @@ from tests.toy_run import toy_config
 from tests.workers import leave
 
 TP, CP, PP = (f"{kind}_parallel_size" for kind in ("tensor_model", "context", "pipeline_model"))
-EP, ETP, VP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
+EP, ETP, VP = (
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -26,7 +30,11 @@ SHARDED = {TP: 2, "sequence_parallel": True}
 CASES = {
     "alone": (1, {}, 3),
     "copies": (2, {}, 4),
-    "all of a dense model": (16, {**SHARDED, CP: 2, PP: 2, "share_embeddings_and_output_weights": True}, 7),
+    "all of a dense model": (
+        16,
+        {**SHARDED, CP: 2, PP: 2, "share_embeddings_and_output_weights": True},
+        7,
+    ),
     "virtual stages": (2, {PP: 2, VP: 2}, 6),
     "experts alone": (1, EXPERTS, 4),
     "whole experts": (2, {**SHARDED, ETP: 1, **EXPERTS}, 8),
@@ -37,9 +45,13 @@ CASES = {
 
 def resolved(world_size, values):
     config = toy_config(
-        model={"use_cpu_initialization": False, **values}, train={"global_batch_size": 64}, mixed_precision="bf16_mixed"
+        model={"use_cpu_initialization": False, **values},
+        train={"global_batch_size": 64},
+        mixed_precision="bf16_mixed",
     )
-    return rank.resolved_config(types.SimpleNamespace(resolve=config.resolve, source="toy"), world_size)
+    return rank.resolved_config(
+        types.SimpleNamespace(resolve=config.resolve, source="toy"), world_size
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -54,11 +54,31 @@ def test_lengths_are_read(tmp_path):
             read_lengths(path)
 
 
-RECIPE = ["tune", "--recipe", "llama32_1b_pretrain_config", "--gpus", "8", "--gpu", "h100", "--mode", "rl"]
+RECIPE = [
+    "tune",
+    "--recipe",
+    "llama32_1b_pretrain_config",
+    "--gpus",
+    "8",
+    "--gpu",
+    "h100",
+    "--mode",
+    "rl",
+]
 
 
 def test_layouts_with_the_keys_of_both_trainers(capsys):
-    few = ["--fixed", "pipeline=1", "context=1", "--samples", "64", "--max-token-len", "8192", "--top", "2"]
+    few = [
+        "--fixed",
+        "pipeline=1",
+        "context=1",
+        "--samples",
+        "64",
+        "--max-token-len",
+        "8192",
+        "--top",
+        "2",
+    ]
     assert main([*RECIPE, *few, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for layout in found["layouts"]:
@@ -71,7 +91,17 @@ def test_layouts_with_the_keys_of_both_trainers(capsys):
 
 def test_token_budgets_are_compared(capsys):
     def tuned(*budgets):
-        few = ["--fixed", "pipeline=1", "context=1", "tensor=1", "--samples", "64", "--top", "3", "--json"]
+        few = [
+            "--fixed",
+            "pipeline=1",
+            "context=1",
+            "tensor=1",
+            "--samples",
+            "64",
+            "--top",
+            "3",
+            "--json",
+        ]
         assert main([*RECIPE, *few, "--max-token-len", *budgets]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -87,7 +117,10 @@ def test_token_budgets_are_compared(capsys):
     [
         (["--max-token-len", "2048"], ["2048", "--max-token-len"]),
         (["--engine-memory", "1.5"], ["--engine-memory 1.5"]),
-        (["--engine-memory", "0.99", "--fixed", "pipeline=1", "context=1"], ["--engine-memory 0.99", "--offload"]),
+        (
+            ["--engine-memory", "0.99", "--fixed", "pipeline=1", "context=1"],
+            ["--engine-memory 0.99", "--offload"],
+        ),
     ],
 )
 def test_what_cannot_be_is_named(capsys, arguments, words):

@@ -14,7 +14,13 @@ from megatron.bridge.autotune import activations, meta_model
 from megatron.bridge.autotune.memory import memory_per_rank
 from megatron.bridge.autotune.search.price import Pricer
 from megatron.bridge.autotune.search.search import candidate_of
-from megatron.bridge.autotune.vision_tower import LiveBytes, _dropped_gradients, _images, tower_counts, tower_flops
+from megatron.bridge.autotune.vision_tower import (
+    LiveBytes,
+    _dropped_gradients,
+    _images,
+    tower_counts,
+    tower_flops,
+)
 from megatron.bridge.backends.kernels import eager
 from megatron.bridge.models.vision.merge import media_rows
 from megatron.bridge.models.vision.tower import build_tower, encode
@@ -61,7 +67,9 @@ def towers(name):
 
 
 def real(media):
-    return {name: torch.ones(value.shape) if value.is_meta else value for name, value in media.items()}
+    return {
+        name: torch.ones(value.shape) if value.is_meta else value for name, value in media.items()
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +91,11 @@ def test_operations_are_those_of_a_real_tower(name):
     meta, tower = towers(name)
     media = real(_images(meta, TOKENS))
     # fused kernels of a CPU are not counted
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, _dropped_gradients(tower):
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+        _dropped_gradients(tower),
+    ):
         found = encode(tower, media)
         found.rows.backward(torch.ones_like(found.rows))
     expected = counter.get_total_flops() * TOKENS / sum(found.counts)
@@ -101,7 +113,12 @@ def run_config(**values):
     """A run whose samples may be images from the first to the last token."""
     bridge = AutoBridge.from_hf_config(hf_config("qwen2_5_vl", depth=6))
     provider = bridge.to_megatron_provider(load_weights=False)
-    for key, value in {**harness.settings(provider, {}, {}), "bf16": True, "seq_length": 1024, **values}.items():
+    for key, value in {
+        **harness.settings(provider, {}, {}),
+        "bf16": True,
+        "seq_length": 1024,
+        **values,
+    }.items():
         setattr(provider, key, value)
     provider.params_dtype = torch.bfloat16
     config = configured(provider)
@@ -121,7 +138,11 @@ def peak(config, stage):
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         tokens = torch.full((1, length), model.image_token_id)
         labels = torch.zeros_like(tokens)
-        given = {"position_ids": torch.arange(length).expand(3, 1, -1), "attention_mask": None, "labels": labels}
+        given = {
+            "position_ids": torch.arange(length).expand(3, 1, -1),
+            "attention_mask": None,
+            "labels": labels,
+        }
         given["media_rows"] = media_rows(tokens, model.image_token_id, None)
         given["media"] = real(_images(chunk.vision, length))
 
@@ -130,16 +151,22 @@ def peak(config, stage):
             return output, lambda losses: (losses.float().mean(), {})
 
         with LiveBytes() as live:
-            run_stage(step, [chunk], chunk.config, model.pipeline_model_parallel_size, stage, 4, length)
+            run_stage(
+                step, [chunk], chunk.config, model.pipeline_model_parallel_size, stage, 4, length
+            )
     return live.peak
 
 
-@pytest.mark.parametrize("values", [{}, {"recompute_vision_model": True}, {"pipeline_model_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "values", [{}, {"recompute_vision_model": True}, {"pipeline_model_parallel_size": 2}]
+)
 def test_peak_is_that_of_a_real_step(monkeypatch, values):
     monkeypatch.setattr(eager, "CHUNK", 1 << 13)  # a block of logits would be all logits of a toy
     config = run_config(**values)
     chunks = meta_model.stage_chunks(config.model)[0]
-    estimate = activations.activation_bytes(config, chunks, 0, config.model.pipeline_model_parallel_size)
+    estimate = activations.activation_bytes(
+        config, chunks, 0, config.model.pipeline_model_parallel_size
+    )
     assert estimate == pytest.approx(peak(config, 0), rel=0.05)
 
 
@@ -166,4 +193,6 @@ def test_images_are_shared_and_limited():
 def test_the_tuner_prices_the_tower():
     config = run_config(pipeline_model_parallel_size=2)
     exact = [rank.total for rank in memory_per_rank(config, 2)]
-    assert tensors(Pricer(config, 2, "H100 80GB"), candidate_of(config)) == pytest.approx(exact, rel=0.02)
+    assert tensors(Pricer(config, 2, "H100 80GB"), candidate_of(config)) == pytest.approx(
+        exact, rel=0.02
+    )

@@ -37,15 +37,26 @@ def seen_by_position(queries, keys, causal=True, window=None):
 
 def attend_extents(query, key, value, extents, window, scale, sinks=None):
     """Attention [rows, h, d] of the last tokens of texts whose keys are anywhere in [tokens, g, d]."""
-    row, place = torch.arange(len(query), device=query.device), torch.arange(len(key), device=query.device)
+    row, place = (
+        torch.arange(len(query), device=query.device),
+        torch.arange(len(key), device=query.device),
+    )
     text = torch.searchsorted(extents.rows, row, right=True) - 1
     first = extents.keys[text]
     last = first + extents.lengths[text] - (extents.rows[text + 1] - row)
     low = first if window.left is None else torch.maximum(first, last - window.left)
     seen = (place >= low[:, None]) & (place <= last[:, None])
-    key, value = (one.repeat_interleave(query.size(1) // one.size(1), dim=1).float() for one in (key, value))
-    scores = torch.einsum("rhd,thd->rht", query.float(), key).mul(scale).masked_fill(~seen[:, None], -torch.inf)
+    key, value = (
+        one.repeat_interleave(query.size(1) // one.size(1), dim=1).float() for one in (key, value)
+    )
+    scores = (
+        torch.einsum("rhd,thd->rht", query.float(), key)
+        .mul(scale)
+        .masked_fill(~seen[:, None], -torch.inf)
+    )
     if sinks is not None:
         scores = torch.cat((scores, sinks.float().view(1, -1, 1).expand(len(query), -1, 1)), -1)
-    value = value.masked_fill(~seen.any(0)[:, None, None], 0.0)  # memory that nothing was written to
+    value = value.masked_fill(
+        ~seen.any(0)[:, None, None], 0.0
+    )  # memory that nothing was written to
     return torch.einsum("rht,thd->rhd", scores.softmax(-1)[..., : len(key)], value).to(query.dtype)

@@ -33,6 +33,8 @@ print(faults())
 def test_freed_memory_is_kept():
     # where glibc may move this limit, it comes to keep such tensors by itself, on some starts
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    done = subprocess.run([sys.executable, "-c", STEPS], check=True, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], check=True, capture_output=True, text=True, env=environment
+    )
     without, kept = map(int, done.stdout.split())
     assert kept * 4 < without  # 80 MB: up to 20,480 pages, fewer where the kernel joins them

@@ -33,7 +33,9 @@ def test_attention_is_that_of_float64(dtype, rounding, width):
         assert torch.equal(keys[place], new[1][row])
         assert torch.equal(values[place], new[2][row])
         seen = (cache[first : first + count].transpose(0, 1).double() for cache in (keys, values))
-        wanted = F.scaled_dot_product_attention(new[0][row].view(2, 3, width).double(), *seen).view(6, width)
+        wanted = F.scaled_dot_product_attention(new[0][row].view(2, 3, width).double(), *seen).view(
+            6, width
+        )
         torch.testing.assert_close(out[row].double(), wanted, atol=1e-6, rtol=rounding)
         token, alone = torch.tensor([[row, place, first, count]]), torch.zeros_like(out)
         c_kernels.attend(new, (keys, values), token, torch.arange(2), width**-0.5, alone)
@@ -71,8 +73,12 @@ def test_tokens_of_one_text_attend_together(dtype, rounding, width, left):
         seen = [tensor.repeat_interleave(3, dim=0) for tensor in seen]
         positions, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
         mask = (keys <= positions) & (positions - keys <= (1000 if left is None else left))
-        wanted = F.scaled_dot_product_attention(new[0][rows].transpose(0, 1).double(), *seen, attn_mask=mask)
-        torch.testing.assert_close(out[rows].double(), wanted.transpose(0, 1), atol=1e-6, rtol=rounding)
+        wanted = F.scaled_dot_product_attention(
+            new[0][rows].transpose(0, 1).double(), *seen, attn_mask=mask
+        )
+        torch.testing.assert_close(
+            out[rows].double(), wanted.transpose(0, 1), atol=1e-6, rtol=rounding
+        )
         assert torch.equal(run((row, count, extent, start))[rows], out[rows])
 
 
@@ -84,7 +90,10 @@ def test_tokens_see_keys_that_the_same_call_stores(count):
         pytest.skip("no C compiler")
     found = []
     for table in (tokens, tokens.flip(0)):  # threads may take them in any order
-        caches, out = tuple(torch.full((count, 2, 64), float("nan")) for _ in range(2)), torch.zeros_like(new[0])
+        caches, out = (
+            tuple(torch.full((count, 2, 64), float("nan")) for _ in range(2)),
+            torch.zeros_like(new[0]),
+        )
         c_kernels.attend(new, caches, table, torch.arange(count + 1), 0.125, out)
         found.append(out)
     assert torch.equal(*found)
@@ -136,7 +145,9 @@ def test_training_keeps_its_own_operators():
     assert not c_kernels.takes(torch.zeros(1))
 
 
-@pytest.mark.parametrize(("command", "word"), [("no-such-compiler -m64", "no-such-compiler"), ("cc '", "quot")])
+@pytest.mark.parametrize(
+    ("command", "word"), [("no-such-compiler -m64", "no-such-compiler"), ("cc '", "quot")]
+)
 def test_a_machine_without_a_compiler_is_told_once(monkeypatch, caplog, command, word):
     monkeypatch.setenv("CC", command)
     monkeypatch.setattr(c_kernels, "_library", c_kernels._library.__wrapped__)

@@ -19,7 +19,11 @@ from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.backends.kernels import compiled, eager
 from megatron.bridge.backends.kernels.compiled import cross_entropy, rms_norm, rotary, rotary_packed
 
-WAYS = ["as written", pytest.param("inductor", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = [
+    "as written",
+    pytest.param("inductor", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(params=WAYS)
@@ -31,10 +35,14 @@ def device(request, monkeypatch):
 
 
 def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def close_to_fp64(function, reference, *inputs, device="cpu", dtype=torch.bfloat16, fresh=lambda x: x):
+def close_to_fp64(
+    function, reference, *inputs, device="cpu", dtype=torch.bfloat16, fresh=lambda x: x
+):
     """``function`` is as near to ``reference`` in fp64 as rounding its results to ``dtype`` allows."""
     low = [x.to(device, dtype).requires_grad_() for x in inputs]
     high = [x.detach().cpu().double().requires_grad_() for x in low]
@@ -67,13 +75,18 @@ def test_rms_norm(device, dtype, zero_centered):
 def test_a_frozen_norm_passes_gradients_on(device):
     weight = torch.ones(64, device=device)
     close_to_fp64(
-        lambda x: rms_norm(x, weight.to(x), 1e-5), lambda x: F.rms_norm(x, (64,)), random(4, 3, 64), device=device
+        lambda x: rms_norm(x, weight.to(x), 1e-5),
+        lambda x: F.rms_norm(x, (64,)),
+        random(4, 3, 64),
+        device=device,
     )
 
 
 def angles(rows, width):
     """As Megatron-Core makes them: each frequency twice."""
-    half = torch.outer(torch.arange(rows).double(), 100.0 ** -torch.linspace(0, 1, width // 2).double())
+    half = torch.outer(
+        torch.arange(rows).double(), 100.0 ** -torch.linspace(0, 1, width // 2).double()
+    )
     return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
@@ -97,7 +110,9 @@ def test_rotary_against_complex_numbers(device, pairs, mla):
         return torch.cat((together if pairs else split, rest), dim=-1)
 
     freqs = (interleaved(turns) if pairs else turns).float().to(device)
-    kernel = partial(rotary, freqs=freqs, rotary_interleaved=pairs, mla_rotary_interleaved=mla, mscale=1.5)
+    kernel = partial(
+        rotary, freqs=freqs, rotary_interleaved=pairs, mla_rotary_interleaved=mla, mscale=1.5
+    )
     for dtype in (torch.bfloat16, torch.float32):
         close_to_fp64(kernel, reference, random(7, 2, 3, 24), device=device, dtype=dtype)
 
@@ -131,7 +146,9 @@ def test_cross_entropy(device, one_rank, monkeypatch, chunk):
     target = torch.tensor([[0, 18, 3], [7, 7, 1]])
 
     def reference(logits):
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(
+            target
+        )
 
     def kernel(logits):
         return cross_entropy(logits, target.to(device))
@@ -155,7 +172,9 @@ def test_logits_of_an_output_layer_give_way_to_their_gradient(device, one_rank):
         return cross_entropy(kept[0], target.to(device))
 
     def reference(hidden, weight):
-        return F.cross_entropy((hidden @ weight.T).flatten(0, 1), target.flatten(), reduction="none")[:, None]
+        return F.cross_entropy(
+            (hidden @ weight.T).flatten(0, 1), target.flatten(), reduction="none"
+        )[:, None]
 
     close_to_fp64(kernel, reference, hidden, weight, device=device, dtype=torch.float32)
     close_to_fp64(kernel, reference, hidden, weight, device=device)
@@ -211,7 +230,8 @@ def test_without_a_compiler_core_leaves_its_functions_as_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "asked", "expected"), [("1", None, None), ("4", None, "4"), ("64", None, "1"), ("4", "7", "7")]
+    ("ranks", "asked", "expected"),
+    [("1", None, None), ("4", None, "4"), ("64", None, "1"), ("4", "7", "7")],
 )
 def test_ranks_share_the_cores_for_compiling(monkeypatch, ranks, asked, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))

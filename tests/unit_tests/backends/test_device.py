@@ -16,7 +16,9 @@ from megatron.core.tensor_parallel import random as parallel_random
 
 from megatron.bridge.backends.cpu import device, import_hook
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is off where there is CUDA")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the layer is off where there is CUDA"
+)
 
 
 def test_package_imports_without_torch():
@@ -85,7 +87,10 @@ def test_other_devices_are_left_alone():
 def test_type_names_match_either_spelling():
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1).type() == "torch.FloatTensor"
-    assert torch.zeros(1, dtype=torch.bfloat16).type() in ["torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor"]
+    assert torch.zeros(1, dtype=torch.bfloat16).type() in [
+        "torch.cuda.HalfTensor",
+        "torch.cuda.BFloat16Tensor",
+    ]
     assert torch.zeros(1).type() != "torch.cuda.HalfTensor"
     assert {torch.zeros(1).type(): 1}["torch.FloatTensor"] == 1
     assert torch.zeros(1).type(torch.float64).dtype is torch.float64

@@ -9,7 +9,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention import varlen
 
 from megatron.bridge.backends.attention import flash_attention
-from megatron.bridge.backends.attention.block_mask import AttentionWindow, PackedSegment, whole_sequence, zigzag_spans
+from megatron.bridge.backends.attention.block_mask import (
+    AttentionWindow,
+    PackedSegment,
+    whole_sequence,
+    zigzag_spans,
+)
 from megatron.bridge.backends.decoding.step import SingleTokens, Span, Step
 from tests.unit_tests.backends import naive
 from tests.unit_tests.backends.test_torch_attention import build, inputs
@@ -20,7 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def documented_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
     """What PyTorch's documentation says of ``varlen_attn``, sequence by sequence; queries are the last tokens."""
     out, bounds = [], [cu_seq_q.tolist(), cu_seq_k.tolist()]
-    for low, high, first, last in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
+    for low, high, first, last in zip(
+        bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False
+    ):
         assert high - low <= max_q
         assert last - first <= max_k
         seen = naive.seen_by_position(high - low, last - first, causal=False, window=window_size)
@@ -44,8 +51,12 @@ class DocumentedKernel:
         found = torch.einsum("shd,thd->sht", query, key) * self.scale
         seen = torch.zeros(len(query), len(key), dtype=torch.bool)
         bounds = [one.tolist() for one in self.bounds]
-        for low, high, first, last in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
-            part = naive.seen_by_position(high - low, last - first, causal=False, window=self.window)
+        for low, high, first, last in zip(
+            bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False
+        ):
+            part = naive.seen_by_position(
+                high - low, last - first, causal=False, window=self.window
+            )
             seen[low:high, first:last] = part
         return found.masked_fill(~seen[:, None], -torch.inf)
 
@@ -56,11 +67,17 @@ class DocumentedKernel:
 
     def backward(self, grad, out, log_sum, query, key, value):
         repeats = query.size(1) // key.size(1)
-        wide, values = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        wide, values = (
+            key.repeat_interleave(repeats, dim=1),
+            value.repeat_interleave(repeats, dim=1),
+        )
         shares = (self.scores(query, key) - log_sum.unsqueeze(-1)).exp()
         along = torch.einsum("shd,thd->sht", grad, values) - (grad * out).sum(-1, keepdim=True)
         inner = shares * along * self.scale
-        grads = torch.einsum("sht,shd->thd", inner, query), torch.einsum("sht,shd->thd", shares, grad)
+        grads = (
+            torch.einsum("sht,shd->thd", inner, query),
+            torch.einsum("sht,shd->thd", shares, grad),
+        )
         grads = (one.unflatten(1, (-1, repeats)).sum(2) for one in grads)
         return torch.einsum("sht,thd->shd", inner, wide), *grads
 
@@ -86,7 +103,9 @@ def compare(device, kernel, reference, tensors):
     high = [tensor.detach().cpu().double().requires_grad_() for tensor in low]
     found, expected = kernel(*low), reference(*high)
     expected = expected.reshape(found.shape)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    weight = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     got = torch.autograd.grad((found * weight.to(found)).sum(), low)
     wanted = torch.autograd.grad((expected * weight).sum(), high)
     tolerance = 3e-2 if device == "cuda" else 1e-12
@@ -99,7 +118,11 @@ def compare(device, kernel, reference, tensors):
 def test_packed_rows(device, window):
     bounds = torch.tensor([0, 11, 12, 40], dtype=torch.int32, device=device)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=28, max_seqlen_kv=28
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=28,
+        max_seqlen_kv=28,
     )
     module = build(window_size=window)
     segment = torch.tensor([0] * 11 + [1] + [2] * 28)
@@ -136,13 +159,19 @@ def test_a_layer_with_sinks_uses_the_kernel(device, packed, monkeypatch):
     seen = naive.seen_by_position(40, 40, window=(5, 0))
     bounds = torch.tensor([0, 40], dtype=torch.int32, device=device)
     rows = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=40, max_seqlen_kv=40
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=40,
+        max_seqlen_kv=40,
     )
     monkeypatch.delattr(f"{type(module).__module__}._TileAttention.__call__")
 
     def kernel(q, k, v):
         if packed:
-            return module(*(tensor.squeeze(1) for tensor in (q, k, v)), None, packed_seq_params=rows)
+            return module(
+                *(tensor.squeeze(1) for tensor in (q, k, v)), None, packed_seq_params=rows
+            )
         return module(q, k, v, None)
 
     def reference(q, k, v):
@@ -173,14 +202,21 @@ def test_a_context_parallel_rank_sees_all_keys_before_its_chunks(device, rank, w
     sight = AttentionWindow(window and window[0], 0)
 
     def kernel(q, k, v):
-        return flash_attention.attend_spans(q[rows.to(device)], k, v, zigzag_spans(parts, rank, 2), sight, 0.5)
+        return flash_attention.attend_spans(
+            q[rows.to(device)], k, v, zigzag_spans(parts, rank, 2), sight, 0.5
+        )
 
-    compare(device, kernel, lambda q, k, v: naive.attention(q[rows], k, v, seen, scale=0.5), inputs())
+    compare(
+        device, kernel, lambda q, k, v: naive.attention(q[rows], k, v, seen, scale=0.5), inputs()
+    )
 
 
 def test_rows_of_no_run_are_zero(device):
     runs = zigzag_spans([PackedSegment(0, 17, 20), PackedSegment(20, 20, 20)], 0, 2)
-    q, k, v = (tensor.detach().to(device, torch.bfloat16 if device == "cuda" else None) for tensor in inputs())
+    q, k, v = (
+        tensor.detach().to(device, torch.bfloat16 if device == "cuda" else None)
+        for tensor in inputs()
+    )
     out = flash_attention.attend_spans(q[:20], k, v, runs, AttentionWindow(None, 0), 0.5)
     covered = torch.zeros(20, dtype=torch.bool)
     for run in runs:
@@ -205,10 +241,16 @@ def test_memory_of_a_long_packed_row_grows_with_its_length_only(form):
     module = build(heads=8, groups=2, params_dtype=torch.bfloat16, **form).cuda()
     bounds = torch.arange(0, 65537, 4096, dtype=torch.int32, device="cuda")
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=4096, max_seqlen_kv=4096
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=4096,
+        max_seqlen_kv=4096,
     )
     shapes = [(65536, heads, 64) for heads in (8, 2, 2)]
-    q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    q, k, v = (
+        torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
+    )
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     module(q, k, v, None, packed_seq_params=packed).sum().backward()
@@ -228,7 +270,9 @@ def test_extents_of_a_cache(counts, window, sinks):
         row += count
     query, cache = torch.randn(row, 8, 64), torch.randn(2, 4096, 2, 64)
     offsets = torch.randn(8) if sinks else None
-    expected = naive.attend_extents(query, *cache, Step(spans, torch.device("cpu")).extents, window, 0.125, offsets)
+    expected = naive.attend_extents(
+        query, *cache, Step(spans, torch.device("cpu")).extents, window, 0.125, offsets
+    )
     query, cache = query.to(device).bfloat16(), cache.to(device).bfloat16()
     step = Step(spans, device)
     if set(counts) == {1}:

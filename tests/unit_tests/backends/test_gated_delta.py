@@ -8,19 +8,25 @@ from torch import nn
 
 from megatron.bridge.backends.recurrent import gated_delta_net
 
-BOUNDS = torch.tensor([0, 1, 1, 70, 198, 200], dtype=torch.int32)  # an empty sequence; a chunk's worth twice
+BOUNDS = torch.tensor(
+    [0, 1, 1, 70, 198, 200], dtype=torch.int32
+)  # an empty sequence; a chunk's worth twice
 LENGTH = 200  # more than three chunks
 
 
 def random(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def inputs(batch, dtype=torch.float64):
     """q, k, v, g and beta as a layer gives them."""
     q, k = (F.normalize(random(batch, LENGTH, 3, 8, seed=seed), dim=-1) for seed in (1, 2))
     g, beta = -random(batch, LENGTH, 3, seed=4).exp(), random(batch, LENGTH, 3, seed=5).sigmoid()
-    return [x.to(dtype).requires_grad_() for x in (q, k, random(batch, LENGTH, 3, 5, seed=3), g, beta)]
+    return [
+        x.to(dtype).requires_grad_() for x in (q, k, random(batch, LENGTH, 3, 5, seed=3), g, beta)
+    ]
 
 
 def recurrence(q, k, v, g, beta):
@@ -29,7 +35,9 @@ def recurrence(q, k, v, g, beta):
     for t in range(q.shape[1]):
         state = state * g[:, t, :, None, None].exp()
         recalled = torch.einsum("bhk,bhkd->bhd", k[:, t], state)
-        state = state + torch.einsum("bhk,bhd->bhkd", k[:, t], beta[:, t, :, None] * (v[:, t] - recalled))
+        state = state + torch.einsum(
+            "bhk,bhd->bhkd", k[:, t], beta[:, t, :, None] * (v[:, t] - recalled)
+        )
         found.append(torch.einsum("bhk,bhkd->bhd", q[:, t], state) / q.shape[-1] ** 0.5)
     return torch.stack(found, 1)
 
@@ -54,7 +62,9 @@ def assert_same(found, expected, given, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_chunks_equal_the_recurrence(dtype, tolerance):
     given = inputs(2, dtype)
-    assert_same(gated_delta_net.chunk_gated_delta_rule(*given)[0], recurrence(*given), given, tolerance)
+    assert_same(
+        gated_delta_net.chunk_gated_delta_rule(*given)[0], recurrence(*given), given, tolerance
+    )
 
 
 def test_sequences_of_a_packed_row_do_not_see_each_other():
@@ -84,7 +94,9 @@ def test_convolution_equals_that_of_pytorch(taps, packed):
     layer, reference = convolution(taps)
     x = random(1, LENGTH, 6).requires_grad_()
     bounds = BOUNDS if packed else None
-    found, _ = gated_delta_net.causal_conv1d(x, layer.weight.squeeze(1), layer.bias, "silu", cu_seqlens=bounds)
+    found, _ = gated_delta_net.causal_conv1d(
+        x, layer.weight.squeeze(1), layer.bias, "silu", cu_seqlens=bounds
+    )
     expected = by_sequence(reference, BOUNDS, x) if packed else reference(x)
     assert_same(found, expected, [x, layer.weight, layer.bias], 1e-12)
 
@@ -106,9 +118,18 @@ def test_kernels_of_flash_linear_attention(channels):
     shape = (2, 200, 4, 128)
     q, k, v = (torch.randn(shape, device="cuda") for _ in range(3))
     g = -torch.rand(shape if channels else shape[:-1], device="cuda")
-    tensors = [gated_delta_net.l2norm(q), gated_delta_net.l2norm(k), v, g, torch.rand(shape[:-1], device="cuda")]
+    tensors = [
+        gated_delta_net.l2norm(q),
+        gated_delta_net.l2norm(k),
+        v,
+        g,
+        torch.rand(shape[:-1], device="cuda"),
+    ]
     outputs = []
-    for function, dtype in ((gated_delta_net.chunk_gated_delta_rule, torch.float32), (kernel, torch.bfloat16)):
+    for function, dtype in (
+        (gated_delta_net.chunk_gated_delta_rule, torch.float32),
+        (kernel, torch.bfloat16),
+    ):
         given = [one.to(torch.float32 if one is g else dtype).requires_grad_() for one in tensors]
         out, _ = function(*given)
         out.float().square().sum().backward()

@@ -59,7 +59,9 @@ def test_norm_over_all_heads(zero_centered):
         return torch.func.functional_call(norm, {"weight": gain}, x)
 
     def naive(x, gain):
-        true = rms_norm(x[:, :, :3].flatten(-2), gain[:18] + zero_centered, config.layernorm_epsilon)
+        true = rms_norm(
+            x[:, :, :3].flatten(-2), gain[:18] + zero_centered, config.layernorm_epsilon
+        )
         return torch.cat([true.view(5, 2, 3, 6), x[:, :, 3:] * 0.0], dim=2)
 
     found, expected = with_gradients(ours, x, gain), with_gradients(naive, x, gain)
@@ -88,7 +90,9 @@ def test_residual_add(normed, bias):
         return residual + 0.3 * (rms_norm(x, gain, config.layernorm_epsilon) if normed else x)
 
     inputs = torch.randn(5, 2, 32), torch.randn(5, 2, 32), torch.randn(32)
-    for one, other in zip(with_gradients(added, *inputs), with_gradients(naive, *inputs), strict=True):
+    for one, other in zip(
+        with_gradients(added, *inputs), with_gradients(naive, *inputs), strict=True
+    ):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
 
 
@@ -118,7 +122,9 @@ def test_a_norm_fused_into_a_linear_layer_goes_with_it():
             return "without a norm"
 
     config = settings({"norm_placement": "post", "attn_logit_softcapping": 5.0})
-    block = layer_features.add_features(layer_specs.decoder_block_spec(settings(), "torch"), config, Fused())
+    block = layer_features.add_features(
+        layer_specs.decoder_block_spec(settings(), "torch"), config, Fused()
+    )
     for spec in block.layer_specs:
         assert spec.submodules.self_attention.submodules.linear_qkv == "without a norm"
         assert spec.submodules.mlp.keywords["submodules"].linear_fc1 == "without a norm"
@@ -129,7 +135,11 @@ def test_a_norm_fused_into_a_linear_layer_goes_with_it():
     ("features", "changes", "message"),
     [
         ({"norm_placement": "after"}, {}, "norm_placement='after'.*pre, post, both"),
-        ({"qk_norm_across_heads": True}, {"qk_layernorm": True}, "qk_norm_across_heads=True.*qk_layernorm"),
+        (
+            {"qk_norm_across_heads": True},
+            {"qk_layernorm": True},
+            "qk_norm_across_heads=True.*qk_layernorm",
+        ),
         (
             {"qk_norm_across_heads": True},
             {"num_query_groups": 2, "tensor_model_parallel_size": 4},

@@ -21,7 +21,12 @@ from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-MOE = {"num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1]}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+    "moe_ffn_hidden_size": 24,
+    "moe_layer_freq": [0, 1],
+}
 
 
 def build(kind=TransformerConfig, mtp=False, **settings):
@@ -42,7 +47,14 @@ def build(kind=TransformerConfig, mtp=False, **settings):
     )
     decoder = layer_specs.decoder_block_spec(config, "torch")
     extra = {"mtp_block_spec": layer_specs.mtp_block_spec(config, decoder, "torch")} if mtp else {}
-    return GPTModel(config, decoder, vocab_size=64, max_sequence_length=32, position_embedding_type="rope", **extra)
+    return GPTModel(
+        config,
+        decoder,
+        vocab_size=64,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+        **extra,
+    )
 
 
 def logits(model, tokens, positions=None, **kwargs):
@@ -82,12 +94,17 @@ def test_transformer_engine_has_the_compiled_kernels(monkeypatch):
     """Rotary embeddings and cross entropy are Megatron-Core's own under it, and operate element by element."""
     monkeypatch.setattr(compiler, "why_not_compiled", lambda: None)
     monkeypatch.setattr(moe_utils, "fused_permute", max)
-    installed = [(rope_utils, "_apply_rotary_pos_emb_bshd"), (rope_utils, "_apply_rotary_pos_emb_thd")]
+    installed = [
+        (rope_utils, "_apply_rotary_pos_emb_bshd"),
+        (rope_utils, "_apply_rotary_pos_emb_thd"),
+    ]
     installed += [(tensor_parallel, "vocab_parallel_cross_entropy")]
     for module, name in installed:
         monkeypatch.setattr(module, name, None)
     monkeypatch.delenv(compiler.WORKERS_VARIABLE, raising=False)
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2
+    )
     config.apply_rope_fusion = config.gradient_accumulation_fusion = True
     (change,) = layer_specs.apply_backend_settings(config, "transformer_engine")
     assert change.field == "gradient_accumulation_fusion", "the output layer would raise an error"
@@ -101,9 +118,13 @@ def test_transformer_engine_has_the_compiled_kernels(monkeypatch):
     assert not dense.moe_permute_fusion
 
 
-@pytest.mark.parametrize(("frequency", "pattern"), [(1, [1, 1, 1]), (2, [1, 0, 1]), ([0, 1, 1], [0, 1, 1])])
+@pytest.mark.parametrize(
+    ("frequency", "pattern"), [(1, [1, 1, 1]), (2, [1, 0, 1]), ([0, 1, 1], [0, 1, 1])]
+)
 def test_moe_pattern(frequency, pattern):
-    config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=2, num_moe_experts=2)
+    config = TransformerConfig(
+        num_layers=3, hidden_size=8, num_attention_heads=2, num_moe_experts=2
+    )
     config.moe_layer_freq = frequency
     assert layer_specs.moe_pattern(config) == pattern
     config.num_moe_experts = None
@@ -112,7 +133,9 @@ def test_moe_pattern(frequency, pattern):
 
 @pytest.mark.parametrize("frequency", [[0, 1], [0, 1, 2]])
 def test_moe_pattern_must_fit_the_layers(frequency):
-    config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=2, num_moe_experts=2)
+    config = TransformerConfig(
+        num_layers=3, hidden_size=8, num_attention_heads=2, num_moe_experts=2
+    )
     config.moe_layer_freq = frequency
     with pytest.raises(UserError, match="moe_layer_freq"):
         layer_specs.moe_pattern(config)
@@ -138,7 +161,11 @@ def test_same_parameters_as_megatrons_local_layers():
 
 def test_checkpoint_keys_are_those_of_fused_layers():
     """Norms are saved where Transformer Engine's layers, which fuse them, look for them."""
-    keys = {tensor.key for tensor in build(**MOE).sharded_state_dict().values() if hasattr(tensor, "key")}
+    keys = {
+        tensor.key
+        for tensor in build(**MOE).sharded_state_dict().values()
+        if hasattr(tensor, "key")
+    }
     dense, sparse = "decoder.layers.0.", "decoder.layers.1."
     for layer in (dense, sparse):
         assert f"{layer}self_attention.linear_qkv.layer_norm_weight" in keys
@@ -192,7 +219,11 @@ def test_other_layers_train(settings):
     tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)
     logits(model, tokens, labels=labels).mean().backward()
-    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    missing = [
+        name
+        for name, p in model.named_parameters()
+        if p.grad is None or not p.grad.isfinite().all()
+    ]
     assert not missing
     changed = tokens.clone()
     changed[:, 9] += 1

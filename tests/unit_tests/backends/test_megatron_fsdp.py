@@ -20,8 +20,12 @@ BOTH_WIDTHS = {"fc1": (12, 4), "fc2": (4, 6), "norm": (4,), "bias": (7,)}
 
 
 def laid_out(shapes, replicas, **options):
-    module = nn.ParameterDict({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
-    config = resolve_ddp_config(CoreConfig(data_parallel_sharding_strategy="optim", **options), replicas)
+    module = nn.ParameterDict(
+        {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    )
+    config = resolve_ddp_config(
+        CoreConfig(data_parallel_sharding_strategy="optim", **options), replicas
+    )
     return module, config
 
 
@@ -35,7 +39,10 @@ def test_every_row_is_kept_by_one_rank(replicas, bucket_size):
     }
     buffers = list(flat_buffers(module, config, replicas))
     assert len(buffers) == (4 if bucket_size else 1)
-    kept = [sum(len(cut[rank]) * module[name][:1].numel() for name, cut in cuts.items()) for rank in range(replicas)]
+    kept = [
+        sum(len(cut[rank]) * module[name][:1].numel() for name, cut in cuts.items())
+        for rank in range(replicas)
+    ]
     assert max(kept) <= sum(buffer.size for buffer in buffers) // replicas
 
 
@@ -43,7 +50,9 @@ def test_a_cut_inside_a_row_is_refused_by_name():
     # the last two are smaller than a row of the first; the third part begins at 200, in a row of the last
     shapes = {"wide": (1, 100), "first": (10, 9), "second": (10, 9)}
     module, config = laid_out(shapes, 4)
-    with pytest.raises(UserError, match=r"use_megatron_fsdp=True.* second of shape \(10, 9\).*use_torch_fsdp2=true"):
+    with pytest.raises(
+        UserError, match=r"use_megatron_fsdp=True.* second of shape \(10, 9\).*use_torch_fsdp2=true"
+    ):
         row_ranges(module, config, 4)
 
 

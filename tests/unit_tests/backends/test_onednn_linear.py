@@ -19,7 +19,9 @@ SETTINGS = {
 }
 
 
-def naive(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any) -> torch.Tensor:
+def naive(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
+) -> torch.Tensor:
     output = x @ weight.t()
     return output if bias is None else output + bias
 
@@ -40,7 +42,10 @@ def test_outputs_and_gradients_are_those_of_a_plain_product(frozen: bool, with_b
     def refused(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("this product should be oneDNN's")
 
-    ours, plain = results(onednn_linear.replacing(refused), frozen, with_bias), results(naive, frozen, with_bias)
+    ours, plain = (
+        results(onednn_linear.replacing(refused), frozen, with_bias),
+        results(naive, frozen, with_bias),
+    )
     for found, expected in zip(ours, plain, strict=True):
         assert (found is None) == (expected is None)
         if found is not None and expected is not None:

@@ -15,7 +15,9 @@ def test_the_number_of_rows_does_not_matter(shape, dtype):
         pytest.skip("needs AVX-512")
     packed, x = PackedWeight(weight), torch.randn(184, shape[1], dtype=dtype)
     expected = packed(x)
-    torch.testing.assert_close(expected, x @ weight.T, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+    torch.testing.assert_close(
+        expected, x @ weight.T, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4
+    )
     for rows in (8, 16, 24, 64):
         assert torch.equal(packed(x[:rows]), expected[:rows]), rows
         assert torch.equal(packed(x[:rows, None]), expected[:rows, None]), rows

@@ -10,7 +10,13 @@ from megatron.bridge.backends.recurrent import gated_delta_net, mamba1
 from megatron.bridge.models.flops import flops_per_token
 from megatron.bridge.utils.errors import UserError
 from tests.families import harness
-from tests.unit_tests.backends.test_gated_delta import BOUNDS, LENGTH, assert_same, by_sequence, random
+from tests.unit_tests.backends.test_gated_delta import (
+    BOUNDS,
+    LENGTH,
+    assert_same,
+    by_sequence,
+    random,
+)
 from tests.unit_tests.models.test_gpt_provider import toy
 from tests.unit_tests.models.test_simple_families import provider_of
 
@@ -27,7 +33,9 @@ def recurrence(q, k, v, g, beta):
     for t in range(q.shape[1]):
         state = state * g[:, t, :, :, None].exp()
         recalled = torch.einsum("bhk,bhkd->bhd", k[:, t], state)
-        state = state + torch.einsum("bhk,bhd->bhkd", k[:, t], beta[:, t, :, None] * (v[:, t] - recalled))
+        state = state + torch.einsum(
+            "bhk,bhd->bhkd", k[:, t], beta[:, t, :, None] * (v[:, t] - recalled)
+        )
         found.append(torch.einsum("bhk,bhkd->bhd", q[:, t], state) / q.shape[-1] ** 0.5)
     return torch.stack(found, 1)
 
@@ -35,7 +43,9 @@ def recurrence(q, k, v, g, beta):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_channels_that_decay_by_themselves(dtype, tolerance):
     given = channel_inputs(dtype)
-    assert_same(gated_delta_net.chunk_gated_delta_rule(*given)[0], recurrence(*given), given, tolerance)
+    assert_same(
+        gated_delta_net.chunk_gated_delta_rule(*given)[0], recurrence(*given), given, tolerance
+    )
 
 
 def test_channels_in_a_packed_row():
@@ -51,7 +61,9 @@ def test_the_selective_scan():
     given = [part.requires_grad_() for part in (x, dt, rate, b, c)]
     state, outputs = torch.zeros(2, 7, 5), []
     for t in range(150):
-        state = (dt[:, t, :, None] * rate).exp() * state + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
+        state = (dt[:, t, :, None] * rate).exp() * state + (dt[:, t] * x[:, t])[..., None] * b[
+            :, t, None
+        ]
         outputs.append((state * c[:, t, None]).sum(-1))
     found, last = mamba1.selective_scan(*given)
     torch.testing.assert_close(last, state, rtol=1e-4, atol=1e-5)
@@ -77,7 +89,10 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(name, tmp_path):
     ids, bounds = case.batch[0][:1], torch.tensor([0, 27, 40], dtype=torch.int32)
     packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=27, max_seqlen_kv=27)
     found = chunk(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
-    parts = [chunk(input_ids=part, position_ids=None, attention_mask=None) for part in (ids[:, :27], ids[:, 27:])]
+    parts = [
+        chunk(input_ids=part, position_ids=None, attention_mask=None)
+        for part in (ids[:, :27], ids[:, 27:])
+    ]
     torch.testing.assert_close(found, torch.cat(parts, 1), rtol=1e-4, atol=1e-5)
     assert flops_per_token([chunk], 40) > flops_per_token([chunk], 20)
 
@@ -85,14 +100,42 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(name, tmp_path):
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        ("jamba", {"context_parallel_size": 2}, "context_parallel_size=2 is not supported with mamba_layers"),
+        (
+            "jamba",
+            {"context_parallel_size": 2},
+            "context_parallel_size=2 is not supported with mamba_layers",
+        ),
         ("jamba", {"tensor_model_parallel_size": 5}, "_size=5 does not divide mamba_num_heads=96"),
-        ("falcon_h1", {"context_parallel_size": 2}, "context_parallel_size=2 is not supported with mamba_beside_att"),
-        ("falcon_h1", {"tensor_model_parallel_size": 3}, "_size=3 does not divide mamba_num_heads=8"),
-        ("falcon_h1_groups", {"tensor_model_parallel_size": 4}, "_size=4 does not divide mamba_num_groups=2"),
-        ("kimi_linear", {"context_parallel_size": 2}, "context_parallel_size=2 is not supported with kda_layers"),
-        ("kimi_linear", {"tensor_model_parallel_size": 3}, "_size=3 does not divide linear_num_key_heads=4"),
-        ("kimi_linear", {"linear_num_value_heads": 8}, "linear_num_value_heads=8 is not supported with kda_layers"),
+        (
+            "falcon_h1",
+            {"context_parallel_size": 2},
+            "context_parallel_size=2 is not supported with mamba_beside_att",
+        ),
+        (
+            "falcon_h1",
+            {"tensor_model_parallel_size": 3},
+            "_size=3 does not divide mamba_num_heads=8",
+        ),
+        (
+            "falcon_h1_groups",
+            {"tensor_model_parallel_size": 4},
+            "_size=4 does not divide mamba_num_groups=2",
+        ),
+        (
+            "kimi_linear",
+            {"context_parallel_size": 2},
+            "context_parallel_size=2 is not supported with kda_layers",
+        ),
+        (
+            "kimi_linear",
+            {"tensor_model_parallel_size": 3},
+            "_size=3 does not divide linear_num_key_heads=4",
+        ),
+        (
+            "kimi_linear",
+            {"linear_num_value_heads": 8},
+            "linear_num_value_heads=8 is not supported with kda_layers",
+        ),
         ("kimi_linear", {"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported with kda_layers"),
     ],
 )
@@ -105,5 +148,7 @@ def test_what_is_refused(row, changes, message):
 
 
 def test_plain_attention_has_no_kimi_delta_attention_beside_it():
-    with pytest.raises(UserError, match="multi_latent_attention=False is not supported with kda_layers"):
+    with pytest.raises(
+        UserError, match="multi_latent_attention=False is not supported with kda_layers"
+    ):
         toy(kda_layers=[1, 0], linear_num_key_heads=2, linear_num_value_heads=2).finalize()

@@ -23,7 +23,15 @@ HEADS, GROUPS, WIDTH, BATCH = 4, 2, 8, 2
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def build(layer=1, mask_type=AttnMaskType.causal, softcap=None, heads=HEADS, groups=GROUPS, chunked=False, **settings):
+def build(
+    layer=1,
+    mask_type=AttnMaskType.causal,
+    softcap=None,
+    heads=HEADS,
+    groups=GROUPS,
+    chunked=False,
+    **settings,
+):
     torch.manual_seed(3)
     scale = settings.pop("softmax_scale", None)
     channels = {key: settings.pop(key) for key in ("k_channels", "v_channels") if key in settings}
@@ -40,9 +48,14 @@ def build(layer=1, mask_type=AttnMaskType.causal, softcap=None, heads=HEADS, gro
     return TorchAttention(config, layer, mask_type, "self", softmax_scale=scale, **channels)
 
 
-def inputs(queries=40, keys=None, batch=BATCH, heads=HEADS, groups=GROUPS, values=WIDTH, width=WIDTH):
+def inputs(
+    queries=40, keys=None, batch=BATCH, heads=HEADS, groups=GROUPS, values=WIDTH, width=WIDTH
+):
     generator = torch.Generator().manual_seed(7)
-    shapes = [(queries, batch, heads, width), *((keys or queries, batch, groups, w) for w in (width, values))]
+    shapes = [
+        (queries, batch, heads, width),
+        *((keys or queries, batch, groups, w) for w in (width, values)),
+    ]
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
@@ -60,17 +73,26 @@ def assert_same(module, tensors, actual, expected):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, (5, 0), (64, 0)])
 @pytest.mark.parametrize(
-    ("softcap", "sink"), [(None, "vanilla"), (2.0, "vanilla"), (None, "learnable"), (2.0, "off-by-one")]
+    ("softcap", "sink"),
+    [(None, "vanilla"), (2.0, "vanilla"), (None, "learnable"), (2.0, "off-by-one")],
 )
 def test_causal_forms(groups, window, softcap, sink, monkeypatch):
     """Groups, windows, soft-capping and sinks, in tiles far smaller than the sequence."""
     monkeypatch.setattr(block_mask, "MASKED_ROWS", 16)
     monkeypatch.setattr(torch_attention, "_SCORES", 16 * HEADS * BATCH * 40)
-    module = build(groups=groups, window_size=window, softcap=softcap, softmax_type=sink, softmax_scale=0.7)
+    module = build(
+        groups=groups, window_size=window, softcap=softcap, softmax_type=sink, softmax_scale=0.7
+    )
     q, k, v = inputs(groups=groups)
     sinks = None if sink == "vanilla" else module.softmax_offset
     expected = naive.attention(
-        q, k, v, naive.seen_by_position(40, 40, window=window), scale=0.7, softcap=softcap, sinks=sinks
+        q,
+        k,
+        v,
+        naive.seen_by_position(40, 40, window=window),
+        scale=0.7,
+        softcap=softcap,
+        sinks=sinks,
     )
     assert_same(module, (q, k, v), module(q, k, v, None), expected)
 
@@ -88,7 +110,9 @@ def test_both_directions(mask_type, window):
     module = build(mask_type=mask_type, window_size=window)
     q, k, v = inputs()
     seen = naive.seen_by_position(40, 40, causal=mask_type is AttnMaskType.causal, window=window)
-    assert_same(module, (q, k, v), module(q, k, v, None), naive.attention(q, k, v, seen, scale=WIDTH**-0.5))
+    assert_same(
+        module, (q, k, v), module(q, k, v, None), naive.attention(q, k, v, seen, scale=WIDTH**-0.5)
+    )
 
 
 def test_mask_type_of_the_call_wins():
@@ -111,7 +135,9 @@ def test_fewer_queries_than_keys(softcap, window):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("shape", [(BATCH, 1, 40, 40), (1, 1, 40, 40), (BATCH, 1, 1, 40), (BATCH, HEADS, 40, 40)])
+@pytest.mark.parametrize(
+    "shape", [(BATCH, 1, 40, 40), (1, 1, 40, 40), (BATCH, 1, 1, 40), (BATCH, HEADS, 40, 40)]
+)
 def test_arbitrary_mask(shape, softcap, monkeypatch):
     """A mask hides in addition to causality; a query that sees nothing gets zeros and finite gradients."""
     monkeypatch.setattr(block_mask, "MASKED_ROWS", 16)
@@ -151,7 +177,13 @@ def test_chunks(chunk, queries):
 @pytest.mark.parametrize("padded", [None, [0, 8, 32, 40]])
 @pytest.mark.parametrize(
     ("softcap", "window", "chunked"),
-    [(None, None, False), (None, (4, 0), False), (3.0, None, False), (3.0, (4, 0), False), (None, (4, 0), True)],
+    [
+        (None, None, False),
+        (None, (4, 0), False),
+        (3.0, None, False),
+        (3.0, (4, 0), False),
+        (None, (4, 0), True),
+    ],
 )
 def test_packed(padded, softcap, window, chunked):
     """Segments do not see each other; padding gets zeros."""
@@ -185,7 +217,8 @@ def test_window_only_on_the_layers_that_have_one():
     settings = {"window_size": (2, 0), "window_attn_skip_freq": 2}
     q, k, v = inputs()
     full, windowed = (
-        naive.attention(q, k, v, naive.seen_by_position(40, 40, window=w), scale=WIDTH**-0.5) for w in (None, (2, 0))
+        naive.attention(q, k, v, naive.seen_by_position(40, 40, window=w), scale=WIDTH**-0.5)
+        for w in (None, (2, 0))
     )
     torch.testing.assert_close(build(layer=1, **settings)(q, k, v, None), windowed.flatten(2))
     torch.testing.assert_close(build(layer=2, **settings)(q, k, v, None), full.flatten(2))
@@ -210,14 +243,18 @@ def test_long_sequences_need_no_square(softcap, dropout, monkeypatch):
     monkeypatch.setattr(torch_attention, "_SCORES", 2**18)
     tokens = 2048
     for window in (None, (127, 0)):
-        module = build(softcap=softcap, window_size=window, attention_dropout=dropout, heads=2, groups=1)
+        module = build(
+            softcap=softcap, window_size=window, attention_dropout=dropout, heads=2, groups=1
+        )
         q, k, v = inputs(tokens, batch=1, heads=2, groups=1)
         with Largest() as largest:
             module(q, k, v, None).sum().backward()
         assert largest.elements <= tokens * 256
 
 
-@pytest.mark.parametrize(("groups", "masked", "whole"), [(2, True, True), (2, False, False), (8, True, False)])
+@pytest.mark.parametrize(
+    ("groups", "masked", "whole"), [(2, True, True), (2, False, False), (8, True, False)]
+)
 def test_a_gpu_with_a_mask_gets_a_key_for_each_query_head(groups, masked, whole, monkeypatch):
     """The fused kernels have masks or grouped queries; the formula keeps the scores of all tiles."""
     asked, attend = [], F.scaled_dot_product_attention
@@ -230,7 +267,10 @@ def test_a_gpu_with_a_mask_gets_a_key_for_each_query_head(groups, masked, whole,
     kernel = torch_attention._TileAttention(0.5, None, None, 0.0)
     with fake_mode():
         q, k = fake_cuda(1, 8, 16, 4), fake_cuda(1, groups, 16, 4)
-        assert kernel(q, k, k, fake_cuda(16, 16) if masked else None, None, not masked).shape == q.shape
+        assert (
+            kernel(q, k, k, fake_cuda(16, 16) if masked else None, None, not masked).shape
+            == q.shape
+        )
     ((heads, options),) = asked
     assert heads == (8 if whole else groups)
     assert options["enable_gqa"] == (heads != 8)
@@ -240,7 +280,9 @@ def test_tiles_are_larger_on_a_gpu():
     capped = torch_attention._TileAttention(0.5, 30.0, None, 0.0)
     with fake_mode():
         on_gpu = capped.limit(fake_cuda(1, 16, 8192, 64), fake_cuda(1, 4, 8192, 64), masked=False)
-    on_cpu = capped.limit(*(torch.empty(1, heads, 8192, 64, device="meta") for heads in (16, 4)), masked=False)
+    on_cpu = capped.limit(
+        *(torch.empty(1, heads, 8192, 64, device="meta") for heads in (16, 4)), masked=False
+    )
     assert on_gpu == 4 * on_cpu == 512
 
 
@@ -279,31 +321,46 @@ def test_tiles_partition_what_is_seen(left, right, limit, monkeypatch):
         assert actual.sum() == expected.sum()
 
 
-@pytest.mark.parametrize("sight", [block_mask.AttentionWindow(None, 0), block_mask.AttentionWindow(700, 0)])
+@pytest.mark.parametrize(
+    "sight", [block_mask.AttentionWindow(None, 0), block_mask.AttentionWindow(700, 0)]
+)
 def test_masks_of_tiles_share_their_memory(sight):
     """Attention keeps them for the backward pass: together they must not be a mask of the whole sequence."""
-    run = block_mask.QuerySpan(0, 4096, 4096, 0, 8192)  # the second chunk of a context parallel rank
+    run = block_mask.QuerySpan(
+        0, 4096, 4096, 0, 8192
+    )  # the second chunk of a context parallel rank
     plan = list(block_mask.tiles(run, sight))
     biases = block_mask.tile_biases(plan, sight, torch.ones(1, dtype=torch.bfloat16))
     assert sum(bias is not None for bias in biases) == 8
     for tile, bias in zip(plan, biases, strict=True):
         assert torch.equal(bias == 0, block_mask.visibility_mask(tile, sight, torch.device("cpu")))
-    storages = {bias.untyped_storage().data_ptr(): bias.untyped_storage().nbytes() for bias in biases}
+    storages = {
+        bias.untyped_storage().data_ptr(): bias.untyped_storage().nbytes() for bias in biases
+    }
     assert sum(storages.values()) <= 512 * 8192 * 2
 
 
 def test_parts_taken_give_back_their_gradients():
     whole = torch.randn(1, 2, 10, 3, generator=torch.Generator().manual_seed(1))
-    for parts in ([slice(0, 10)], [slice(0, 4), slice(2, 9)], [slice(0, 10)] * 5, [slice(3, 5), slice(7, 8)]):
+    for parts in (
+        [slice(0, 10)],
+        [slice(0, 4), slice(2, 9)],
+        [slice(0, 10)] * 5,
+        [slice(3, 5), slice(7, 8)],
+    ):
         one, other = whole.clone().requires_grad_(), whole.clone().requires_grad_()
         taken = block_mask.slice_sequence(one, parts)
-        weights = [torch.randn(part.shape, generator=torch.Generator().manual_seed(2)) for part in taken]
+        weights = [
+            torch.randn(part.shape, generator=torch.Generator().manual_seed(2)) for part in taken
+        ]
         sum((part * weight).sum() for part, weight in zip(taken, weights, strict=True)).backward()
         slices = [other[:, :, part] for part in parts]
         sum((part * weight).sum() for part, weight in zip(slices, weights, strict=True)).backward()
         assert all(torch.equal(part, plain) for part, plain in zip(taken, slices, strict=True))
         torch.testing.assert_close(one.grad, other.grad)
-    first, _ = block_mask.slice_sequence(one := whole.clone().requires_grad_(), [slice(0, 4), slice(2, 9)])
+    first, _ = block_mask.slice_sequence(
+        one := whole.clone().requires_grad_(), [slice(0, 4), slice(2, 9)]
+    )
     first.sum().backward()  # the other part is not used
     assert one.grad[:, :, :4].eq(1).all()
     assert not one.grad[:, :, 4:].any()
@@ -360,7 +417,8 @@ def test_learned_sinks_are_saved_by_head():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("window", "softcap", "sink"), [(None, None, "vanilla"), ((5, 0), None, "vanilla"), (None, 2.0, "learnable")]
+    ("window", "softcap", "sink"),
+    [(None, None, "vanilla"), ((5, 0), None, "vanilla"), (None, 2.0, "learnable")],
 )
 def test_on_cuda(dtype, window, softcap, sink):
     module = build(window_size=window, softcap=softcap, softmax_type=sink).cuda().to(dtype)

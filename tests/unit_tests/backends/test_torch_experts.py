@@ -57,7 +57,9 @@ def inputs():
 def naive(module, x, counts, probs, activation, gated):
     """Expert by expert, as the formula says."""
     outputs = []
-    for index, (rows, scale) in enumerate(zip(x.split(counts.tolist()), probs.split(counts.tolist()), strict=True)):
+    for index, (rows, scale) in enumerate(
+        zip(x.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
+    ):
         part = dict(module.named_parameters())
         bias = [part.get(f"linear_fc{layer}.bias{index}") for layer in (1, 2)]
         hidden = F.linear(rows, part[f"linear_fc1.weight{index}"], bias[0])
@@ -66,7 +68,9 @@ def naive(module, x, counts, probs, activation, gated):
             hidden = activation(gate) * value
         else:
             hidden = activation(hidden)
-        outputs.append(F.linear(hidden, part[f"linear_fc2.weight{index}"], bias[1]) * scale[:, None])
+        outputs.append(
+            F.linear(hidden, part[f"linear_fc2.weight{index}"], bias[1]) * scale[:, None]
+        )
     return torch.cat(outputs)
 
 
@@ -88,7 +92,9 @@ def test_equals_a_loop(bias, gated):
     got = torch.autograd.grad((out * weight).sum(), leaves)
     wanted = torch.autograd.grad((expected * weight).sum(), leaves, allow_unused=True)
     for leaf, one, other in zip(leaves, got, wanted, strict=True):
-        torch.testing.assert_close(one, torch.zeros_like(leaf) if other is None else other, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            one, torch.zeros_like(leaf) if other is None else other, atol=1e-6, rtol=1e-5
+        )
 
 
 def test_experts_without_tokens_get_zero_gradients():
@@ -96,7 +102,9 @@ def test_experts_without_tokens_get_zero_gradients():
     module = build()
     x, _, probs = inputs()
     module(x[:0], torch.zeros(EXPERTS, dtype=torch.long), probs[:0])[0].sum().backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in module.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in module.parameters()
+    )
 
 
 def test_frozen_weights_get_no_gradient():
@@ -117,7 +125,9 @@ def test_grouped_means_grouped(asked):
     assert isinstance(grouped, TEGroupedMLP)
     assert isinstance(grouped.linear_fc1, GroupedLinear)
     names = {name for name, _ in grouped.named_parameters()}
-    assert names == {f"linear_fc{layer}.weight{index}" for layer in (1, 2) for index in range(EXPERTS)}
+    assert names == {
+        f"linear_fc{layer}.weight{index}" for layer in (1, 2) for index in range(EXPERTS)
+    }
 
 
 def saved(module):
@@ -179,7 +189,9 @@ def grouped_device(request, monkeypatch):
 def test_all_experts_in_one_kernel(grouped_device, frozen):
     generator = torch.Generator().manual_seed(5)
     shapes = [(sum(COUNTS), 16), *[(24, 16)] * EXPERTS]
-    tensors = [torch.randn(shape, generator=generator).bfloat16().to(grouped_device) for shape in shapes]
+    tensors = [
+        torch.randn(shape, generator=generator).bfloat16().to(grouped_device) for shape in shapes
+    ]
     x, *weights = (tensor.requires_grad_() for tensor in tensors)
     for weight in weights:
         weight.requires_grad_(not frozen)
@@ -192,7 +204,9 @@ def test_all_experts_in_one_kernel(grouped_device, frozen):
     got = torch.autograd.grad(found, leaves, grad.to(grouped_device))
     wanted = torch.autograd.grad(expected, wide[: len(leaves)], grad.double())
     for one, other in zip((found, *got), (expected, *wanted), strict=True):
-        torch.testing.assert_close(one.cpu().double(), other, rtol=2**-7, atol=2**-7 * other.abs().max().item())
+        torch.testing.assert_close(
+            one.cpu().double(), other, rtol=2**-7, atol=2**-7 * other.abs().max().item()
+        )
 
 
 def test_adapters_of_all_experts_are_one_product(grouped_device, monkeypatch):
@@ -207,7 +221,9 @@ def test_adapters_of_all_experts_are_one_product(grouped_device, monkeypatch):
 
     monkeypatch.setattr(torch, "_grouped_mm", observed)
     out = low_rank._per_expert(x, weights, COUNTS)
-    expected = torch.cat([rows @ weight.T for rows, weight in zip(x.split(COUNTS), weights, strict=True)])
+    expected = torch.cat(
+        [rows @ weight.T for rows, weight in zip(x.split(COUNTS), weights, strict=True)]
+    )
     torch.testing.assert_close(out, expected)
     (stacked,) = calls
     assert stacked.data_ptr() == weights.data_ptr()
@@ -215,12 +231,18 @@ def test_adapters_of_all_experts_are_one_product(grouped_device, monkeypatch):
 
 def test_weights_behind_one_another_are_not_copied():
     buffer = torch.arange(60.0)
-    weights = [torch.nn.Parameter(part[:12].view(4, 3)) for part in buffer.split(20)]  # 8 of padding behind each
+    weights = [
+        torch.nn.Parameter(part[:12].view(4, 3)) for part in buffer.split(20)
+    ]  # 8 of padding behind each
     for some in (weights, weights[:1]):
         found = grouped_experts.stack_weights(some)
         assert found.data_ptr() == buffer.data_ptr()
         assert torch.equal(found, torch.stack(some))
-    for others in (weights[::-1], [weights[0], weights[2], weights[1]], [torch.ones(4, 3) for _ in range(3)]):
+    for others in (
+        weights[::-1],
+        [weights[0], weights[2], weights[1]],
+        [torch.ones(4, 3) for _ in range(3)],
+    ):
         assert torch.equal(grouped_experts.stack_weights(others), torch.stack(others))
 
 
@@ -236,7 +258,9 @@ def test_weights_of_a_model_are_not_copied(wrapped):
         assert grouped_experts.stack_weights(weights).data_ptr() == weights[0].data_ptr()
         with torch.no_grad():
             weights[0].add_(1)
-        assert len({weight._version for weight in weights}) == 2, "an update of one expert counts for others"
+        assert len({weight._version for weight in weights}) == 2, (
+            "an update of one expert counts for others"
+        )
 
 
 @pytest.mark.gpu

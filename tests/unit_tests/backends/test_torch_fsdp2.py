@@ -15,7 +15,12 @@ LAYERS = 4
 
 def test_one_unit_at_a_time_is_whole_in_fp32(monkeypatch):
     provider = GPTModelProvider(
-        num_layers=LAYERS, hidden_size=16, num_attention_heads=2, vocab_size=32, bf16=True, backend="torch"
+        num_layers=LAYERS,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=32,
+        bf16=True,
+        backend="torch",
     )
     (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
     shard, whole = torch_fsdp2.fully_shard, []
@@ -26,7 +31,9 @@ def test_one_unit_at_a_time_is_whole_in_fp32(monkeypatch):
             for name, parameter in chunk.named_parameters()
             if parameter.dtype is torch.float32 and not isinstance(parameter, DTensor)
         ]
-        whole.append({name.split(".layers.")[-1].split(".")[0] for name in wide if ".layers." in name})
+        whole.append(
+            {name.split(".layers.")[-1].split(".")[0] for name in wide if ".layers." in name}
+        )
         return shard(part, **options)
 
     monkeypatch.setattr(torch_fsdp2, "fully_shard", observed)

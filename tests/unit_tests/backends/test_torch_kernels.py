@@ -8,11 +8,20 @@ from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_a
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.bridge.backends.kernels import eager
-from megatron.bridge.backends.kernels.eager import cross_entropy, fuses_activation, l2_norm, rms_norm, scale, swiglu
+from megatron.bridge.backends.kernels.eager import (
+    cross_entropy,
+    fuses_activation,
+    l2_norm,
+    rms_norm,
+    scale,
+    swiglu,
+)
 
 
 def random(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def close_to_fp64(function, reference, *inputs):
@@ -27,7 +36,9 @@ def close_to_fp64(function, reference, *inputs):
         strict=True,
     )
     for value, wanted in pairs:
-        torch.testing.assert_close(value.double(), wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item())
+        torch.testing.assert_close(
+            value.double(), wanted, rtol=2**-7, atol=2**-7 * wanted.abs().max().item()
+        )
 
 
 def plain_swiglu(x):
@@ -59,18 +70,27 @@ def test_a_frozen_norm_passes_gradients_on():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_embedding_has_the_bits_of_megatron_core(dtype):
-    freqs = random(6, 1, 1, 8)  # the halves differ, so the gradient needs the angles of the other half
+    freqs = random(
+        6, 1, 1, 8
+    )  # the halves differ, so the gradient needs the angles of the other half
     for factor in (1.0, 1.3, 1.0):
         x, y = (random(6, 2, 3, 8, dtype=dtype).requires_grad_() for _ in range(2))
-        found, wanted = eager.rotary(x, freqs, mscale=factor), eager.core_rotary(y, freqs, mscale=factor)
+        found, wanted = (
+            eager.rotary(x, freqs, mscale=factor),
+            eager.core_rotary(y, freqs, mscale=factor),
+        )
         assert torch.equal(found, wanted)
         grad = random(6, 2, 3, 8, dtype=dtype, seed=1)
-        assert torch.equal(*(torch.autograd.grad(out, at, grad)[0] for out, at in ((found, x), (wanted, y))))
+        assert torch.equal(
+            *(torch.autograd.grad(out, at, grad)[0] for out, at in ((found, x), (wanted, y)))
+        )
         with torch.inference_mode():
             assert torch.equal(eager.rotary(x, freqs, mscale=factor), wanted)
 
 
-@pytest.mark.parametrize("options", [{"rotary_interleaved": True}, {"mla_rotary_interleaved": True}, {}])
+@pytest.mark.parametrize(
+    "options", [{"rotary_interleaved": True}, {"mla_rotary_interleaved": True}, {}]
+)
 def test_other_rotary_embeddings_are_megatron_cores(options):
     x, freqs = random(6, 2, 3, 8), random(6, 1, 1, 8 if options else 4)
     assert torch.equal(eager.rotary(x, freqs, **options), eager.core_rotary(x, freqs, **options))
@@ -111,7 +131,9 @@ def test_cross_entropy(one_rank, monkeypatch, chunk):
     assert torch.autograd.gradcheck(lambda logits: cross_entropy(logits, target), (logits,))
 
     def reference(logits):
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(
+            target
+        )
 
     torch.testing.assert_close(cross_entropy(logits, target), reference(logits))
     close_to_fp64(lambda logits: cross_entropy(logits, target), reference, 3 * random(2, 3, 19))
@@ -119,7 +141,10 @@ def test_cross_entropy(one_rank, monkeypatch, chunk):
 
 def test_logits_of_an_output_layer_give_way_to_their_gradient(one_rank):
     """And to nothing else: a second backward pass says so, and other logits stay as they are."""
-    hidden, weight = random(6, 1, 8, dtype=torch.float32), random(20, 8, dtype=torch.float32, seed=1)
+    hidden, weight = (
+        random(6, 1, 8, dtype=torch.float32),
+        random(20, 8, dtype=torch.float32, seed=1),
+    )
     target = torch.randint(0, 20, (6, 1), generator=torch.Generator().manual_seed(2))
     scale = random(6, 1, dtype=torch.float32, seed=3)
     leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, hidden, weight)]
@@ -128,7 +153,9 @@ def test_logits_of_an_output_layer_give_way_to_their_gradient(one_rank):
     )
     loss = (cross_entropy(logits, target) * scale).sum()
     plain = F.linear(leaves[2], leaves[3])
-    expected = (F.cross_entropy(plain.flatten(0, 1), target.flatten(), reduction="none")[:, None] * scale).sum()
+    expected = (
+        F.cross_entropy(plain.flatten(0, 1), target.flatten(), reduction="none")[:, None] * scale
+    ).sum()
     torch.testing.assert_close(loss, expected)
     loss.backward(retain_graph=True)
     expected.backward()
@@ -147,7 +174,9 @@ def test_logits_that_are_masked_out_get_no_gradient(one_rank):
     logits[:, 6:] = torch.finfo(torch.float32).min
     logits.requires_grad_()
     loss = cross_entropy(logits, torch.tensor([0, 1, 2, 3]))
-    torch.testing.assert_close(loss, F.cross_entropy(logits[:, :6], torch.tensor([0, 1, 2, 3]), reduction="none"))
+    torch.testing.assert_close(
+        loss, F.cross_entropy(logits[:, :6], torch.tensor([0, 1, 2, 3]), reduction="none")
+    )
     loss.sum().backward()
     assert not logits.grad[:, 6:].any()
     assert logits.grad.isfinite().all()
@@ -196,6 +225,10 @@ def test_the_norm_of_gradients_is_that_of_all_together():
     ],
 )
 def test_only_plain_swiglu_is_fused(values, fused):
-    settings = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False} | values
+    settings = {
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    } | values
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **settings)
     assert fuses_activation(config) is fused

@@ -52,7 +52,9 @@ def test_the_scan_equals_the_recurrence(chunk, size):
     wanted = [expected, *torch.autograd.grad((expected * weight).sum(), given)]
     found, _ = ssd.scan(*given, chunk)
     assert found.dtype == torch.float32
-    for one, other in zip([found, *torch.autograd.grad((found * weight).sum(), given)], wanted, strict=True):
+    for one, other in zip(
+        [found, *torch.autograd.grad((found * weight).sum(), given)], wanted, strict=True
+    ):
         assert (one - other).abs().max() <= 3e-6 * other.abs().max()
 
 
@@ -64,7 +66,9 @@ def test_a_small_step_among_large_ones_is_not_rounded_away():
         given[1][:, 40:44] = 1e-3
     found, expected = ssd.scan(*given, 64)[0], recurrence(*given)
     assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
-    assert ((found - expected).abs()[:, 40:44].max() <= 1e-6 * expected.abs()[:, 40:44].max()).item()
+    assert (
+        (found - expected).abs()[:, 40:44].max() <= 1e-6 * expected.abs()[:, 40:44].max()
+    ).item()
 
 
 def config(**changes):
@@ -88,7 +92,9 @@ def mixer(kind=mamba.TorchMambaMixer, **changes):
     """One with random numbers, the same for every kind."""
     linears = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-    made = kind(config(**changes), linears, d_model=12, d_conv=3, chunk_size=8, pg_collection=groups)
+    made = kind(
+        config(**changes), linears, d_model=12, d_conv=3, chunk_size=8, pg_collection=groups
+    )
     for index, parameter in enumerate(made.parameters()):
         parameter.data.copy_(0.5 * random(*parameter.shape, seed=index))
     return made
@@ -97,13 +103,21 @@ def mixer(kind=mamba.TorchMambaMixer, **changes):
 def packed(*bounds, padded=None):
     bounds, padded = torch.tensor(bounds).int(), padded and torch.tensor(padded).int()
     return PackedSeqParams(
-        "thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+        "thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
     )
 
 
 @pytest.mark.parametrize(
     ("row", "lengths"),
-    [(packed(0, 5, 5, 28), [5, 23, 2]), (packed(0, 1, 30), [1, 29]), (packed(0, 3, 20, padded=[0, 8, 30]), [8, 22])],
+    [
+        (packed(0, 5, 5, 28), [5, 23, 2]),
+        (packed(0, 1, 30), [1, 29]),
+        (packed(0, 3, 20, padded=[0, 8, 30]), [8, 22]),
+    ],
 )
 def test_packed_sequences_do_not_see_one_another(one_rank, row, lengths):
     layer, x = mixer(), random(30, 1, 12, seed=20).float()
@@ -149,7 +163,19 @@ def test_cached_inference_is_refused(one_rank):
 
 
 def stand_in(
-    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, *, seq_idx, dt_limit, headdim, ngroups, **more
+    zxbcdt,
+    conv1d_weight,
+    conv1d_bias,
+    dt_bias,
+    A,
+    D,
+    chunk_size,
+    *,
+    seq_idx,
+    dt_limit,
+    headdim,
+    ngroups,
+    **more,
 ):
     """``mamba_split_conv1d_scan_combined``, one token after the other."""
     assert (more["activation"], more["norm_before_gate"], chunk_size) == ("silu", False, 8)
@@ -162,10 +188,16 @@ def stand_in(
         before = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] * same[..., None]
         total = total + before * conv1d_weight[:, -1 - back].double()
     x, b, c = F.silu(total).split([inner, states, states], dim=-1)
-    x, b, c = x.unflatten(-1, (-1, headdim)), b.unflatten(-1, (ngroups, -1)), c.unflatten(-1, (ngroups, -1))
+    x, b, c = (
+        x.unflatten(-1, (-1, headdim)),
+        b.unflatten(-1, (ngroups, -1)),
+        c.unflatten(-1, (ngroups, -1)),
+    )
     dt = F.softplus(dt + dt_bias).clamp(*dt_limit)
     parts = [number[0] == which for which in number[0].unique()]
-    y = torch.cat([recurrence(x[:, own], dt[:, own], A, b[:, own], c[:, own]) for own in parts], dim=1)
+    y = torch.cat(
+        [recurrence(x[:, own], dt[:, own], A, b[:, own], c[:, own]) for own in parts], dim=1
+    )
     return ((y + D[:, None] * x).flatten(-2) * F.silu(z)).float()
 
 

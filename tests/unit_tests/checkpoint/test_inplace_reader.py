@@ -58,7 +58,9 @@ def _save(directory, tensor):
     torch_checkpoint.save({"a": tensor}, storage_writer=FileSystemWriter(directory), no_dist=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
 @pytest.mark.parametrize(
     ("shape", "wanted", "offsets"),
     [
@@ -71,9 +73,13 @@ def _save(directory, tensor):
 def test_whole_rows_are_not_copied(tmp_path, copies, dtype, shape, wanted, offsets):
     tensor = torch.randint(0, 200, shape).to(dtype)
     _save(tmp_path, tensor)
-    target = _read(inplace_reader.InplaceReader, tmp_path, torch.zeros(wanted, dtype=dtype), offsets)
+    target = _read(
+        inplace_reader.InplaceReader, tmp_path, torch.zeros(wanted, dtype=dtype), offsets
+    )
     assert not copies
-    expected = tensor[tuple(slice(begin, begin + size) for begin, size in zip(offsets, wanted, strict=True))]
+    expected = tensor[
+        tuple(slice(begin, begin + size) for begin, size in zip(offsets, wanted, strict=True))
+    ]
     assert torch.equal(target.view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
@@ -107,7 +113,9 @@ def test_rows_of_a_view_that_was_stored_with_its_storage(tmp_path, copies):
 def test_a_gpu_is_filled_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(inplace_reader, "STAGING", 100)
     values, sizes, read = torch.arange(252, dtype=torch.uint8), [], inplace_reader._read_into
-    monkeypatch.setattr(inplace_reader, "_read_into", lambda flat, part: (sizes.append(len(flat)), read(flat, part)))
+    monkeypatch.setattr(
+        inplace_reader, "_read_into", lambda flat, part: (sizes.append(len(flat)), read(flat, part))
+    )
     found = torch.zeros_like(values)
     inplace_reader._read_in_blocks(found, io.BytesIO(values.numpy().tobytes()))
     assert torch.equal(found, values)
@@ -126,6 +134,8 @@ def test_small_tensors_and_objects_are_read_as_by_torch(tmp_path):
     state = {"a": torch.randn(3), "b": [1, 2]}
     torch_checkpoint.save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     found = {"a": torch.zeros(3), "b": None}
-    torch_checkpoint.load(found, storage_reader=inplace_reader.InplaceReader(tmp_path), no_dist=True)
+    torch_checkpoint.load(
+        found, storage_reader=inplace_reader.InplaceReader(tmp_path), no_dist=True
+    )
     assert torch.equal(found["a"], state["a"])
     assert found["b"] == [1, 2]

@@ -29,7 +29,9 @@ def test_every_kind_of_difference_is_named():
 
 def test_long_lists_are_cut():
     stored = {f"layer.{index}": (1,) for index in range(9)}
-    assert str(loading.compare({}, stored, ())) == "it also holds layer.0, layer.1, layer.2 and 6 more"
+    assert (
+        str(loading.compare({}, stored, ())) == "it also holds layer.0, layer.1, layer.2 and 6 more"
+    )
 
 
 def test_known_names_and_extra_state_may_be_left_over():
@@ -44,7 +46,9 @@ def test_only_the_padding_of_a_vocabulary_may_differ():
 
 
 def test_an_object_in_place_of_a_tensor_is_refused():
-    assert loading.compare({"a": _tensor("a", 2)}, {"a": None}, ()).shapes == ("a is an object, the model's is 2",)
+    assert loading.compare({"a": _tensor("a", 2)}, {"a": None}, ()).shapes == (
+        "a is an object, the model's is 2",
+    )
 
 
 def test_a_full_disk_is_found_under_torchs_errors():

@@ -52,7 +52,9 @@ def test_the_second_of_two_processes_is_refused_by_name(tmp_path):
     other = context.Process(target=_hold, args=(tmp_path, ready, leave))
     other.start()
     assert ready.wait(30)
-    with pytest.raises(UserError, match=f"is being written by process {other.pid} on .*stop that run"):
+    with pytest.raises(
+        UserError, match=f"is being written by process {other.pid} on .*stop that run"
+    ):
         lock.acquire(tmp_path)
     other.kill()
     other.join()

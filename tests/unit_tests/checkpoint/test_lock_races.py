@@ -55,7 +55,10 @@ class Contender:
         path = os.fspath(root / lock.NAME)
 
         def before(event, args):
-            touched = any(isinstance(arg, str | os.PathLike) and os.fspath(arg).startswith(path) for arg in args)
+            touched = any(
+                isinstance(arg, str | os.PathLike) and os.fspath(arg).startswith(path)
+                for arg in args
+            )
             if touched and event.startswith(("os.", "open")) and next(operations) in stops:
                 pipe.send("stopped")
                 pipe.recv()
@@ -97,12 +100,16 @@ def contender():
 def test_operations_are_all_of_a_takeover(tmp_path, left_behind, contender):
     root = shutil.copytree(left_behind, tmp_path / "root")
     one = contender(root, range(100))
-    assert [one.wait(), *(one.resume() for _ in range(OPERATIONS))] == ["stopped"] * OPERATIONS + [True]
+    assert [one.wait(), *(one.resume() for _ in range(OPERATIONS))] == ["stopped"] * OPERATIONS + [
+        True
+    ]
 
 
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("first", range(OPERATIONS))
-def test_however_takeovers_interleave_one_gets_it(tmp_path, left_behind, contender, first, released):
+def test_however_takeovers_interleave_one_gets_it(
+    tmp_path, left_behind, contender, first, released
+):
     """One process stops before two of its operations on the lock; during each stop another one contends."""
     for second in range(first, OPERATIONS):
         root = shutil.copytree(left_behind, tmp_path / str(second))
@@ -116,11 +123,15 @@ def test_however_takeovers_interleave_one_gets_it(tmp_path, left_behind, contend
         state = slow.resume() if second > first else "stopped"
         holding.append(contender(root).wait())
         holding.append(slow.resume() if state == "stopped" else state)
-        assert sorted(holding) == [False] * (len(holding) - 1) + [True], f"stopped at {first} and {second}"
+        assert sorted(holding) == [False] * (len(holding) - 1) + [True], (
+            f"stopped at {first} and {second}"
+        )
 
 
 @pytest.mark.parametrize("stop", range(OPERATIONS))
-def test_killed_anywhere_it_leaves_a_lock_that_the_next_one_gets(tmp_path, left_behind, contender, stop):
+def test_killed_anywhere_it_leaves_a_lock_that_the_next_one_gets(
+    tmp_path, left_behind, contender, stop
+):
     root = shutil.copytree(left_behind, tmp_path / "root")
     killed = contender(root, {stop})
     assert killed.wait() == "stopped"

@@ -25,7 +25,11 @@ def _save(directory, seed=0):
         name: ShardedTensor.from_rank_offsets(name, torch.randn(size, generator=generator))
         for name, size in (("a", (40, 30)), ("b", (7,)))
     }
-    saving.save(state, directory, lambda staging: (staging / "run_config.yaml").write_text("model: x\n...\n"))
+    saving.save(
+        state,
+        directory,
+        lambda staging: (staging / "run_config.yaml").write_text("model: x\n...\n"),
+    )
     return directory
 
 
@@ -60,7 +64,13 @@ def copy(saved, tmp_path):
 
 def test_hashes_are_of_the_bytes_on_the_disk(saved):
     record = manifest.read(saved)
-    assert list(record.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "run_config.yaml"]
+    assert list(record.files) == [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "metadata.json",
+        "run_config.yaml",
+    ]
     for name, entry in record.files.items():
         content = (saved / name).read_bytes()
         assert entry == manifest.FileRecord(len(content), xxhash.xxh3_128_hexdigest(content))
@@ -89,7 +99,15 @@ def _grow(path, draw):
 
 @pytest.mark.parametrize("damage", [_flip, _truncate, _delete, _grow])
 @pytest.mark.parametrize(
-    "name", [".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "run_config.yaml", manifest.NAME]
+    "name",
+    [
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "metadata.json",
+        "run_config.yaml",
+        manifest.NAME,
+    ],
 )
 def test_one_damaged_file_is_named(copy, name, damage):
     draw = random.Random(f"{name} {damage.__name__}")

@@ -11,7 +11,9 @@ from megatron.bridge.training.optim.optimizer_state import tensor_slices
 @st.composite
 def _intervals(draw):
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    start, end = sorted((draw(st.integers(0, np.prod(shape))), draw(st.integers(0, np.prod(shape)))))
+    start, end = sorted(
+        (draw(st.integers(0, np.prod(shape))), draw(st.integers(0, np.prod(shape))))
+    )
     return shape, int(start), int(end)
 
 
@@ -23,7 +25,9 @@ def test_boxes_fill_the_interval_in_order(interval):
     assert len(found) <= 2 * len(shape) - 1
     covered = []
     for box in found:
-        part = numbers[tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))].ravel()
+        part = numbers[
+            tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))
+        ].ravel()
         assert part[0] == start + box.flat
         covered += part.tolist()
     assert covered == list(range(start, end))

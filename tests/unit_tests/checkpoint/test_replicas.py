@@ -24,14 +24,19 @@ def _held(rank):
 def _ours(held):
     """The writers, with the first rank that holds a shard as its main one."""
     first = {digest: rank for rank in reversed(range(RANKS)) for digest in held[rank]}
-    others = [np.array([d for d in held[rank] if first[d] != rank], dtype=np.int64) for rank in range(RANKS)]
+    others = [
+        np.array([d for d in held[rank] if first[d] != rank], dtype=np.int64)
+        for rank in range(RANKS)
+    ]
     holders = shard_holders(others)
     main = []
     for rank in range(RANKS):
         mine = {digest: size for digest, size in held[rank].items() if first[digest] == rank}
         shared = {digest: size for digest, size in mine.items() if digest in holders}
         main.append(MainShards(sum(mine.values()) - sum(shared.values()), shared))
-    return assign_writers(main, holders) | {digest: rank for digest, rank in first.items() if digest not in holders}
+    return assign_writers(main, holders) | {
+        digest: rank for digest, rank in first.items() if digest not in holders
+    }
 
 
 def _loads(writers, sizes):

@@ -39,7 +39,9 @@ def _put(files, names, text="text"):
 
 
 def _names(folder):
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "s3:/bucket/run", Path("s3://bucket/run/")])
@@ -47,7 +49,9 @@ def test_urls_survive_pathlib(url):
     assert split(url) == ("s3", "bucket/run")
 
 
-@pytest.mark.parametrize("path", ["runs/llama", "/runs/llama", "~/x", "C:/runs", "a:b", "org/model"])
+@pytest.mark.parametrize(
+    "path", ["runs/llama", "/runs/llama", "~/x", "C:/runs", "a:b", "org/model"]
+)
 def test_paths_stay_paths(path):
     assert storage.local(path) == Path(path)
     assert url_of(path) is None
@@ -58,7 +62,10 @@ def test_a_url_stands_for_a_folder_and_is_shown():
     assert url_of(folder) == RUN
     assert url_of(folder / "iter_0000001") == f"{RUN}/iter_0000001"
     assert storage.local(folder) == folder
-    assert shown(f"resumed from {folder}/iter_0000001 at step 1") == f"resumed from {RUN}/iter_0000001 at step 1"
+    assert (
+        shown(f"resumed from {folder}/iter_0000001 at step 1")
+        == f"resumed from {RUN}/iter_0000001 at step 1"
+    )
     assert str(UserError(f"{folder} is full")) == f"{RUN} is full"
     with console().capture() as captured:
         console().print(f"checkpoint: {folder}", markup=False)
@@ -121,7 +128,9 @@ def test_a_short_download_is_not_taken_for_the_file(files, monkeypatch):
     _put(files, ["a.txt"])
     monkeypatch.setattr(type(files), "cat_file", lambda self, *arguments, **options: b"te")
     folder = storage.local(RUN)
-    with pytest.raises(storage.StorageError, match=r"memory://bucket/run/a.txt returned 2 of 4 bytes"):
+    with pytest.raises(
+        storage.StorageError, match=r"memory://bucket/run/a.txt returned 2 of 4 bytes"
+    ):
         storage.pull(folder, {"a.txt"})
     assert not (folder / "a.txt").exists()
 
@@ -132,18 +141,28 @@ def test_a_full_disk_and_a_lost_bucket_are_one_sentence(files, monkeypatch):
 
     _put(files, ["a.txt"])
     monkeypatch.setattr(type(files), "cat_file", full)
-    with pytest.raises(UserError, match=f"{RUN} cannot be .*No space left on device.*a.txt.*; .*{CACHE}"):
+    with pytest.raises(
+        UserError, match=f"{RUN} cannot be .*No space left on device.*a.txt.*; .*{CACHE}"
+    ):
         storage.pull(storage.local(RUN), {"a.txt"})
 
     def lost(self, path, value, **options):
         raise FileNotFoundError("The specified bucket does not exist")
 
     monkeypatch.setattr(type(files), "pipe_file", lost)
-    with pytest.raises(storage.StorageError, match=f"{RUN}/x cannot be .*does not exist; .*credentials"):
+    with pytest.raises(
+        storage.StorageError, match=f"{RUN}/x cannot be .*does not exist; .*credentials"
+    ):
         storage.write(storage.local(RUN) / "x", "text")
 
 
-SAVED = ["__0_1_0.distcp", ".metadata", "metadata.json", "manifest.json", "tokenizer/tokenizer.json"]
+SAVED = [
+    "__0_1_0.distcp",
+    ".metadata",
+    "metadata.json",
+    "manifest.json",
+    "tokenizer/tokenizer.json",
+]
 
 
 def _published(files, *iterations):
@@ -156,7 +175,9 @@ def test_readers_see_what_was_published(files):
     _published(files, 10, 20)
     _put(files, ["iter_0000020.incomplete", "run.lock/x.json"])
     assert paths.published_iterations(RUN) == [10]
-    with pytest.raises(UserError, match=f"names iteration 20, but {RUN}/iter_0000020 is missing.*iter_0000010"):
+    with pytest.raises(
+        UserError, match=f"names iteration 20, but {RUN}/iter_0000020 is missing.*iter_0000010"
+    ):
         paths.resolve(RUN)
     with pytest.raises(UserError, match=f"{RUN}/iter_0000020 does not exist"):
         paths.resolve(f"{RUN}/iter_0000020")
@@ -172,7 +193,9 @@ def test_readers_see_what_was_published(files):
 def test_leftovers_are_removed_and_foreign_checkpoints_are_not(files):
     _published(files, 10, 20)
     files.rm_file("/bucket/run/iter_0000010/manifest.json")  # such as one of Megatron-LM
-    _put(files, ["iter_0000020.incomplete", "iter_0000030.incomplete", "iter_0000030/__0_2_0.distcp"])
+    _put(
+        files, ["iter_0000020.incomplete", "iter_0000030.incomplete", "iter_0000030/__0_2_0.distcp"]
+    )
     paths.recover(RUN)
     left = {name.split("/")[3] for name in files.find("/bucket")}
     assert left == {"iter_0000010", paths.TRACKER}
@@ -201,11 +224,20 @@ def test_a_checkpoint_is_published_if_all_of_it_arrived(files):
 def test_the_other_files_of_a_run_are_uploaded_when_they_change(files):
     root = storage.local(RUN)
     root.mkdir(parents=True)
-    for name in ("metrics.jsonl", "starts/001/run_config.yaml", "iter_0000010/a", "run.lock/b", ".hidden"):
+    for name in (
+        "metrics.jsonl",
+        "starts/001/run_config.yaml",
+        "iter_0000010/a",
+        "run.lock/b",
+        ".hidden",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("1")
     bucket.push_beside(root)
-    assert sorted(files.find("/bucket")) == ["/bucket/run/metrics.jsonl", "/bucket/run/starts/001/run_config.yaml"]
+    assert sorted(files.find("/bucket")) == [
+        "/bucket/run/metrics.jsonl",
+        "/bucket/run/starts/001/run_config.yaml",
+    ]
     (root / "metrics.jsonl").write_text("12")
     bucket.refresh(root)
     assert (root / "metrics.jsonl").read_text() == "12", "what is newer here is not overwritten"
@@ -257,7 +289,9 @@ def test_a_living_run_elsewhere_keeps_its_lock(files, monkeypatch):
     _held_elsewhere(files)
     tags = iter(["1", "2"])
     monkeypatch.setattr(lock, "_touched", lambda record: next(tags))
-    with pytest.raises(UserError, match=f"{RUN} is being written by process 7 on elsewhere.*checkpoint.save"):
+    with pytest.raises(
+        UserError, match=f"{RUN} is being written by process 7 on elsewhere.*checkpoint.save"
+    ):
         lock.acquire(RUN)
     assert list(files.find("/bucket")) == ["/bucket/run/run.lock/x.json"]
 
@@ -310,7 +344,8 @@ def test_an_export_that_was_interrupted_goes_on(files, monkeypatch):
     model_folder.publish(_exported(folder, **EXPORT | {"model-2.safetensors": "new"}), folder)
     assert sent == ["model-2.safetensors", "model.safetensors.index.json", "config.json"]
     assert {name: files.cat_file(name) for name in files.find("/bucket")} == {
-        f"/bucket/exported/{name}": text.encode() for name, text in (EXPORT | {"model-2.safetensors": "new"}).items()
+        f"/bucket/exported/{name}": text.encode()
+        for name, text in (EXPORT | {"model-2.safetensors": "new"}).items()
     }
 
 
@@ -340,7 +375,10 @@ def test_a_run_works_on_the_local_folder_and_writes_the_url():
         ({"save": "foo://bucket/run"}, ("checkpoint.save=foo://bucket/run", "s3://")),
         ({"save": "run", "load": "file:///run"}, ("checkpoint.load=file:///run", "a path")),
         ({"save": RUN, "also_hf": True}, ("checkpoint.also_hf=True", RUN, "a disk")),
-        ({"save": RUN, "async_save": True, "async_strategy": "nvrx"}, ("async_strategy=nvrx", RUN, "a disk")),
+        (
+            {"save": RUN, "async_save": True, "async_strategy": "nvrx"},
+            ("async_strategy=nvrx", RUN, "a disk"),
+        ),
         (
             {"save": RUN, "non_persistent_ckpt_type": "global", "non_persistent_save_interval": 1},
             ("non_persistent_ckpt_type=global", RUN, "a disk"),

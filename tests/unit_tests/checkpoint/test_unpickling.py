@@ -54,7 +54,13 @@ def change_metadata(checkpoint, change):
 
 
 @pytest.mark.parametrize(
-    "command", [["inspect"], ["checkpoint", "inspect"], ["checkpoint", "verify"], ["checkpoint", "diff", str(SAVED)]]
+    "command",
+    [
+        ["inspect"],
+        ["checkpoint", "inspect"],
+        ["checkpoint", "verify"],
+        ["checkpoint", "diff", str(SAVED)],
+    ],
 )
 def test_commands_refuse_a_metadata_file_that_names_code(checkpoint, attack, capsys, command):
     change_metadata(checkpoint, lambda metadata: setattr(metadata.storage_meta, "save_id", attack))
@@ -97,7 +103,9 @@ def test_an_object_that_names_code_is_refused(checkpoint, attack):
 )
 def test_metadata_may_name_nothing_else(name):
     module, attribute = name.split()
-    stream = io.BytesIO(b"\x80\x04" + b"".join(_text(word) for word in (module, attribute)) + b"\x93.")
+    stream = io.BytesIO(
+        b"\x80\x04" + b"".join(_text(word) for word in (module, attribute)) + b"\x93."
+    )
     with pytest.raises(UntrustedPickleError, match=f"{module}.{attribute}"):
         unpickling.read_metadata(stream, "it")
 
@@ -128,14 +136,18 @@ def test_plain_values_and_arrays_are_read(tmp_path):
 
 
 def test_a_callback_whose_state_could_not_be_read_again_is_refused_when_it_is_saved():
-    with pytest.raises(UntrustedPickleError, match=r"(?s)the state of callback Mine.*trust_checkpoint"):
+    with pytest.raises(
+        UntrustedPickleError, match=r"(?s)the state of callback Mine.*trust_checkpoint"
+    ):
         unpickling.check_readable({"best": Attack("x")}, "the state of callback Mine")
 
 
 def test_a_storage_inside_a_pickle_names_no_code(attack):
     poisoned = io.BytesIO()
     torch.save(attack, poisoned)
-    data = b"\x80\x04" + _text("megatron.core.safe_globals") + _text("safe_load_from_bytes") + b"\x93"
+    data = (
+        b"\x80\x04" + _text("megatron.core.safe_globals") + _text("safe_load_from_bytes") + b"\x93"
+    )
     data += pickle.dumps(poisoned.getvalue(), 4)[2:-1] + b"\x85R."
     with pytest.raises(pickle.UnpicklingError, match="mkdir"):
         unpickling.read_states(data, "it", "megatron.energon")

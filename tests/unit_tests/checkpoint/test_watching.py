@@ -11,7 +11,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron.bridge.training.callbacks.guard import hang_detection
-from megatron.bridge.training.callbacks.guard.hang_detection import Heartbeat, current_function, find_culprit
+from megatron.bridge.training.callbacks.guard.hang_detection import (
+    Heartbeat,
+    current_function,
+    find_culprit,
+)
 from megatron.bridge.training.callbacks.guard.straggler_detection import slow_ranks
 from megatron.bridge.utils.processes import Process, start_time
 

@@ -34,7 +34,9 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
     optimizer = {"optimizer.state.exp_avg.a": torch.zeros(4, 3)}
     _save(root, 10, a=torch.zeros(4, 3), b=torch.ones(2), **optimizer)
-    _save(root, 20, a=torch.tensor([[0.0] * 3] * 3 + [[0.0, 0.0, 0.5]]), c=torch.ones(2), **optimizer)
+    _save(
+        root, 20, a=torch.tensor([[0.0] * 3] * 3 + [[0.0, 0.0, 0.5]]), c=torch.ones(2), **optimizer
+    )
     return root
 
 
@@ -56,7 +58,10 @@ def test_list(root, capsys):
     assert older.startswith("iter_0000010")
     assert older.endswith("damaged")
     assert newer.endswith("whole  newest")
-    assert left == "iter_0000030.1a2b3c4d.incomplete  left by an interrupted save; the next run removes it"
+    assert (
+        left
+        == "iter_0000030.1a2b3c4d.incomplete  left by an interrupted save; the next run removes it"
+    )
     assert holder.startswith("being written by process")
 
 
@@ -93,7 +98,11 @@ def test_diff(root, capsys):
     assert main(["checkpoint", "diff", first, first, "--values"]) == 0
     assert _lines(capsys) == ["no difference in names, shapes, dtypes and values"]
     assert main(["checkpoint", "diff", first, second, "--values"]) == 1
-    assert _lines(capsys) == [f"only in {first}: b", f"only in {second}: c", "a: 1 of 12 values differ, by at most 0.5"]
+    assert _lines(capsys) == [
+        f"only in {first}: b",
+        f"only in {second}: c",
+        "a: 1 of 12 values differ, by at most 0.5",
+    ]
 
 
 def test_convert_takes_the_weights_and_unstacks_layers(tmp_path, capsys):
@@ -116,4 +125,6 @@ def test_convert_takes_the_weights_and_unstacks_layers(tmp_path, capsys):
         *(f"decoder.layers.{index}.mlp.linear_fc1.weight" for index in range(3)),
     ]
     assert main(["checkpoint", "verify", str(target)]) == 0
-    assert main(["checkpoint", "convert", str(tmp_path / "megatron_lm"), str(target)]) == 1, "it is there already"
+    assert main(["checkpoint", "convert", str(tmp_path / "megatron_lm"), str(target)]) == 1, (
+        "it is there already"
+    )

@@ -32,7 +32,14 @@ def places(tmp_path_factory):
 
 def test_convert_and_export_give_the_same_model_back(places, tmp_path):
     hf, megatron = places
-    arguments = ["--hf-model", str(hf), "--megatron-path", str(megatron), "--hf-path", str(tmp_path / "out")]
+    arguments = [
+        "--hf-model",
+        str(hf),
+        "--megatron-path",
+        str(megatron),
+        "--hf-path",
+        str(tmp_path / "out"),
+    ]
     assert main(["export", *arguments]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written - {RECORD} == {path.name for path in hf.iterdir()}
@@ -93,7 +100,9 @@ def test_a_certificate_says_that_both_are_the_same(places, tmp_path):
     assert certificate["holds"]
     assert certificate["logits"]["largest"] < 1e-3
     assert set(certificate["tensors"]) == set(AutoBridge.from_hf_pretrained(hf).hf_pretrained.state)
-    assert all(proof["equal"] and len(proof["sha256"]) == 64 for proof in certificate["tensors"].values())
+    assert all(
+        proof["equal"] and len(proof["sha256"]) == 64 for proof in certificate["tensors"].values()
+    )
 
 
 def test_half_precision_is_judged_by_what_it_does_to_transformers(tmp_path, monkeypatch):
@@ -146,7 +155,16 @@ def test_one_other_bit_is_named(places, tmp_path):
     tensors[name][0, 0] = tensors[name][0, 0].nextafter(torch.tensor(9.0))
     save_file(tensors, other / index[name], metadata={"format": "pt"})
     with console().capture() as printed:
-        code = main(["verify", str(other), str(megatron), "--skip-logits", "--certificate", str(tmp_path / "c.json")])
+        code = main(
+            [
+                "verify",
+                str(other),
+                str(megatron),
+                "--skip-logits",
+                "--certificate",
+                str(tmp_path / "c.json"),
+            ]
+        )
     assert code == 1
     assert f"tensor {name} differs" in printed.get()
     proofs = json.loads((tmp_path / "c.json").read_text())["tensors"]
@@ -168,7 +186,9 @@ def test_dtypes_that_nobody_declares(tmp_path):
     make_llama(hf, num_hidden_layers=2, dtype=torch.bfloat16)
     (hf / "tokenizer.json").unlink()
     for file in hf.glob("*.safetensors"):
-        tensors = {name: it.float() if "norm" in name else it for name, it in load_file(file).items()}
+        tensors = {
+            name: it.float() if "norm" in name else it for name, it in load_file(file).items()
+        }
         save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((hf / "config.json").read_text())
     del config["dtype"]
@@ -218,11 +238,17 @@ def truncate(path):
         (1, ".metadata", truncate, ".metadata cannot be read"),
     ],
 )
-def test_damage_is_named_by_inspect_and_by_verify(places, tmp_path, capsys, kind, pattern, damage, message):
+def test_damage_is_named_by_inspect_and_by_verify(
+    places, tmp_path, capsys, kind, pattern, damage, message
+):
     damaged = list(places)
     damaged[kind] = copied(places[kind], tmp_path / "damaged")
     damage(only(damaged[kind], pattern))
-    for command in (["inspect", damaged[kind]], ["verify", *damaged], ["verify", *damaged, "--skip-logits"]):
+    for command in (
+        ["inspect", damaged[kind]],
+        ["verify", *damaged],
+        ["verify", *damaged, "--skip-logits"],
+    ):
         assert main([*map(str, command)]) == 1
         error = " ".join(capsys.readouterr().err.split())
         assert message in error or (command[0] == "verify" and ".metadata" in error)
@@ -241,14 +267,22 @@ def test_places_that_are_not_there(places, tmp_path, capsys):
 
 
 def test_a_certificate_that_cannot_be_written_is_refused_at_once(places, tmp_path, capsys):
-    assert main(["verify", *map(str, places), "--certificate", str(tmp_path / "no" / "c.json")]) == 1
+    assert (
+        main(["verify", *map(str, places), "--certificate", str(tmp_path / "no" / "c.json")]) == 1
+    )
     assert "c.json cannot be written" in " ".join(capsys.readouterr().err.split())
 
 
 def test_tensors_alone_are_compared_without_the_model(places, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoBridge, "load_megatron_model", None)
     with console().capture() as printed:
-        command = ["verify", *map(str, places), "--skip-logits", "--certificate", str(tmp_path / "c.json")]
+        command = [
+            "verify",
+            *map(str, places),
+            "--skip-logits",
+            "--certificate",
+            str(tmp_path / "c.json"),
+        ]
         assert main(command) == 0
     assert "Comparing: 20 done" in printed.get()
     assert "20 of 20 tensors are bitwise equal" in printed.get()

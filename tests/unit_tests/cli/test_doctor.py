@@ -31,7 +31,9 @@ def test_a_recipe_on_a_machine_without_a_gpu(capsys):
 
 
 def test_settings_change_the_run(capsys):
-    lines = lines_of(capsys, "--recipe", "llama32_1b_pretrain_config", "--no-measure", "model.backend=torch")
+    lines = lines_of(
+        capsys, "--recipe", "llama32_1b_pretrain_config", "--no-measure", "model.backend=torch"
+    )
     assert "layer spec of this run: torch (model.backend=torch)" in lines
 
 
@@ -52,7 +54,10 @@ def test_a_gpu_without_headers(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train.train_iters=3"], "train.train_iters=3 changes a run: give the run with --recipe or --config"),
+        (
+            ["train.train_iters=3"],
+            "train.train_iters=3 changes a run: give the run with --recipe or --config",
+        ),
         (["--recipe", "llama32_1b_pretrian_config"], "did you mean llama32_1b_pretrain_config"),
     ],
 )

@@ -17,8 +17,12 @@ from megatron.bridge.recipes.catalog import find
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.errors import UserError
 
-LINES = Path(__file__).parents[2].joinpath("fixtures/megatron_lm_commands.tsv").read_text().splitlines()
-COMMANDS = {name: (int(ranks), command) for name, ranks, command in (line.split("\t") for line in LINES)}
+LINES = (
+    Path(__file__).parents[2].joinpath("fixtures/megatron_lm_commands.tsv").read_text().splitlines()
+)
+COMMANDS = {
+    name: (int(ranks), command) for name, ranks, command in (line.split("\t") for line in LINES)
+}
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
 RUN = "--micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --eval-iters 0 --mock-data "
 NULL = "--tokenizer-type NullTokenizer --vocab-size 127 "
@@ -38,7 +42,13 @@ def test_public_command_lines_build_and_resolve(name):
 
 
 BIASES = "attention_output_bias"  # False says the same as None without biases of linear layers
-LATENT = {"rope_type", "rope_parameters", "latent_layernorm_epsilon", "moe_router_pre_softmax", "num_query_groups"}
+LATENT = {
+    "rope_type",
+    "rope_parameters",
+    "latent_layernorm_epsilon",
+    "moe_router_pre_softmax",
+    "num_query_groups",
+}
 """Other spellings: YaRN's numbers are fields of Megatron-Core; the others change nothing with sigmoid scores and
 latent attention."""
 
@@ -48,8 +58,15 @@ NEMOTRON_H = {
 }
 """The scripts rotate, which the published models do not; these have no experts."""
 GPT_OSS = {
-    *("position_embedding_type", "rope_parameters", "max_position_embeddings"),  # of the script's --enable-gpt-oss
-    *("window_attn_skip_freq", "ffn_hidden_size"),  # 2 for [1, 0, 1, 0, ...]; there are no dense layers
+    *(
+        "position_embedding_type",
+        "rope_parameters",
+        "max_position_embeddings",
+    ),  # of the script's --enable-gpt-oss
+    *(
+        "window_attn_skip_freq",
+        "ffn_hidden_size",
+    ),  # 2 for [1, 0, 1, 0, ...]; there are no dense layers
 }
 
 
@@ -58,22 +75,42 @@ GPT_OSS = {
     [
         ("gpt3_175b", "gpt3_175b_pretrain_config", {"max_position_embeddings"}),
         ("mixtral_8x7b", "mixtral_8x7b_pretrain_config", set()),
-        ("llama3_8b_fp8", "llama3_8b_pretrain_config", {"rotary_base", "layernorm_zero_centered_gamma"}),
+        (
+            "llama3_8b_fp8",
+            "llama3_8b_pretrain_config",
+            {"rotary_base", "layernorm_zero_centered_gamma"},
+        ),
         ("qwen2.5_0.5b", "qwen25_500m_pretrain_config", {"layernorm_epsilon"}),
-        ("qwen2.5_7b", "qwen25_7b_pretrain_config", {"layernorm_epsilon", "max_position_embeddings"}),
+        (
+            "qwen2.5_7b",
+            "qwen25_7b_pretrain_config",
+            {"layernorm_epsilon", "max_position_embeddings"},
+        ),
         ("qwen3_4b", "qwen3_4b_pretrain_config", set()),
         ("qwen3_32b", "qwen3_32b_pretrain_config", set()),
         ("qwen3_8b", "qwen3_8b_pretrain_config", {"layernorm_epsilon"}),
         ("qwen3_30b_a3b", "qwen3_30b_a3b_pretrain_config", {"layernorm_epsilon", BIASES}),
-        ("llama3.2_1b", "llama32_1b_pretrain_config", {"max_position_embeddings", "rope_parameters"}),
+        (
+            "llama3.2_1b",
+            "llama32_1b_pretrain_config",
+            {"max_position_embeddings", "rope_parameters"},
+        ),
         ("deepseek_r1", "deepseek_v3_pretrain_config", {"layernorm_epsilon", *LATENT}),
         ("kimi_k2", "kimi_k2_pretrain_config", {"layernorm_epsilon", *LATENT}),
         ("qwen3_0.6b", "qwen3_600m_pretrain_config", {"layernorm_epsilon"}),
         ("qwen3_235b_a22b", "qwen3_235b_a22b_pretrain_config", {"layernorm_epsilon", BIASES}),
         ("qwen_2p5_3b", "qwen25_3b_pretrain_config", set()),
         ("qwen_2p5_32b", "qwen25_32b_pretrain_config", set()),
-        ("qwen_2p5_math_7b", "qwen25_7b_pretrain_config", {"rotary_base", "max_position_embeddings"}),
-        ("llama3.1_8b", "llama31_8b_pretrain_config", {"max_position_embeddings", "rope_parameters"}),
+        (
+            "qwen_2p5_math_7b",
+            "qwen25_7b_pretrain_config",
+            {"rotary_base", "max_position_embeddings"},
+        ),
+        (
+            "llama3.1_8b",
+            "llama31_8b_pretrain_config",
+            {"max_position_embeddings", "rope_parameters"},
+        ),
         ("llama3p1_8b_instruct", "llama31_8b_pretrain_config", {"add_qkv_bias", "rope_parameters"}),
         (
             "mixtral_8x22b_tp2pp8ep8vpp1_release",
@@ -98,7 +135,9 @@ GPT_OSS = {
 def test_the_model_is_that_of_the_recipe(name, recipe, published):
     """``published`` names what the public script sets to another value than the model's own config."""
     ranks, command = COMMANDS[name]
-    found, wanted = (_comparable(model) for model in (_config(command, ranks).model, find(recipe).build().model))
+    found, wanted = (
+        _comparable(model) for model in (_config(command, ranks).model, find(recipe).build().model)
+    )
     assert {key for key in wanted if found[key] != wanted[key]} <= published
 
 
@@ -108,9 +147,13 @@ def _comparable(model):
     values["kv_channels"] = model.kv_channels or model.hidden_size // model.num_attention_heads
     if model.multi_latent_attention:
         del values["kv_channels"]
-    values["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size or (model.num_moe_experts and model.ffn_hidden_size)
+    values["moe_ffn_hidden_size"] = model.moe_ffn_hidden_size or (
+        model.num_moe_experts and model.ffn_hidden_size
+    )
     for name in ("attention_bias", "mlp_bias"):
-        values[name] = model.add_bias_linear if getattr(model, name) is None else getattr(model, name)
+        values[name] = (
+            model.add_bias_linear if getattr(model, name) is None else getattr(model, name)
+        )
     if isinstance(frequency := model.window_attn_skip_freq, list) and not any(frequency):
         values["window_attn_skip_freq"] = None
     del values["vocab_size"]  # that of the tokenizer
@@ -128,7 +171,11 @@ def test_settings_of_a_command_line():
     )
     config = _config(command)
     model, dataset = config.model, config.dataset
-    assert (model.ffn_hidden_size, model.gated_linear_unit, model.add_bias_linear) == (128, True, False)
+    assert (model.ffn_hidden_size, model.gated_linear_unit, model.add_bias_linear) == (
+        128,
+        True,
+        False,
+    )
     assert (model.share_embeddings_and_output_weights, model.moe_layer_freq) == (False, [0, 1])
     assert (model.recompute_modules, config.rng.seed, dataset.random_seed) == (["mlp"], 7, 7)
     assert (dataset.blend, dataset.split) == ((["corpus/a", "corpus/b"], [30, 70]), "969,30,1")
@@ -139,7 +186,9 @@ def test_settings_of_a_command_line():
 
 
 def test_what_is_not_translated_is_named():
-    found = translate(TINY + RUN + NULL + "--use-mcore-models --sequence-parallel --spec a b --split 9,1,0").translation
+    found = translate(
+        TINY + RUN + NULL + "--use-mcore-models --sequence-parallel --spec a b --split 9,1,0"
+    ).translation
     assert set(found.missing) == {"--spec"}
     assert {"--use-mcore-models", "--sequence-parallel", "--split"} <= set(found.implied)
     assert not any(key.startswith("model.sequence") for key in found.settings)
@@ -153,7 +202,11 @@ def test_what_is_not_translated_is_named():
         ("--swiglu yes", "--swiglu", "remove"),
         ("--moe-layer-freq import_os", "--moe-layer-freq=import_os", "[0]*3+[1]*58"),
         ("--save $RUN_FOLDER/x --load ${ARGS[@]}", "$RUN_FOLDER, $ARGS[@]", "export"),
-        ("--pipeline-model-parallel-size two", "--pipeline-model-parallel-size=two", "whole number"),
+        (
+            "--pipeline-model-parallel-size two",
+            "--pipeline-model-parallel-size=two",
+            "whole number",
+        ),
         ("--save 'x", "command line", "quotes"),
     ],
 )
@@ -203,6 +256,11 @@ def test_the_command_writes_a_config_that_train_reads(tmp_path, capsys):
 
 
 def test_each_argument_is_in_one_table():
-    groups = [TABLES["settings"], *TABLES["implied"].values(), *TABLES["missing"].values(), *TABLES["renamed"].values()]
+    groups = [
+        TABLES["settings"],
+        *TABLES["implied"].values(),
+        *TABLES["missing"].values(),
+        *TABLES["renamed"].values(),
+    ]
     names = [name for group in groups for name in group]
     assert sorted({name for name in names if names.count(name) > 1}) == []

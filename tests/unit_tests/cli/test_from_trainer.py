@@ -62,12 +62,20 @@ output_dir: runs/factory
 def test_axolotl():
     run = translate(yaml_text.read(AXOLOTL.format(model="m", data="d.jsonl")), ranks=8)
     found = run.translation
-    assert run.options == {"hf-model": "m", "data": "d.jsonl", "mode": "lora", "packed_sequence": ""}
+    assert run.options == {
+        "hf-model": "m",
+        "data": "d.jsonl",
+        "mode": "lora",
+        "packed_sequence": "",
+    }
     assert json.loads(found.settings["train.num_epochs"]) == 1.5
     assert json.loads(found.settings["train.global_batch_size"]) == 2 * 4 * 8
     assert found.settings["dataset.process_example_fn"] == "alpaca_example"
     assert json.loads(found.settings["peft.target_modules"]) == ["linear_qkv", "linear_proj"]
-    assert (found.settings["model.seq_length"], found.settings["mixed_precision"]) == ("2048", "bf16_mixed")
+    assert (found.settings["model.seq_length"], found.settings["mixed_precision"]) == (
+        "2048",
+        "bf16_mixed",
+    )
     assert found.missing.keys() == {"optim", "saves_per_epoch"}
     assert found.implied.keys() == {"load_in_8bit"}
 
@@ -84,16 +92,27 @@ def test_names_of_the_trainer_are_its_own():
     from transformers import TrainingArguments
 
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
-    known = {"output_dir", "max_steps", "per_device_train_batch_size", "learning_rate", "adam_epsilon", "save_steps"}
+    known = {
+        "output_dir",
+        "max_steps",
+        "per_device_train_batch_size",
+        "learning_rate",
+        "adam_epsilon",
+        "save_steps",
+    }
     assert known <= theirs & from_trainer._SETTINGS.keys()
-    run = translate({"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "polynomial"}, 2)
+    run = translate(
+        {"max_steps": -1, "num_train_epochs": 2.0, "lr_scheduler_type": "polynomial"}, 2
+    )
     assert json.loads(run.translation.settings["train.num_epochs"]) == 2.0
     both = translate({"max_steps": 10, "num_train_epochs": 2.0}, 1).translation.settings
     assert both == {"train.train_iters": "10"}, "steps go before epochs"
     assert "polynomial" in run.translation.missing["lr_scheduler_type"]
 
 
-@pytest.mark.parametrize(("values", "key", "way_out"), [({"learning_rat": 1}, "learning_rat", "learning_rate")])
+@pytest.mark.parametrize(
+    ("values", "key", "way_out"), [({"learning_rat": 1}, "learning_rat", "learning_rate")]
+)
 def test_mistakes(values, key, way_out):
     with pytest.raises(UserError) as caught:
         translate(values, 1)
@@ -104,7 +123,9 @@ def test_mistakes(values, key, way_out):
 def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     """The block of docs/faq.md."""
     source, output = tmp_path / "axolotl.yaml", tmp_path / "settings.yaml"
-    source.write_text("adapter: lora\nlearning_rate: 2e-4\nnum_epochs: 2\nmicro_batch_size: 2\noutput_dir: runs/x\n")
+    source.write_text(
+        "adapter: lora\nlearning_rate: 2e-4\nnum_epochs: 2\nmicro_batch_size: 2\noutput_dir: runs/x\n"
+    )
     words = ["--recipe", "llama32_1b_finetune_config", "--output", str(output)]
     assert main(["from-trainer", str(source), *words]) == 0
     command = shlex.split(capsys.readouterr().err.splitlines()[-1])
@@ -112,7 +133,11 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     parser = Parser()
     add_shared(parser, "job")
     config = prepare(parser.parse_args(command[2:])).config
-    assert (config.optimizer.lr, config.train.train_iters, config.checkpoint.save) == (2e-4, 1000, "runs/x")
+    assert (config.optimizer.lr, config.train.train_iters, config.checkpoint.save) == (
+        2e-4,
+        1000,
+        "runs/x",
+    )
     assert type(config.peft).__name__ == "LoRA"
     source.write_text("- a\n")
     assert main(["from-trainer", str(source)]) == 1

@@ -6,16 +6,46 @@ import subprocess
 import sys
 
 HEAVY = [
-    *("transformers", "tokenizers", "huggingface_hub", "accelerate", "datasets", "pyarrow", "pandas", "scipy"),
-    *("networkx", "sklearn", "matplotlib", "tensorstore", "wandb", "mlflow", "nvidia_resiliency_ext", "peft"),
+    *(
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "accelerate",
+        "datasets",
+        "pyarrow",
+        "pandas",
+        "scipy",
+    ),
+    *(
+        "networkx",
+        "sklearn",
+        "matplotlib",
+        "tensorstore",
+        "wandb",
+        "mlflow",
+        "nvidia_resiliency_ext",
+        "peft",
+    ),
     *("torch._dynamo", "torch._inductor", "torch.onnx"),
 ]
 """Each takes a tenth of a second, or several seconds, of CPU."""
 
 MISTAKES = {
     "a key": ["--recipe", "llama32_1b_pretrain_config", "--dry-run", "model.num_layesr=5"],
-    "a layout": ["--recipe", "deepseek_v3_pretrain_config", "--dry-run", "model.pipeline_model_parallel_size=7"],
-    "adapters": ["--recipe", "gemma3_1b_finetune_config", "--mode", "lora", "--dry-run", "peft.dim=0"],
+    "a layout": [
+        "--recipe",
+        "deepseek_v3_pretrain_config",
+        "--dry-run",
+        "model.pipeline_model_parallel_size=7",
+    ],
+    "adapters": [
+        "--recipe",
+        "gemma3_1b_finetune_config",
+        "--mode",
+        "lora",
+        "--dry-run",
+        "peft.dim=0",
+    ],
 }
 
 
@@ -81,6 +111,8 @@ for arguments in {MISTYPED!r}:
 
 
 def test_most_mistakes_do_not_even_import_torch():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: ") == len(MISTYPED)

@@ -36,7 +36,9 @@ def test_packed_rows_stay_as_they_were_asked_for(tmp_path):
 
 def test_any_recipe_can_train_a_student():
     options = ("distill.teacher=big", "distill.temperature=2", "distill.hidden_layers={4: 12}")
-    ready = train_job.prepare(parsed(*PRETRAIN, "--mode", "distill", *options, "distill.hidden_weight=0.1"))
+    ready = train_job.prepare(
+        parsed(*PRETRAIN, "--mode", "distill", *options, "distill.hidden_weight=0.1")
+    )
     wanted = DistillConfig(teacher="big", temperature=2.0, hidden_layers={4: 12}, hidden_weight=0.1)
     assert (ready.mode, ready.config.distill) == ("distill", wanted)
 
@@ -53,14 +55,20 @@ def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text(config.to_yaml())
     cache = ("train", "--config", str(file), "--mode", "cache-teacher")
-    code, out, _ = run(capsys, *cache, "--dry-run", "--world-size", "2", "model.tensor_model_parallel_size=2")
+    code, out, _ = run(
+        capsys, *cache, "--dry-run", "--world-size", "2", "model.tensor_model_parallel_size=2"
+    )
     assert (code, ", 8 layers, hidden size" in out, "tensor 2" in out) == (0, True, True)
     assert not (tmp_path / "cache").exists()
-    code, out, err = run(capsys, *cache, "--dry-run", "--world-size", "3", "model.pipeline_model_parallel_size=3")
+    code, out, err = run(
+        capsys, *cache, "--dry-run", "--world-size", "3", "model.pipeline_model_parallel_size=3"
+    )
     assert (code, out, "num_layers=8" in err) == (1, "", True), err
     code, _, err = run(capsys, *cache)
     assert (code, "16 of 16 samples" in err) == (0, True)
     forget_model_parallel()
-    code, _, err = run(capsys, "train", "--config", str(file), f"checkpoint.save={tmp_path / 'run'}")
+    code, _, err = run(
+        capsys, "train", "--config", str(file), f"checkpoint.save={tmp_path / 'run'}"
+    )
     assert (code, "kl loss" in err) == (0, True), err
     assert paths.iteration_dir(tmp_path / "run", 2).is_dir()

@@ -10,7 +10,11 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ErrorHandler,
+    ProcessFailure,
+)
 
 from megatron.bridge.cli import main
 from megatron.bridge.cli.support import exit_code as errors
@@ -51,9 +55,15 @@ def test_version(capsys):
     [
         (["trian"], "there is no command trian; did you mean train or trace?"),
         (["train", "--recipee", "x"], "unrecognized arguments: --recipee; did you mean --recipe"),
-        (["checkpoint", "verify", "--fas", "x"], "unrecognized arguments: --fas; did you mean --fast"),
+        (
+            ["checkpoint", "verify", "--fas", "x"],
+            "unrecognized arguments: --fas; did you mean --fast",
+        ),
         (["plot", "run", "--smoth", "3"], "--smoth 3; did you mean --smooth"),
-        (["convert", "--hf-model", "x", "--megatron-path", ""], "--megatron-path/--output-dir: the path is empty"),
+        (
+            ["convert", "--hf-model", "x", "--megatron-path", ""],
+            "--megatron-path/--output-dir: the path is empty",
+        ),
         (["train", "--mode", "ppo"], "invalid choice: 'ppo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],
@@ -66,7 +76,9 @@ def test_wrong_usage_ends_with_2(capsys, arguments, message):
 
 def test_start_and_help_of_all_subcommands_need_no_torch():
     code = "import sys; from megatron.bridge.cli.main import SUBCOMMANDS, main\nfor name in SUBCOMMANDS:\n"
-    code += "  try: main([name, '--help'])\n  except SystemExit as end: assert end.code == 0, name\n"
+    code += (
+        "  try: main([name, '--help'])\n  except SystemExit as end: assert end.code == 0, name\n"
+    )
     code += "main(['train', '--list', 'smollm2'])\nprint('torch' in sys.modules)"
     out = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert out.splitlines()[-1] == "False"
@@ -103,7 +115,9 @@ def test_torchrun_is_told(caplog, monkeypatch, tmp_path):
         raise UserError("wrong key")
 
     assert errors.exit_code(fail) == 1
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    failure = ProcessFailure(
+        local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json")
+    )
     assert "traceback : error: wrong key" in ChildFailedError("train", {0: failure}).format_msg()
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")  # torchrun itself has none
     with caplog.at_level("WARNING"):  # no remark about the form of the file
@@ -127,9 +141,15 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] "
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (GLOO + "Read error [10.0.0.2]:49289: Connection reset by peer", "Connection reset by peer"),
+        (
+            GLOO + "Read error [10.0.0.2]:49289: Connection reset by peer",
+            "Connection reset by peer",
+        ),
         (GLOO + "Connection closed by peer [127.0.0.1]:2929", "Connection closed by peer"),
-        ("NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to ...", "ncclRemoteError"),
+        (
+            "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to ...",
+            "ncclRemoteError",
+        ),
     ],
 )
 def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
@@ -177,7 +197,9 @@ def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     code, _, err = run(capsys, "train", "--list")
     assert code == 1
-    assert err.startswith("error: megatron-bridge 0.3.0 by NVIDIA and hf-megatron-bridge both install")
+    assert err.startswith(
+        "error: megatron-bridge 0.3.0 by NVIDIA and hf-megatron-bridge both install"
+    )
 
 
 def test_overrides_may_stand_behind_options(monkeypatch):
@@ -211,7 +233,12 @@ def test_rank_that_is_none_is_refused_by_every_command(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "redirection", "code"),
-    [("--list", "| sleep 0", 141), ("--list smollm2", "| sleep 0", 141), ("--list", ">&-", 0), ("--list", "2>&-", 0)],
+    [
+        ("--list", "| sleep 0", 141),
+        ("--list smollm2", "| sleep 0", 141),
+        ("--list", ">&-", 0),
+        ("--list", "2>&-", 0),
+    ],
 )
 def test_output_that_nobody_reads(words, redirection, code):
     command = f"{sys.executable} -m megatron.bridge.cli.main train {words}"
@@ -228,7 +255,10 @@ def test_full_disk_under_the_output_is_told(capfd, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     assert errors.exit_code(fail) == 1
-    assert capfd.readouterr().err == "error: standard output cannot be written: No space left on device\n"
+    assert (
+        capfd.readouterr().err
+        == "error: standard output cannot be written: No space left on device\n"
+    )
 
 
 def test_text_is_shown_where_there_is_no_width(capsys, monkeypatch):

@@ -31,20 +31,29 @@ def run(capsys, *arguments):
 def test_picture_of_two_runs(tmp_path, capsys):
     from matplotlib.image import imread
 
-    runs = [write(tmp_path / name / "run", [1, 2, 3, 4], loss) for name, loss in (("a", 4.0), ("b", 2.0))]
+    runs = [
+        write(tmp_path / name / "run", [1, 2, 3, 4], loss)
+        for name, loss in (("a", 4.0), ("b", 2.0))
+    ]
     target = tmp_path / "curves.png"
     code, out, _ = run(capsys, *runs, "-o", target, "--smooth", 2)
     assert (code, out) == (0, f"{target}: lm loss, tokens per second of 2 runs\n")
     picture = imread(target)
     assert picture.shape[0] > 900
-    colours = {tuple(pixel) for pixel in (picture[:, :, :3] * 255).round().astype(int).reshape(-1, 3)}
+    colours = {
+        tuple(pixel) for pixel in (picture[:, :, :3] * 255).round().astype(int).reshape(-1, 3)
+    }
     assert {(31, 119, 180), (255, 127, 14)} <= colours  # the first two of matplotlib's cycle
 
 
-@pytest.mark.parametrize(("output", "picture"), [("", "curves.png"), ("loss", "loss.png"), ("b.svg", "b.svg")])
+@pytest.mark.parametrize(
+    ("output", "picture"), [("", "curves.png"), ("loss", "loss.png"), ("b.svg", "b.svg")]
+)
 def test_picture_is_where_it_is_said_to_be(tmp_path, capsys, output, picture):
     folder = write(tmp_path / "run", [1, 2], 4.0)
-    assert run(capsys, folder, "-o", tmp_path / output)[1].startswith(f"{tmp_path / picture}: lm loss")
+    assert run(capsys, folder, "-o", tmp_path / output)[1].startswith(
+        f"{tmp_path / picture}: lm loss"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"run", picture}
 
 
@@ -63,7 +72,9 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path):
     assert [row["step"] for row in loss_curves.read_metrics(tmp_path)] == [1, 2, 2]
 
 
-@pytest.mark.parametrize(("axis", "places"), [("tokens", [2.0, 4.0]), ("time", [2 * 1.8 / 3600, 4 * 1.8 / 3600])])
+@pytest.mark.parametrize(
+    ("axis", "places"), [("tokens", [2.0, 4.0]), ("time", [2 * 1.8 / 3600, 4 * 1.8 / 3600])]
+)
 def test_axes(tmp_path, axis, places):
     rows = loss_curves.read_metrics(write(tmp_path, [2, 4], 4.0))
     train, validation = loss_curves.curves(rows, "lm loss", "run", axis)

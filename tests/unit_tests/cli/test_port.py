@@ -30,7 +30,12 @@ PASSING = (
     "Persimmon",
 )
 """Drafts that need no edit; their architectures are forgotten first, should they be built in."""
-DOTS = {"n_shared_experts": 2, "n_routed_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+DOTS = {
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.fixture
@@ -58,7 +63,9 @@ def test_a_draft_passes_without_an_edit(ported, name):
     code, said, _ = ported(name, **(DOTS if name == "Dots1" else {}))
     assert code == 0, said
     assert f"{name}ForCausalLM is nearest to " in said
-    assert f"{name}ForCausalLM" not in model_bridge.architectures()  # trying a draft registers nothing
+    assert (
+        f"{name}ForCausalLM" not in model_bridge.architectures()
+    )  # trying a draft registers nothing
 
 
 def test_what_is_written_proves_itself_and_is_not_overwritten(ported, tmp_path, monkeypatch):
@@ -81,8 +88,14 @@ def test_what_is_written_proves_itself_and_is_not_overwritten(ported, tmp_path, 
 def test_what_is_missing_is_told(ported):
     code, said, _ = ported("MiniMaxM2")
     assert code == 1
-    assert "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it" in said
-    assert re.search(r"self_attn\.q_norm\.weight: MixtralForCausalLM does not name it; look at \w+ForCausalLM", said)
+    assert (
+        "tensor model.layers.*.block_sparse_moe.e_score_correction_bias: MixtralForCausalLM does not name it"
+        in said
+    )
+    assert re.search(
+        r"self_attn\.q_norm\.weight: MixtralForCausalLM does not name it; look at \w+ForCausalLM",
+        said,
+    )
     assert "the draft does not pass yet: docs/adding-a-family.md" in said
 
 
@@ -97,17 +110,28 @@ def test_matrices_that_the_nearest_family_stores_the_other_way_round(ported):
     """GPTBigCode is GPT-2 with one key head, which transformers derives from a switch, and with linear layers."""
     code, said, _ = ported("GPTBigCode")
     assert code == 0, said
-    assert "key num_key_value_heads=1: Field('num_key_value_heads', 'num_query_groups') reads it" in said
+    assert (
+        "key num_key_value_heads=1: Field('num_key_value_heads', 'num_query_groups') reads it"
+        in said
+    )
     assert "key multi_query in (True,): look at the fields of FalconForCausalLM" in said
 
 
 def test_a_scale_of_logits_is_turned_round_where_its_key_multiplies(ported, tmp_path):
     """HyperCLOVAX is Granite with more norms; at its default of one, nothing would tell how the scale is applied."""
-    code, said, folder = ported("HyperCLOVAX", "--output", str(tmp_path / "draft"), logits_scaling=1.0)
+    code, said, folder = ported(
+        "HyperCLOVAX", "--output", str(tmp_path / "draft"), logits_scaling=1.0
+    )
     assert code == 0, said
     written = (folder / "hyperclovax_bridge.py").read_text()
-    assert "Field('logits_scaling', 'logits_scaling', to=LOGIT_SCALE.to, back=LOGIT_SCALE.back)" in written
-    assert "weights = replace_blocks(GraniteBridge.weights, post_norms('post_norm1', 'post_norm2'" in written
+    assert (
+        "Field('logits_scaling', 'logits_scaling', to=LOGIT_SCALE.to, back=LOGIT_SCALE.back)"
+        in written
+    )
+    assert (
+        "weights = replace_blocks(GraniteBridge.weights, post_norms('post_norm1', 'post_norm2'"
+        in written
+    )
     assert f"prove it under layouts: python -m pytest {folder / 'test_hyperclovax.py'}" in said
 
 
@@ -116,7 +140,10 @@ def test_a_key_that_only_initializes_may_have_any_value(ported, tmp_path):
     assert code == 0, said
     assert "key embedding_initializer_range: any value, it only initializes a new model" in said
     written = (folder / "youtu_bridge.py").read_text()
-    assert "irrelevant = {**DeepseekV3Bridge.irrelevant, 'embedding_initializer_range': None}" in written
+    assert (
+        "irrelevant = {**DeepseekV3Bridge.irrelevant, 'embedding_initializer_range': None}"
+        in written
+    )
     assert "fixed" not in written  # what would repeat the base's is left out
 
 
@@ -129,8 +156,18 @@ def test_experts_are_few_under_a_key_that_is_stored_by_another_name(ported, tmp_
 def test_a_config_of_small_sizes_is_used_where_other_small_sizes_do_not_run(ported):
     code, said, _ = ported("CodeGen")
     assert code == 1
-    assert re.search("a tiny CodeGenForCausalLM does not run .RuntimeError: .*: give a config of small sizes", said)
-    sizes = {"vocab_size": 101, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64, "rotary_dim": 4}
+    assert re.search(
+        "a tiny CodeGenForCausalLM does not run .RuntimeError: .*: give a config of small sizes",
+        said,
+    )
+    sizes = {
+        "vocab_size": 101,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 64,
+        "rotary_dim": 4,
+    }
     code, said, _ = ported("CodeGen", **sizes, bos_token_id=1, eos_token_id=2)
     assert code == 1
     assert "tensor transformer.h.*.attn.qkv_proj.weight: GPT2LMHeadModel does not name it" in said
@@ -141,13 +178,19 @@ def test_a_config_of_small_sizes_is_used_where_other_small_sizes_do_not_run(port
 def test_a_model_that_stays_large_is_refused_before_it_is_built(ported):
     code, said, _ = ported("XGLM", ffn_dim=200_000)
     assert code == 1
-    assert re.search(r"a tiny XGLMForCausalLM still has \d{8} parameters: give a config of small sizes", said)
+    assert re.search(
+        r"a tiny XGLMForCausalLM still has \d{8} parameters: give a config of small sizes", said
+    )
 
 
 def test_mistakes(ported, tmp_path, capsys):
     for name, architectures, said in (
         ("llama.json", ["LlamaForCausalLM"], "LlamaForCausalLM is supported"),
-        ("none.json", ["LlamaForQuestionAnswering"], "LlamaForQuestionAnswering.* names no causal model"),
+        (
+            "none.json",
+            ["LlamaForQuestionAnswering"],
+            "LlamaForQuestionAnswering.* names no causal model",
+        ),
     ):
         path = tmp_path / name
         path.write_text(json.dumps({"model_type": "llama", "architectures": architectures}))

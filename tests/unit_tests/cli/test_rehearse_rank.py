@@ -11,7 +11,12 @@ from megatron.bridge.backends.cpu.without_memory import one_rank
 from megatron.bridge.cli.main import main
 from tests.workers import leave
 
-RECIPE = ("--recipe", "llama32_1b_pretrain_config", "train.global_batch_size=4096", "model.vocab_size=32000")
+RECIPE = (
+    "--recipe",
+    "llama32_1b_pretrain_config",
+    "train.global_batch_size=4096",
+    "model.vocab_size=32000",
+)
 LAYOUT = ("model.tensor_model_parallel_size=4", "model.pipeline_model_parallel_size=2")
 
 
@@ -33,15 +38,22 @@ def parts(text):
 def test_one_rank_of_four_thousand(capsys, tmp_path):
     # rank 2077 = 1 + 4 * (7 + 512 * 1): tensor rank 1, data rank 7, stage 1
     to = ("--messages", str(tmp_path / "messages.jsonl"))
-    assert main(["train", *RECIPE, *LAYOUT, "--rehearse-rank", "2077", "--world-size", "4096", *to]) == 0
+    assert (
+        main(["train", *RECIPE, *LAYOUT, "--rehearse-rank", "2077", "--world-size", "4096", *to])
+        == 0
+    )
     text = capsys.readouterr().out
     found = parts(text)
     assert "tensor 1, pipeline 1, context 0, expert 0, data 7" in found["process groups"]
     hidden, ffn, layers, heads, groups, rows = 2048, 8192, 8, 2048, 512, 32000
     layer = hidden * (heads + 2 * groups) + heads * hidden + 3 * hidden * ffn
-    count = (layers * layer + rows * hidden) / 4 + (2 * layers + 1) * hidden  # norms are whole on each rank
+    count = (layers * layer + rows * hidden) / 4 + (
+        2 * layers + 1
+    ) * hidden  # norms are whole on each rank
     assert f"{count / 1e9:.2f} billion parameters" in found["model chunks"]
-    assert "8 of 4096 samples of a step, first 7, last 3591" in found["data position"]  # 7 + 512 * 7
+    assert (
+        "8 of 4096 samples of a step, first 7, last 3591" in found["data position"]
+    )  # 7 + 512 * 7
     # of each layer: queries, keys, values, gate and up are apart on the other side; the last stage has the last norm
     assert f"{layers * 9 + 2} tensors of the checkpoint" in found["conversion plan"]
     assert "4 of 8 microbatches" in found["step"]

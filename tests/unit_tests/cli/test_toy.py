@@ -25,10 +25,19 @@ from tests.workers import leave
 LAYOUTS = [
     (ParallelDimensions(2, 2, 1, 2, 1, 2), ParallelDimensions(2, 2, 1, 2, 1, 2)),  # small enough
     (ParallelDimensions(8, 4, 1, 16, 1, 8), ParallelDimensions(2, 2, 1, 2, 1, 2)),
-    (ParallelDimensions(8, 8, 4, 4, 1, 8), ParallelDimensions(2, 2, 2, 1, 1, 2)),  # no room for replicas
-    (ParallelDimensions(1, 16, 1, 64, 64, 1), ParallelDimensions(1, 2, 1, 2, 2, 1)),  # experts over replicas
+    (
+        ParallelDimensions(8, 8, 4, 4, 1, 8),
+        ParallelDimensions(2, 2, 2, 1, 1, 2),
+    ),  # no room for replicas
+    (
+        ParallelDimensions(1, 16, 1, 64, 64, 1),
+        ParallelDimensions(1, 2, 1, 2, 2, 1),
+    ),  # experts over replicas
     (ParallelDimensions(4, 8, 1, 8, 8, 1), ParallelDimensions(2, 2, 1, 2, 2, 1)),
-    (ParallelDimensions(4, 1, 1, 16, 8, 4), ParallelDimensions(2, 1, 1, 2, 2, 2)),  # experts are cut, too
+    (
+        ParallelDimensions(4, 1, 1, 16, 8, 4),
+        ParallelDimensions(2, 1, 1, 2, 2, 2),
+    ),  # experts are cut, too
 ]
 
 
@@ -49,15 +58,23 @@ def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
     assert kinds[0] == kinds[1]
     assert len(kinds[1]) <= small.config.model.num_layers <= len(kinds[1]) + 1
     assert meta_model.parameter_count(small.config.model) < 7_000_000
-    assert AutoBridge.hf_config_of(small.config.model)["block_configs"] == small.config.model.block_configs
+    assert (
+        AutoBridge.hf_config_of(small.config.model)["block_configs"]
+        == small.config.model.block_configs
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [("ibm-granite--granite-4.0-h-tiny", "mamba_layers"), ("LiquidAI--LFM2-8B-A1B", "short_conv_layers")],
+    [
+        ("ibm-granite--granite-4.0-h-tiny", "mamba_layers"),
+        ("LiquidAI--LFM2-8B-A1B", "short_conv_layers"),
+    ],
 )
 def test_layers_without_attention_stay_beside_those_with_it(tmp_path, name, field):
-    (tmp_path / "config.json").write_text((Path(published.__path__[0]) / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (Path(published.__path__[0]) / f"{name}.json").read_text()
+    )
     config = find("olmoe_7b_pretrain_config").build()
     config.model = AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider(load_weights=False)
     config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size = 2, 4
@@ -99,7 +116,9 @@ def test_heads_that_are_normed_together_are_as_wide_as_the_model():
     assert model.kv_channels * model.num_attention_heads == model.hidden_size
 
 
-@pytest.mark.parametrize("model", sorted(model for model in ONE_FOR_EACH if hasattr(transformers, model)))
+@pytest.mark.parametrize(
+    "model", sorted(model for model in ONE_FOR_EACH if hasattr(transformers, model))
+)
 def test_a_toy_of_every_architecture_computes_what_transformers_does(model, tmp_path):
     leave()  # an earlier test in this process may have left its group
     row = ONE_FOR_EACH[model]
@@ -114,8 +133,12 @@ def test_a_toy_of_every_architecture_computes_what_transformers_does(model, tmp_
     hf = kind(hf_config(values)).float().eval()
     hf.save_pretrained(tmp_path)
     ours = AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)
-    ids = torch.randint(0, values["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(1))
-    report = compare_logits.compare(compare_logits.run_hf(hf, ids), compare_logits.run_megatron(ours, ids))
+    ids = torch.randint(
+        0, values["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(1)
+    )
+    report = compare_logits.compare(
+        compare_logits.run_hf(hf, ids), compare_logits.run_megatron(ours, ids)
+    )
     assert report.largest <= 1e-3 * report.scale
 
 
@@ -150,7 +173,9 @@ def test_toys_keep_what_the_recipe_has(name):
     small = toy_config.shrink(config, recipe.gpus, steps=2)
     small.config.validate(small.dimensions.ranks)
     assert meta_model.parameter_count(small.config.model) < 1_100_000
-    assert recipe.build().model.num_layers == config.model.num_layers, "the real config is left as it is"
+    assert recipe.build().model.num_layers == config.model.num_layers, (
+        "the real config is left as it is"
+    )
     before, after = config.model, small.config.model
     for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
         was, size = (getattr(model, f"{key}_parallel_size") for model in (before, after))
@@ -169,7 +194,12 @@ def kinds(model):
 
 @pytest.mark.parametrize(
     ("layers", "count", "expected"),
-    [("AAAA", 2, [0, 1]), ("AAAB", 2, [0, 3]), ("ABC", 6, [0, 0, 1, 1, 2, 2]), ("M-M*", 4, [0, 1, 2, 3])],
+    [
+        ("AAAA", 2, [0, 1]),
+        ("AAAB", 2, [0, 3]),
+        ("ABC", 6, [0, 0, 1, 1, 2, 2]),
+        ("M-M*", 4, [0, 1, 2, 3]),
+    ],
 )
 def test_layers_are_sampled(layers, count, expected):
     assert toy_config.sample_layers(layers, count) == expected

@@ -19,12 +19,17 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_small_and_encodes_an_image(name):
     config = getattr(recipes, name)()
-    toy = toy_config.Toy(copy.deepcopy(config), *[toy_config.ParallelDimensions(1, 1, 1, 1, 1, 1)] * 2)
+    toy = toy_config.Toy(
+        copy.deepcopy(config), *[toy_config.ParallelDimensions(1, 1, 1, 1, 1, 1)] * 2
+    )
     toy_config._shrink_widths(toy.config.model, toy.dimensions)
     toy_config._rehearse_without_images(toy)
     tower = build_tower(toy.config.model.vision, torch.float32)
     assert sum(parameter.numel() for parameter in tower.parameters()) < 500_000
     rows = encode(tower, dummy_media(tower)).rows
-    assert rows.shape[-1] in (toy.config.model.hidden_size, 2 * toy.config.model.hidden_size)  # one deeper layer
+    assert rows.shape[-1] in (
+        toy.config.model.hidden_size,
+        2 * toy.config.model.hidden_size,
+    )  # one deeper layer
     sections, head = toy.config.model.mrope_section, toy.config.model.kv_channels
     assert sections is None or sum(sections) == int(head * toy.config.model.rotary_percent) // 2

@@ -34,7 +34,9 @@ def dry_run(capsys, *arguments):
 
 
 def test_dry_run_prints_a_config_with_origins(capsys):
-    config, out = dry_run(capsys, *RECIPE, "train.train_iters=7", "model.tensor_model_parallel_size=2")
+    config, out = dry_run(
+        capsys, *RECIPE, "train.train_iters=7", "model.tensor_model_parallel_size=2"
+    )
     assert isinstance(config, ConfigContainer)
     assert config.train.train_iters == 7
     assert "  train_iters: 7  # command line\n" in out
@@ -94,14 +96,25 @@ def time_lines(out):
 def memory_lines(out):
     """Those of tensors, the verdict, and what a GPU holds; the numbers are tested where they are made."""
     lines = out.splitlines()
-    start = lines.index("# memory per rank: states counted on the sharded model, activations estimated")
+    start = lines.index(
+        "# memory per rank: states counted on the sharded model, activations estimated"
+    )
     head, row, verdict = lines[start + 1 : start + 4]
-    assert " ".join(head.split()) == "# parameters weights gradients optimizer activations total GB layers"
+    assert (
+        " ".join(head.split())
+        == "# parameters weights gradients optimizer activations total GB layers"
+    )
     assert row.split()[1:4] == ["stage", "0", "617,940,992"]
     assert row.endswith("embedding, layers 0-15, loss")
     assert verdict.endswith("GB of H100 80GB: fits")
     parts = lines[start + 4 : start + 9]
-    names = ["tensors", "CUDA context", "libraries", "NCCL, 5 communicators", "fragmentation (5% of tensors, assumed)"]
+    names = [
+        "tensors",
+        "CUDA context",
+        "libraries",
+        "NCCL, 5 communicators",
+        "fragmentation (5% of tensors, assumed)",
+    ]
     assert [line.partition(" GB  ")[2] for line in parts] == names
     return lines[start : start + 9]
 
@@ -174,12 +187,21 @@ def test_picture_is_that_of_megatron():
     lines = list(summary.rank_table(config, 16))
     dense = RankGenerator(tp=2, ep=1, dp=2, pp=2, cp=2, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=2, ep=2, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
-    cells = [cell.split("-") for line in lines if line.startswith("stage") for cell in line.split()[2:]]
+    cells = [
+        cell.split("-") for line in lines if line.startswith("stage") for cell in line.split()[2:]
+    ]
     drawn = sorted([list(range(int(first), int(last) + 1)) for first, last in cells])
     assert drawn == sorted(dense.get_ranks("tp-cp"))
-    assert f"context groups of 2: {', '.join(map(str, dense.get_ranks('cp')[0]))}" in "\n".join(lines)
-    assert f"expert groups of 2: {', '.join(map(str, expert.get_ranks('ep')[0]))}" in "\n".join(lines)
-    assert [line.split()[:2] for line in lines if line.startswith("stage")] == [["stage", "0"], ["stage", "1"]]
+    assert f"context groups of 2: {', '.join(map(str, dense.get_ranks('cp')[0]))}" in "\n".join(
+        lines
+    )
+    assert f"expert groups of 2: {', '.join(map(str, expert.get_ranks('ep')[0]))}" in "\n".join(
+        lines
+    )
+    assert [line.split()[:2] for line in lines if line.startswith("stage")] == [
+        ["stage", "0"],
+        ["stage", "1"],
+    ]
 
 
 def test_dry_run_assumes_the_gpus_of_the_recipe(capsys):
@@ -196,7 +218,9 @@ def test_printed_config_is_read_again(capsys, tmp_path):
     config, out = dry_run(capsys, *RECIPE, "optimizer.lr=1e-5")
     path = tmp_path / "run.yaml"
     path.write_text(out)
-    again, text = dry_run(capsys, "train", "--config", str(path), "--world-size", "8", "train.train_iters=3")
+    again, text = dry_run(
+        capsys, "train", "--config", str(path), "--world-size", "8", "train.train_iters=3"
+    )
     assert (again.optimizer.lr, again.train.train_iters) == (1e-5, 3)
     assert f"lr: 1.0e-05  # file {path}\n" in text
     again.train.train_iters, again.scheduler.lr_decay_iters = 250_000, 250_000
@@ -207,16 +231,27 @@ def test_settings_of_a_file_lie_between_recipe_and_command_line(capsys, tmp_path
     path = tmp_path / "mine.yaml"
     path.write_text("train:\n  train_iters: 5\n  global_batch_size: 64\noptimizer: {lr: 1e-5}\n")
     config, out = dry_run(capsys, *RECIPE, "--config", str(path), "train.train_iters=6")
-    assert (config.train.train_iters, config.train.global_batch_size, config.optimizer.lr) == (6, 64, 1e-5)
+    assert (config.train.train_iters, config.train.global_batch_size, config.optimizer.lr) == (
+        6,
+        64,
+        1e-5,
+    )
     assert f"  global_batch_size: 64  # file {path}\n" in out
     assert "  train_iters: 6  # command line\n" in out
 
 
 def test_references_are_resolved_behind_the_command_line(capsys, tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text("scheduler: {lr_decay_iters: '${train.train_iters}'}\ntrain: {train_iters: 5}\n")
+    path.write_text(
+        "scheduler: {lr_decay_iters: '${train.train_iters}'}\ntrain: {train_iters: 5}\n"
+    )
     config, out = dry_run(
-        capsys, *RECIPE, "--config", str(path), "train.train_iters=6", "rng.seed=${train.train_iters}"
+        capsys,
+        *RECIPE,
+        "--config",
+        str(path),
+        "train.train_iters=6",
+        "rng.seed=${train.train_iters}",
     )
     assert (config.scheduler.lr_decay_iters, config.rng.seed) == (6, 6)
     assert f"  lr_decay_iters: 6  # file {path}\n" in out
@@ -245,9 +280,17 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     """Data, functions, tokenizer and weights; the report is printed all the same."""
     records = tmp_path / "data"
     records.mkdir()
-    for name, keys in {"training": ("prompt", "completion"), "validation": ("prompt", "answer")}.items():
+    for name, keys in {
+        "training": ("prompt", "completion"),
+        "validation": ("prompt", "answer"),
+    }.items():
         (records / f"{name}.jsonl").write_text(json.dumps(dict.fromkeys(keys, "x")) + "\n")
-    given = ("--data", str(records), f"tokenizer.tokenizer_model={TOKENIZER}", "dataset.do_test=false")
+    given = (
+        "--data",
+        str(records),
+        f"tokenizer.tokenizer_model={TOKENIZER}",
+        "dataset.do_test=false",
+    )
     weights = f"checkpoint.pretrained_checkpoint={tmp_path / 'none'}"
     _, out = dry_run(capsys, *FINETUNE, *given, weights)
     refused = [line for line in out.splitlines() if "would be refused" in line]
@@ -282,7 +325,14 @@ def test_the_vocabulary_of_a_dry_run_is_that_of_the_tokenizer(capsys):
 def test_a_dry_run_tries_the_sample_prompts(capsys, tmp_path):
     (tmp_path / "training.jsonl").write_text(json.dumps({"prompt": "x", "completion": "y"}) + "\n")
     splits = ("dataset.do_validation=false", "dataset.do_test=false")
-    given = ("--data", str(tmp_path), f"tokenizer.tokenizer_model={TOKENIZER}", "--seq_length", "32", *splits)
+    given = (
+        "--data",
+        str(tmp_path),
+        f"tokenizer.tokenizer_model={TOKENIZER}",
+        "--seq_length",
+        "32",
+        *splits,
+    )
     _, out = dry_run(capsys, *FINETUNE, *given, 'logger.sample_prompts=["a b c"]')
     (refused,) = [line for line in out.splitlines() if "would be refused" in line]
     assert "model.seq_length=32" in refused
@@ -307,8 +357,12 @@ def test_a_dry_run_names_what_is_not_on_this_machine(capsys, tmp_path):
 
 
 def test_what_does_not_fit_is_told_with_the_nearest_settings_that_do(capsys):
-    code, out, _ = run(capsys, *RECIPE, "--world-size", "2", "train.micro_batch_size=8", "--dry-run", "--summary")
-    (line,) = [line for line in out.splitlines() if line.startswith("# the nearest settings that fit: ")]
+    code, out, _ = run(
+        capsys, *RECIPE, "--world-size", "2", "train.micro_batch_size=8", "--dry-run", "--summary"
+    )
+    (line,) = [
+        line for line in out.splitlines() if line.startswith("# the nearest settings that fit: ")
+    ]
     assert code == 1
     assert dry_run(capsys, *RECIPE, "--world-size", "2", *line.partition("fit: ")[2].split())
 
@@ -323,7 +377,10 @@ def test_data_of_a_fine_tuning_is_a_folder(capsys):
 def test_list_takes_words(capsys):
     code, out, _ = run(capsys, "train", "--list", "405b")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == ["recipe", *(name for name in catalog() if "405b" in name)]
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "recipe",
+        *(name for name in catalog() if "405b" in name),
+    ]
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "distill"])
@@ -349,7 +406,10 @@ def test_list_shows_what_each_recipe_builds(capsys):
 
 def test_list_separates_model_and_size():
     assert all(model_and_size(recipe.what)[1] for recipe in catalog().values())
-    assert model_and_size(find("qwen15_moe_a2p7b_finetune_config").what) == ("Qwen 1.5 MoE", "A2.7B")
+    assert model_and_size(find("qwen15_moe_a2p7b_finetune_config").what) == (
+        "Qwen 1.5 MoE",
+        "A2.7B",
+    )
     assert model_and_size(find("kimi_k2_pretrain_config").what) == ("Kimi K2", "1T-A32B")
 
 
@@ -361,7 +421,10 @@ def test_list_imports_no_torch():
 
 
 BAD = [
-    (["--recipe", "llama32_1b_pretrain"], "there is no recipe llama32_1b_pretrain; did you mean llama32_1b_pretrain_c"),
+    (
+        ["--recipe", "llama32_1b_pretrain"],
+        "there is no recipe llama32_1b_pretrain; did you mean llama32_1b_pretrain_c",
+    ),
     (["--recipe", "zzz"], "there is no recipe zzz; --list shows all of them"),
     ([], "there is nothing to run: give --recipe NAME (--list shows the names)"),
     (["--list", "zzz"], "no recipe contains 'zzz'; --list alone shows all of them"),
@@ -371,31 +434,64 @@ BAD = [
     ),
     ([*RECIPE[1:], "train.train_iters=many"], "train.train_iters must be an integer, not 'many'"),
     ([*RECIPE[1:], "optimizer.lr=fast"], "optimizer.lr must be a number or null, not 'fast'"),
-    ([*RECIPE[1:], "mixed_precision=bf61_mixed"], "mixed_precision=bf61_mixed is not a known recipe"),
-    ([*RECIPE[1:], "model.padded_vocab_size=5"], "model.padded_vocab_size is computed from other values"),
+    (
+        [*RECIPE[1:], "mixed_precision=bf61_mixed"],
+        "mixed_precision=bf61_mixed is not a known recipe",
+    ),
+    (
+        [*RECIPE[1:], "model.padded_vocab_size=5"],
+        "model.padded_vocab_size is computed from other values",
+    ),
     ([*RECIPE[1:], "model.tensor_model_parallel_size=3"], "model.tensor_model_parallel_size=3 "),
     ([*RECIPE[1:], "model.sequence_parallel=true"], "model.sequence_parallel=True needs"),
-    ([*RECIPE[1:], "model.virtual_pipeline_model_parallel_size=2"], "needs model.pipeline_model_parallel_size > 1"),
-    ([*RECIPE[1:], "model.pipeline_model_parallel_size=16"], "needs 16 processes or a multiple, but there are 8"),
+    (
+        [*RECIPE[1:], "model.virtual_pipeline_model_parallel_size=2"],
+        "needs model.pipeline_model_parallel_size > 1",
+    ),
+    (
+        [*RECIPE[1:], "model.pipeline_model_parallel_size=16"],
+        "needs 16 processes or a multiple, but there are 8",
+    ),
     ([*RECIPE[1:], "--world-size", "7"], "train.global_batch_size=512 is not a multiple of"),
-    ([*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
-    ([*RECIPE[1:], "dataset.seq_length=9000"], "dataset.seq_length=9000 is longer than model.seq_length=8192"),
+    (
+        [*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"],
+        "dataset.seq_length is given twice",
+    ),
+    (
+        [*RECIPE[1:], "dataset.seq_length=9000"],
+        "dataset.seq_length=9000 is longer than model.seq_length=8192",
+    ),
     (
         [*RECIPE[1:], "model.bf16=false"],
         "model.bf16=False from the command line has no effect: another setting changed it to True",
     ),
     ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
     ([*RECIPE[1:], "--peft_scheme", "lora"], "use a finetune recipe"),
-    ([*FINETUNE[1:], "--mode", "dora"], "peft needs checkpoint.pretrained_checkpoint: give the weights"),
-    ([*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"], "contradict each other: leave one out"),
+    (
+        [*FINETUNE[1:], "--mode", "dora"],
+        "peft needs checkpoint.pretrained_checkpoint: give the weights",
+    ),
+    (
+        [*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"],
+        "contradict each other: leave one out",
+    ),
     (
         [*FINETUNE[1:], "--mode", "lora", "peft={_target_: megatron.bridge.peft.dora.DoRA}"],
         "has peft=DoRA: change its peft",
     ),
     ([*FINETUNE[1:], "--mode", "dora", "peft=null"], "has no peft: change its peft"),
-    ([*FINETUNE[1:], "--peft_scheme", "lroa"], "peft=lroa is not known; did you mean lora or dora?"),
-    ([*RECIPE[1:], "--packed_sequence"], "is a MockGPTDatasetConfig: use a finetune recipe, or leave it out"),
-    (["--config", "no/such.yaml"], "--config no/such.yaml cannot be read: No such file or directory"),
+    (
+        [*FINETUNE[1:], "--peft_scheme", "lroa"],
+        "peft=lroa is not known; did you mean lora or dora?",
+    ),
+    (
+        [*RECIPE[1:], "--packed_sequence"],
+        "is a MockGPTDatasetConfig: use a finetune recipe, or leave it out",
+    ),
+    (
+        ["--config", "no/such.yaml"],
+        "--config no/such.yaml cannot be read: No such file or directory",
+    ),
     (["--config", "."], "--config . cannot be read: Is a directory"),
 ]
 
@@ -429,11 +525,16 @@ def test_packed_rows_are_as_long_as_those_of_the_model(capsys, tmp_path):
 
 def test_a_model_of_ones_own_takes_the_place_of_the_recipes(capsys, tmp_path):
     save_llama(tmp_path, max_position_embeddings=4096)
-    config, out = dry_run(capsys, *FINETUNE, "--hf-model", str(tmp_path), "--data", "d", "model.num_layers=3")
+    config, out = dry_run(
+        capsys, *FINETUNE, "--hf-model", str(tmp_path), "--data", "d", "model.num_layers=3"
+    )
     assert (config.model.hidden_size, config.model.num_layers) == (32, 3)
     assert f"  pretrained_checkpoint: {tmp_path}  # command line\n" in out
     code, _, err = run(capsys, *FINETUNE, "--hf-model", str(tmp_path / "none"), "--dry-run")
-    assert (code, err) == (1, f"error: {tmp_path}/none does not exist: give the directory of a model, or a hub id\n")
+    assert (code, err) == (
+        1,
+        f"error: {tmp_path}/none does not exist: give the directory of a model, or a hub id\n",
+    )
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)
@@ -449,14 +550,22 @@ def test_mistake_is_one_line_and_1(capsys, arguments, message):
 def test_mistakes_are_reported_together(capsys):
     code, _, err = run(capsys, *RECIPE, "--dry-run", "train.train_itres=5", "optimizer.lr=fast")
     assert (code, len(err.splitlines())) == (1, 2)
-    bad_layout = ("model.tensor_model_parallel_size=2", "model.num_layers=15", "model.pipeline_model_parallel_size=2")
+    bad_layout = (
+        "model.tensor_model_parallel_size=2",
+        "model.num_layers=15",
+        "model.pipeline_model_parallel_size=2",
+    )
     code, _, err = run(capsys, *RECIPE, "--dry-run", *bad_layout, "model.hidden_dropout=1.5")
     assert (code, len(err.splitlines())) == (1, 2)
 
 
 BAD_FILES = [
     ("train: {train_iters: [", [], "is not valid YAML at line 2, column 1"),
-    ("train:\n  train_iters: 1\ntrain:\n  seed: 2", RECIPE[1:], "line 3, column 1: the key 'train' is given twice"),
+    (
+        "train:\n  train_iters: 1\ntrain:\n  seed: 2",
+        RECIPE[1:],
+        "line 3, column 1: the key 'train' is given twice",
+    ),
     (
         "train: {train_itres: 5}",
         RECIPE[1:],
@@ -466,9 +575,17 @@ BAD_FILES = [
     ("train: {train_iters: 5}", [], "is not a whole config: give --recipe NAME"),
     ("just words", RECIPE[1:], "holds no settings"),
     ("", RECIPE[1:], "holds no settings"),
-    ("_target_: megatron.bridge.training.config.TrainingConfig", [], "describes a TrainingConfig, not a run"),
+    (
+        "_target_: megatron.bridge.training.config.TrainingConfig",
+        [],
+        "describes a TrainingConfig, not a run",
+    ),
     ("_target_: os.system", [], "os.system is not a public name"),
-    ("_target_: megatron.bridge.training.config.ConfigContainer", RECIPE[1:], "--recipe cannot be used with"),
+    (
+        "_target_: megatron.bridge.training.config.ConfigContainer",
+        RECIPE[1:],
+        "--recipe cannot be used with",
+    ),
 ]
 
 
@@ -485,7 +602,11 @@ def test_wrong_file_is_one_line_and_1(capsys, tmp_path, text, arguments, message
 def test_wrong_values_in_a_whole_config_are_named(capsys, tmp_path):
     _, out = dry_run(capsys, *RECIPE)
     path = tmp_path / "run.yaml"
-    path.write_text(out.replace("train_iters: 250000", "train_iters: many").replace("num_layers: 16", "num_layrs: 16"))
+    path.write_text(
+        out.replace("train_iters: 250000", "train_iters: many").replace(
+            "num_layers: 16", "num_layrs: 16"
+        )
+    )
     code, _, err = run(capsys, "train", "--config", str(path), "--dry-run")
     assert code == 1
     assert "model.num_layrs is not a field of GPTModelProvider; did you mean num_layers" in err
@@ -498,7 +619,10 @@ def test_wrong_values_in_a_whole_config_are_named(capsys, tmp_path):
     ("name", "message"),
     [
         ("vlm_stepp", "--step_func vlm_stepp does not exist: use gpt_step"),
-        ("no_such_module.step", "--step_func no_such_module.step: there is no module named 'no_such_module'"),
+        (
+            "no_such_module.step",
+            "--step_func no_such_module.step: there is no module named 'no_such_module'",
+        ),
         ("math.pi", "--step_func math.pi is not a function"),
     ],
 )
@@ -509,20 +633,49 @@ def test_wrong_step_function_is_named(capsys, name, message):
 
 
 def test_world_size_is_for_dry_runs(capsys):
-    assert "--world-size is for --dry-run and --rehearse" in run(capsys, *RECIPE, "--world-size", "2")[2]
+    assert (
+        "--world-size is for --dry-run and --rehearse"
+        in run(capsys, *RECIPE, "--world-size", "2")[2]
+    )
 
 
-TOY = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 16}
+TOY = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "seq_length": 16,
+}
 SHAPES = [
     {},
-    {"share_embeddings_and_output_weights": False, "num_query_groups": 2, "kv_channels": 16, "ffn_hidden_size": 48},
-    {"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "qk_layernorm": True},
+    {
+        "share_embeddings_and_output_weights": False,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "ffn_hidden_size": 48,
+    },
+    {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+    },
     {"add_bias_linear": False, "add_qkv_bias": True, "position_embedding_type": "learned_absolute"},
     {"attention_bias": False},
     {"mlp_bias": False, "qk_layernorm": True},
-    {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "add_bias_linear": False, "gated_linear_unit": True},
+    {
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+    },
     {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 1], "add_bias_linear": False},
-    {"num_moe_experts": 2, "moe_layer_freq": 2, "moe_shared_expert_intermediate_size": 20, "add_bias_linear": False},
+    {
+        "num_moe_experts": 2,
+        "moe_layer_freq": 2,
+        "moe_shared_expert_intermediate_size": 20,
+        "add_bias_linear": False,
+    },
 ]
 
 
@@ -531,7 +684,9 @@ def model_parallel():
     """One process with Megatron's groups."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    GPTModelProvider(num_layers=1, hidden_size=8, num_attention_heads=1).initialize_model_parallel(seed=0)
+    GPTModelProvider(num_layers=1, hidden_size=8, num_attention_heads=1).initialize_model_parallel(
+        seed=0
+    )
     yield
     leave()
 

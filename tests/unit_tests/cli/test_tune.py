@@ -25,7 +25,9 @@ def ranked(tmp_path_factory):
 
 def test_output_is_a_config_that_a_run_takes(capsys, ranked):
     tuned, report = ranked
-    code, out, _ = tune(capsys, "--json", "--top", "3", "--output", str(tuned), "--report", str(report))
+    code, out, _ = tune(
+        capsys, "--json", "--top", "3", "--output", str(tuned), "--report", str(report)
+    )
     assert code == 0
     found = json.loads(out)
     seconds = [layout["step_seconds"] for layout in found["layouts"]]
@@ -42,15 +44,24 @@ def test_output_is_a_config_that_a_run_takes(capsys, ranked):
 def test_the_memory_of_the_best_layout_is_named(capsys):
     few = ["--fixed", "pipeline=1", "context=1", "tensor=1", "micro_batch=1", "--top", "1"]
     lines = tune(capsys, *few)[1].splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith("the fullest GPU of the best one, "))
+    start = next(
+        place
+        for place, line in enumerate(lines)
+        if line.startswith("the fullest GPU of the best one, ")
+    )
     whole = float(lines[start].split()[-2])
-    parts = {name: float(size) for size, _, name in (line.partition(" GB  ") for line in lines[start + 1 : start + 6])}
+    parts = {
+        name: float(size)
+        for size, _, name in (line.partition(" GB  ") for line in lines[start + 1 : start + 6])
+    }
     assert sum(parts.values()) == pytest.approx(whole, abs=0.3)
     assert parts["NCCL, 4 communicators"] == 1.7
 
 
 def test_fixed_dimensions_stay(capsys):
-    code, out, _ = tune(capsys, "--json", "--top", "2", "--fixed", "tensor=2", "pipeline=2", "context=1")
+    code, out, _ = tune(
+        capsys, "--json", "--top", "2", "--fixed", "tensor=2", "pipeline=2", "context=1"
+    )
     assert code == 0
     assert all("TP2 PP2" in layout["layout"] for layout in json.loads(out)["layouts"])
 
@@ -58,7 +69,11 @@ def test_fixed_dimensions_stay(capsys):
 def test_what_changes_numbers_is_searched_only_if_freed(capsys):
     few = ["--json", "--top", "1", "--fixed", "pipeline=1", "context=1", "micro_batch=1"]
     (plain,) = json.loads(tune(capsys, *few)[1])["layouts"]
-    assert not [each for each in plain["overrides"] if "grad_reduce_in_fp32" in each or "global_batch" in each]
+    assert not [
+        each
+        for each in plain["overrides"]
+        if "grad_reduce_in_fp32" in each or "global_batch" in each
+    ]
     (freed,) = json.loads(tune(capsys, *few, "--free", "gradients", "batch")[1])["layouts"]
     assert "ddp.grad_reduce_in_fp32=false" in freed["overrides"]
     assert [each for each in freed["overrides"] if each.startswith("train.global_batch_size=")]
@@ -69,7 +84,9 @@ def test_what_changes_numbers_is_searched_only_if_freed(capsys):
 
 
 def test_messages_are_overlapped_where_that_is_faster(capsys):
-    _, out, _ = tune(capsys, "--json", "--top", "1", "--fixed", "tensor=8", "pipeline=1", "context=1")
+    _, out, _ = tune(
+        capsys, "--json", "--top", "1", "--fixed", "tensor=8", "pipeline=1", "context=1"
+    )
     (layout,) = json.loads(out)["layouts"]
     assert "model.tp_comm_overlap=true" in layout["overrides"]
 
@@ -116,7 +133,15 @@ def test_fix_oom_follows_what_a_run_needed(capsys, tmp_path):
 
 
 def test_unbalanced_experts_cost_time_and_memory(capsys):
-    few = ["--recipe", "qwen3_30b_a3b_pretrain_config", "--fixed", "pipeline=2", "tensor=1", "expert=8", "context=1"]
+    few = [
+        "--recipe",
+        "qwen3_30b_a3b_pretrain_config",
+        "--fixed",
+        "pipeline=2",
+        "tensor=1",
+        "expert=8",
+        "context=1",
+    ]
     few += ["virtual=1", "micro_batch=1", "--top", "1", "--json"]
     found = []
     for imbalance in ("1", "1.5"):
@@ -127,7 +152,15 @@ def test_unbalanced_experts_cost_time_and_memory(capsys):
 
 
 def test_what_a_model_itself_refuses_is_a_refused_layout(capsys):
-    few = ["--fixed", "tensor=4", "pipeline=1", "context=1", "virtual=1", "expert=8", "micro_batch=1"]
+    few = [
+        "--fixed",
+        "tensor=4",
+        "pipeline=1",
+        "context=1",
+        "virtual=1",
+        "expert=8",
+        "micro_batch=1",
+    ]
     assert main(["tune", "--recipe", "gemma4_26b_a4b_pretrain_config", *few]) == 1
     assert "key heads" in capsys.readouterr().err
 
@@ -188,5 +221,8 @@ def test_mistakes_name_the_value_and_the_way_out(capsys, arguments, words):
 def test_layouts_that_the_rules_of_a_run_refuse_make_room_for_others(capsys):
     """The stages of a hybrid model are even, so its fastest layouts may not be possible."""
     hybrid = ["--recipe", "nemotronh_8b_pretrain_config", "--gpus", "16", "--gpu", "h100"]
-    assert main(["tune", *hybrid, "--json", "--top", "1", "--fixed", "context=1", "micro_batch=1"]) == 0
+    assert (
+        main(["tune", *hybrid, "--json", "--top", "1", "--fixed", "context=1", "micro_batch=1"])
+        == 0
+    )
     assert len(json.loads(capsys.readouterr().out)["layouts"]) == 1

@@ -24,11 +24,16 @@ def write_run(folder, upto, age=0.0, **more):
     rows = []
     for step in range(10, upto + 1, 10):
         row = {"step": step, "kind": "train", "lm loss": 5.0 - step / 10, "step time": 90.0} | more
-        rows += [row | {"tokens per second": 1000.0}, {"step": step, "kind": "validation", "lm loss": 6.0}]
+        rows += [
+            row | {"tokens per second": 1000.0},
+            {"step": step, "kind": "validation", "lm loss": 6.0},
+        ]
     file = folder / "metrics.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.utime(file, (time.time() - age,) * 2)
-    (folder / "run_config.yaml").write_text(f"train:\n  train_iters: {STEPS}\ncheckpoint:\n  save: {folder}\n")
+    (folder / "run_config.yaml").write_text(
+        f"train:\n  train_iters: {STEPS}\ncheckpoint:\n  save: {folder}\n"
+    )
     return folder
 
 
@@ -92,13 +97,20 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.references += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+        self.references += [
+            value for name, value in attributes if name in ("src", "href", "xlink:href")
+        ]
 
 
 def test_the_page_needs_no_network(tmp_path, capsys):
     file = tmp_path / "run.html"
     folder = write_run(tmp_path / "a<b>", 30, **{"grad norm": float("nan")})
-    assert watch(capsys, folder, "--once", "--html", file, "--metric", "lm loss", "--metric", "grad norm")[0] == 0
+    assert (
+        watch(
+            capsys, folder, "--once", "--html", file, "--metric", "lm loss", "--metric", "grad norm"
+        )[0]
+        == 0
+    )
     text = file.read_text()
     page = Page(text)
     assert "script" not in page.tags

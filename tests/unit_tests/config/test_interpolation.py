@@ -105,7 +105,10 @@ def test_values_are_those_of_omegaconf(text):
 
 def test_references_see_the_values_of_later_layers():
     config = Config()
-    file = Layer("file x.yaml", {"train": {"iters": 20}, "decay": "${train.iters}", "label": "${decay} steps"})
+    file = Layer(
+        "file x.yaml",
+        {"train": {"iters": 20}, "decay": "${train.iters}", "label": "${decay} steps"},
+    )
     changes = apply_layers(config, [file, Layer("command line", overrides=["train.iters=30"])])
     assert (config.train.iters, config.decay, config.label) == (30, 30, "30 steps")
     origins = Origins.of(config)
@@ -115,18 +118,29 @@ def test_references_see_the_values_of_later_layers():
 
 def test_a_later_layer_overrides_a_reference():
     config = Config()
-    apply_layers(config, [Layer("file", {"decay": "${train.iters}"}), Layer("command line", overrides=["decay=4"])])
+    apply_layers(
+        config,
+        [Layer("file", {"decay": "${train.iters}"}), Layer("command line", overrides=["decay=4"])],
+    )
     assert config.decay == 4
 
 
 def test_a_later_layer_replaces_one_item_of_what_a_reference_is_in():
     config = Config()
     file = {"counts": ["${train.iters}", 5], "table": {"a": "${train.iters}", "b": 1}}
-    file["adapter"] = {"_target_": f"{__name__}.Adapter", "dim": "${train.iters}", "alpha": "${adapter.dim}"}
+    file["adapter"] = {
+        "_target_": f"{__name__}.Adapter",
+        "dim": "${train.iters}",
+        "alpha": "${adapter.dim}",
+    }
     overrides = ["counts[1]=6", "table.b=2", "adapter.dim=8", "train.iters=11"]
     with importing():
         apply_layers(config, [Layer("file", file), Layer("command line", overrides=overrides)])
-    assert (config.counts, config.table, config.adapter) == ([11, 6], {"a": 11, "b": 2}, Adapter(8, 8.0))
+    assert (config.counts, config.table, config.adapter) == (
+        [11, 6],
+        {"a": 11, "b": 2},
+        Adapter(8, 8.0),
+    )
 
 
 def test_items_of_lists_are_set_by_index():
@@ -139,11 +153,20 @@ def test_items_of_lists_are_set_by_index():
 
 
 BAD = [
-    ("decay=${train.itres}", "decay=${train.itres}: there is no train.itres; did you mean train.iters?"),
+    (
+        "decay=${train.itres}",
+        "decay=${train.itres}: there is no train.itres; did you mean train.iters?",
+    ),
     ("decay=${train.samples}", "decay must be an integer, not None"),
     ("decay=x${train.iters}", "decay must be an integer, not 'x10'"),
-    ("label=${oc.env:NOT_SET}/x", "label=${oc.env:NOT_SET}/x: the environment variable NOT_SET is not set; set it, or"),
-    ("label=${now:%Y}", "label=${now:%Y} cannot be resolved: Unsupported interpolation type now; write the value"),
+    (
+        "label=${oc.env:NOT_SET}/x",
+        "label=${oc.env:NOT_SET}/x: the environment variable NOT_SET is not set; set it, or",
+    ),
+    (
+        "label=${now:%Y}",
+        "label=${now:%Y} cannot be resolved: Unsupported interpolation type now; write the value",
+    ),
     ("label=${", "label=${ cannot be resolved:"),
     ("label=${label}", "label=${label} cannot be resolved: Recursive interpolation"),
     ("counts=[${decay}]", "counts is not valid YAML at line 1"),
@@ -160,7 +183,10 @@ BAD = [
 def test_mistake_is_named_and_nothing_is_set(item, message):
     config = Config()
     with pytest.raises(UserError) as error:
-        apply_overrides(config, ["train.rate=2", "counts[1]=9", "table.new=1", "train.name=${oc.env:HOME}", item])
+        apply_overrides(
+            config,
+            ["train.rate=2", "counts[1]=9", "table.new=1", "train.name=${oc.env:HOME}", item],
+        )
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert config == Config()
@@ -182,7 +208,9 @@ def test_literal_text_round_trips(text):
 
 def test_references_of_a_whole_file_are_resolved():
     text = dump_yaml(Config(adapter=Adapter(4))).replace("decay: 0", "decay: ${train.iters}")
-    assert load_yaml(text.replace("dim: 4", "dim: ${decay}"), trust=True) == Config(decay=10, adapter=Adapter(10))
+    assert load_yaml(text.replace("dim: 4", "dim: ${decay}"), trust=True) == Config(
+        decay=10, adapter=Adapter(10)
+    )
     with pytest.raises(UserError, match=r"decay=\$\{train.itres\}: there is no train\.itres"):
         load_yaml(text.replace("{train.iters}", "{train.itres}"))
 
@@ -195,4 +223,7 @@ def test_omegaconf_is_imported_only_for_references():
         "apply_overrides(config, ['a=3']); before = 'omegaconf' in sys.modules\n"
         "apply_overrides(config, ['b=${a}']); print(before, config.b)"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["False", "3"]
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == [
+        "False",
+        "3",
+    ]

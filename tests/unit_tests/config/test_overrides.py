@@ -125,7 +125,9 @@ def test_value_is_typed_by_the_field(item, expected):
     assert change.new == expected
 
 
-@pytest.mark.parametrize("text", ["1", "1e-4", "[1, 2.5, x]", "{a: {b: null}}", "null", "hello", "'1'", "true", "-3"])
+@pytest.mark.parametrize(
+    "text", ["1", "1e-4", "[1, 2.5, x]", "{a: {b: null}}", "null", "hello", "'1'", "true", "-3"]
+)
 def test_values_read_as_omegaconf_reads_them(text):
     config = Config()
     apply_overrides(config, [f"model.free={text}"])
@@ -152,7 +154,10 @@ def test_mapping_of_the_same_class_keeps_the_other_members_and_of_another_replac
 
 def test_spelled_objects_are_read_at_any_depth():
     config = Config()
-    apply_overrides(config, ["model.free=[{_path_: a}, {x: {_tuple_: [1]}}, {_target_: torch.float16, _call_: false}]"])
+    apply_overrides(
+        config,
+        ["model.free=[{_path_: a}, {x: {_tuple_: [1]}}, {_target_: torch.float16, _call_: false}]"],
+    )
     assert config.model.free == [Path("a"), {"x": (1,)}, torch.float16]
 
 
@@ -163,7 +168,10 @@ def test_member_of_a_mapping_can_be_set():
 
 
 BAD = [
-    ("train.train_itres=5", "there is no train.train_itres in Train; did you mean train.train_iters?"),
+    (
+        "train.train_itres=5",
+        "there is no train.train_itres in Train; did you mean train.train_iters?",
+    ),
     ("train_iters=5", "there is no train_iters; did you mean train.train_iters"),
     ("model.seed=5", "there is no model.seed in Model; did you mean train.seed?"),
     ("trian.seed=5", "there is no trian.seed; did you mean train.seed?"),
@@ -180,22 +188,37 @@ BAD = [
     ("ddp.bucket=x", "ddp.bucket must be an integer or null, not 'x'"),
     ("model.kind=alibi", "model.kind must be one of rope, none, not 'alibi'"),
     ("model.version=9", "model.version must be one of 2, 3 or null, not 9"),
-    ("model.pattern=x", "model.pattern must be an integer or a list, written as [a,b] or null, not 'x'"),
+    (
+        "model.pattern=x",
+        "model.pattern must be an integer or a list, written as [a,b] or null, not 'x'",
+    ),
     ("model.pair=[1]", "model.pair must be a list of 2, not [1]"),
     ("model.names=[1,b]", "model.names must be a string, not 1"),
     ("model.dtype=bf17", "model.dtype must be a torch dtype such as bfloat16, not 'bf17'"),
     ("model.backend=fast", "model.backend must be one of flash, unfused, not 'fast'"),
-    ("model.function=sliu", "model.function must be the name of a function, not 'sliu'; did you mean silu"),
-    ("model.optional_function=sliu", "must be the name of a function or null, not 'sliu'; did you mean silu"),
+    (
+        "model.function=sliu",
+        "model.function must be the name of a function, not 'sliu'; did you mean silu",
+    ),
+    (
+        "model.optional_function=sliu",
+        "must be the name of a function or null, not 'sliu'; did you mean silu",
+    ),
     ("model.function=no.such", "model.function: there is no module named 'no'"),
     ("model.table=x", "model.table must be a mapping"),
-    ("model.block={buckett: 5}", "model.block: buckett is not a field of Block; did you mean bucket?"),
+    (
+        "model.block={buckett: 5}",
+        "model.block: buckett is not a field of Block; did you mean bucket?",
+    ),
     ("model.block={bucket: x}", "model.block: bucket must be an integer or null, not 'x'"),
     ("model.total=3", "model.total is computed from other values and cannot be set"),
     ("model.derived=3", "model.derived is computed from other values and cannot be set"),
     ("model._hidden=3", "model._hidden is computed"),
     ("model.layers.x=3", "model.layers.x cannot be set: model.layers is 2, which has no members"),
-    ("model.block.buckett=5", "there is no model.block.buckett in Block; did you mean model.block.bucket?"),
+    (
+        "model.block.buckett=5",
+        "there is no model.block.buckett in Block; did you mean model.block.bucket?",
+    ),
     ("model=x", "model: it is a group: set its members, such as layers, rate, name"),
     ("train=3", "train must be a Train, not 3"),
     ("train.seed", "'train.seed' is not of the form key.sub=value"),
@@ -206,7 +229,10 @@ BAD = [
     ("model.layers=4 # few", "model.layers=4 # few: YAML reads this as 4; put the value in quotes"),
     ("model.name=\udcff", "the value of model.name is not UTF-8"),
     ("model.name=&run three", "YAML reads this as 'three'"),
-    ("stubborn.value=9", "stubborn.value=9 from the command line has no effect: another setting changed it to 5"),
+    (
+        "stubborn.value=9",
+        "stubborn.value=9 from the command line has no effect: another setting changed it to 5",
+    ),
 ]
 
 
@@ -220,7 +246,14 @@ def test_mistake_is_named(item, message):
 
 def test_all_mistakes_come_together_and_nothing_is_set():
     config = Config()
-    items = ["train.train_iters=7", "model.layer=1", "model.rate=x", "train.seed=1", "train.seed=2", "oops"]
+    items = [
+        "train.train_iters=7",
+        "model.layer=1",
+        "model.rate=x",
+        "train.seed=1",
+        "train.seed=2",
+        "oops",
+    ]
     with pytest.raises(UserError) as error:
         apply_overrides(config, items)
     assert len(str(error.value).splitlines()) == 4
@@ -244,12 +277,15 @@ def test_home_is_found_where_the_shell_leaves_it(monkeypatch, tmp_path):
 def test_values_of_a_file_are_typed_and_named_alike():
     config = Config()
     changes = apply_layers(
-        config, [Layer("file run.yaml", {"train": {"train_iters": 3}, "model": {"function": "silu"}})]
+        config,
+        [Layer("file run.yaml", {"train": {"train_iters": 3}, "model": {"function": "silu"}})],
     )
     assert config.train.train_iters == 3
     assert config.model.function is F.silu
     assert {change.origin for change in changes} == {"file run.yaml"}
-    with pytest.raises(UserError, match=r"there is no train\.train_itres in Train; did you mean train\.train_iters"):
+    with pytest.raises(
+        UserError, match=r"there is no train\.train_itres in Train; did you mean train\.train_iters"
+    ):
         apply_layers(config, [Layer("file run.yaml", {"train": {"train_itres": 3}})])
 
 
@@ -273,7 +309,12 @@ parts:
         trust=True,
     )
     settle_types(config)
-    values = {"function": F.silu, "many": (1, 2), "backend": Backend.unfused, "block": Block(bucket=3)}
+    values = {
+        "function": F.silu,
+        "many": (1, 2),
+        "backend": Backend.unfused,
+        "block": Block(bucket=3),
+    }
     assert config.parts == [Model(rate=1.0, **values)]
     config.parts[0].layers = "many"
     with refused("parts[0].layers", "integer", "many"):
@@ -286,7 +327,8 @@ def test_value_replaced_later_is_found():
     check_sticks(config, changes)
     config.train.seed = 6
     with pytest.raises(
-        UserError, match=r"train\.seed=5 from the command line has no effect: another setting changed it to 6"
+        UserError,
+        match=r"train\.seed=5 from the command line has no effect: another setting changed it to 6",
     ):
         check_sticks(config, changes)
 
@@ -313,14 +355,22 @@ def test_every_dotted_key_of_a_megatron_config_can_be_read_back():
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
     keys = list(dotted_keys(config))
     assert "tensor_model_parallel_size" in keys
-    apply_overrides(config, ["activation_func=silu", "params_dtype=bf16", "window_size=[4,0]", "fp8=null"])
-    assert (config.activation_func, config.params_dtype, config.window_size) == (F.silu, torch.bfloat16, (4, 0))
+    apply_overrides(
+        config, ["activation_func=silu", "params_dtype=bf16", "window_size=[4,0]", "fp8=null"]
+    )
+    assert (config.activation_func, config.params_dtype, config.window_size) == (
+        F.silu,
+        torch.bfloat16,
+        (4, 0),
+    )
 
 
 def test_origin_of_each_value_is_kept():
     config = Config(train=Train(seed=9))
     origins = Origins.of(config)
-    origins.record(config, apply_overrides(config, ["model.table={a: 1}", "ddp={bucket: 4}", "model.block={}"]))
+    origins.record(
+        config, apply_overrides(config, ["model.table={a: 1}", "ddp={bucket: 4}", "model.block={}"])
+    )
     origins.record(config, apply_overrides(config, ["model.table.a=2"], origin="file x.yaml"))
     before = leaf_values(config)
     config.ddp.overlap = True
@@ -347,7 +397,9 @@ def test_what_an_option_changed_is_told_from_defaults():
 def test_annotated_yaml_says_the_origin_and_reads_back():
     config = Config(train=Train(seed=9))
     origins = Origins.of(config)
-    origins.record(config, apply_overrides(config, ["model.table={a: 1, b: {c: x}}", "train.train_iters=3"]))
+    origins.record(
+        config, apply_overrides(config, ["model.table={a: 1, b: {c: x}}", "train.train_iters=3"])
+    )
     text = annotated_yaml(config, origins)
     assert "  train_iters: 3  # command line\n" in text
     assert "  seed: 9  # recipe\n" in text
@@ -366,7 +418,9 @@ def test_a_member_begins_its_unset_group():
 
 def test_a_group_that_is_begun_for_nothing_stays_unset():
     config = Config()
-    with pytest.raises(UserError, match=r"model\.block\.bucket must be an integer or null, not 'x'"):
+    with pytest.raises(
+        UserError, match=r"model\.block\.bucket must be an integer or null, not 'x'"
+    ):
         apply_overrides(config, ["model.block.overlap=true", "model.block.bucket=x"])
     assert config == Config()
 

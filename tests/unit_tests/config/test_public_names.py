@@ -30,13 +30,20 @@ def test_every_class_that_a_config_can_hold_has_a_name(kind):
     ours = {found for found in below(kind) if found.__module__.startswith("megatron.bridge.")}
     unnamed = {found.__name__ for found in ours if found.__name__ not in PUBLIC_NAMES}
     # abstract: what users hold are their subclasses
-    datasets = {"DatasetConfig", "RecordDatasetConfig", "StreamingDatasetConfig", "_TextPairsConfig"}
+    datasets = {
+        "DatasetConfig",
+        "RecordDatasetConfig",
+        "StreamingDatasetConfig",
+        "_TextPairsConfig",
+    }
     assert unnamed <= {*datasets, "ModelProvider", "PEFT", "LowRankPEFT"}
 
 
 def test_every_block_of_a_config_has_a_name():
     text = " ".join(str(entry.type) for entry in dataclasses.fields(ConfigContainer))
-    blocks = {word for word in text.replace("'", " ").replace(".", " ").split() if word.endswith("Config")}
+    blocks = {
+        word for word in text.replace("'", " ").replace(".", " ").split() if word.endswith("Config")
+    }
     assert blocks - {"DatasetConfig"} <= PUBLIC_NAMES.keys()
 
 

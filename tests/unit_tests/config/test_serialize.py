@@ -21,7 +21,13 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.utils.config.serialize import MARKERS, dump_yaml, from_plain, load_yaml, to_plain
+from megatron.bridge.utils.config.serialize import (
+    MARKERS,
+    dump_yaml,
+    from_plain,
+    load_yaml,
+    to_plain,
+)
 from megatron.bridge.utils.errors import UserError
 
 
@@ -78,7 +84,9 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=[f"{i}-{type(v).__name__}" for i, v in enumerate(VALUES)])
+@pytest.mark.parametrize(
+    "value", VALUES, ids=[f"{i}-{type(v).__name__}" for i, v in enumerate(VALUES)]
+)
 def test_round_trip_is_exact(value):
     back = load_yaml(dump_yaml(Outer(value=value)), trust=True)
     assert back == Outer(value=value)
@@ -114,7 +122,9 @@ def test_keys_keep_their_order_and_type():
 
 
 def test_initialiser_with_arguments_round_trips():
-    back = load_yaml(dump_yaml(functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)), trust=True)
+    back = load_yaml(
+        dump_yaml(functools.partial(torch.nn.init.normal_, mean=0.0, std=0.02)), trust=True
+    )
     assert back.func is torch.nn.init.normal_
     assert back.keywords == {"mean": 0.0, "std": 0.02}
 
@@ -125,10 +135,21 @@ def test_derived_private_and_running_fields_are_left_out():
 
 def test_numbers_read_as_people_write_them():
     read = load_yaml("a: 1e-4\nb: 1E5\nc: 1_000\nd: 0x10\ne: 1:30\nf: 2020-01-01\ng: on\nh: 010")
-    assert read == {"a": 1e-4, "b": 1e5, "c": 1000, "d": 16, "e": "1:30", "f": "2020-01-01", "g": "on", "h": "010"}
+    assert read == {
+        "a": 1e-4,
+        "b": 1e5,
+        "c": 1000,
+        "d": 16,
+        "e": "1:30",
+        "f": "2020-01-01",
+        "g": "on",
+        "h": "010",
+    }
 
 
-@pytest.mark.parametrize("value", [lambda x: x, object(), {1, 2}, functools.partial(double, x=1), {"_target_": 1}])
+@pytest.mark.parametrize(
+    "value", [lambda x: x, object(), {1, 2}, functools.partial(double, x=1), {"_target_": 1}]
+)
 def test_what_cannot_be_written_is_named(value):
     with pytest.raises(UserError, match=r"^value cannot be written: it h(olds|as the key)"):
         to_plain(Outer(value=value))
@@ -169,7 +190,9 @@ def test_unknown_keys_are_named_together_with_the_nearest():
 
 def test_value_that_the_dataclass_refuses_is_named():
     data = {"model": {"_target_": f"{__name__}.Picky", "size": 0}}
-    with pytest.raises(UserError, match=r"model: Picky refuses these values: size must be positive, not 0"):
+    with pytest.raises(
+        UserError, match=r"model: Picky refuses these values: size must be positive, not 0"
+    ):
         from_plain(data, trust=True)
 
 
@@ -179,9 +202,15 @@ def test_value_that_the_dataclass_refuses_is_named():
         ({"_target_": "os.system", "command": "true"}, "os.system is not a dataclass"),
         ({"_target_": "subprocess.Popen", "args": "true"}, "subprocess.Popen is not a dataclass"),
         ({"_target_": "os.system", "_partial_": {"command": "true"}}, "may not be preset"),
-        ({"_target_": "torch.nn.init.os.system", "_partial_": {"command": "true"}}, "nothing named 'os'|preset"),
+        (
+            {"_target_": "torch.nn.init.os.system", "_partial_": {"command": "true"}},
+            "nothing named 'os'|preset",
+        ),
         ({"_target_": "torch.nn.init.torch.load", "_partial_": {"f": "x"}}, "may not be preset"),
-        ({"_target_": "torch.nn.functional.sliu", "_call_": False}, "nothing named 'sliu'; did you mean silu"),
+        (
+            {"_target_": "torch.nn.functional.sliu", "_call_": False},
+            "nothing named 'sliu'; did you mean silu",
+        ),
         ({"_target_": "no_such_package.x", "_call_": False}, "no module named 'no_such_package'"),
         ({"_target_": "math.pi", "_call_": False}, "is not a function, class"),
         ({"_target_": "math.sin", "_call_": True}, "_target_: math.sin, _call_: false"),
@@ -215,7 +244,11 @@ def test_nothing_is_imported_because_a_file_names_it(tmp_path, module, name):
     with pytest.raises(UserError, match=rf"{module}.{name} is not a public name.*--trust-config"):
         load_yaml(text)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(UserError, match="no_such_thing") if name == "no_such_thing" else contextlib.nullcontext():
+    with (
+        pytest.raises(UserError, match="no_such_thing")
+        if name == "no_such_thing"
+        else contextlib.nullcontext()
+    ):
         load_yaml(text, trust=True)
     assert (tmp_path / "ran").exists()
 

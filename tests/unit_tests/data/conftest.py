@@ -33,7 +33,9 @@ def tokenizer_dir(tmp_path_factory):
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     directory = tmp_path_factory.mktemp("tokenizer")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(directory)

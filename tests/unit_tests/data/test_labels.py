@@ -23,25 +23,39 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 
 def prepared(folder, tokenizer, kind, *records, **values):
     (folder / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = kind(**{"dataset_root": str(folder), "seq_length": 128, "chat_template": CHATML, **values})
+    config = kind(
+        **{"dataset_root": str(folder), "seq_length": 128, "chat_template": CHATML, **values}
+    )
     config.finalize()
     return prepare_split(config, "train", tokenizer)
 
 
 def classes(folder, tokenizer, *records, **values):
-    return prepared(folder, tokenizer, ClassificationDatasetConfig, *records, **{"num_labels": 3, **values})
+    return prepared(
+        folder, tokenizer, ClassificationDatasetConfig, *records, **{"num_labels": 3, **values}
+    )
 
 
 def test_the_class_stands_behind_all_tokens_of_the_text(tmp_path, tokenizer):
-    records = [{"text": "good day", "label": 2}, {"prompt": "good ", "completion": "day", "label": "b"}]
-    found = classes(tmp_path, tokenizer, *records, {"messages": MESSAGES, "label": 0}, label_names=["a", "b", "c"])
+    records = [
+        {"text": "good day", "label": 2},
+        {"prompt": "good ", "completion": "day", "label": "b"},
+    ]
+    found = classes(
+        tmp_path,
+        tokenizer,
+        *records,
+        {"messages": MESSAGES, "label": 0},
+        label_names=["a", "b", "c"],
+    )
     assert [int(sample.tokens[-1]) for sample in found.samples] == [2, 1, 0]
     for sample in found.samples:
         assert sample.trained.tolist() == [False] * (len(sample.tokens) - 1) + [True]
     plain, _, chat = (sample.tokens[:-1].tolist() for sample in found.samples)
     assert plain == tokenizer.hf.encode("good day")
     assert chat == tokenizer.hf.encode(
-        tokenizer.hf.apply_chat_template(MESSAGES, chat_template=CHATML, tokenize=False), add_special_tokens=False
+        tokenizer.hf.apply_chat_template(MESSAGES, chat_template=CHATML, tokenize=False),
+        add_special_tokens=False,
     )
 
 
@@ -53,7 +67,9 @@ def test_labels_go_with_their_records_where_some_are_dropped(tmp_path, tokenizer
 
 @pytest.mark.parametrize("truncation", ["right", "left"])
 def test_a_text_is_cut_and_keeps_its_class(tmp_path, tokenizer, truncation):
-    whole = classes(tmp_path, tokenizer, {"text": "good day to you all, my friends", "label": 2}).samples[0]
+    whole = classes(
+        tmp_path, tokenizer, {"text": "good day to you all, my friends", "label": 2}
+    ).samples[0]
     cut = classes(
         tmp_path,
         tokenizer,
@@ -81,7 +97,10 @@ REFUSED = {
     "negative": ({"text": "x", "label": -1}, ["label=-1"]),
     "a truth value": ({"text": "x", "label": True}, ["label=True"]),
     "unknown": ({"text": "x", "label": "d"}, ["label='d'", "one of a, b, c"]),
-    "too long": ({"text": "a b " * 90, "label": 1}, ["dataset.seq_length=128", "dataset.truncation"]),
+    "too long": (
+        {"text": "a b " * 90, "label": 1},
+        ["dataset.seq_length=128", "dataset.truncation"],
+    ),
 }
 
 
@@ -131,11 +150,15 @@ def word_labels(folder, tokenizer, *records, **values):
 
 
 @pytest.mark.parametrize("label_all_tokens", [False, True])
-def test_tokens_have_the_classes_that_transformers_collator_takes(tmp_path, tokenizer, label_all_tokens):
+def test_tokens_have_the_classes_that_transformers_collator_takes(
+    tmp_path, tokenizer, label_all_tokens
+):
     found = word_labels(tmp_path, tokenizer, *WORDS, label_all_tokens=label_all_tokens)
     rows = WordLabelRows(found.samples, tokenizer.eod)
     features = []
-    for record, numbers in zip(WORDS, ([0, 1, 1], [0, 1]), strict=True):  # as transformers' run_ner.py does
+    for record, numbers in zip(
+        WORDS, ([0, 1, 1], [0, 1]), strict=True
+    ):  # as transformers' run_ner.py does
         encoded = tokenizer.hf(record["tokens"], is_split_into_words=True)
         labels, last = [], None
         for word in encoded.word_ids():

@@ -25,7 +25,9 @@ TOKENIZER = NullTokenizer(1000)
 
 
 def iterators(config, micro=1, rank=0, ranks=1, consumed=0, sizes=(60, 24, 12)):
-    return build_iterators(config, TOKENIZER, sizes, micro, BATCH, rank, ranks, consumed, consumed_valid=0)
+    return build_iterators(
+        config, TOKENIZER, sizes, micro, BATCH, rank, ranks, consumed, consumed_valid=0
+    )
 
 
 def step(config, micro, ranks, number):
@@ -63,7 +65,9 @@ def test_splits_share_no_sample_and_batches_have_the_promised_form():
     texts = {tuple(split[i]["tokens"].tolist()) for split in splits for i in range(60)}
     assert len(texts) == 180
     batch = next(iterators(config, 3).valid)
-    assert {key: (value.dtype, value.shape) for key, value in batch.items() if value is not None} == {
+    assert {
+        key: (value.dtype, value.shape) for key, value in batch.items() if value is not None
+    } == {
         "tokens": (torch.int64, (3, 16)),
         "labels": (torch.int64, (3, 16)),
         "loss_mask": (torch.float32, (3, 16)),
@@ -151,7 +155,11 @@ def test_the_next_batch_is_made_during_a_step_and_a_run_goes_on_behind_what_it_u
     assert ids == list(range(24))
     assert threading.current_thread() not in data.threads
     again = iterators(config, 6, consumed=24).train
-    assert next(again)["tokens"][:, 0].tolist() == next(train)["tokens"][:, 0].tolist() == list(range(24, 30))
+    assert (
+        next(again)["tokens"][:, 0].tolist()
+        == next(train)["tokens"][:, 0].tolist()
+        == list(range(24, 30))
+    )
 
 
 def test_samples_that_draw_random_numbers_are_made_where_they_always_were():
@@ -217,6 +225,11 @@ def test_ids_beyond_the_vocabulary_are_refused():
     sizes, batch = (12, 0, 0), (1, 12)
     whole = build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=1000).train
     largest = max(int(part[name].max()) for part in whole for name in ("tokens", "labels"))
-    assert len(list(build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=largest + 1).train)) == 12
+    assert (
+        len(list(build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=largest + 1).train))
+        == 12
+    )
     with refused(f"id {largest}", f"model.vocab_size={largest}", "tokenizer"):
-        list(build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=largest).train.replicate())
+        list(
+            build_iterators(config, TOKENIZER, sizes, *batch, vocab_size=largest).train.replicate()
+        )

@@ -30,7 +30,9 @@ def types_of(split):
 def test_they_are_those_of_transformers(family):
     split = family == "qwen3"
     types = types_of(split)
-    model = (Qwen3VLModel if split else Qwen2_5_VLModel).__new__(Qwen3VLModel if split else Qwen2_5_VLModel)
+    model = (Qwen3VLModel if split else Qwen2_5_VLModel).__new__(
+        Qwen3VLModel if split else Qwen2_5_VLModel
+    )
     torch.nn.Module.__init__(model)
     model.config = (Qwen3VLConfig if split else Qwen2_5_VLConfig)()
     seconds = [0.7, 2.0]
@@ -44,7 +46,12 @@ def test_they_are_those_of_transformers(family):
     )
     per_second = 1 if split else model.config.vision_config.tokens_per_second
     found = mrope_positions(
-        types, IMAGES, VIDEOS, merge=2, split_frames=split, time_steps=[per_second * step for step in seconds]
+        types,
+        IMAGES,
+        VIDEOS,
+        merge=2,
+        split_frames=split,
+        time_steps=[per_second * step for step in seconds],
     )
     assert np.array_equal(found, expected[:, 0].numpy())
 
@@ -59,7 +66,11 @@ def test_neighbouring_images():
     ("types", "images", "message"),
     [
         ([0, 1, 1, 0], [], "more placeholders for images than images are given"),
-        ([0, 1, 0], [[1, 2, 2], [1, 2, 2]], "1 more images are given than the sample has placeholders"),
+        (
+            [0, 1, 0],
+            [[1, 2, 2], [1, 2, 2]],
+            "1 more images are given than the sample has placeholders",
+        ),
         ([0, 1, 0], [[1, 2, 4]], r"\[1, 2, 4\] needs 2 tokens.* expand each placeholder"),
         ([0, 1], [[1, 2, 4]], r"\[1, 2, 4\] needs 2 tokens"),
     ],

@@ -16,7 +16,11 @@ from megatron.bridge.data.samplers import (
 @st.composite
 def layouts(draw):
     """(micro batch, ranks, microbatches in a step, total samples, completed steps)."""
-    micro, ranks, accumulation = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    micro, ranks, accumulation = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
     batch = micro * ranks * accumulation
     total = draw(st.integers(batch, 5 * batch + 3))
     return micro, ranks, accumulation, total, draw(st.integers(0, total // batch))
@@ -39,7 +43,10 @@ def global_batches(samplers, accumulation, count):
 def test_global_batch_k_is_the_kth_slice(layout):
     micro, ranks, accumulation, total, steps = layout
     batch = micro * ranks * accumulation
-    samplers = [MegatronPretrainingSampler(total, steps * batch, micro, rank, ranks) for rank in range(ranks)]
+    samplers = [
+        MegatronPretrainingSampler(total, steps * batch, micro, rank, ranks)
+        for rank in range(ranks)
+    ]
     left = total // batch - steps
     expected = [list(range(k * batch, (k + 1) * batch)) for k in range(steps, steps + left)]
     assert global_batches(samplers, accumulation, left) == expected
@@ -48,8 +55,13 @@ def test_global_batch_k_is_the_kth_slice(layout):
 @given(layouts())
 def test_incomplete_draws_are_dropped_or_kept_as_asked(layout):
     micro, ranks, _, total, _ = layout
-    dropped = [list(MegatronPretrainingSampler(total, 0, micro, rank, ranks)) for rank in range(ranks)]
-    kept = [list(MegatronPretrainingSampler(total, 0, micro, rank, ranks, drop_last=False)) for rank in range(ranks)]
+    dropped = [
+        list(MegatronPretrainingSampler(total, 0, micro, rank, ranks)) for rank in range(ranks)
+    ]
+    kept = [
+        list(MegatronPretrainingSampler(total, 0, micro, rank, ranks, drop_last=False))
+        for rank in range(ranks)
+    ]
     stride = micro * ranks
     assert {len(draws) for draws in dropped} == {total // stride}
     assert all(len(ids) == micro for draws in dropped for ids in draws)
@@ -61,7 +73,8 @@ def test_samples_of_a_global_batch_are_dealt_out_one_by_one(layout):
     micro, ranks, accumulation, total, steps = layout
     batch = micro * ranks * accumulation
     samplers = [
-        MegatronPretrainingBatchSampler(total, steps * batch, micro, batch, rank, ranks) for rank in range(ranks)
+        MegatronPretrainingBatchSampler(total, steps * batch, micro, batch, rank, ranks)
+        for rank in range(ranks)
     ]
     draws = [list(sampler) for sampler in samplers]
     assert {len(mine) for mine in draws} == {(total // batch - steps) * accumulation}
@@ -80,7 +93,8 @@ def test_a_run_goes_on_under_another_layout(layout, other_ranks, other_micro):
     batch = micro * ranks * accumulation
     other = other_ranks * other_micro
     samplers = [
-        MegatronPretrainingSampler(total, steps * batch, other_micro, rank, other_ranks) for rank in range(other_ranks)
+        MegatronPretrainingSampler(total, steps * batch, other_micro, rank, other_ranks)
+        for rank in range(other_ranks)
     ]
     left = (total - steps * batch) // other
     drawn = [index for step in global_batches(samplers, 1, left) for index in step]
@@ -93,7 +107,8 @@ def test_a_run_goes_on_with_another_global_batch(layout, other_ranks, other_accu
     micro, ranks, accumulation, total, steps = layout
     consumed, batch = steps * micro * ranks * accumulation, micro * other_ranks * other_accumulation
     samplers = [
-        MegatronPretrainingBatchSampler(total, consumed, micro, batch, rank, other_ranks) for rank in range(other_ranks)
+        MegatronPretrainingBatchSampler(total, consumed, micro, batch, rank, other_ranks)
+        for rank in range(other_ranks)
     ]
     left = (total - consumed) // batch
     found = [sorted(drawn) for drawn in global_batches(samplers, other_accumulation, left)]
@@ -105,7 +120,11 @@ def random_order(total, batch, seed, steps):
     """Global batches of the shuffled order, written down epoch by epoch."""
     flat, epoch = [], 0
     while len(flat) < steps * batch:
-        flat += np.random.default_rng((seed, epoch)).permutation(total)[: total // batch * batch].tolist()
+        flat += (
+            np.random.default_rng((seed, epoch))
+            .permutation(total)[: total // batch * batch]
+            .tolist()
+        )
         epoch += 1
     return [flat[k * batch : (k + 1) * batch] for k in range(steps)]
 
@@ -146,7 +165,14 @@ def test_random_order_resumes_where_it_stopped(layout, sharded):
     def sampler(consumed):
         return iter(
             MegatronPretrainingRandomSampler(
-                None, total, consumed, micro, 0, ranks, data_sharding=sharded, global_batch_size=batch
+                None,
+                total,
+                consumed,
+                micro,
+                0,
+                ranks,
+                data_sharding=sharded,
+                global_batch_size=batch,
             )
         )
 
@@ -161,7 +187,10 @@ def test_a_balanced_global_batch_has_the_same_samples(layout, costs):
     micro, ranks, accumulation, total, steps = layout
     batch = micro * ranks * accumulation
     sizes = (total, steps * batch, micro, batch)
-    samplers = [BalancedSampler(lambda k: costs[k % len(costs)], *sizes, rank, ranks) for rank in range(ranks)]
+    samplers = [
+        BalancedSampler(lambda k: costs[k % len(costs)], *sizes, rank, ranks)
+        for rank in range(ranks)
+    ]
     left = total // batch - steps
     found = global_batches(samplers, accumulation, left)
     assert [sorted(ids) for ids in found] == [
@@ -177,11 +206,19 @@ def test_2000_mixed_images_are_balanced_over_ranks():
 
     def unbalance(make):
         draws = [list(make(rank)) for rank in range(8)]
-        steps = [[sum(costs[i] for ids in ranks for i in ids) for ranks in zip(*[iter(draw)] * 4)] for draw in draws]  # noqa: B905
+        steps = [
+            [
+                sum(costs[i] for ids in ranks for i in ids)
+                for ranks in zip(*[iter(draw)] * 4, strict=False)
+            ]
+            for draw in draws
+        ]
         work = np.array(steps)
         return float((work.max(0) / work.mean(0)).mean())
 
     usual = unbalance(lambda rank: MegatronPretrainingSampler(2000, 0, 2, rank, 8))
-    balanced = unbalance(lambda rank: BalancedSampler(lambda k: int(costs[k]), 2000, 0, 2, 64, rank, 8))
+    balanced = unbalance(
+        lambda rank: BalancedSampler(lambda k: int(costs[k]), 2000, 0, 2, 64, rank, 8)
+    )
     assert balanced <= 1.1 < 1.5 < usual
     print(f"max/mean {usual:.2f} in random order, {balanced:.3f} balanced")  # noqa: T201

@@ -37,7 +37,12 @@ class Counter:
 def streams(readers, micro, ranks, whole, consumed=0, fingerprint=None):
     return [
         StreamingBatchIterator(
-            "data", Counter, readers, BatchShard(micro, whole, rank, ranks), fingerprint or {}, consumed
+            "data",
+            Counter,
+            readers,
+            BatchShard(micro, whole, rank, ranks),
+            fingerprint or {},
+            consumed,
         )
         for rank in range(ranks)
     ]
@@ -66,7 +71,10 @@ def test_sample_p_is_the_next_of_reader_p_modulo_readers(layout, steps):
     micro, ranks, readers, whole = layout
     batches = streams(readers, micro, ranks, whole)
     for number in range(steps):
-        expected = {p: (p % readers) * 1000 + p // readers for p in range(number * whole, (number + 1) * whole)}
+        expected = {
+            p: (p % readers) * 1000 + p // readers
+            for p in range(number * whole, (number + 1) * whole)
+        }
         assert step(batches, micro, whole) == expected
 
 
@@ -77,7 +85,9 @@ def test_a_run_goes_on_under_another_number_of_ranks(layout, steps):
     for _ in range(steps):
         step(batches, micro, whole)
     states = [each.state_dict() for each in batches]
-    merged = states[0] | {"readers": {n: state for each in states for n, state in each["readers"].items()}}
+    merged = states[0] | {
+        "readers": {n: state for each in states for n, state in each["readers"].items()}
+    }
     alone = streams(readers, 1, 1, whole, consumed=steps * whole)
     alone[0].load_state_dict(merged)
     assert step(alone, 1, whole) == step(batches, micro, whole)
@@ -86,7 +96,9 @@ def test_a_run_goes_on_under_another_number_of_ranks(layout, steps):
 def test_a_position_of_other_data_and_none_at_all_are_refused():
     (batches,) = streams(2, 1, 1, 4, fingerprint={"dataset.seed": 1})
     with refused("dataset.seed=2 instead of 1", "checkpoint.finetune"):
-        streams(2, 1, 1, 4, fingerprint={"dataset.seed": 2})[0].load_state_dict(batches.state_dict())
+        streams(2, 1, 1, 4, fingerprint={"dataset.seed": 2})[0].load_state_dict(
+            batches.state_dict()
+        )
     (lost,) = streams(2, 1, 1, 4, consumed=8)
     with refused("8 samples", "data", "checkpoint.finetune"):
         next(lost)
@@ -99,11 +111,15 @@ def energon(**values):
 
 def test_readers_come_out_even():
     def problem(readers, ranks):
-        return "; ".join(energon_readers_fit_batch(toy_config(dataset=energon(readers=readers)), ranks))
+        return "; ".join(
+            energon_readers_fit_batch(toy_config(dataset=energon(readers=readers)), ranks)
+        )
 
     assert not problem(4, 2)
     assert not problem(8, 8)
-    assert says(problem(3, 2), "dataset.readers=3", "data parallel size 2", "train.global_batch_size")
+    assert says(
+        problem(3, 2), "dataset.readers=3", "data parallel size 2", "train.global_batch_size"
+    )
     assert problem(16, 2), "more readers than samples in a batch of 8"
     assert not [*energon_readers_fit_batch(toy_config(dataset=GPTDatasetConfig(seq_length=32)), 2)]
 
@@ -112,8 +128,14 @@ def test_readers_come_out_even():
     ("values", "parts"),
     [
         ({"readers": 0}, ("dataset.readers=0", "at least 1")),
-        ({"dataloader_type": "cyclic"}, ("dataset.dataloader_type='cyclic'", "dataset.shuffle_buffer_size")),
-        ({"packing_buffer_size": 5}, ("dataset.packing_buffer_size=5", "dataset.packed_sequence_specs")),
+        (
+            {"dataloader_type": "cyclic"},
+            ("dataset.dataloader_type='cyclic'", "dataset.shuffle_buffer_size"),
+        ),
+        (
+            {"packing_buffer_size": 5},
+            ("dataset.packing_buffer_size=5", "dataset.packed_sequence_specs"),
+        ),
         ({"truncation": "cut"}, ("dataset.truncation='cut'", "keep_answer")),
         ({"path": "a.jsonl"}, ("dataset.validation_split='val'", "a.jsonl", "null")),
     ],

@@ -26,16 +26,24 @@ SIZES = [(20, 12), (41, 24), (9, 30), (16, 16), (200, 7), (1, 1)]
 def grid(width, height, most, side):
     """Columns and rows of the shape that is nearest to the image's; among equals, the larger grid for an image that
     fills more than half of it."""
-    shapes = sorted({(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if c * r <= most}, key=np.prod)
+    shapes = sorted(
+        {(c, r) for c in range(1, most + 1) for r in range(1, most + 1) if c * r <= most},
+        key=np.prod,
+    )
     away = {shape: abs(width / height - shape[0] / shape[1]) for shape in shapes}
     nearest = [shape for shape in shapes if away[shape] == min(away.values())]
-    return [nearest[0], *(shape for shape in nearest[1:] if width * height > side**2 * np.prod(shape) / 2)][-1]
+    return [
+        nearest[0],
+        *(shape for shape in nearest[1:] if width * height > side**2 * np.prod(shape) / 2),
+    ][-1]
 
 
 def resized(image, width, height):
     """PIL's own filter, channel by channel in floats."""
     bands = [Image.fromarray(np.asarray(band, dtype=np.float32) / 255) for band in image.split()]
-    return np.stack([np.asarray(band.resize((width, height), Image.Resampling.BICUBIC)) for band in bands])
+    return np.stack(
+        [np.asarray(band.resize((width, height), Image.Resampling.BICUBIC)) for band in bands]
+    )
 
 
 def expected(image, most, side):
@@ -90,18 +98,33 @@ def test_a_record(tmp_path, key):
     config = json.loads((folder / "config.json").read_text())
     config[key] = config.pop("image_token_id")
     (folder / "config.json").write_text(json.dumps(config))
-    names = [toy_vision.picture(folder, f"{place}.png", *size, place) for place, size in enumerate(SIZES[:2])]
+    names = [
+        toy_vision.picture(folder, f"{place}.png", *size, place)
+        for place, size in enumerate(SIZES[:2])
+    ]
     tokenizer = HuggingFaceTokenizer(str(folder))
     rules = EncodingRules(1000, media=MediaRules(str(folder), str(folder)))
     encoder = RecordEncoder(tokenizer, rules)
-    parts = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": "What color?"}]
-    record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Blue."}]}
+    parts = [
+        *({"type": "image", "image": name} for name in names),
+        {"type": "text", "text": "What color?"},
+    ]
+    record = {
+        "messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Blue."}]
+    }
     sample = encoder([("here", record)]).samples[0]
     tiles = [int(np.prod(grid(*size, 4, 16))) + 1 for size in SIZES[:2]]
     text = tokenizer.detokenize(sample.tokens.tolist())
-    assert f"<img>{'<image>' * 4 * tiles[0]}</img><img>{'<image>' * 4 * tiles[1]}</img>What color?" in text
+    assert (
+        f"<img>{'<image>' * 4 * tiles[0]}</img><img>{'<image>' * 4 * tiles[1]}</img>What color?"
+        in text
+    )
     pixels = encoder.media.pixels(sample.images)["pixel_values"]
     both = [expected(decode(image), 4, 16) for image in sample.images]
     np.testing.assert_allclose(pixels.numpy(), np.concatenate(both), atol=1e-4)
-    with refused("dataset.max_pixels=99: TileProcessor has no such limit, its images have fixed sizes: leave it unset"):
-        RecordEncoder(tokenizer, replace(rules, media=MediaRules(str(folder), str(folder), max_pixels=99)))
+    with refused(
+        "dataset.max_pixels=99: TileProcessor has no such limit, its images have fixed sizes: leave it unset"
+    ):
+        RecordEncoder(
+            tokenizer, replace(rules, media=MediaRules(str(folder), str(folder), max_pixels=99))
+        )

@@ -44,7 +44,10 @@ def test_null_tokenizer():
             {"tokenizer_type": "SentencePiece"},
             ("tokenizer.tokenizer_type='SentencePiece'", "HuggingFaceTokenizer", "NullTokenizer"),
         ),
-        ({"tokenizer_model": "x", "vocab_size": 3}, ("tokenizer.vocab_size=3", "NullTokenizer", "remove it")),
+        (
+            {"tokenizer_model": "x", "vocab_size": 3},
+            ("tokenizer.vocab_size=3", "NullTokenizer", "remove it"),
+        ),
     ],
 )
 def test_wrong_configs_are_named(values, parts):
@@ -56,8 +59,16 @@ def test_wrong_configs_are_named(values, parts):
     ("files", "path", "part"),
     [
         ({}, "", "missing or damaged"),
-        ({"tokenizer.json": "[]", "tokenizer_config.json": "{}"}, "", "tokenizer.json is not a JSON object"),
-        ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "", "tokenizer_config.json is not a JSON object"),
+        (
+            {"tokenizer.json": "[]", "tokenizer_config.json": "{}"},
+            "",
+            "tokenizer.json is not a JSON object",
+        ),
+        (
+            {"tokenizer.json": "{}", "tokenizer_config.json": "[]"},
+            "",
+            "tokenizer_config.json is not a JSON object",
+        ),
         ({"tokenizer.json": "{}"}, "tokenizer.json", "give its directory"),
         ({}, "none", "not a directory"),
     ],

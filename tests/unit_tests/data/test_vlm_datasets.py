@@ -40,12 +40,18 @@ def tokenizer(folder):
 
 def batch(dataset, tokenizer, size=2, **request):
     """The first rows of the training data as a batch."""
-    rows = build_finetuning_datasets(dataset, DatasetRequest((size, 0, 0), tokenizer, **request)).train
+    rows = build_finetuning_datasets(
+        dataset, DatasetRequest((size, 0, 0), tokenizer, **request)
+    ).train
     return collate([(index, rows[index]) for index in range(size)])[1]
 
 
 def finetuning(folder, **changes):
-    values = {"dataset_root": str(folder / "data"), "seq_length": 128, "hf_processor_path": str(folder)}
+    values = {
+        "dataset_root": str(folder / "data"),
+        "seq_length": 128,
+        "hf_processor_path": str(folder),
+    }
     return FinetuningDatasetConfig(**values | changes)
 
 
@@ -59,7 +65,9 @@ def test_batches_have_pixels_and_positions_of_three_axes(folder, tokenizer):
     starts = iter(grids.tolist())
     for row, tokens in enumerate(found["tokens"].numpy()):
         types = (tokens == token).astype(int)
-        images = np.flatnonzero(np.diff(types, prepend=0) == 1)  # an end token lies between two images
+        images = np.flatnonzero(
+            np.diff(types, prepend=0) == 1
+        )  # an end token lies between two images
         expected = mrope_positions(types, [next(starts) for _ in images], merge=2)
         assert found["position_ids"][:, row].numpy().tolist() == expected.tolist()
 
@@ -79,7 +87,9 @@ def test_packed_rows_have_no_more_images_than_fit(folder, tokenizer):
     def most(limit):
         dataset = finetuning(folder, packed_sequence_specs=specs, max_image_tokens=limit)
         rows = build_finetuning_datasets(dataset, DatasetRequest((4, 0, 0), tokenizer)).train.rows
-        return len(rows), max(int((rows[index]["tokens"] == token).sum()) for index in range(len(rows)))
+        return len(rows), max(
+            int((rows[index]["tokens"] == token).sum()) for index in range(len(rows))
+        )
 
     (few, free), (many, limited) = most(None), most(16)
     assert limited <= 16 < free
@@ -94,7 +104,10 @@ def test_later_stages_get_no_pixels(folder, tokenizer):
 
 def test_ranks_decode_the_patches_of_their_own_images(folder, tokenizer):
     whole = batch(finetuning(folder), tokenizer, size=8)["media"]
-    shares = [batch(finetuning(folder), tokenizer, size=8, image_share=(rank, 3))["media"] for rank in range(3)]
+    shares = [
+        batch(finetuning(folder), tokenizer, size=8, image_share=(rank, 3))["media"]
+        for rank in range(3)
+    ]
     assert all(share["image_grid_thw"].equal(whole["image_grid_thw"]) for share in shares)
     costs = media.costs(whole)
     owners = media.share_out(costs, 3)
@@ -109,7 +122,9 @@ def test_ranks_decode_the_patches_of_their_own_images(folder, tokenizer):
 @pytest.mark.parametrize("name", ["mistral3", "llava_next", "internvl", "smolvlm"])
 def test_ranks_decode_their_own_images_and_tiles(name, tmp_path, monkeypatch):
     folder, decoded = vision_run.write(name, tmp_path, weights=False), []
-    monkeypatch.setattr(processing, "decode", lambda image: decoded.append(image) or references.decode(image))
+    monkeypatch.setattr(
+        processing, "decode", lambda image: decoded.append(image) or references.decode(image)
+    )
     tokenizer = HuggingFaceTokenizer(str(folder))
     dataset = finetuning(folder, seq_length=512)
     whole = batch(dataset, tokenizer, size=8)["media"]
@@ -139,7 +154,11 @@ def test_workers_decode_the_same_pixels(folder, tokenizer):
 
 def test_mock_pictures_show_the_color_that_their_answers_name(folder, tokenizer):
     dataset = MockVLMConversationProvider(
-        seq_length=128, hf_processor_path=str(folder), image_size=(24, 16), num_images=2, num_samples=3
+        seq_length=128,
+        hf_processor_path=str(folder),
+        image_size=(24, 16),
+        num_images=2,
+        num_samples=3,
     )
     records = [record for _, record in dataset.source("train").records()]
     assert records == [record for _, record in dataset.source("train").records()]
@@ -150,15 +169,22 @@ def test_mock_pictures_show_the_color_that_their_answers_name(folder, tokenizer)
     rows = found["media"]["pixel_values"].view(6, -1, 3, 2 * 16).mean((1, 3))  # patches of 3 colors
     order = build_finetuning_datasets(dataset, DatasetRequest((3, 0, 0), tokenizer)).train
     place = [order._row(0, index) for index in range(3)].index(0)
-    assert text == ", ".join(("red", "green", "blue")[row.argmax()] for row in rows[2 * place : 2 * place + 2])
+    assert text == ", ".join(
+        ("red", "green", "blue")[row.argmax()] for row in rows[2 * place : 2 * place + 2]
+    )
 
 
 def test_llava_json_is_read_from_a_list(folder, tokenizer, tmp_path):
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A picture."}]
     path = tmp_path / "llava.json"
-    path.write_text(json.dumps([{"id": "1", "image": "0.png", "conversations": turns}] * 2, indent=1))
+    path.write_text(
+        json.dumps([{"id": "1", "image": "0.png", "conversations": turns}] * 2, indent=1)
+    )
     dataset = PreloadedVLMConversationProvider(
-        seq_length=128, train_data_path=str(path), image_folder=str(folder / "data"), hf_processor_path=str(folder)
+        seq_length=128,
+        train_data_path=str(path),
+        image_folder=str(folder / "data"),
+        hf_processor_path=str(folder),
     )
     assert len(batch(dataset, tokenizer)["media"]["image_grid_thw"]) == 2
     with refused("dataset.valid_data_path", "do_validation"):
@@ -167,7 +193,11 @@ def test_llava_json_is_read_from_a_list(folder, tokenizer, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("[1]", ("record 1", "int")), ('[{"a": 1]', ("not valid JSON",)), ('[{"a": 1}', ("not valid JSON",))],
+    [
+        ("[1]", ("record 1", "int")),
+        ('[{"a": 1]', ("not valid JSON",)),
+        ('[{"a": 1}', ("not valid JSON",)),
+    ],
 )
 def test_damaged_lists_are_named(tmp_path, content, words):
     path = tmp_path / "list.json"
@@ -187,7 +217,9 @@ def test_damaged_lists_are_named(tmp_path, content, words):
 def test_missing_files_are_named_before_a_run(tmp_path, changes, words):
     path = tmp_path / "list.json"
     path.write_text("[]")
-    dataset = PreloadedVLMConversationProvider(**{"seq_length": 8, "train_data_path": str(path)} | changes)
+    dataset = PreloadedVLMConversationProvider(
+        **{"seq_length": 8, "train_data_path": str(path)} | changes
+    )
     with refused(*words):
         dataset.check_sources()
 
@@ -195,11 +227,17 @@ def test_missing_files_are_named_before_a_run(tmp_path, changes, words):
 ROWS = {
     "rdr": {"image": "0.png", "text": "A chair."},
     "medpix": {"image_id": "0.png", "question": "What?", "answer": "A bone."},
-    "cord_v2": {"image": "0.png", "ground_truth": json.dumps({"gt_parse": {"total": [{"price": 3}]}})},
+    "cord_v2": {
+        "image": "0.png",
+        "ground_truth": json.dumps({"gt_parse": {"total": [{"price": 3}]}}),
+    },
     "raven": {"images": ["0.png", "1.png"], "texts": [{"user": "Next?", "assistant": "B"}]},
     "llava_video_178k": {
         "video": "NextQA/1.mp4",
-        "conversations": [{"from": "human", "value": "<image>\nWho runs?"}, {"from": "gpt", "value": "A dog."}],
+        "conversations": [
+            {"from": "human", "value": "<image>\nWho runs?"},
+            {"from": "gpt", "value": "A dog."},
+        ],
     },
 }
 ANSWERS = {
@@ -236,7 +274,10 @@ def test_a_maker_reads_a_local_copy(folder, tokenizer, tmp_path):
     )
     table.save_to_disk(tmp_path / "rdr")
     dataset = HFDatasetConversationProvider(
-        seq_length=128, maker_name="make_rdr_dataset", dataset_name=str(tmp_path / "rdr"), hf_processor_path=str(folder)
+        seq_length=128,
+        maker_name="make_rdr_dataset",
+        dataset_name=str(tmp_path / "rdr"),
+        hf_processor_path=str(folder),
     )
     assert len(batch(dataset, tokenizer)["media"]["image_grid_thw"]) == 2
 

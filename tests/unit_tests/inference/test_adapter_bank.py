@@ -18,14 +18,21 @@ from tests.unit_tests.inference.test_llm import model_dir  # noqa: F401 - a fixt
 
 PROMPTS = [[5, 9, 11, 2, 7], [5, 9, 11, 2, 7], [5, 9, 11, 2, 7], [3, 3, 8], list(range(2, 40))]
 NAMES = ["small", "wide", None, "wide", "small"]
-TARGETS = {"small": ["q_proj", "v_proj"], "wide": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]}
+TARGETS = {
+    "small": ["q_proj", "v_proj"],
+    "wide": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"],
+}
 OPTIONS = {"dtype": "float32", "kv_memory": 1 << 24, "chunk": 16}
 
 
 def make_adapter(base, directory, name, targets, **options):
     torch.manual_seed(len(targets))
-    config = peft.LoraConfig(r=8, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    config = peft.LoraConfig(
+        r=8, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM", **options
+    )
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config
+    )
     for parameter in (it for it in model.parameters() if it.requires_grad):
         torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(directory / name)
@@ -35,15 +42,22 @@ def make_adapter(base, directory, name, targets, **options):
 @pytest.fixture(scope="module")
 def adapters(model_dir, tmp_path_factory):  # noqa: F811
     directory = tmp_path_factory.mktemp("adapters")
-    return {name: make_adapter(model_dir, directory, name, targets) for name, targets in TARGETS.items()}
+    return {
+        name: make_adapter(model_dir, directory, name, targets) for name, targets in TARGETS.items()
+    }
 
 
 def sampling(name, **more):
-    return Sampling(max_new_tokens=4, prompt_logprobs=0, logprobs=0, adapter_name=name, ignore_eos=True, **more)
+    return Sampling(
+        max_new_tokens=4, prompt_logprobs=0, logprobs=0, adapter_name=name, ignore_eos=True, **more
+    )
 
 
 def numbers(completions):
-    return [(one[0].tokens, [it.logprob for it in (*one[0].prompt_logprobs, *one[0].logprobs)]) for one in completions]
+    return [
+        (one[0].tokens, [it.logprob for it in (*one[0].prompt_logprobs, *one[0].logprobs)])
+        for one in completions
+    ]
 
 
 def answers(llm, prompts=PROMPTS, names=NAMES):
@@ -61,9 +75,13 @@ def reference(base, adapter, tokens):
 def test_texts_with_different_adapters_in_one_batch(model_dir, adapters):  # noqa: F811
     with LLM(str(model_dir), adapters=adapters, **OPTIONS) as llm:
         together = answers(llm)
-        alone = [answers(llm, [prompt], [name])[0] for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+        alone = [
+            answers(llm, [prompt], [name])[0] for prompt, name in zip(PROMPTS, NAMES, strict=True)
+        ]
     assert together == alone  # bitwise
-    assert len({tuple(tokens) + tuple(logprobs) for tokens, logprobs in together[:3]}) == 3  # no cache is shared
+    assert (
+        len({tuple(tokens) + tuple(logprobs) for tokens, logprobs in together[:3]}) == 3
+    )  # no cache is shared
     for prompt, name, (tokens, logprobs) in zip(PROMPTS, NAMES, together, strict=True):
         expected = reference(model_dir, adapters.get(name), prompt + tokens)
         torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
@@ -120,4 +138,8 @@ def test_adapters_of_experts_are_refused(family_case):
     for targets, ends in ((["linear_fc1"], "experts"), (["output_layer"], "output_layer")):
         _, chunks = harness.build(case, "one")
         with pytest.raises(UserError, match=rf"{ends}.*--adapter"):
-            add_adapters(chunks, {"x": "y"}, lambda _, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False))
+            add_adapters(
+                chunks,
+                {"x": "y"},
+                lambda _, t=targets, c=chunks: LoRA(target_modules=t, dim=2)(c, False),
+            )

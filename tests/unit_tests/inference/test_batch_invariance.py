@@ -17,7 +17,12 @@ from tests.families.rows import ROWS
 EVEN = Row(
     "qwen3_next_even",
     "Qwen3NextForCausalLM",
-    {**ROWS["qwen3_next"].config, "linear_num_key_heads": 8, "linear_num_value_heads": 8, "num_experts": 8},
+    {
+        **ROWS["qwen3_next"].config,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "num_experts": 8,
+    },
 )
 NAMES = ("llama_tied", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next_even", "nemotron_h", "lfm2")
 IN_FLOAT32 = ("llama_tied", "qwen3_next_even")
@@ -40,8 +45,14 @@ def random_requests(seed, vocabulary, count):
         prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(1, 20))]
         if index % 2:
             prompt = shared + prompt
-        options = {"max_new_tokens": draw.randint(1, 24), "logprobs": draw.choice((0, 2)), "seed": index}
-        options |= draw.choice(({}, {"temperature": 1.1}, {"temperature": 0.8, "top_p": 0.9}, {"prompt_logprobs": 1}))
+        options = {
+            "max_new_tokens": draw.randint(1, 24),
+            "logprobs": draw.choice((0, 2)),
+            "seed": index,
+        }
+        options |= draw.choice(
+            ({}, {"temperature": 1.1}, {"temperature": 0.8, "top_p": 0.9}, {"prompt_logprobs": 1})
+        )
         found.append((prompt, Sampling(**options)))
     return found
 
@@ -80,7 +91,10 @@ def together(model, config, requests, seed):
     ("name", "dtype"),
     [
         *((name, "bfloat16") for name in NAMES),
-        *(pytest.param(name, "float32", marks=[pytest.mark.slow] * (name not in IN_FLOAT32)) for name in NAMES),
+        *(
+            pytest.param(name, "float32", marks=[pytest.mark.slow] * (name not in IN_FLOAT32))
+            for name in NAMES
+        ),
     ],
 )
 def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
@@ -92,7 +106,10 @@ def test_company_changes_no_bit(family_case, even_case, name, dtype, schedules):
     for seed in range(schedules):
         rings = seed % 4 in (1, 2)
         little = {"kv_memory": tight(model, rings), "max_requests": 5} if seed % 2 else {}
-        assert together(model, config_of(case, rings, graphs=True, **little), requests, seed) == expected[rings]
+        assert (
+            together(model, config_of(case, rings, graphs=True, **little), requests, seed)
+            == expected[rings]
+        )
 
 
 @pytest.mark.parametrize("name", ["lfm2", "llama_tied"])
@@ -109,7 +126,9 @@ def test_a_step_that_fails_is_computed_again(family_case, name):
 
     with Engine(model, config_of(case, False)) as engine:
         jobs = [engine.submit(*request)[0] for request in requests]
-        hook = model[0].get_submodule("decoder.final_layernorm").register_forward_pre_hook(interrupt)
+        hook = (
+            model[0].get_submodule("decoder.final_layernorm").register_forward_pre_hook(interrupt)
+        )
         while not engine.is_idle:
             with contextlib.suppress(KeyboardInterrupt):
                 engine.step()

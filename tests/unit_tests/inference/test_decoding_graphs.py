@@ -49,8 +49,13 @@ def test_replayed_steps_give_the_same_texts(tmp_path, recorded):
     expected = texts(tmp_path, graphs=False)
     assert recorded == []
     found = texts(tmp_path)
-    assert [[facts(one) for one in few] for few in found] == [[facts(one) for one in few] for few in expected]
-    assert sorted(graph.replays for graph in recorded) == [4, 25]  # of 16 rows while nine texts run, then of 8
+    assert [[facts(one) for one in few] for few in found] == [
+        [facts(one) for one in few] for few in expected
+    ]
+    assert sorted(graph.replays for graph in recorded) == [
+        4,
+        25,
+    ]  # of 16 rows while nine texts run, then of 8
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen2_tied_windows"])
@@ -74,11 +79,15 @@ RARELY = [name for name in ROWS if name not in (*OFTEN, TOO_SHORT)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in RARELY)])
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in RARELY)]
+)
 def test_recorded_operators_give_the_same_bits(tmp_path, monkeypatch, name, dtype):
     harness.save(harness.hf_model(ROWS[name]), tmp_path)
     made = []
-    monkeypatch.setattr(decoding_graphs, "record", lambda forward: made.append(forward) or record(forward))
+    monkeypatch.setattr(
+        decoding_graphs, "record", lambda forward: made.append(forward) or record(forward)
+    )
     expected = texts(tmp_path, dtype, graphs=False)
     assert made == []
     assert texts(tmp_path, dtype) == expected

@@ -57,14 +57,18 @@ def greedy_text(directory, prompt, count):
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ids = hf(prompt, return_tensors="pt", add_special_tokens="<|turn|>" not in prompt)
     ends = [1, 5, 6, hf.convert_tokens_to_ids("<|end|>")]
-    out = model.generate(**ids, max_new_tokens=count, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    out = model.generate(
+        **ids, max_new_tokens=count, do_sample=False, eos_token_id=ends, pad_token_id=0
+    )
     return hf.decode(out[0, ids.input_ids.size(1) :], skip_special_tokens=True)
 
 
 def test_texts_are_those_of_transformers(llm, model_dir):
     prompts = TEXT[:3]
     found = llm.generate(prompts, Sampling(max_new_tokens=20))
-    assert [one[0].text for one in found] == [greedy_text(model_dir, prompt, 20) for prompt in prompts]
+    assert [one[0].text for one in found] == [
+        greedy_text(model_dir, prompt, 20) for prompt in prompts
+    ]
 
 
 def test_a_conversation_uses_the_template(llm, model_dir):
@@ -95,7 +99,9 @@ def test_stop_texts_are_cut_off(llm):
 
 
 def test_several_choices_differ_and_one_alone_is_the_same(llm):
-    sampling = Sampling(max_new_tokens=12, temperature=1.5, seed=8, n=4, ignore_eos=True, prompt_logprobs=0)
+    sampling = Sampling(
+        max_new_tokens=12, temperature=1.5, seed=8, n=4, ignore_eos=True, prompt_logprobs=0
+    )
     (choices,) = llm.generate("To be", sampling)
     assert len({tuple(one.tokens) for one in choices}) == 4
     assert [one.choice for one in choices] == [0, 1, 2, 3]
@@ -107,10 +113,14 @@ def test_log_probabilities_of_texts(llm, model_dir):
     (found,) = llm.logprobs(TEXT[0], top=3)
     ids = llm.hf.encode(TEXT[0])
     with torch.no_grad():
-        logits = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(torch.tensor([ids])).logits[0, :-1]
+        logits = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(
+            torch.tensor([ids])
+        ).logits[0, :-1]
     expected = logits.log_softmax(-1)
     chosen = expected.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor([one.logprob for one in found]), chosen, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor([one.logprob for one in found]), chosen, atol=1e-4, rtol=0
+    )
     assert [list(one.top) for one in found] == expected.topk(3).indices.tolist()
 
 
@@ -157,12 +167,16 @@ def test_a_text_that_memory_cannot_hold_is_refused(model_dir):
     with LLM(str(model_dir), dtype="float32", kv_memory=1 << 16, max_requests=1) as llm:
         size = llm.engine.lanes[0].arena.size
         assert size < 100, "the context of 128 is larger"
-        with pytest.raises(UserError, match=rf"a text of {size + 1} tokens .* kv_memory={1 << 16}.*: shorten it"):
+        with pytest.raises(
+            UserError, match=rf"a text of {size + 1} tokens .* kv_memory={1 << 16}.*: shorten it"
+        ):
             llm.generate([[1] * 5], Sampling(max_new_tokens=size - 4))
         assert llm.engine.is_idle
 
 
-@pytest.mark.parametrize("options", [{"adapter": "/no"}, {"adapters": {"one": "/no"}}, {"tokenizer": "/no"}])
+@pytest.mark.parametrize(
+    "options", [{"adapter": "/no"}, {"adapters": {"one": "/no"}}, {"tokenizer": "/no"}]
+)
 def test_wrong_paths_are_named_before_the_model_is_built(model_dir, monkeypatch, options):
     monkeypatch.setattr(GPTModelProvider, "provide_distributed_model", None)
     with pytest.raises(UserError, match="/no"):
@@ -197,7 +211,9 @@ def test_the_text_model_of_a_vision_language_model(tmp_path, name):
     prompt = [5, 9, 30, 31, 12]
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
     with LLM(str(tmp_path), kv_memory=1 << 22) as llm:
         completion = llm.generate(prompt, Sampling(max_new_tokens=12, ignore_eos=True))[0][0]
         assert completion.tokens == found[0, 5:].tolist()
@@ -217,7 +233,14 @@ def test_images_for_a_model_without_a_tower_are_refused(llm):
 
 def generate(model_dir, folder, lines, *options):
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--prompts", str(folder / "in.jsonl"), "--out", str(folder / "out.jsonl"), "--kv-memory", "16MB"]
+    arguments = [
+        "--prompts",
+        str(folder / "in.jsonl"),
+        "--out",
+        str(folder / "out.jsonl"),
+        "--kv-memory",
+        "16MB",
+    ]
     return main(["generate", str(model_dir), *arguments, "--dtype", "float32", *options])
 
 
@@ -263,9 +286,16 @@ def test_lines_are_written_in_order_and_resumed(model_dir, tmp_path, capsys):
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_computed(model_dir, tmp_path, capsys, line, words):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n' * 6 + line + "\n" + '{"prompt": "a"}\n' * 3)
+    (tmp_path / "in.jsonl").write_text(
+        '{"prompt": "a"}\n' * 6 + line + "\n" + '{"prompt": "a"}\n' * 3
+    )
     arguments = ["--prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
-    assert main(["generate", str(model_dir), *arguments, "--kv-memory", "16MB", "--max-new-tokens", "4"]) == 1
+    assert (
+        main(
+            ["generate", str(model_dir), *arguments, "--kv-memory", "16MB", "--max-new-tokens", "4"]
+        )
+        == 1
+    )
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert all(word in error for word in words)
@@ -280,7 +310,16 @@ def test_another_output_file_is_not_touched(model_dir, tmp_path, capsys):
 
 
 def test_one_prompt_is_printed(model_dir, capsys):
-    arguments = ["--prompt", "The gentle", "--max-new-tokens", "9", "--dtype", "float32", "--kv-memory", "16M"]
+    arguments = [
+        "--prompt",
+        "The gentle",
+        "--max-new-tokens",
+        "9",
+        "--dtype",
+        "float32",
+        "--kv-memory",
+        "16M",
+    ]
     assert main(["generate", str(model_dir), *arguments]) == 0
     assert capsys.readouterr().out == greedy_text(model_dir, "The gentle", 9) + "\n"
 
@@ -290,9 +329,24 @@ def test_a_chat_in_the_terminal(llm, tmp_path):
     written = io.StringIO()
     talk = Conversation(llm, sampling, "Be brief.")
     path = tmp_path / "chat.json"
-    said = iter(["who?", "more", "/undo", "/seed 4", "/nonsense", f"/save {path}", "/seed x", "", "/quit", "not read"])
+    said = iter(
+        [
+            "who?",
+            "more",
+            "/undo",
+            "/seed 4",
+            "/nonsense",
+            f"/save {path}",
+            "/seed x",
+            "",
+            "/quit",
+            "not read",
+        ]
+    )
     talk.run(lambda: next(said), written.write)
-    answer = llm.chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "who?"}], sampling)
+    answer = llm.chat(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "who?"}], sampling
+    )
     saved = json.loads(path.read_text())["messages"]
     assert [message["content"] for message in saved] == ["Be brief.", "who?", answer.text]
     assert talk.sampling.seed == 4
@@ -330,7 +384,13 @@ def test_a_script_takes_the_options_of_the_api(model_dir, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"text": "The gentle"}\n{"text": "Once"}\n')
     options = ["--hf_model_path", str(model_dir), "--prompt-file", str(tmp_path / "in.jsonl")]
     options += ["--prompt-file-num-truncate", "1", "--return-log-probs", "--max_new_tokens", "5"]
-    options += ["--use-legacy-generation", "--kv_cache_buffer_size_gb", "0.01", "--dtype", "float32"]
+    options += [
+        "--use-legacy-generation",
+        "--kv_cache_buffer_size_gb",
+        "0.01",
+        "--dtype",
+        "float32",
+    ]
     assert script("scripts/inference/text_generation.py")(options) == 0
     written = capsys.readouterr()
     (record,) = [json.loads(line) for line in written.out.splitlines()]
@@ -348,7 +408,9 @@ def test_a_script_asks_for_all_prompts_at_once(model_dir, capsys):
     assert run([*options, "5", "--coordinator-port", "1"]) == 0
     written = capsys.readouterr()
     records = sorted(map(json.loads, written.out.splitlines()), key=lambda record: record["index"])
-    assert [record["text"] for record in records] == [greedy_text(model_dir, prompt, 5) for prompt in prompts]
+    assert [record["text"] for record in records] == [
+        greedy_text(model_dir, prompt, 5) for prompt in prompts
+    ]
     assert "--coordinator-port has no effect" in written.err
     with pytest.raises(UserError, match="exceed the context"):
         run([*options, "5000"])

@@ -89,7 +89,9 @@ def test_only_what_changed(trainer):
     stream = trainer.stream
     everything = [info.name for info in stream.metadata()]
     assert [info.name for info in stream.metadata(stream.changed())] == everything
-    assert [info.name for info in stream.metadata(stream.changed())] == everything  # nothing was sent yet
+    assert [
+        info.name for info in stream.metadata(stream.changed())
+    ] == everything  # nothing was sent yet
     stream.mark_sent()
     assert stream.changed() == []
     trainer.step("layers.1.mlp.linear_fc1")
@@ -98,17 +100,26 @@ def test_only_what_changed(trainer):
 
 
 SHAPES = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+    st.tuples(
+        st.lists(st.integers(0, 9), max_size=3),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    )
 )
 
 
 @given(SHAPES, st.integers(1, 2000))
 def test_tensors_lie_side_by_side(shapes, limit):
-    infos = [WeightInfo(str(index), tuple(shape), dtype) for index, (shape, dtype) in enumerate(shapes)]
+    infos = [
+        WeightInfo(str(index), tuple(shape), dtype) for index, (shape, dtype) in enumerate(shapes)
+    ]
     buckets = packing.layout(infos, limit)
     assert [slot.info for bucket in buckets for slot in bucket] == infos
     for bucket in buckets:
-        assert len(bucket) == 1 or bucket[-1].stop - bucket[0].start <= limit // 2 or not bucket[-1].info.bytes
+        assert (
+            len(bucket) == 1
+            or bucket[-1].stop - bucket[0].start <= limit // 2
+            or not bucket[-1].info.bytes
+        )
         ends = 0
         for slot in bucket:
             assert slot.start >= ends
@@ -117,7 +128,10 @@ def test_tensors_lie_side_by_side(shapes, limit):
     for first, second in itertools.pairwise(buckets):
         assert first[-1].stop <= second[0].start or second[-1].stop <= first[0].start
     largest = max((info.bytes for info in infos), default=0)
-    assert packing.buffer_bytes(buckets) <= max(limit, limit // 2 + largest, 2 * largest) + 2 * packing.ALIGNMENT
+    assert (
+        packing.buffer_bytes(buckets)
+        <= max(limit, limit // 2 + largest, 2 * largest) + 2 * packing.ALIGNMENT
+    )
     buffer = torch.zeros(packing.buffer_bytes(buckets), dtype=torch.uint8)
     for bucket in buckets:
         for (_, view), slot in zip(packing.views(buffer, bucket), bucket, strict=True):
@@ -135,7 +149,9 @@ def test_the_engine_is_one_started_from_an_export(llm, trainer, tmp_path, change
         trainer.step("layers.1" if number else "")
         report = refit(changed_only)
         assert report.difference < 1e-4
-        assert report.tensors == (len(trainer.stream.metadata()) if not (changed_only and number) else 9)
+        assert report.tensors == (
+            len(trainer.stream.metadata()) if not (changed_only and number) else 9
+        )
     after = answers(llm)
     assert after == fresh_answers(trainer, tmp_path / "export")
     assert after != before
@@ -155,7 +171,9 @@ def test_the_trainer_is_as_it_was(llm, trainer):
     names = {name: id(parameter) for name, parameter in trainer.chunks[0].named_parameters()}
     Refit(llm, trainer.stream, trainer.chunks, Canary(PROMPTS))()
     assert trainer.chunks[0].training
-    assert {name: id(parameter) for name, parameter in trainer.chunks[0].named_parameters()} == names
+    assert {
+        name: id(parameter) for name, parameter in trainer.chunks[0].named_parameters()
+    } == names
     assert all(parameter.numel() for parameter in trainer.chunks[0].parameters())
 
 
@@ -189,7 +207,9 @@ def test_the_canary_tells_nan(llm, trainer):
 @pytest.mark.parametrize("running", ["abort", "finish", "keep"])
 @pytest.mark.parametrize("pack", [False, True])
 def test_texts_that_run(trainer, running, pack):
-    config = EngineConfig(128, trainer.chunks[0].config.vocab_size, kv_memory=1 << 22, max_requests=1, pack=pack)
+    config = EngineConfig(
+        128, trainer.chunks[0].config.vocab_size, kv_memory=1 << 22, max_requests=1, pack=pack
+    )
     trainer.chunks[0].eval()
     with Engine(trainer.chunks, config) as engine:
         first, second = (engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS)

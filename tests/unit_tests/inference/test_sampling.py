@@ -54,7 +54,9 @@ def test_temperature_is_that_of_transformers():
 @given(st.lists(st.integers(0, VOCABULARY - 1), min_size=1), st.floats(0.3, 3.0))
 def test_repetition_penalty_is_that_of_transformers(tokens, penalty):
     logits = random_logits(2)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[None].clone())[0]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([tokens]), logits[None].clone()
+    )[0]
     found = penalized(logits, Sampling(repetition_penalty=penalty), tokens, 1)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 

@@ -57,7 +57,9 @@ class Model:
         for index in range(work.start, work.start + work.count):
             self.cache[text.extent + index] = text.tokens[index]
             cut = (work.start, work.count)
-            assert self.cuts.setdefault((id(text), index), cut) == cut, "a text is cut in another way"
+            assert self.cuts.setdefault((id(text), index), cut) == cut, (
+                "a text is cut in another way"
+            )
 
 
 @pytest.mark.parametrize("schedules", [100, pytest.param(2000, marks=pytest.mark.slow)])
@@ -86,7 +88,9 @@ def run_schedule(draw, limits):
             scheduler.add(going[-1])
         plan = scheduler.plan()
         assert plan.work, "a step without work"
-        whole = {id(work.text): work for work in plan.work if work.text.is_whole and work.start == 0}.values()
+        whole = {
+            id(work.text): work for work in plan.work if work.text.is_whole and work.start == 0
+        }.values()
         longest = max((work.count for work in whole), default=0)
         assert plan.rows <= max(limits.rows, limits.chunk, longest) + len(scheduler.running)
         assert all(work.count == work.text.prompt_length for work in whole), "a whole prompt is cut"
@@ -113,11 +117,17 @@ def run_schedule(draw, limits):
 
 def make_text(draw):
     prompt = [7] * draw.choice((0, 8, 17)) + [draw.randrange(5) for _ in range(draw.randint(1, 20))]
-    whole = {"images": draw.choice(["images", None]), "ahead": [0] * len(prompt)} if draw.random() < 0.3 else {}
+    whole = (
+        {"images": draw.choice(["images", None]), "ahead": [0] * len(prompt)}
+        if draw.random() < 0.3
+        else {}
+    )
     return Text(list(prompt), len(prompt), len(prompt) + draw.randint(1, 40), **whole)
 
 
-@pytest.mark.parametrize(("rows", "counts"), [(8, [[1, 8], [1, 8], [1, 1, 8]]), (25, [[1, 8, 8, 8], [1, 1, 1]])])
+@pytest.mark.parametrize(
+    ("rows", "counts"), [(8, [[1, 8], [1, 8], [1, 1, 8]]), (25, [[1, 8, 8, 8], [1, 1, 1]])]
+)
 def test_chunks_join_single_tokens(rows, counts):
     """A step computes as many chunks as fit, and at least one beside the single tokens of other texts."""
     scheduler = Scheduler(Limits(tokens=640, requests=8, chunk=8, rows=rows, reuses=False))

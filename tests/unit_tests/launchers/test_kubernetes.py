@@ -19,7 +19,8 @@ BESIDE = ROOT / ".cache/kubernetes"  # where scripts/extra.sh installs them
 if BESIDE.is_dir():
     sys.path.append(str(BESIDE))
 needs_models = pytest.mark.skipif(
-    find_spec("kubeflow_trainer_api") is None, reason="no published models: run scripts/extra.sh kubernetes"
+    find_spec("kubeflow_trainer_api") is None,
+    reason="no published models: run scripts/extra.sh kubernetes",
 )
 
 OPTIONS = KubernetesOptions(
@@ -41,7 +42,14 @@ OPTIONS = KubernetesOptions(
 VARIANTS = {
     "everything": {},
     "one node": {"nodes": 1},
-    "no GPUs": {"cpu": True, "rdma": None, "resource": {}, "mount": (), "env": {}, "namespace": None},
+    "no GPUs": {
+        "cpu": True,
+        "rdma": None,
+        "resource": {},
+        "mount": (),
+        "env": {},
+        "namespace": None,
+    },
 }
 
 
@@ -173,7 +181,10 @@ def test_the_command_writes_a_manifest(tmp_path, capsys):
         ((*CLUSTER, "--partition", "gpu"), ("--on kubernetes takes no --partition",)),
         ((*CLUSTER, "--local", "--dry-run"), ("--dry-run, --local",)),
         ((*RECIPE, "--kind", "jobset"), ("--on slurm takes no --kind",)),
-        ((*CLUSTER, "--devices", "7", "model.tensor_model_parallel_size=2"), ("needs 2 processes", "start 6 or 8")),
+        (
+            (*CLUSTER, "--devices", "7", "model.tensor_model_parallel_size=2"),
+            ("needs 2 processes", "start 6 or 8"),
+        ),
         ((*CLUSTER, "--resource", "memory"), ("--resource memory", "NAME=VALUE")),
     ],
 )

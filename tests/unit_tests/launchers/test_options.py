@@ -72,7 +72,13 @@ def test_a_plain_launch_is_fine():
         ({"mount": ("a:b",)}, "--mount needs --container-image"),
         ({"venv": Path("v"), "container_image": "i"}, "two places to run in"),
         (
-            {"packager": "none", "ssh_tunnel": True, "host": "h", "user": "u", "remote_job_dir": Path("/d")},
+            {
+                "packager": "none",
+                "ssh_tunnel": True,
+                "host": "h",
+                "user": "u",
+                "remote_job_dir": Path("/d"),
+            },
             "must be an absolute path of the cluster",
         ),
     ],
@@ -99,8 +105,16 @@ def cluster(limits, refusal=None):
     ("fields", "limits", "sentence"),
     [
         ({}, "gpu 1:00:00\n", "no default partition"),
-        ({"partition": "gpus"}, "gpu* 1:00:00\n", "--partition gpus does not exist; did you mean gpu?"),
-        ({"time": "1-00:00:00"}, "gpu* 12:00:00\n", "more than partition gpu allows, which is 12:00:00"),
+        (
+            {"partition": "gpus"},
+            "gpu* 1:00:00\n",
+            "--partition gpus does not exist; did you mean gpu?",
+        ),
+        (
+            {"time": "1-00:00:00"},
+            "gpu* 12:00:00\n",
+            "more than partition gpu allows, which is 12:00:00",
+        ),
     ],
 )
 def test_partitions_and_limits_are_checked(fields, limits, sentence):
@@ -116,12 +130,15 @@ def test_what_slurm_says_becomes_one_sentence_with_a_way_out():
     text = "sbatch: error: Batch job submission failed\nallocation failure: Invalid account or account/partition\n"
     with pytest.raises(UserError) as error:
         preflight.check_scripts({"a": "#!/bin/bash"}, cluster("", text))
-    expected = "Slurm refuses the job: Invalid account or account/partition; name yours with --account"
+    expected = (
+        "Slurm refuses the job: Invalid account or account/partition; name yours with --account"
+    )
     assert str(error.value) == expected
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("90", 5400), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("2-0:30", 174600)]
+    ("limit", "expected"),
+    [("90", 5400), ("30:15", 1815), ("4:00:00", 14400), ("1-12", 129600), ("2-0:30", 174600)],
 )
 def test_limits_in_every_form_of_slurm(limit, expected):
     assert preflight.seconds(limit) == expected
@@ -158,7 +175,11 @@ def test_a_task_of_srun_is_given_its_rank():
     "environment",
     [
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"},  # the batch script itself
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "7"},  # srun -n1 torchrun
+        {
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_JOB_ID": "7",
+        },  # srun -n1 torchrun
         {"RANK": "3", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
     ],
 )

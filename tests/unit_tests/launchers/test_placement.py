@@ -33,7 +33,11 @@ TWO_HOSTS = [("a", "CPUs 0-3"), ("a", "CPU 4"), ("b", ""), ("b", "")]
 @pytest.mark.parametrize(
     ("places", "debug", "said"),
     [
-        (TWO_HOSTS, False, "placement: rank 0 on a (CPUs 0-3), rank 1 on a (CPU 4), ranks 2-3 on b\n"),
+        (
+            TWO_HOSTS,
+            False,
+            "placement: rank 0 on a (CPUs 0-3), rank 1 on a (CPU 4), ranks 2-3 on b\n",
+        ),
         ([("a", ""), ("b", "")] * 2, False, "placement: ranks 0,2 on a, ranks 1,3 on b\n"),
         (TWO_HOSTS[2:], False, ""),
         (TWO_HOSTS[2:], True, "placement: ranks 0-1 on b\n"),

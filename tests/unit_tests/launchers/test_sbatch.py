@@ -21,7 +21,9 @@ SCRIPT = "scripts/training/launch_with_sbatch.sh"
 )
 def test_by_hand_it_says_how_to_submit_it(words, code, error):
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    done = subprocess.run(["bash", SCRIPT, *words], check=False, cwd=ROOT, env=outside, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", SCRIPT, *words], check=False, cwd=ROOT, env=outside, capture_output=True, text=True
+    )
     assert done.returncode == code
     assert "sbatch --nodes=4" in done.stdout
     assert "MAX_REQUEUES" in done.stdout

@@ -19,15 +19,21 @@ WITH_KUBERNETES = pytest.mark.skipif(
     not list(ROOT.glob(".venv-launch/lib/*/site-packages/kubernetes")),
     reason="needs `pip install kubernetes` in .venv-launch",
 )
-NEMO_RUN = pytest.mark.skipif(not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`")
-GROUPS = [group for group in main.SUBCOMMANDS["launch"]["options"].values() if isinstance(group, dict)]
+NEMO_RUN = pytest.mark.skipif(
+    not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`"
+)
+GROUPS = [
+    group for group in main.SUBCOMMANDS["launch"]["options"].values() if isinstance(group, dict)
+]
 
 
 @pytest.fixture
 def with_modules(monkeypatch):
     """As if the modules of all targets were installed."""
     found, names = util.find_spec, {row.get("module") for row in TARGETS.values()}
-    monkeypatch.setattr(util, "find_spec", lambda name, *rest: name if name in names else found(name, *rest))
+    monkeypatch.setattr(
+        util, "find_spec", lambda name, *rest: name if name in names else found(name, *rest)
+    )
 
 
 def test_rows_name_options_that_exist():
@@ -43,8 +49,14 @@ def test_rows_name_options_that_exist():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["docker", "--nodes", "2"], "--on docker takes no --nodes: leave that out, or change --on"),
-        (["docker", "--partition", "a", "--rdma", "b=1"], "--on docker takes no --rdma, --partition: "),
+        (
+            ["docker", "--nodes", "2"],
+            "--on docker takes no --nodes: leave that out, or change --on",
+        ),
+        (
+            ["docker", "--partition", "a", "--rdma", "b=1"],
+            "--on docker takes no --rdma, --partition: ",
+        ),
         (["ray", "--executor", "a=1"], "--on ray takes no --executor: "),
         (["slurm", "--executor", "a=1"], "--on slurm takes no --executor: "),
         (["docker", "--executor", "a"], "--executor a has no value: write NAME=VALUE"),
@@ -66,7 +78,10 @@ def test_a_missing_module_is_named_with_what_installs_it(capsys, monkeypatch, ta
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None)
     assert main.main([*RECIPE, "--on", target]) == 1
     error = capsys.readouterr().err
-    assert f"--on {target} needs the module {TARGETS[target]['module']}, which is not installed: pip install" in error
+    assert (
+        f"--on {target} needs the module {TARGETS[target]['module']}, which is not installed: pip install"
+        in error
+    )
 
 
 def test_a_dry_run_for_ray_tells_what_starts(capsys, with_modules):
@@ -86,7 +101,9 @@ def said(words):
 print(json.dumps([said(words) for words in json.load(sys.stdin)]))
 """
     rows = json.dumps([[*RECIPE, "--dry-run", *words] for words in rows])
-    done = subprocess.run([LAUNCHER, "-c", code], input=rows, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [LAUNCHER, "-c", code], input=rows, cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -99,18 +116,48 @@ def test_requests_of_nemo_run(monkeypatch):
         "resource_shape=gpu.8xh100",
         "mounts=[{path: /, mount_path: /jobs}]",
     ]
-    dgx = ["base_url=https://dgx/api", "kube_apiserver_url=https://dgx", "client_id=me", "project_name=p"]
+    dgx = [
+        "base_url=https://dgx/api",
+        "kube_apiserver_url=https://dgx",
+        "client_id=me",
+        "project_name=p",
+    ]
     dgx += ["pvc_nemo_run_dir=/jobs", "pvcs=[{name: x, path: /jobs}]"]
     monkeypatch.setenv("DGXCLOUD_CLIENT_SECRET", "no-one-reads-this")
     docker, cpu, no_image, misspelt, far, poor, cloud, told = in_a_row(
         [
-            ["--on", "docker", *image, "--devices", "2", "--mount", "/a:/b", "--executor", "shm_size=30g", "a.b=c d"],
+            [
+                "--on",
+                "docker",
+                *image,
+                "--devices",
+                "2",
+                "--mount",
+                "/a:/b",
+                "--executor",
+                "shm_size=30g",
+                "a.b=c d",
+            ],
             ["--on", "docker", *image, "--cpu", "--env", "A=1"],
             ["--on", "docker"],
             ["--on", "docker", *image, "--executor", "shm_siz=1"],
-            ["--on", "lepton", *image, "--nodes", "2", *(word for pair in lepton for word in ("--executor", pair))],
+            [
+                "--on",
+                "lepton",
+                *image,
+                "--nodes",
+                "2",
+                *(word for pair in lepton for word in ("--executor", pair)),
+            ],
             ["--on", "lepton"],
-            ["--on", "dgxcloud", *image, "--nodes", "2", *(word for pair in dgx for word in ("--executor", pair))],
+            [
+                "--on",
+                "dgxcloud",
+                *image,
+                "--nodes",
+                "2",
+                *(word for pair in dgx for word in ("--executor", pair)),
+            ],
             ["--on", "dgxcloud", *image, "--executor", "client_secret=a"],
         ]
     )
@@ -122,7 +169,10 @@ def test_requests_of_nemo_run(monkeypatch):
     assert container["executor"]["num_gpus"] == 0
     assert container["executor"]["env_vars"] == {"A": "1", "PYTHONPATH": "/nemo_run/code/src"}
     assert "--on docker needs --container-image" in no_image[2]
-    assert "--executor shm_siz: DockerExecutor has no such field; did you mean shm_size?" in misspelt[2]
+    assert (
+        "--executor shm_siz: DockerExecutor has no such field; did you mean shm_size?"
+        in misspelt[2]
+    )
     assert "--nnodes 2" in far[1]
     assert "project_name='p'" in cloud[1]
     assert "client_secret='$DGXCLOUD_CLIENT_SECRET'" in cloud[1]
@@ -133,17 +183,37 @@ def test_requests_of_nemo_run(monkeypatch):
 
 @WITH_KUBERNETES
 def test_the_manifest_for_kubeflow(tmp_path, monkeypatch):
-    config = {"kind": "Config", "current-context": "x", "contexts": [{"name": "x", "context": {"cluster": "c"}}]}
-    config |= {"clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}], "users": []}
+    config = {
+        "kind": "Config",
+        "current-context": "x",
+        "contexts": [{"name": "x", "context": {"cluster": "c"}}],
+    }
+    config |= {
+        "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
+        "users": [],
+    }
     (tmp_path / "config").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    words = ["--on", "kubeflow", "--container-image", "registry/bridge:1", "--nodes", "2", "--devices", "8"]
+    words = [
+        "--on",
+        "kubeflow",
+        "--container-image",
+        "registry/bridge:1",
+        "--nodes",
+        "2",
+        "--devices",
+        "8",
+    ]
     [[code, text, _]] = in_a_row([[*words, "--executor", "workdir_pvc=jobs"]])
     assert code == 0
     job = yaml.safe_load(text.partition("\n")[2])
     assert job["kind"] == "TrainJob"
     trainer = job["spec"]["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (2, 8, "registry/bridge:1")
+    assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (
+        2,
+        8,
+        "registry/bridge:1",
+    )
     assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
     [[code, _, error]] = in_a_row([[*words, "--executor", "workdir_pvc=jobs"]])

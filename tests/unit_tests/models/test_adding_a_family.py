@@ -20,7 +20,9 @@ ROW = "tests/families/rows/arcee.py"
 
 def shown():
     """The page's blocks with a title."""
-    found = re.findall(r'^```python title="(.*?)"\n(.*?)^```', PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r'^```python title="(.*?)"\n(.*?)^```', PAGE.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     return dict(found)
 
 
@@ -28,7 +30,9 @@ def shown():
 def install(tmp_path, monkeypatch):
     """Put a block of the page into a package outside this repository and import that."""
     model_bridge.architectures()  # the built-in families register once, and not in the copy
-    others = {name: found for name, found in model_bridge._REGISTRY.items() if name != "ArceeForCausalLM"}
+    others = {
+        name: found for name, found in model_bridge._REGISTRY.items() if name != "ArceeForCausalLM"
+    }
     monkeypatch.setattr(model_bridge, "_REGISTRY", others)
 
     def package(title):
@@ -73,7 +77,9 @@ def test_its_plan_is_printed_on_the_meta_device(install, case):
 
 
 def test_the_page_uses_public_names_only():
-    modules = re.findall(r"^from megatron\.bridge\.?(\S*) import", shown()[PACKAGE], flags=re.MULTILINE)
+    modules = re.findall(
+        r"^from megatron\.bridge\.?(\S*) import", shown()[PACKAGE], flags=re.MULTILINE
+    )
     assert modules == [
         "models",
         "models.conversion.mapping_registry",

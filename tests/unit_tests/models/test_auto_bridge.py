@@ -41,7 +41,9 @@ def test_weights_fill_the_model_without_initialising_it_first(hf):
     provider = AutoBridge.from_hf_pretrained(hf).to_megatron_provider()
     (chunk,) = provider.provide_distributed_model(wrap_with_ddp=False)
     assert chunk.config.perform_initialization is False
-    assert provider.perform_initialization is True  # what is declared, and saved, says nothing of it
+    assert (
+        provider.perform_initialization is True
+    )  # what is declared, and saved, says nothing of it
 
 
 def test_weights_of_another_directory(hf, tmp_path):
@@ -59,7 +61,9 @@ def test_import_and_export_of_checkpoints(hf, tmp_path):
     bridge.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
     for path in hf.iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    with pytest.raises(UserError, match=r"mp_overrides.tensor_model_parallel is not a parallel size; did you mean"):
+    with pytest.raises(
+        UserError, match=r"mp_overrides.tensor_model_parallel is not a parallel size; did you mean"
+    ):
         bridge.load_megatron_model(tmp_path / "megatron", mp_overrides={"tensor_model_parallel": 2})
     with pytest.raises(UserError, match="absent"):
         bridge.load_megatron_model(tmp_path / "absent")
@@ -95,7 +99,9 @@ def test_a_model_that_no_config_can_describe_is_not_written_with_one(hf, tmp_pat
     provider = bridge.to_megatron_provider()
     provider.window_size, provider.rotary_interleaved = (7, 0), True
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    with pytest.raises(UserError, match=r"cannot express rotary_interleaved=True, window_size=\(7, 0\), so"):
+    with pytest.raises(
+        UserError, match=r"cannot express rotary_interleaved=True, window_size=\(7, 0\), so"
+    ):
         bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     assert not (tmp_path / "out").exists()
     bridge.save_hf_weights(model, tmp_path / "out", show_progress=False)
@@ -103,7 +109,9 @@ def test_a_model_that_no_config_can_describe_is_not_written_with_one(hf, tmp_pat
 
 def test_weights_alone_can_be_saved(hf, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(hf)
-    bridge.save_hf_weights(bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False)
+    bridge.save_hf_weights(
+        bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False
+    )
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".safetensors", ".json"}
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -112,5 +120,16 @@ def test_the_plan_is_a_table(hf):
     bridge = AutoBridge.from_hf_pretrained(hf)
     (chunk,) = model = bridge.to_megatron_model(wrap_with_ddp=False)
     lines = str(bridge.plan(model)).splitlines()
-    assert len(lines) == 1 + len(list(chunk.parameters())) == 1 + len(bridge.get_conversion_tasks(model))
-    assert lines[-1].split() == ["output_layer.weight", "101x48", "column/1", "0", "AutoMapping", "lm_head.weight"]
+    assert (
+        len(lines)
+        == 1 + len(list(chunk.parameters()))
+        == 1 + len(bridge.get_conversion_tasks(model))
+    )
+    assert lines[-1].split() == [
+        "output_layer.weight",
+        "101x48",
+        "column/1",
+        "0",
+        "AutoMapping",
+        "lm_head.weight",
+    ]

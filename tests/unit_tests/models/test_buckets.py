@@ -49,7 +49,9 @@ def test_a_bucket_is_all_that_a_stream_takes(bridged):
     peaks = {}
     for bucket_bytes in (600_000, 1 << 30):
         with LiveBytes() as live:
-            for name, weight in bridge.export_hf_weights(model, show_progress=False, bucket_bytes=bucket_bytes):
+            for name, weight in bridge.export_hf_weights(
+                model, show_progress=False, bucket_bytes=bucket_bytes
+            ):
                 assert weight.numel(), name
         peaks[bucket_bytes] = live.peak
     size = sum(parameter.nbytes for parameter in model[0].parameters())

@@ -16,4 +16,7 @@ def test_the_output_of_every_layer_is_recorded(model):
     built = kind(kind.config_class(**row.config)).eval()
     hidden = compare_logits.run_hf(built, torch.arange(24)[None]).hidden
     layers = built.config.get_text_config().num_hidden_layers
-    assert list(hidden) == [compare_logits.EMBEDDING, *(f"layer {index}" for index in range(layers))]
+    assert list(hidden) == [
+        compare_logits.EMBEDDING,
+        *(f"layer {index}" for index in range(layers)),
+    ]

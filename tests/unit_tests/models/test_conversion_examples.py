@@ -42,7 +42,15 @@ def test_round_trip_compares_every_tensor(hf, tmp_path):
 
 def test_import_and_export(hf, tmp_path):
     assert run(convert_checkpoints, "--hf-model", hf, "--output-dir", tmp_path / "megatron")[0] == 0
-    export = ("export", "--hf-model", hf, "--megatron-path", tmp_path / "megatron", "--hf-path", tmp_path / "out")
+    export = (
+        "export",
+        "--hf-model",
+        hf,
+        "--megatron-path",
+        tmp_path / "megatron",
+        "--hf-path",
+        tmp_path / "out",
+    )
     assert run(convert_checkpoints, *export)[0] == 0
     for name in ("config.json", "model.safetensors.index.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (hf / name).read_bytes()
@@ -63,7 +71,9 @@ def test_the_layer_where_models_part_is_shown(hf, tmp_path):
     bridge.save_megatron_model(model, tmp_path / "megatron")
     code, text = run(compare_models, "--hf-model", hf, "--megatron-path", tmp_path / "megatron")
     assert code == 1
-    layers = dict(line.strip("│ \n").split("│") for line in text.splitlines() if line.startswith("│ layer"))
+    layers = dict(
+        line.strip("│ \n").split("│") for line in text.splitlines() if line.startswith("│ layer")
+    )
     values = {name.strip(): float(value) for name, value in layers.items()}
     assert values["layer 0"] < 1e-5 < 0.1 < values["layer 1"]
     assert "the models differ" in text
@@ -82,15 +92,29 @@ def test_no_tolerance_is_none(hf):
 def test_both_models_are_compared_in_one_precision(tmp_path):
     make_llama(tmp_path / "hf", num_hidden_layers=2, dtype=torch.bfloat16)
     (tmp_path / "hf" / "tokenizer.json").unlink()
-    assert run(convert_checkpoints, "--hf-model", tmp_path / "hf", "--output-dir", tmp_path / "megatron")[0] == 0
-    code, text = run(compare_models, "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "megatron")
+    assert (
+        run(
+            convert_checkpoints,
+            "--hf-model",
+            tmp_path / "hf",
+            "--output-dir",
+            tmp_path / "megatron",
+        )[0]
+        == 0
+    )
+    code, text = run(
+        compare_models, "--hf-model", tmp_path / "hf", "--megatron-path", tmp_path / "megatron"
+    )
     assert code == 0, text
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ("--tp 2 --pp 2", "--tp 2 x --pp 2 does not divide the 1 running process: start it with torchrun --nproc-"),
+        (
+            "--tp 2 --pp 2",
+            "--tp 2 x --pp 2 does not divide the 1 running process: start it with torchrun --nproc-",
+        ),
         ("--ep 2", r"--ep 2 x --tp 1 x --pp 1 does not divide the 1 running process"),
         ("--etp 2", r"--ep 1 x --etp 2 x --pp 1 does not divide the 1 running process"),
         ("--vp 2", "--vp 2 .* give --pp 2 or more"),
@@ -105,7 +129,9 @@ def test_layout_that_does_not_fit_the_processes(hf, sizes, message):
 
 def test_the_model_itself_is_no_folder_for_its_checkpoint(hf):
     before = {path.name for path in Path(hf).iterdir()}
-    with pytest.raises(UserError, match=r"--megatron-path \S+ is a Hugging Face model: choose another folder"):
+    with pytest.raises(
+        UserError, match=r"--megatron-path \S+ is a Hugging Face model: choose another folder"
+    ):
         convert_checkpoints.main(["import", "--hf-model", str(hf), "--megatron-path", str(hf)])
     assert {path.name for path in Path(hf).iterdir()} == before
 
@@ -114,6 +140,12 @@ def test_the_model_itself_is_no_folder_for_its_checkpoint(hf):
 def test_help_costs_no_torch(script):
     code = f"import sys, runpy; sys.argv = ['x', '--help']; runpy.run_path({str(script)!r}, run_name='__main__')"
     probe = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
-    found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert "--hf-model" in found.stdout or "{import,export}" in found.stdout or "COMMAND" in found.stdout
+    found = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=True
+    )
+    assert (
+        "--hf-model" in found.stdout
+        or "{import,export}" in found.stdout
+        or "COMMAND" in found.stdout
+    )
     assert found.stdout.splitlines()[-1] == "False"

@@ -41,12 +41,21 @@ def declare(architecture="MyForCausalLM", **parts):
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"fixed": {**LLAMA_LIKE, "norm_placment": "post"}}, r"Mine\.fixed\['norm_placment'\].*mean norm_placement"),
-        ({"fields": (*DENSE, Field("eps", "layernorm_epsilom"))}, r"layernorm_epsilom.*mean layernorm_epsilon"),
+        (
+            {"fixed": {**LLAMA_LIKE, "norm_placment": "post"}},
+            r"Mine\.fixed\['norm_placment'\].*mean norm_placement",
+        ),
+        (
+            {"fields": (*DENSE, Field("eps", "layernorm_epsilom"))},
+            r"layernorm_epsilom.*mean layernorm_epsilon",
+        ),
         ({"fields": (*DENSE, (ROPE,))}, r"Mine\.fields\[\d+\].* star"),
         ({"fields": (*DENSE, ROPE)}, r"Mine\.fields reads 'rope_parameters' twice.*override"),
         ({"weights": (ends(), *attention())}, r"Mine\.weights\[1\]=QKVMapping.*without a star"),
-        ({"irrelevant": {"use_cache": False}}, r"Mine\.irrelevant\['use_cache'\]=False .*\(False,\)"),
+        (
+            {"irrelevant": {"use_cache": False}},
+            r"Mine\.irrelevant\['use_cache'\]=False .*\(False,\)",
+        ),
     ],
 )
 def test_a_mistake_in_a_declaration_is_found_when_it_is_imported(parts, said):
@@ -61,9 +70,16 @@ def test_all_mistakes_are_told_together():
 
 
 def test_two_keys_of_one_setting_must_agree():
-    fields = (Field("residual_dropout", "hidden_dropout"), Field("embedding_dropout", "hidden_dropout"))
-    assert read_all(fields, {"residual_dropout": 0.1, "embedding_dropout": 0.1}) == {"hidden_dropout": 0.1}
-    with pytest.raises(UserError, match=r"residual_dropout=0\.1 and embedding_dropout=0\.2 set hidden_dropout"):
+    fields = (
+        Field("residual_dropout", "hidden_dropout"),
+        Field("embedding_dropout", "hidden_dropout"),
+    )
+    assert read_all(fields, {"residual_dropout": 0.1, "embedding_dropout": 0.1}) == {
+        "hidden_dropout": 0.1
+    }
+    with pytest.raises(
+        UserError, match=r"residual_dropout=0\.1 and embedding_dropout=0\.2 set hidden_dropout"
+    ):
         read_all(fields, {"residual_dropout": 0.1, "embedding_dropout": 0.2})
 
 
@@ -77,7 +93,9 @@ def test_two_keys_of_one_setting_must_agree():
 def test_kinds_of_layers_are_checked(kinds, said):
     with pytest.raises(UserError, match=said):
         kind_indices("layer_types", kinds, ("full", "none"), {"num_hidden_layers": 2})
-    assert kind_indices("layer_types", ["none", "full"], ("full", "none"), {"num_hidden_layers": 2}) == [1, 0]
+    assert kind_indices(
+        "layer_types", ["none", "full"], ("full", "none"), {"num_hidden_layers": 2}
+    ) == [1, 0]
 
 
 def test_a_constant_is_checked_and_written():
@@ -91,10 +109,26 @@ def test_a_constant_is_checked_and_written():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("attention_bias", True, r"attention_bias=True is not known: ATTENTION_BIAS or \w+ reads it in \w+ForC"),
-        ("layer_types", [], r"layer_types=\[\] is not known: LAYER_TYPES or \w+ reads it in \w+ForCausalLM"),
-        ("query_scale_base", 2, r"query_scale_base=2 is not known: remove it if it changes nothing"),
-        ("num_key_value_head", 2, r"num_key_value_head=2 is not known; did you mean num_key_value_heads\?"),
+        (
+            "attention_bias",
+            True,
+            r"attention_bias=True is not known: ATTENTION_BIAS or \w+ reads it in \w+ForC",
+        ),
+        (
+            "layer_types",
+            [],
+            r"layer_types=\[\] is not known: LAYER_TYPES or \w+ reads it in \w+ForCausalLM",
+        ),
+        (
+            "query_scale_base",
+            2,
+            r"query_scale_base=2 is not known: remove it if it changes nothing",
+        ),
+        (
+            "num_key_value_head",
+            2,
+            r"num_key_value_head=2 is not known; did you mean num_key_value_heads\?",
+        ),
     ],
 )
 def test_an_unknown_key_names_what_claims_it(key, value, said):
@@ -103,7 +137,9 @@ def test_an_unknown_key_names_what_claims_it(key, value, said):
     for known in ("attention_bias", "mlp_bias"):
         config.pop(known)
     with pytest.raises(UserError, match=said):
-        AutoBridge.from_hf_config(Plain(config | {key: value})).to_megatron_provider(load_weights=False)
+        AutoBridge.from_hf_config(Plain(config | {key: value})).to_megatron_provider(
+            load_weights=False
+        )
 
 
 class Plain:
@@ -148,7 +184,9 @@ def plan_error(tmp_path):
     del hf
 
     def error(**fixed):
-        declare("LlamaForCausalLM", fields=(*DENSE, *families.BIASES), fixed={**LLAMA_LIKE, **fixed})
+        declare(
+            "LlamaForCausalLM", fields=(*DENSE, *families.BIASES), fixed={**LLAMA_LIKE, **fixed}
+        )
         bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
         with pytest.raises(UserError) as found:
             bridge.plan(bridge.to_megatron_provider(load_weights=False).meta_model())
@@ -160,13 +198,18 @@ def plan_error(tmp_path):
 def test_a_plan_tells_each_kind_once_with_the_setting_that_makes_it(plan_error):
     text = plan_error(norm_placement="both")
     name = "decoder.layers.0.self_attn_bda.norm.weight"
-    assert re.search(rf"{name} has no mapping; norm_placement makes it \(4 like this: decoder\.layers\.\*\.", text)
+    assert re.search(
+        rf"{name} has no mapping; norm_placement makes it \(4 like this: decoder\.layers\.\*\.",
+        text,
+    )
     assert text.count("self_attn_bda") == 2  # the first name and the pattern
     assert "did you mean" not in text
 
 
 def test_left_over_tensors_are_grouped(plan_error):
-    text = plan_error(gated_linear_unit=True, share_embeddings_and_output_weights=False, qk_layernorm=True)
+    text = plan_error(
+        gated_linear_unit=True, share_embeddings_and_output_weights=False, qk_layernorm=True
+    )
     assert "q_layernorm.weight has no mapping" in text
     assert "qk_layernorm" in text
 

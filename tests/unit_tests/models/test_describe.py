@@ -22,7 +22,9 @@ from tests.unit_tests.project.tree import ROOT
 TOKENIZER = ROOT / "tutorials" / "data" / "tokenizer"
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if hasattr(transformers, row.model)])
+@pytest.mark.parametrize(
+    "name", [name for name, row in ROWS.items() if hasattr(transformers, row.model)]
+)
 def test_a_familys_own_architecture_is_found(name):
     row = ROWS[name]
     config = model_class(row.model).config_class(**row.config)
@@ -46,9 +48,16 @@ def checkpoint(tmp_path):
 def test_an_export_without_a_source(checkpoint, tmp_path):
     model, megatron = checkpoint
     output = tmp_path / "out"
-    assert main(["export", "--megatron-path", str(megatron), "--hf-path", str(output), "--no-progress"]) == 0
+    assert (
+        main(
+            ["export", "--megatron-path", str(megatron), "--hf-path", str(output), "--no-progress"]
+        )
+        == 0
+    )
     exported = AutoModelForCausalLM.from_pretrained(output)
-    for (name, ours), theirs in zip(exported.state_dict().items(), model.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(
+        exported.state_dict().items(), model.state_dict().values(), strict=True
+    ):
         assert ours.dtype == torch.bfloat16
         assert torch.equal(ours, theirs), name
     ids = torch.arange(5, 25)[None]
@@ -62,13 +71,29 @@ def test_an_export_without_a_source(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--architecture", "Qwen3ForCausalLM"], ["--architecture Qwen3ForCausalLM", "LlamaForCausalLM"]),
-        (["--architecture", "LlamForCausalLM"], ["--architecture LlamForCausalLM", "LlamaForCausalLM"]),
-        (["--architecture", "LlamaForCausalLM", "--hf-model", "x"], ["--architecture", "--hf-model", "leave one"]),
+        (
+            ["--architecture", "Qwen3ForCausalLM"],
+            ["--architecture Qwen3ForCausalLM", "LlamaForCausalLM"],
+        ),
+        (
+            ["--architecture", "LlamForCausalLM"],
+            ["--architecture LlamForCausalLM", "LlamaForCausalLM"],
+        ),
+        (
+            ["--architecture", "LlamaForCausalLM", "--hf-model", "x"],
+            ["--architecture", "--hf-model", "leave one"],
+        ),
     ],
 )
 def test_an_architecture_that_is_not_the_models(checkpoint, tmp_path, capsys, words, parts):
-    command = ["export", "--megatron-path", str(checkpoint[1]), "--hf-path", str(tmp_path / "out"), *words]
+    command = [
+        "export",
+        "--megatron-path",
+        str(checkpoint[1]),
+        "--hf-path",
+        str(tmp_path / "out"),
+        *words,
+    ]
     assert main(command) == 1
     assert says(capsys.readouterr().err.strip(), *parts)
     assert not (tmp_path / "out").exists()

@@ -39,7 +39,13 @@ IN_CI = {
         "gpt_oss",
     ),
     *("granitemoe", "lfm2_moe", "llama_biases", "ministral3", "nemotron_h_experts", "olmo2", "phi"),
-    *("phi3_long_rope_over_part_of_a_head", "qwen2_tied_windows", "qwen3_5_moe", "qwen3_next", "vaultgemma"),
+    *(
+        "phi3_long_rope_over_part_of_a_head",
+        "qwen2_tied_windows",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "vaultgemma",
+    ),
 }
 NAMES = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in ROWS]
 META = torch.device("meta")
@@ -58,8 +64,13 @@ def _device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: META)
     monkeypatch.setattr(token_dispatcher, "sort_chunks_by_idxs", unsorted)
     monkeypatch.setattr(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0))
-    for dispatcher in (token_dispatcher.MoEAlltoAllTokenDispatcher, token_dispatcher.MoEAllGatherTokenDispatcher):
-        monkeypatch.setattr(dispatcher, "dispatch_postprocess", with_even_counts(dispatcher.dispatch_postprocess))
+    for dispatcher in (
+        token_dispatcher.MoEAlltoAllTokenDispatcher,
+        token_dispatcher.MoEAllGatherTokenDispatcher,
+    ):
+        monkeypatch.setattr(
+            dispatcher, "dispatch_postprocess", with_even_counts(dispatcher.dispatch_postprocess)
+        )
 
 
 def unsorted(rows, split_sizes, sorted_idxs, probs=None, fused=False):
@@ -100,7 +111,9 @@ def step(chunk, vocabulary, **more):
 def test_nothing_is_made_or_read_on_the_cpu(name):
     (chunk,), vocabulary = built(ROWS[name])
     step(chunk, vocabulary)
-    missing = [key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None]
+    missing = [
+        key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None
+    ]
     assert not [key for key in missing if "expert" not in key], missing
 
 
@@ -114,7 +127,9 @@ def test_adapters_are_where_their_layers_are(name):
 @pytest.mark.parametrize("name", ["llava", "internvl"])
 def test_the_image_in_the_place_of_none_goes_where_the_tower_is(name):
     (chunk,), vocabulary = built(VISION_ROWS[name])
-    chunk._dummy = {key: torch.ones(value.shape, device="cpu") for key, value in chunk._dummy.items()}
+    chunk._dummy = {
+        key: torch.ones(value.shape, device="cpu") for key, value in chunk._dummy.items()
+    }
     step(chunk.train(), vocabulary, media_rows=torch.full((2, 40), -1))
 
 
@@ -153,18 +168,24 @@ def image_step(row):
     }
     losses, reduce = forward_step(iter([batch]), chunk.train())
     reduce(losses)[0].backward()
-    assert not [key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None]
+    assert not [
+        key for key, value in chunk.named_parameters() if value.requires_grad and value.grad is None
+    ]
 
 
 def test_a_tensor_on_the_cpu_would_be_found():
     (chunk,), vocabulary = built(ROWS["llama_biases"])
-    chunk.decoder.final_layernorm.register_forward_hook(lambda module, inputs, out: out + torch.ones(out.shape[-1]))
+    chunk.decoder.final_layernorm.register_forward_hook(
+        lambda module, inputs, out: out + torch.ones(out.shape[-1])
+    )
     with pytest.raises(RuntimeError, match="device"):
         step(chunk, vocabulary)
 
 
 def test_reading_a_number_would_be_found():
     (chunk,), vocabulary = built(ROWS["llama_biases"])
-    chunk.decoder.final_layernorm.register_forward_hook(lambda module, inputs, out: out * out.sum().item())
+    chunk.decoder.final_layernorm.register_forward_hook(
+        lambda module, inputs, out: out * out.sum().item()
+    )
     with pytest.raises(RuntimeError, match="meta"):
         step(chunk, vocabulary)

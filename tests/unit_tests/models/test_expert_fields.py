@@ -9,7 +9,12 @@ from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.model_bridge import bridge_for
 from megatron.bridge.utils.errors import UserError
 
-SMALL = {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "num_hidden_layers": 6,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def config_of(model, **changes):
@@ -19,7 +24,9 @@ def config_of(model, **changes):
 
 
 def provider_of(model, **changes):
-    return AutoBridge.from_hf_config(config_of(model, **changes)).to_megatron_provider(load_weights=False)
+    return AutoBridge.from_hf_config(config_of(model, **changes)).to_megatron_provider(
+        load_weights=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,8 @@ def test_dense_layers_by_step_and_exceptions(changes, pattern):
     assert moe_pattern(provider) == pattern
     written = bridge_for(config_of("Qwen3MoeForCausalLM")).megatron_to_hf_config(provider)
     again = provider_of(
-        "Qwen3MoeForCausalLM", **{key: written[key] for key in ("decoder_sparse_step", "mlp_only_layers")}
+        "Qwen3MoeForCausalLM",
+        **{key: written[key] for key in ("decoder_sparse_step", "mlp_only_layers")},
     )
     assert moe_pattern(again) == pattern
     assert all(written[key] == value for key, value in changes.items())
@@ -77,7 +85,11 @@ def test_dense_layers_behind_sparse_ones_have_no_key():
 def test_groups(experts, groups, chosen, megatron):
     sizes = {"num_experts_per_tok": experts, "n_group": groups, "topk_group": chosen}
     provider = provider_of("Glm4MoeForCausalLM", **sizes)
-    found = (provider.moe_router_num_groups, provider.moe_router_group_topk, provider.moe_router_group_score)
+    found = (
+        provider.moe_router_num_groups,
+        provider.moe_router_group_topk,
+        provider.moe_router_group_score,
+    )
     assert found == megatron
     written = bridge_for(config_of("Glm4MoeForCausalLM")).megatron_to_hf_config(provider)
     assert {key: written[key] for key in sizes} == sizes
@@ -94,14 +106,38 @@ def test_another_rank_of_groups_has_no_key(score):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("Glm4MoeForCausalLM", {"n_group": 32, "topk_group": 1}, "have 4 experts, fewer than num_experts_per_tok=8"),
-        ("Glm4MoeForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with norm_topk_prob=True"),
+        (
+            "Glm4MoeForCausalLM",
+            {"n_group": 32, "topk_group": 1},
+            "have 4 experts, fewer than num_experts_per_tok=8",
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {"num_experts_per_tok": 1},
+            "num_experts_per_tok=1 with norm_topk_prob=True",
+        ),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [*range(6)]}, "leave no layer for experts"),
-        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 7}, "decoder_sparse_step=7 .* leave no layer for experts"),
-        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be at least 1"),
-        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 129}, "=129 is more than num_local_experts=128"),
+        (
+            "Qwen3MoeForCausalLM",
+            {"decoder_sparse_step": 7},
+            "decoder_sparse_step=7 .* leave no layer for experts",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            {"num_experts_per_tok": 0},
+            "num_experts_per_tok=0 must be at least 1",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            {"num_experts_per_tok": 129},
+            "=129 is more than num_local_experts=128",
+        ),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "is more than num_local_experts=0"),
-        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+        (
+            "MixtralForCausalLM",
+            {"router_jitter_noise": 0.1},
+            "router_jitter_noise=0.1 is not supported",
+        ),
         ("MixtralForCausalLM", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
     ],

@@ -56,7 +56,11 @@ def loaded(mapping, stored, shape, kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gate_and_up_of_one_expert_of_a_stack(tmp_path, kind, transposed, size):
     cls, parts = KINDS[kind]
-    whole = torch.randn(EXPERTS, HIDDEN, 2 * WIDTH) if transposed else torch.randn(EXPERTS, 2 * WIDTH, HIDDEN)
+    whole = (
+        torch.randn(EXPERTS, HIDDEN, 2 * WIDTH)
+        if transposed
+        else torch.randn(EXPERTS, 2 * WIDTH, HIDDEN)
+    )
     save_file({"h.0.gate_up": whole}, tmp_path / "model.safetensors")
     mapping = of_expert(cls(expert_names("linear_fc1")[0], "h.*.gate_up").stacked(transposed), 1)
     assert mapping.megatron_param == "decoder.layers.0.mlp.experts.linear_fc1.weight1"
@@ -75,21 +79,32 @@ def test_gate_and_up_of_one_expert_of_a_stack(tmp_path, kind, transposed, size):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_output_projection_of_one_expert_of_a_stack(tmp_path, transposed, size):
-    whole = torch.randn(EXPERTS, WIDTH, HIDDEN) if transposed else torch.randn(EXPERTS, HIDDEN, WIDTH)
+    whole = (
+        torch.randn(EXPERTS, WIDTH, HIDDEN) if transposed else torch.randn(EXPERTS, HIDDEN, WIDTH)
+    )
     save_file({"h.0.down": whole}, tmp_path / "model.safetensors")
-    mapping = of_expert(pm.AutoMapping(expert_names("linear_fc2")[1], "h.*.down").stacked(transposed), 2)
-    assert mapping.megatron_param == "decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight"
+    mapping = of_expert(
+        pm.AutoMapping(expert_names("linear_fc2")[1], "h.*.down").stacked(transposed), 2
+    )
+    assert (
+        mapping.megatron_param == "decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight"
+    )
     shape = (HIDDEN, WIDTH // size)
     shards = loaded(mapping, SafetensorsCheckpoint(tmp_path), shape, "row", size)
     expected = (whole[2].T if transposed else whole[2]).chunk(size, dim=1)
     assert all(torch.equal(*pair) for pair in zip(shards, expected, strict=True))
-    assert torch.equal(mapping.join(ShardSpec(shape, "row", 0, size, CONFIG), shards)["h.0.down"], whole[2])
+    assert torch.equal(
+        mapping.join(ShardSpec(shape, "row", 0, size, CONFIG), shards)["h.0.down"], whole[2]
+    )
 
 
 def test_interleaved_biases_of_a_stack(tmp_path):
     whole = torch.randn(EXPERTS, 2 * WIDTH)
     save_file({"h.0.bias": whole}, tmp_path / "model.safetensors")
-    mapping = of_expert(pm.InterleavedGatedMLPMapping(expert_names("linear_fc1", "bias")[0], "h.*.bias").stacked(), 0)
+    mapping = of_expert(
+        pm.InterleavedGatedMLPMapping(expert_names("linear_fc1", "bias")[0], "h.*.bias").stacked(),
+        0,
+    )
     (shard,) = loaded(mapping, SafetensorsCheckpoint(tmp_path), (2 * WIDTH,), "column", 1)
     assert torch.equal(shard, torch.cat((whole[0, ::2], whole[0, 1::2])))
 
@@ -99,7 +114,9 @@ def test_a_mapping_computes_a_shard_of_a_stack_from_whole_tensors():
     module = torch.nn.Module()
     module.weight2 = torch.nn.Parameter(torch.empty(2 * WIDTH, HIDDEN))
     module.config = CONFIG
-    mapping = of_expert(pm.InterleavedGatedMLPMapping(expert_names("linear_fc1")[0], "h.*.x").stacked(True), 2)
+    mapping = of_expert(
+        pm.InterleavedGatedMLPMapping(expert_names("linear_fc1")[0], "h.*.x").stacked(True), 2
+    )
     made = mapping.hf_to_megatron(whole, module)
     assert torch.equal(made, torch.cat((whole[2].T[::2], whole[2].T[1::2])))
     assert torch.equal(mapping.megatron_to_hf(made, module)["h.0.x"], whole[2])
@@ -122,7 +139,8 @@ def test_gate_and_up_together_in_a_dense_layer(size):
     for rank, shard in enumerate(shards):
         assert torch.equal(shard, torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
     assert torch.equal(
-        mapping.join(ShardSpec(shape, "column", 0, size, None), shards)["gate_up"], torch.cat((gate, up))
+        mapping.join(ShardSpec(shape, "column", 0, size, None), shards)["gate_up"],
+        torch.cat((gate, up)),
     )
 
 
@@ -177,7 +195,9 @@ GROUP = object()
 def second_of_three(monkeypatch):
     """This process as the second of three ranks that share out six experts."""
     monkeypatch.setattr(exchange, "expert_group", lambda: GROUP)
-    monkeypatch.setattr(exchange, "rank_and_size", lambda group: (1, 3) if group is GROUP else (0, 1))
+    monkeypatch.setattr(
+        exchange, "rank_and_size", lambda group: (1, 3) if group is GROUP else (0, 1)
+    )
 
 
 @pytest.mark.parametrize("spelling", ["grouped", "sequential"])
@@ -185,10 +205,17 @@ def test_every_rank_plans_for_all_experts_and_holds_its_own(second_of_three, spe
     model = toy(spelling, local=2)
     tasks = plan.build_plan(REGISTRY, [model]).tasks
     assert sorted(task.mapping.hf_param for task in tasks) == sorted(
-        ["h.2.gate", *(f"h.2.experts.{expert}.{hf}" for expert in range(6) for hf in ("up", "down"))]
+        [
+            "h.2.gate",
+            *(f"h.2.experts.{expert}.{hf}" for expert in range(6) for hf in ("up", "down")),
+        ]
     )
-    mine = {task.mapping.hf_param: task.param_weight for task in tasks if task.param_weight is not None}
-    assert sorted(mine) == sorted(["h.2.gate", *(f"h.2.experts.{e}.{hf}" for e in (2, 3) for hf in ("up", "down"))])
+    mine = {
+        task.mapping.hf_param: task.param_weight for task in tasks if task.param_weight is not None
+    }
+    assert sorted(mine) == sorted(
+        ["h.2.gate", *(f"h.2.experts.{e}.{hf}" for e in (2, 3) for hf in ("up", "down"))]
+    )
     parameters = dict(model.named_parameters())
     for task in tasks:
         expert = task.mapping.hf_param.split(".")[3] if task.ep_rank is not None else None
@@ -199,9 +226,13 @@ def test_every_rank_plans_for_all_experts_and_holds_its_own(second_of_three, spe
 
 @pytest.mark.parametrize("spelling", ["grouped", "sequential"])
 def test_experts_come_in_their_order(second_of_three, spelling):
-    names = [task.mapping.hf_param for task in plan.build_plan(REGISTRY, [toy(spelling, local=2)]).tasks]
+    names = [
+        task.mapping.hf_param for task in plan.build_plan(REGISTRY, [toy(spelling, local=2)]).tasks
+    ]
     for linear in ("up", "down"):
-        assert [name for name in names if name.endswith(linear)] == [f"h.2.experts.{e}.{linear}" for e in range(6)]
+        assert [name for name in names if name.endswith(linear)] == [
+            f"h.2.experts.{e}.{linear}" for e in range(6)
+        ]
 
 
 def test_a_tensor_of_all_experts_is_read_and_written_expert_by_expert(tmp_path):
@@ -210,7 +241,9 @@ def test_a_tensor_of_all_experts_is_read_and_written_expert_by_expert(tmp_path):
     chunk = torch.nn.Module()
     chunk.config = CONFIG
     chunk.experts = experts
-    mapping = pm.ConcatenatedGatedMLPMapping("experts.linear_fc1.weight*", "gate_up").stacked(transposed=True)
+    mapping = pm.ConcatenatedGatedMLPMapping("experts.linear_fc1.weight*", "gate_up").stacked(
+        transposed=True
+    )
     source = tmp_path / "source"
     source.mkdir()
     whole = torch.randn(EXPERTS, 2, 2)

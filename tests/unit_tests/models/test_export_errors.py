@@ -30,7 +30,9 @@ def test_existing_output(converted, tmp_path):
     bridge, model = converted
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").touch()
-    with pytest.raises(UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"):
+    with pytest.raises(
+        UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"
+    ):
         bridge.save_hf_pretrained(model, tmp_path / "out")
     assert leftovers(tmp_path) == ["out"]
     assert leftovers(tmp_path / "out") == ["model.safetensors"]
@@ -83,7 +85,9 @@ def test_interrupted_export_leaves_no_model(converted, tmp_path, monkeypatch):
 def test_strict_export_refuses_another_source(converted, tmp_path):
     bridge, model = converted
     make_llama(tmp_path / "hf", num_hidden_layers=2)
-    with pytest.raises(UserError, match=r"layers\.1\.\S+ of the checkpoint has no Megatron parameter"):
+    with pytest.raises(
+        UserError, match=r"layers\.1\.\S+ of the checkpoint has no Megatron parameter"
+    ):
         bridge.save_hf_pretrained(model, tmp_path / "out", source_path=tmp_path / "hf")
     bridge.save_hf_pretrained(model, tmp_path / "out", source_path=tmp_path / "hf", strict=False)
     assert "model.safetensors.index.json" in leftovers(tmp_path / "out")

@@ -45,11 +45,17 @@ def check_plan(case, plan, model):
     assert len(claimed) == len(set(claimed))
     stored = case.values or harness.read_weights(case.checkpoint)
     assert sorted([*plan.hf_names, *plan.ties, *plan.buffers]) == sorted(stored)
-    ours = [name for name, value in unwrap(model[0]).state_dict().items() if isinstance(value, torch.Tensor)]
+    ours = [
+        name
+        for name, value in unwrap(model[0]).state_dict().items()
+        if isinstance(value, torch.Tensor)
+    ]
     assert sorted(task.param_name for task in plan.tasks) == sorted(ours)
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_config_round_trip(family_case, name):
-    problems = configs.round_trip(AutoBridge.from_hf_pretrained(family_case(name).checkpoint).hf_config)
+    problems = configs.round_trip(
+        AutoBridge.from_hf_pretrained(family_case(name).checkpoint).hf_config
+    )
     assert not problems, "\n".join(problems)

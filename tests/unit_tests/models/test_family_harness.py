@@ -27,10 +27,13 @@ def test_one_wrong_number(built, tmp_path):
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     (problem,) = harness.different_files(case, tmp_path / "out")
     assert re.fullmatch(
-        rf"model-\d+-of-\d+.safetensors: {DOWN} differs in 1 of 3456 numbers, by up to 5.0e-01", problem
+        rf"model-\d+-of-\d+.safetensors: {DOWN} differs in 1 of 3456 numbers, by up to 5.0e-01",
+        problem,
     )
     (problem,) = harness.different_logits(case.logits, harness.forward_backward(model, *case.batch))
-    assert re.fullmatch(r"logits differ by .*e-0[1-3] of their deviation \(at most 1e-04\)", problem)
+    assert re.fullmatch(
+        r"logits differ by .*e-0[1-3] of their deviation \(at most 1e-04\)", problem
+    )
 
 
 def test_one_wrong_gradient(built):
@@ -63,4 +66,6 @@ def test_other_files(built, tmp_path):
 
 def test_numbers_that_are_not_finite():
     logits = torch.zeros(1, 2, 3)
-    assert harness.different_logits(torch.randn(1, 2, 3), logits / 0)[0].startswith("logits differ by inf")
+    assert harness.different_logits(torch.randn(1, 2, 3), logits / 0)[0].startswith(
+        "logits differ by inf"
+    )

@@ -76,7 +76,9 @@ class Trial:
         mutation.apply(damaged)
         problems = self.found.problems
         try:
-            problems += [f"{mutation.name}: {problem}" for problem in self.load(mutation, damaged.directory)]
+            problems += [
+                f"{mutation.name}: {problem}" for problem in self.load(mutation, damaged.directory)
+            ]
         except UserError as error:
             self.found.refused += 1
             if not any(blame in str(error) for blame in mutation.blames):
@@ -104,9 +106,13 @@ class Trial:
         for name, value in harness.settings(provider, {}, self.case.row.provider).items():
             setattr(provider, name, value)
         model = provider.provide_distributed_model(wrap_with_ddp=False)
-        yield from different_logits(self.logits_of_transformers(bridge.hf_config), logits(model, self.case.batch[0]))
+        yield from different_logits(
+            self.logits_of_transformers(bridge.hf_config), logits(model, self.case.batch[0])
+        )
         undamaged = self.bridge.to_megatron_provider(load_weights=False)
-        if self.changes(model) or different_providers(undamaged, bridge.to_megatron_provider(load_weights=False)):
+        if self.changes(model) or different_providers(
+            undamaged, bridge.to_megatron_provider(load_weights=False)
+        ):
             self.found.seen += 1
         else:
             self.found.idle += 1

@@ -33,7 +33,9 @@ class SomebodysBridge(DecoderBridge):
     fixed = {**LLAMA_LIKE, "gated_linear_unit": False}
     weights = (ends(), attention(), mlp(gated=False))
 """
-ARCEE = Row("arcee", "ArceeForCausalLM", {**LLAMA, "initializer_range": 0.02}, layouts=("tp2", "pp2"))
+ARCEE = Row(
+    "arcee", "ArceeForCausalLM", {**LLAMA, "initializer_range": 0.02}, layouts=("tp2", "pp2")
+)
 
 
 @pytest.fixture
@@ -47,7 +49,9 @@ def install(tmp_path, monkeypatch):
         info.mkdir()
         (tmp_path / f"{PACKAGE}.py").write_text(textwrap.dedent(source))
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[{model_bridge.ENTRY_POINTS}]\narcee = {PACKAGE}\n")
+        (info / "entry_points.txt").write_text(
+            f"[{model_bridge.ENTRY_POINTS}]\narcee = {PACKAGE}\n"
+        )
         monkeypatch.syspath_prepend(tmp_path)
         importlib.invalidate_caches()
         model_bridge._load_families.cache_clear()
@@ -76,13 +80,17 @@ def test_the_command_line_finds_an_installed_family(install, tmp_path, capsys):
 
 def test_docs_adding_a_family_shows_the_entry_point():
     page = (ROOT / "docs" / "adding-a-family.md").read_text()
-    (shown,) = re.findall(r'^```toml title="pyproject.toml"\n(.*?)^```', page, flags=re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(
+        r'^```toml title="pyproject.toml"\n(.*?)^```', page, flags=re.MULTILINE | re.DOTALL
+    )
     assert tomllib.loads(shown)["project"]["entry-points"].keys() == {model_bridge.ENTRY_POINTS}
 
 
 def test_a_package_that_cannot_be_imported_is_named(install):
     install("raise RuntimeError('of an older version')")
-    with pytest.raises(UserError, match=rf"{PACKAGE} .*RuntimeError: of an older version.*uninstall"):
+    with pytest.raises(
+        UserError, match=rf"{PACKAGE} .*RuntimeError: of an older version.*uninstall"
+    ):
         AutoBridge.list_supported_models()
 
 
@@ -98,7 +106,11 @@ def test_the_shipped_check_runs_layouts(install):
 
 
 def test_the_shipped_check_says_what_differs(install):
-    install(BRIDGE.replace('"gated_linear_unit": False', '"gated_linear_unit": False, "layernorm_epsilon": 0.5'))
+    install(
+        BRIDGE.replace(
+            '"gated_linear_unit": False', '"gated_linear_unit": False, "layernorm_epsilon": 0.5'
+        )
+    )
     model_bridge.architectures()
     found = sys.modules[PACKAGE].SomebodysBridge
     found.fields = tuple(field for field in found.fields if field.hf != "rms_norm_eps")
@@ -108,8 +120,12 @@ def test_the_shipped_check_says_what_differs(install):
 
 
 def test_a_row_with_dropout_is_told_from_a_wrong_bridge():
-    row = dataclasses.replace(ARCEE, model="LlamaForCausalLM", config={**LLAMA, "attention_dropout": 0.5})
-    with pytest.raises(AssertionError, match=r"row arcee has dropout, and numbers are random: set its keys to 0\.0"):
+    row = dataclasses.replace(
+        ARCEE, model="LlamaForCausalLM", config={**LLAMA, "attention_dropout": 0.5}
+    )
+    with pytest.raises(
+        AssertionError, match=r"row arcee has dropout, and numbers are random: set its keys to 0\.0"
+    ):
         check_family(row, layouts=())
 
 
@@ -119,12 +135,18 @@ def test_a_layout_that_is_none_is_refused():
 
 
 def test_every_public_field_and_block_is_exported():
-    modules = [found.name for found in pkgutil.iter_modules(declare.__path__) if found.name != "vocabulary"]
+    modules = [
+        found.name for found in pkgutil.iter_modules(declare.__path__) if found.name != "vocabulary"
+    ]
     for module in (importlib.import_module(f"{declare.__name__}.{name}") for name in modules):
         for name, value in vars(module).items():
-            own = getattr(value, "__module__", module.__name__) == module.__name__ and not inspect.ismodule(value)
+            own = getattr(
+                value, "__module__", module.__name__
+            ) == module.__name__ and not inspect.ismodule(value)
             if own and not name.startswith("_"):
-                assert getattr(families, name, None) is value, f"{module.__name__}.{name} is not in models/families.py"
+                assert getattr(families, name, None) is value, (
+                    f"{module.__name__}.{name} is not in models/families.py"
+                )
 
 
 # ---- hooks of a provider ----------------------------------------------------------------------------------------
@@ -153,7 +175,13 @@ class EditedHybrid(MambaModelProvider):
         return dataclasses.replace(spec, module=Marked) if spec.module is TransformerLayer else spec
 
 
-SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "seq_length": 8}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "seq_length": 8,
+}
 
 
 def own_spec(config):
@@ -162,7 +190,9 @@ def own_spec(config):
     return decoder_block_spec(config, "torch").layer_specs[0]
 
 
-@pytest.mark.parametrize("changes", [{}, {"transformer_layer_spec": own_spec}, {"mtp_num_layers": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"transformer_layer_spec": own_spec}, {"mtp_num_layers": 1}]
+)
 def test_a_provider_edits_each_layer_and_finishes_the_model(changes):
     (model,) = EditedProvider(**SIZES, **changes).meta_model()
     assert all(type(layer) is Marked for layer in model.decoder.layers)
@@ -172,5 +202,7 @@ def test_a_provider_edits_each_layer_and_finishes_the_model(changes):
 
 
 def test_a_hybrid_provider_edits_its_layers():
-    (model,) = EditedHybrid(**SIZES, hybrid_override_pattern="*-", normalization="RMSNorm").meta_model()
+    (model,) = EditedHybrid(
+        **SIZES, hybrid_override_pattern="*-", normalization="RMSNorm"
+    ).meta_model()
     assert type(model.decoder.layers[0]) is Marked

@@ -16,7 +16,10 @@ from tests.families import harness, published
 from tests.families.rows import ROWS
 
 LENGTH, CHUNK = 32, 16
-ROW = {"nemotron_h": "M-M-", "nemotron_h_experts": "MEME"}  # attention's kernel on CPUs is not counted by PyTorch
+ROW = {
+    "nemotron_h": "M-M-",
+    "nemotron_h_experts": "MEME",
+}  # attention's kernel on CPUs is not counted by PyTorch
 
 
 def model(name, **changes):
@@ -24,7 +27,9 @@ def model(name, **changes):
     config.architectures = [ROWS[name].model]
     for key, value in changes.items():
         setattr(config, key, value)
-    return AutoBridge.from_hf_config(config).to_megatron_model(load_weights=False, wrap_with_ddp=False)
+    return AutoBridge.from_hf_config(config).to_megatron_model(
+        load_weights=False, wrap_with_ddp=False
+    )
 
 
 def layers(pattern):
@@ -38,10 +43,16 @@ def counted(chunk, passes=3):
     with FlopCounterMode(display=False) as counter:
         chunk(input_ids=ids, position_ids=ids, attention_mask=None).sum().backward()
     matrices = sum(
-        count for kind, count in counter.get_flop_counts()["Global"].items() if "convolution" not in str(kind)
+        count
+        for kind, count in counter.get_flop_counts()["Global"].items()
+        if "convolution" not in str(kind)
     )
-    kernels = [weight for name, weight in chunk.named_parameters() if name.endswith("conv1d_weight")]
-    unseen = sum(3 * 2 * (CHUNK - 1) / 2 * (2 * 6 + 12 * 10) for _ in kernels)  # masked, but multiplied
+    kernels = [
+        weight for name, weight in chunk.named_parameters() if name.endswith("conv1d_weight")
+    ]
+    unseen = sum(
+        3 * 2 * (CHUNK - 1) / 2 * (2 * 6 + 12 * 10) for _ in kernels
+    )  # masked, but multiplied
     return matrices / LENGTH + passes * 2 * sum(weight.numel() for weight in kernels) - unseen
 
 
@@ -77,7 +88,11 @@ def test_attention_sees_what_is_before_it(window):
         return flops_per_token([chunk], length)
 
     config = ROWS["mistral_window"].config
-    heads, width, depth = config["num_attention_heads"], config["head_dim"], config["num_hidden_layers"]
+    heads, width, depth = (
+        config["num_attention_heads"],
+        config["head_dim"],
+        config["num_hidden_layers"],
+    )
 
     def seen(length):
         return sum(min(place + 1, window or length) for place in range(length)) / length
@@ -87,7 +102,9 @@ def test_attention_sees_what_is_before_it(window):
 
 
 def test_a_published_hybrid_by_hand():
-    config = json.loads((Path(published.__path__[0]) / "nvidia--Nemotron-H-8B-Base-8K.json").read_text())
+    config = json.loads(
+        (Path(published.__path__[0]) / "nvidia--Nemotron-H-8B-Base-8K.json").read_text()
+    )
     inner, states, length, chunk = 128 * 64, 8 * 128, 8192, 128
     mamba = 2 * (4096 * (2 * inner + 2 * states + 128) + 4 * (inner + 2 * states) + inner * 4096)
     mamba += 2 * (chunk + 1) / 2 * (states + inner) + 4 * inner * 128

@@ -15,13 +15,22 @@ from megatron.bridge.models.flops import flops_per_token
 from tests.families import published
 
 LENGTH = 2048
-FEWER = {"num_hidden_layers": 8, "num_experts": 16, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
+FEWER = {
+    "num_hidden_layers": 8,
+    "num_experts": 16,
+    "n_routed_experts": 16,
+    "num_nextn_predict_layers": 0,
+}
 
 
 def config_of(name):
     values = json.loads((Path(published.__path__[0]) / f"{name}.json").read_text())
     values |= {key: count for key, count in FEWER.items() if key in values}
-    return {key: value for key, value in values.items() if key not in ("auto_map", "quantization_config")}
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in ("auto_map", "quantization_config")
+    }
 
 
 def seen(window=None):
@@ -32,15 +41,25 @@ def seen(window=None):
 def attention(c, window=None):
     head = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     queries, keys = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    return 2 * c["hidden_size"] * (queries + keys + keys + queries) + 2 * (queries + queries) * seen(window)
+    return 2 * c["hidden_size"] * (queries + keys + keys + queries) + 2 * (
+        queries + queries
+    ) * seen(window)
 
 
 def latent_attention(c):
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-    width, heads, kv, q = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["q_lora_rank"]
+    width, heads, kv, q = (
+        c["hidden_size"],
+        c["num_attention_heads"],
+        c["kv_lora_rank"],
+        c["q_lora_rank"],
+    )
     queries = width * q + q * heads * (nope + rope)
     keys_and_values = width * (kv + rope) + kv * heads * (nope + value)
-    return 2 * (queries + keys_and_values + heads * value * width) + 2 * heads * (nope + rope + value) * seen()
+    return (
+        2 * (queries + keys_and_values + heads * value * width)
+        + 2 * heads * (nope + rope + value) * seen()
+    )
 
 
 def gated(width, inner):
@@ -63,7 +82,11 @@ def latent_experts(c):
     chosen = (c["num_experts_per_tok"] + c["n_shared_experts"]) * gated(width, inner)
     mixed = 2 * width * c["n_routed_experts"] + chosen
     layers = c["num_hidden_layers"]
-    return layers * latent_attention(c) + first * gated(width, c["intermediate_size"]) + (layers - first) * mixed
+    return (
+        layers * latent_attention(c)
+        + first * gated(width, c["intermediate_size"])
+        + (layers - first) * mixed
+    )
 
 
 def windows(c):

@@ -32,11 +32,15 @@ def test_gated_delta_nets():
     solved = heads * CHUNK * (keys + values)  # the triangular systems
     convolved = 2 * 4 * (2 * 2 * keys + heads * values)  # 4 taps, 2 key heads
     first = CHUNK * heads * 4 * keys * values  # the state before a sequence is nothing
-    assert found == pytest.approx(counted + layers * (length * (convolved + solved - masked) + first), rel=1e-12)
+    assert found == pytest.approx(
+        counted + layers * (length * (convolved + solved - masked) + first), rel=1e-12
+    )
 
 
 def test_layers_of_different_sizes():
     length, heads, width = 40, 6, 8
     found, counted = forward(provider_of(), length)
     attention = 2 * 2 * width * heads * (length + 1) / 2
-    assert found == pytest.approx(counted + 3 * length * attention, rel=1e-12)  # one of four layers has none
+    assert found == pytest.approx(
+        counted + 3 * length * attention, rel=1e-12
+    )  # one of four layers has none

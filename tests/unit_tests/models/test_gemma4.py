@@ -110,7 +110,9 @@ def test_attention_both_ways_is_refused():
 def logits(model, ids, segments=None):
     places = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
-        return model(input_ids=ids, position_ids=places, attention_mask=None, packed_seq_params=segments)
+        return model(
+            input_ids=ids, position_ids=places, attention_mask=None, packed_seq_params=segments
+        )
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_biases", "gemma4_experts", "nanochat"])
@@ -124,7 +126,9 @@ def test_packed_sequences_do_not_see_each_other(family_case, name):
     assert harness.different_logits(logits(model, ids), together)
 
 
-@pytest.mark.parametrize(("name", "recompute"), [("gemma4", SELECTIVE), ("gemma4_keys_are_values", FULL)])
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("gemma4", SELECTIVE), ("gemma4_keys_are_values", FULL)]
+)
 def test_recomputed_parts_have_the_same_gradients(family_case, name, recompute):
     case = family_case(name)
     gradients = []
@@ -135,7 +139,9 @@ def test_recomputed_parts_have_the_same_gradients(family_case, name, recompute):
         (model,) = found.provide_distributed_model(wrap_with_ddp=False)
         places = torch.arange(40)[None].expand(2, -1)
         ids, labels = case.batch
-        model.train()(input_ids=ids, position_ids=places, attention_mask=None, labels=labels).mean().backward()
+        model.train()(
+            input_ids=ids, position_ids=places, attention_mask=None, labels=labels
+        ).mean().backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(*gradients, atol=0.0, rtol=0.0)
 

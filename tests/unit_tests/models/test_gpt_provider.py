@@ -81,7 +81,9 @@ def test_half_precision_follows_the_flag():
 
 
 def test_a_flag_that_is_switched_off_gives_full_precision():
-    (chunk,) = toy(bf16=True, params_dtype=torch.bfloat16).provide_distributed_model(wrap_with_ddp=False, bf16=False)
+    (chunk,) = toy(bf16=True, params_dtype=torch.bfloat16).provide_distributed_model(
+        wrap_with_ddp=False, bf16=False
+    )
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.float32}
 
 
@@ -136,7 +138,11 @@ def test_the_meta_model_takes_no_memory():
     assert {parameter.device.type for parameter in chunk.parameters()} == {"meta"}
 
 
-EXPERTS = {"num_moe_experts": 5, "moe_ffn_hidden_size": 7, "moe_shared_expert_intermediate_size": 11}
+EXPERTS = {
+    "num_moe_experts": 5,
+    "moe_ffn_hidden_size": 7,
+    "moe_shared_expert_intermediate_size": 11,
+}
 TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 
 
@@ -146,11 +152,19 @@ TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "
         ({TP: 2, "ffn_hidden_size": 53}, f"{TP}=2 does not divide ffn_hidden_size=53"),
         ({TP: 2, **EXPERTS}, f"{TP}=2 does not divide moe_shared_expert_intermediate_size=11"),
         (
-            {TP: 2, **EXPERTS, "moe_shared_expert_intermediate_size": 12, "expert_tensor_parallel_size": 2},
+            {
+                TP: 2,
+                **EXPERTS,
+                "moe_shared_expert_intermediate_size": 12,
+                "expert_tensor_parallel_size": 2,
+            },
             "expert_tensor_parallel_size=2 does not divide moe_ffn_hidden_size=7",
         ),
         ({EP: 2, **EXPERTS}, f"{EP}=2 does not divide num_moe_experts=5"),
-        ({PP: 2, "num_layers": 5, "pipeline_dtype": torch.float32}, f"{PP}=2 does not divide num_layers=5"),
+        (
+            {PP: 2, "num_layers": 5, "pipeline_dtype": torch.float32},
+            f"{PP}=2 does not divide num_layers=5",
+        ),
     ],
 )
 def test_parallel_sizes_that_do_not_divide_are_refused_by_name(changes, message):
@@ -163,10 +177,18 @@ def test_padded_heads_do_not_change_the_function():
     """The padded model equals the declared one, and nothing of the padding ever gets a gradient."""
     plain = toy(num_attention_heads=6, num_query_groups=3, hidden_size=48, add_qkv_bias=True)
     padded = toy(
-        num_attention_heads=6, num_query_groups=3, hidden_size=48, add_qkv_bias=True, make_query_groups_divisible_by=4
+        num_attention_heads=6,
+        num_query_groups=3,
+        hidden_size=48,
+        add_qkv_bias=True,
+        make_query_groups_divisible_by=4,
     )
     (small,), (large,) = (p.provide_distributed_model(wrap_with_ddp=False) for p in (plain, padded))
-    assert (large.config.num_attention_heads, large.config.num_query_groups, large.config.kv_channels) == (8, 4, 8)
+    assert (
+        large.config.num_attention_heads,
+        large.config.num_query_groups,
+        large.config.kv_channels,
+    ) == (8, 4, 8)
     values = dict(small.named_parameters())
     for name, parameter in large.named_parameters():
         value = values[name].detach()
@@ -190,7 +212,9 @@ def test_padded_vocabulary_takes_no_part_in_the_loss():
     for name, parameter in large.named_parameters():
         parameter.data[: len(values[name])] = values[name].detach()
     tokens = torch.randint(0, 101, (2, 16))
-    expected, found = (F.cross_entropy(logits(chunk, tokens).mT, tokens) for chunk in (small, large))
+    expected, found = (
+        F.cross_entropy(logits(chunk, tokens).mT, tokens) for chunk in (small, large)
+    )
     torch.testing.assert_close(found, expected)
     found.backward()
     assert not large.embedding.word_embeddings.weight.grad[101:].any()

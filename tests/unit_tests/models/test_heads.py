@@ -37,7 +37,11 @@ def test_outputs_are_those_of_transformers_and_the_files_come_back(name, tmp_pat
     assert (ours - wanted).abs().max() <= TOLERANCE * wanted.std()
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     names = [path.name for path in (tmp_path / "hf").iterdir()]
-    assert [n for n in names if not filecmp.cmp(tmp_path / "hf" / n, tmp_path / "out" / n, shallow=False)] == []
+    assert [
+        n
+        for n in names
+        if not filecmp.cmp(tmp_path / "hf" / n, tmp_path / "out" / n, shallow=False)
+    ] == []
 
 
 def test_gradients_are_those_of_transformers(tmp_path):
@@ -69,7 +73,9 @@ def test_a_language_model_becomes_a_classifier_that_transformers_loads(tied, tmp
 
     from transformers import AutoModelForSequenceClassification
 
-    hf, told = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    hf, told = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     hf.config.pad_token_id = 0
     wanted = expected(hf, ids_without_padding())
@@ -88,7 +94,9 @@ def test_a_bare_decoder_under_the_name_of_a_language_model_is_read(tmp_path):
     wanted = expected(hf, ids_without_padding())
     assert (outputs(model) - wanted).abs().max() <= TOLERANCE * wanted.std()
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "Qwen3Model"
+    ]
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(stored[name], weight) for name, weight in hf.state_dict().items())
 
@@ -112,8 +120,14 @@ def test_a_checkpoint_of_a_classifier_without_its_head_is_refused(tmp_path):
 
 REFUSED = {
     "no classes": ({"head": "sequence_classification"}, "model.num_labels, which is None"),
-    "classes of nothing": ({"num_labels": 2}, "model.num_labels=2 has no effect without model.head"),
-    "classes of an embedding": ({"head": "embedding", "num_labels": 2}, "model.num_labels=2 .* unset it"),
+    "classes of nothing": (
+        {"num_labels": 2},
+        "model.num_labels=2 has no effect without model.head",
+    ),
+    "classes of an embedding": (
+        {"head": "embedding", "num_labels": 2},
+        "model.num_labels=2 .* unset it",
+    ),
     "mtp": ({"head": "embedding", "mtp_num_layers": 1}, "model.mtp_num_layers=1: unset one"),
 }
 
@@ -122,7 +136,9 @@ REFUSED = {
 def test_settings_that_do_not_go_with_a_head_are_refused(case, tmp_path):
     make_llama(tmp_path / "hf")
     values, message = REFUSED[case]
-    provider = AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_provider(load_weights=False)
+    provider = AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_provider(
+        load_weights=False
+    )
     for name, value in values.items():
         setattr(provider, name, value)
     with pytest.raises(UserError, match=message):
@@ -166,7 +182,11 @@ def test_an_adapter_with_a_head_is_one_of_peft(tmp_path):
     model[0].eval()
     bridge.save_hf_adapter(model, tmp_path / "adapter", lora, str(tmp_path / "hf"))
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
-    theirs = peft.PeftModelForSequenceClassification.from_pretrained(base, tmp_path / "adapter").eval()
+    theirs = peft.PeftModelForSequenceClassification.from_pretrained(
+        base, tmp_path / "adapter"
+    ).eval()
     wanted = theirs(input_ids=ids_without_padding()).logits
     assert (outputs(model)[:, -1] - wanted).abs().max() <= TOLERANCE
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    assert (
+        json.loads((tmp_path / "adapter/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    )

@@ -15,7 +15,9 @@ from tests.families.rows.deci import block
 
 
 def provider_of(row="deci", **changes):
-    config = DeciLMForCausalLM.config_class(**{**ROWS[row].config, **changes}, architectures=["DeciLMForCausalLM"])
+    config = DeciLMForCausalLM.config_class(
+        **{**ROWS[row].config, **changes}, architectures=["DeciLMForCausalLM"]
+    )
     return AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
 
 
@@ -29,12 +31,27 @@ def with_first(part, **changes):
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (with_first("attention", n_heads_in_group=4), r"\[0\].attention.n_heads_in_group=4 does not divide .*=6"),
-        (with_first("attention", no_op=True), r"\[0\].attention.n_heads_in_group=1 does not fit no_op"),
+        (
+            with_first("attention", n_heads_in_group=4),
+            r"\[0\].attention.n_heads_in_group=4 does not divide .*=6",
+        ),
+        (
+            with_first("attention", no_op=True),
+            r"\[0\].attention.n_heads_in_group=1 does not fit no_op",
+        ),
         (with_first("ffn", ffn_mult=None), r"\[0\].ffn.ffn_mult=None does not fit no_op"),
-        (with_first("ffn", no_op=True, replace_with_linear=True), r"\[0\].ffn has no_op and replace_with_linear"),
-        (with_first("attention", window_length=8), r"\[0\].attention.window_length=8 is not supported"),
-        (with_first("ffn", ffn_mul=2.0), r"\[0\].ffn.ffn_mul=2.0 is not supported; did you mean .*ffn_mult"),
+        (
+            with_first("ffn", no_op=True, replace_with_linear=True),
+            r"\[0\].ffn has no_op and replace_with_linear",
+        ),
+        (
+            with_first("attention", window_length=8),
+            r"\[0\].attention.window_length=8 is not supported",
+        ),
+        (
+            with_first("ffn", ffn_mul=2.0),
+            r"\[0\].ffn.ffn_mul=2.0 is not supported; did you mean .*ffn_mult",
+        ),
         ([{"attention": {}}] * 4, r"\[0\] has the keys attention: it must have attention and ffn"),
     ],
 )
@@ -46,7 +63,10 @@ def test_what_a_block_may_not_say(blocks, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_model_parallel_size": 4}, r"size=4 neither divides .* the 6 groups .* block_configs\[0\]"),
+        (
+            {"tensor_model_parallel_size": 4},
+            r"size=4 neither divides .* the 6 groups .* block_configs\[0\]",
+        ),
         ({"num_query_groups": 2}, "num_query_groups=2 has no effect with block_configs"),
         ({"ffn_hidden_size": 64}, "ffn_hidden_size=64 has no effect with block_configs"),
         ({"make_query_groups_divisible_by": 4}, "make_query_groups_divisible_by=4 has no effect"),
@@ -70,7 +90,10 @@ def test_a_number_of_layers_that_is_not_described():
 def test_each_layer_has_its_size():
     (chunk,) = provider_of().provide_distributed_model(wrap_with_ddp=False)
     first, second, third, last = chunk.decoder.layers
-    assert [layer.self_attention.linear_qkv.weight.shape[0] for layer in (first, third)] == [18 * 8, 10 * 8]
+    assert [layer.self_attention.linear_qkv.weight.shape[0] for layer in (first, third)] == [
+        18 * 8,
+        10 * 8,
+    ]
     assert isinstance(second.self_attention, IdentityOp)
     assert [layer.mlp.config.ffn_hidden_size for layer in (first, second, third)] == [256, 256, 512]
     assert not isinstance(last.mlp, MLP)

@@ -62,27 +62,40 @@ def test_misaligned_tensors_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "header", ["[]", '{"x": 5}', '{"x": {"shape": [1]}}', '{"x": {"dtype": "F32", "shape": 1}}', "{"]
+    "header",
+    ["[]", '{"x": 5}', '{"x": {"shape": [1]}}', '{"x": {"dtype": "F32", "shape": 1}}', "{"],
 )
 def test_a_damaged_header_is_refused(tmp_path, header):
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(UserError, match=r"model.safetensors has a damaged header: download it again"):
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header.encode()
+    )
+    with pytest.raises(
+        UserError, match=r"model.safetensors has a damaged header: download it again"
+    ):
         SafetensorsCheckpoint(tmp_path).files  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        (([-8, 4], [4, 16]), "a is not behind the tensor before it"),  # a part of the header would be numbers
+        (
+            ([-8, 4], [4, 16]),
+            "a is not behind the tensor before it",
+        ),  # a part of the header would be numbers
         (([0, 12], [8, 20]), "b is not behind the tensor before it"),
         (([0, 12], [16, 28]), "b is not behind the tensor before it"),
         (([0, 12], [12, 24]), "has 4 bytes behind its last tensor"),
     ],
 )
 def test_every_byte_is_of_one_tensor(tmp_path, places, message):
-    tensors = {name: {"dtype": "F32", "shape": [3], "data_offsets": at} for name, at in zip("ab", places, strict=True)}
+    tensors = {
+        name: {"dtype": "F32", "shape": [3], "data_offsets": at}
+        for name, at in zip("ab", places, strict=True)
+    }
     header = json.dumps(tensors).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(28))
+    (tmp_path / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(28)
+    )
     with pytest.raises(UserError, match=message):
         SafetensorsCheckpoint(tmp_path).files  # noqa: B018
 
@@ -90,7 +103,9 @@ def test_every_byte_is_of_one_tensor(tmp_path, places, message):
 @pytest.mark.parametrize("index", ['{"weight_map": []}', '{"weight_map": {"a": 5}}', "[]", ""])
 def test_a_damaged_index_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(UserError, match=r"model.safetensors.index.json is damaged: download it again"):
+    with pytest.raises(
+        UserError, match=r"model.safetensors.index.json is damaged: download it again"
+    ):
         SafetensorsCheckpoint(tmp_path).files  # noqa: B018
 
 
@@ -155,7 +170,9 @@ def test_layout_of_a_source_takes_other_shapes_and_surplus_tensors(tmp_path):
     out.mkdir()
     written(out, layouts, wanted)
     write_index(out, layouts, SafetensorsCheckpoint(tmp_path))
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in SafetensorsCheckpoint(out).items())
+    assert all(
+        torch.equal(tensor, wanted[name]) for name, tensor in SafetensorsCheckpoint(out).items()
+    )
 
 
 def test_a_hub_id_is_found_in_the_cache(tmp_path):
@@ -170,7 +187,12 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path):
 def test_side_files_are_neither_weights_nor_of_a_run(tmp_path):
     make_llama(tmp_path, num_hidden_layers=1)
     weights = ("pytorch_model.bin", "original/consolidated.00.pth")
-    of_runs = ("loss.png", "run_config.yaml", "runs/a/events.out.tfevents.1", "checkpoint-5/config.json")
+    of_runs = (
+        "loss.png",
+        "run_config.yaml",
+        "runs/a/events.out.tfevents.1",
+        "checkpoint-5/config.json",
+    )
     for name in ("LICENSE", "original/params.json", ".git/x", *weights, *of_runs):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
@@ -191,5 +213,7 @@ def test_pytorch_checkpoints_are_refused(tmp_path):
     for path in tmp_path.glob("model*"):
         path.unlink()
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match="save the model with transformers' save_pretrained to get safetensors"):
+    with pytest.raises(
+        UserError, match="save the model with transformers' save_pretrained to get safetensors"
+    ):
         AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)

@@ -26,7 +26,11 @@ def test_every_spelling_has_the_limits(tmp_path, kind, form):
 
 def test_a_processor_within_a_composite_one(tmp_path):
     path = tmp_path / "processor_config.json"
-    path.write_text(json.dumps({"image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": SIZE}}))
+    path.write_text(
+        json.dumps(
+            {"image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "size": SIZE}}
+        )
+    )
     _write_limits(tmp_path, {"min_pixels": 100})
     assert json.loads(path.read_text())["image_processor"]["size"] == {**SIZE, "shortest_edge": 100}
 

@@ -42,12 +42,16 @@ def test_logits_of_every_depth(reference):
 
     _, (model,) = harness.build(reference, "one")
     found = []
-    model.output_layer.register_forward_hook(lambda _module, _inputs, outputs: found.append(outputs[0].clone()))
+    model.output_layer.register_forward_hook(
+        lambda _module, _inputs, outputs: found.append(outputs[0].clone())
+    )
     positions = torch.arange(ids.shape[1])[None]
     model(input_ids=ids, position_ids=positions, attention_mask=None)
     assert len(found) == next_tokens.DEPTHS + 1  # the model's own come last
     for wanted, logits in zip(expected, found, strict=False):
-        error = (logits.transpose(0, 1)[..., : wanted.shape[-1]] - wanted).abs().max() / wanted.std()
+        error = (
+            logits.transpose(0, 1)[..., : wanted.shape[-1]] - wanted
+        ).abs().max() / wanted.std()
         assert error <= harness.LOGITS
 
 
@@ -64,7 +68,10 @@ def test_a_copy_that_is_none_is_refused(reference, tmp_path, name):
     tensors = load_file(directory / "model-mtp.safetensors")
     tensors[f"model.layers.5.{name}.weight"][3, 4] += 1.0
     save_file(tensors, directory / "model-mtp.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match=rf"model.layers.5.{name}.weight differs from .* a copy: .* remove the layer"):
+    with pytest.raises(
+        UserError,
+        match=rf"model.layers.5.{name}.weight differs from .* a copy: .* remove the layer",
+    ):
         AutoBridge.from_hf_pretrained(directory).to_megatron_model(wrap_with_ddp=False)
 
 
@@ -91,7 +98,9 @@ def test_groups_are_ranked_by_their_best_expert():
 def test_best_groups_need_the_routers_own_code(name):
     provider = provider_of(ROWS["deepseek_v2"])
     setattr(provider, name, True)
-    with pytest.raises(UserError, match=f"moe_router_group_score='max' does not work with {name}=True"):
+    with pytest.raises(
+        UserError, match=f"moe_router_group_score='max' does not work with {name}=True"
+    ):
         provider.finalize()
 
 
@@ -128,7 +137,10 @@ def test_a_provider_survives_yaml():
         ({"rope_scaling": True}, "rope_scaling=True has no effect with multi-latent attention"),
         ({"make_query_groups_divisible_by": 4}, "make_query_groups_divisible_by=4 has no effect"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5 has no effect"),
-        ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide q_lora_rank=22"),
+        (
+            {"tensor_model_parallel_size": 4},
+            "tensor_model_parallel_size=4 does not divide q_lora_rank=22",
+        ),
         ({"attention_output_gate": True}, "Megatron-Core refuses the model's config"),
         (
             {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
@@ -146,7 +158,10 @@ def test_a_provider_refuses_what_has_no_effect(changes, message):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("deepseek-ai--DeepSeek-V2-Lite", 15_706_484_224), ("deepseek-ai--DeepSeek-V3", 671_026_404_352)],
+    [
+        ("deepseek-ai--DeepSeek-V2-Lite", 15_706_484_224),
+        ("deepseek-ai--DeepSeek-V3", 671_026_404_352),
+    ],
 )
 def test_parameters_are_counted(name, parameters):
     raw = json.loads((Path(published.__path__[0]) / f"{name}.json").read_text())
@@ -172,7 +187,9 @@ def test_kimi_k2_is_read_without_running_its_code(tmp_path, trust):
     (tmp_path / "hf" / "configuration_deepseek.py").write_text("raise AssertionError('was run')\n")
     bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf", trust_remote_code=trust)
     assert bridge.to_megatron_provider(load_weights=False) == provider_of(row)
-    bridge.save_hf_pretrained(bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False)
+    bridge.save_hf_pretrained(
+        bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False
+    )
     assert (tmp_path / "out" / "config.json").read_bytes() == path.read_bytes()
 
 
@@ -180,7 +197,11 @@ def test_kimi_k2_is_read_without_running_its_code(tmp_path, trust):
     ("name", "changes", "message"),
     [
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
-        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported: greedy and"),
+        (
+            "deepseek_v2",
+            {"topk_method": "noaux_tc"},
+            "topk_method='noaux_tc' is not supported: greedy and",
+        ),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("deepseek_v2", {"topk_group": 1}, "have 2 experts, fewer than num_experts_per_tok=4"),
@@ -189,9 +210,17 @@ def test_kimi_k2_is_read_without_running_its_code(tmp_path, trust):
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
-        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not num_attention_heads=6"),
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads=2 is not num_attention_heads=6",
+        ),
         ("deepseek_v3", {"qk_head_dim": 30}, "qk_head_dim=30 does not agree with"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 and mlp_layer_types name"),
+        (
+            "glm4_moe_lite",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace=2 and mlp_layer_types name",
+        ),
     ],
 )
 def test_a_config_that_means_something_else_is_refused(name, changes, message):

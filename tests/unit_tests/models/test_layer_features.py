@@ -91,7 +91,9 @@ def test_the_root_of_the_width_is_rounded_to_the_precision_of_the_embeddings():
     assert not torch.equal(found, (rows.float() * 48**0.5).bfloat16())
 
 
-@pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}])
+@pytest.mark.parametrize(
+    "recompute", [{}, {"recompute_granularity": "full", "recompute_method": "uniform"}]
+)
 def test_recomputed_layers_have_the_same_gradients(recompute):
     features = {
         "num_layers": 4,
@@ -145,7 +147,9 @@ def test_layers_without_rotary_embedding():
     for index, layer in enumerate(chunk.decoder.layers):
         attention = layer.self_attention
         attention.linear_qkv.register_forward_hook(
-            lambda _module, _inputs, output, index=index: seen.__setitem__(("fused", index), output[0])
+            lambda _module, _inputs, output, index=index: seen.__setitem__(
+                ("fused", index), output[0]
+            )
         )
         attention.core_attention.register_forward_pre_hook(
             lambda _module, inputs, index=index: seen.__setitem__(("query", index), inputs[0])
@@ -163,12 +167,19 @@ def test_lists_by_layer_have_a_number_for_each(name):
 
 
 def test_local_rotary_embedding_that_cannot_be():
-    with pytest.raises(UserError, match="local_rope_parameters has no effect with position_embedding_type='none'"):
-        build(local_rope_parameters={"rope_type": "default", "rope_theta": 5.0}, position_embedding_type="none")
+    with pytest.raises(
+        UserError, match="local_rope_parameters has no effect with position_embedding_type='none'"
+    ):
+        build(
+            local_rope_parameters={"rope_type": "default", "rope_theta": 5.0},
+            position_embedding_type="none",
+        )
 
 
 def test_features_survive_yaml():
-    provider = GPTModelProvider(**TINY, embedding_multiplier="sqrt_hidden_size", norm_placement="post")
+    provider = GPTModelProvider(
+        **TINY, embedding_multiplier="sqrt_hidden_size", norm_placement="post"
+    )
     again = load_yaml(dump_yaml(provider))
     assert again == provider
     assert again.activation_func is gelu_tanh
@@ -189,7 +200,9 @@ def test_every_layer_is_compared_with_its_own(family_case, name):
 @pytest.mark.parametrize("model", ["LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM"])
 def test_a_rotated_share_that_transformers_ignores_is_refused(model):
     config = getattr(transformers, model).config_class(
-        **LLAMA, architectures=[model], rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
+        **LLAMA,
+        architectures=[model],
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5},
     )
     with pytest.raises(UserError, match="this architecture rotates whole heads"):
         AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
@@ -198,15 +211,25 @@ def test_a_rotated_share_that_transformers_ignores_is_refused(model):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (
+            "Gemma2ForCausalLM",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True",
+        ),
         ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_window is missing"),
         ("Gemma2ForCausalLM", {"sliding_window": 0}, "sliding_window"),
-        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
+        (
+            "Gemma3ForCausalLM",
+            {"attn_logit_softcapping": 5.0},
+            "attn_logit_softcapping=5.0 is not supported",
+        ),
         ("GemmaForCausalLM", {"hidden_act": "laplace"}, "hidden_act='laplace' is not supported"),
     ],
 )
 def test_what_cannot_be_represented_is_refused(model, changes, message):
-    config = getattr(transformers, model).config_class(**{**LLAMA, "architectures": [model], **changes})
+    config = getattr(transformers, model).config_class(
+        **{**LLAMA, "architectures": [model], **changes}
+    )
     with pytest.raises(UserError, match=message):
         AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
 

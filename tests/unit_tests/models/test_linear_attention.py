@@ -39,20 +39,35 @@ MAMBA = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_model_parallel_size": 4}, "linear_num_key_heads=2 cannot be shared among .*_size=4 x"),
+        (
+            {"tensor_model_parallel_size": 4},
+            "linear_num_key_heads=2 cannot be shared among .*_size=4 x",
+        ),
         (
             {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
             "tensor_model_parallel_size=2 x context_parallel_size=2 ranks",
         ),
-        ({"linear_num_value_heads": 3}, "linear_num_key_heads=2 does not divide linear_num_value_heads=3"),
+        (
+            {"linear_num_value_heads": 3},
+            "linear_num_key_heads=2 does not divide linear_num_value_heads=3",
+        ),
         ({"linear_attention_freq": [1, 0, 1]}, "linear_attention_freq has 3 layers, num_layers=2"),
         ({"linear_attention_freq": [1, 2]}, r"linear_attention_freq=\[1, 2\] must hold"),
         ({"linear_attention_freq": None}, "linear_attention_freq is not set"),
-        ({"linear_attention_freq": [0, 1], "mtp_num_layers": 1}, "needs attention in the last layer"),
+        (
+            {"linear_attention_freq": [0, 1], "mtp_num_layers": 1},
+            "needs attention in the last layer",
+        ),
         ({"activation_func": F.gelu}, "activation_func must be SiLU"),
-        ({"norm_placement": "post"}, "norm_placement='post' is not supported in a model with gated delta nets"),
+        (
+            {"norm_placement": "post"},
+            "norm_placement='post' is not supported in a model with gated delta nets",
+        ),
         ({"qk_norm_across_heads": True}, "qk_norm_across_heads=True is not supported"),
-        ({"experimental_attention_variant": "dsa"}, "experimental_attention_variant='dsa' is not supported"),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "experimental_attention_variant='dsa' is not supported",
+        ),
         ({"experimental_attention_variant": None}, "linear_attention_freq has no effect without"),
     ],
 )
@@ -68,7 +83,10 @@ def test_what_cannot_be_built_is_refused(changes, message):
             {"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]},
             "layer_types='sliding_attention' is not supported",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: layers without attention have 'silu'"),
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act='gelu' is not supported: layers without attention have 'silu'",
+        ),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ],
 )
@@ -79,7 +97,15 @@ def test_what_a_config_may_not_say(changes, message):
 
 @pytest.mark.parametrize(
     ("kinds", "frequency"),
-    [("lfll", [1, 0, 1, 1]), ("llfl", 3), ("lflf", 2), ("llll", 5), ("ffff", 1), ("lllf", 4), ("flll", [0, 1, 1, 1])],
+    [
+        ("lfll", [1, 0, 1, 1]),
+        ("llfl", 3),
+        ("lflf", 2),
+        ("llll", 5),
+        ("ffff", 1),
+        ("lllf", 4),
+        ("flll", [0, 1, 1, 1]),
+    ],
 )
 def test_a_regular_pattern_is_a_number(kinds, frequency):
     names = {"l": "linear_attention", "f": "full_attention"}
@@ -118,18 +144,29 @@ def test_published_count_with_further_predictions():
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.mtp_num_layers = 1
     tasks = bridge.plan(provider.meta_model()).tasks
-    shapes = {name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()}
+    shapes = {
+        name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()
+    }
     assert sum(math.prod(shape) for shape in shapes.values()) == 81_324_862_720
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported with short_conv_layers"),
-        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 does not divide hidden_size=32"),
+        (
+            {"context_parallel_size": 2},
+            "context_parallel_size=2 is not supported with short_conv_layers",
+        ),
+        (
+            {"tensor_model_parallel_size": 3},
+            "tensor_model_parallel_size=3 does not divide hidden_size=32",
+        ),
         ({"short_conv_layers": [1]}, "short_conv_layers has 1 layers, num_layers=2"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1 is not supported with short_conv_layers"),
-        (SIZES, "experimental_attention_variant='gated_delta_net' is not supported with short_conv_layers"),
+        (
+            SIZES,
+            "experimental_attention_variant='gated_delta_net' is not supported with short_conv_layers",
+        ),
     ],
 )
 def test_what_short_convolutions_cannot_do(changes, message):
@@ -140,15 +177,24 @@ def test_what_short_convolutions_cannot_do(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported with mamba_layers"),
-        ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 does not divide mamba_num_heads=4"),
+        (
+            {"context_parallel_size": 2},
+            "context_parallel_size=2 is not supported with mamba_layers",
+        ),
+        (
+            {"tensor_model_parallel_size": 3},
+            "tensor_model_parallel_size=3 does not divide mamba_num_heads=4",
+        ),
         (
             {"tensor_model_parallel_size": 2, "mamba_state_dim": 5},
             "tensor_model_parallel_size=2 does not divide mamba_state_dim=5",
         ),
         ({"mamba_num_groups": 2}, "mamba_num_groups=2 is not supported with mamba_layers"),
         ({"mamba_layers": [1]}, "mamba_layers has 1 layers, num_layers=2"),
-        ({"short_conv_layers": [0, 1]}, r"mamba_layers=\[1, 0\] is not supported with short_conv_layers"),
+        (
+            {"short_conv_layers": [0, 1]},
+            r"mamba_layers=\[1, 0\] is not supported with short_conv_layers",
+        ),
     ],
 )
 def test_what_mamba_layers_cannot_do(changes, message):

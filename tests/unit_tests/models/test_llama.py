@@ -86,8 +86,12 @@ def test_logits_gradients_and_round_trip(variant, tmp_path):
 
 def assert_same_files(source, exported):
     names = sorted(str(path.relative_to(source)) for path in source.rglob("*"))
-    assert sorted([*names, RECORD]) == sorted(str(path.relative_to(exported)) for path in exported.rglob("*"))
-    different = [name for name in names if not filecmp.cmp(source / name, exported / name, shallow=False)]
+    assert sorted([*names, RECORD]) == sorted(
+        str(path.relative_to(exported)) for path in exported.rglob("*")
+    )
+    different = [
+        name for name in names if not filecmp.cmp(source / name, exported / name, shallow=False)
+    ]
     assert not different
 
 
@@ -164,9 +168,24 @@ def test_config_round_trip_of_published_sizes():
     from transformers import LlamaConfig
 
     sizes = [
-        {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": LLAMA3},
-        {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
-        {"hidden_size": 16384, "num_attention_heads": 128, "num_key_value_heads": 8, "dtype": "bfloat16"},
+        {
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_parameters": LLAMA3,
+        },
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        {
+            "hidden_size": 16384,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 8,
+            "dtype": "bfloat16",
+        },
     ]
     for size in sizes:
         config = LlamaConfig(architectures=["LlamaForCausalLM"], **size)
@@ -183,9 +202,13 @@ def test_exported_config_follows_what_was_changed(tmp_path):
     provider = bridge.to_megatron_provider()
     provider.rotary_base, provider.seq_length = 9000.0, 17
     bridge.save_hf_pretrained(
-        provider.provide_distributed_model(wrap_with_ddp=False), tmp_path / "out", show_progress=False
+        provider.provide_distributed_model(wrap_with_ddp=False),
+        tmp_path / "out",
+        show_progress=False,
     )
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out")
+    )
     assert after.pop("rope_parameters")["rope_theta"] == 9000.0
     before.pop("rope_parameters")
     assert after == before

@@ -49,12 +49,21 @@ REFUSED = {
     "no experts": ({PATTERN: "M-*E"}, "1 layers of experts (E) but num_moe_experts=None"),
     "idle experts": ({"num_moe_experts": 4}, "0 layers of experts (E) but num_moe_experts=4"),
     "odd heads": ({"mamba_num_groups": 3}, "mamba_num_groups=3 does not divide mamba_num_heads=8"),
-    "few groups": ({"tensor_model_parallel_size": 4}, "tensor_model_parallel_size=4 does not divide mamba_num_gr"),
+    "few groups": (
+        {"tensor_model_parallel_size": 4},
+        "tensor_model_parallel_size=4 does not divide mamba_num_gr",
+    ),
     "context": ({"context_parallel_size": 3}, "context_parallel_size=3 cannot share out a tensor"),
-    "placement": ({"norm_placement": "post"}, "norm_placement='post' has no effect on a hybrid model"),
+    "placement": (
+        {"norm_placement": "post"},
+        "norm_placement='post' has no effect on a hybrid model",
+    ),
     "predictions": ({"mtp_num_layers": 1}, "mtp_num_layers=1 has no effect on a hybrid model"),
     "uneven": ({PP: 3}, "3 pipeline stages do not divide num_layers=4: cut the layers with |"),
-    "other stages": ({PP: 2, PATTERN: "M|-*|M"}, "has 3 stages, pipeline_model_parallel_size x virtual_pip"),
+    "other stages": (
+        {PP: 2, PATTERN: "M|-*|M"},
+        "has 3 stages, pipeline_model_parallel_size x virtual_pip",
+    ),
 }
 
 
@@ -83,7 +92,12 @@ def test_stages(changes, staged):
 def test_layers_are_what_the_pattern_says():
     (chunk,) = toy().meta_model()
     kinds = [type(layer).__name__ for layer in chunk.decoder.layers]
-    assert kinds == [MambaLayer.__name__, MLPLayer.__name__, "TransformerLayer", MambaLayer.__name__]
+    assert kinds == [
+        MambaLayer.__name__,
+        MLPLayer.__name__,
+        "TransformerLayer",
+        MambaLayer.__name__,
+    ]
 
 
 def test_nothing_derived_is_declared():
@@ -128,7 +142,9 @@ def config(tmp_path):
     def read(**changes):
         changed = {key: value for key, value in {**found, **changes}.items() if value is not ...}
         (tmp_path / "hf" / "config.json").write_text(json.dumps(changed))
-        return AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_provider(load_weights=False)
+        return AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_provider(
+            load_weights=False
+        )
 
     return read
 
@@ -138,14 +154,19 @@ def test_layers_of_multi_token_prediction_are_carried(tmp_path):
     model = harness.hf_model(ROWS["nemotron_h_latent"])
     model.config.num_nextn_predict_layers = 1
     model.save_pretrained(tmp_path / "hf")
-    weights, extra = tmp_path / "hf" / "model.safetensors", {"mtp.layers.0.norm.weight": torch.arange(48.0)}
+    weights, extra = (
+        tmp_path / "hf" / "model.safetensors",
+        {"mtp.layers.0.norm.weight": torch.arange(48.0)},
+    )
     save_file({**load_file(weights), **extra}, weights, metadata={"format": "pt"})
     bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
     bridge.save_hf_pretrained(bridge.to_megatron_model(wrap_with_ddp=False), tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(weights).keys()
     found = load_file(tmp_path / "out" / "model.safetensors")["mtp.layers.0.norm.weight"]
     assert torch.equal(found, extra["mtp.layers.0.norm.weight"])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +180,11 @@ def test_layers_of_multi_token_prediction_are_carried(tmp_path):
 )
 def test_spellings_of_the_hub(config, spelling):
     provider = config(**spelling)
-    assert (provider.hybrid_override_pattern, provider.num_layers, provider.kv_channels) == ("ME*E", 4, 16)
+    assert (provider.hybrid_override_pattern, provider.num_layers, provider.kv_channels) == (
+        "ME*E",
+        4,
+        16,
+    )
 
 
 PUBLISHED = Path(published.__path__[0]) / "nvidia--Nemotron-H-8B-Base-8K.json"
@@ -176,7 +201,9 @@ def test_a_config_of_remote_code():
     provider = of_mapping()
     assert provider.layer_kinds == json.loads(PUBLISHED.read_text())["hybrid_override_pattern"]
     assert provider.kv_channels == 128
-    with pytest.raises(UserError, match="hybrid_override_pattern and layers_block_type name different layers"):
+    with pytest.raises(
+        UserError, match="hybrid_override_pattern and layers_block_type name different layers"
+    ):
         of_mapping(layers_block_type=["mamba"] * 52)
     with pytest.raises(UserError, match="num_hidden_layers=51 is not the 52 layers"):
         of_mapping(num_hidden_layers=51)
@@ -207,6 +234,9 @@ def test_dense_models_say_nothing_of_experts():
     config.architectures = ["NemotronHForCausalLM"]
     dense = AutoBridge.from_hf_config(config)
     provider = dense.to_megatron_provider(load_weights=False)
-    assert (provider.num_moe_experts, provider.moe_router_topk) == (None, MambaModelProvider.moe_router_topk)
+    assert (provider.num_moe_experts, provider.moe_router_topk) == (
+        None,
+        MambaModelProvider.moe_router_topk,
+    )
     written = dense._bridge.megatron_to_hf_config(provider)
     assert not {"n_routed_experts", "num_experts_per_tok", "n_group"} & set(written)

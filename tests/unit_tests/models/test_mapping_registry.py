@@ -17,15 +17,25 @@ REGISTRY = MegatronMappingRegistry(
 
 def test_lookup_from_megatron():
     assert REGISTRY.megatron_to_hf_lookup("embedding.weight").hf_param == "embed"
-    assert REGISTRY.megatron_to_hf_lookup("layers.12.qkv").hf_names == ["h.12.q", "h.12.k", "h.12.v"]
-    assert REGISTRY.megatron_to_hf_lookup("layers.1.experts.fc2.weight5").hf_param == "h.1.experts.5.down"
+    assert REGISTRY.megatron_to_hf_lookup("layers.12.qkv").hf_names == [
+        "h.12.q",
+        "h.12.k",
+        "h.12.v",
+    ]
+    assert (
+        REGISTRY.megatron_to_hf_lookup("layers.1.experts.fc2.weight5").hf_param
+        == "h.1.experts.5.down"
+    )
     assert REGISTRY.megatron_to_hf_lookup("vision.a.b.c").hf_param == "visual.a.b.c"
     assert REGISTRY.megatron_to_hf_lookup("layers.1.2.qkv") is None
 
 
 def test_lookup_from_hugging_face():
     assert REGISTRY.hf_to_megatron_lookup("h.3.k").megatron_param == "layers.3.qkv"
-    assert REGISTRY.hf_to_megatron_lookup("h.1.experts.5.down").megatron_param == "layers.1.experts.fc2.weight5"
+    assert (
+        REGISTRY.hf_to_megatron_lookup("h.1.experts.5.down").megatron_param
+        == "layers.1.experts.fc2.weight5"
+    )
     assert REGISTRY.hf_to_megatron_lookup("h.3.k.weight") is None
 
 
@@ -35,7 +45,13 @@ def test_listing():
         "layers.*.qkv",
         "layers.*.experts.fc2.weight*",
     ]
-    assert REGISTRY.describe().splitlines()[1].split() == ["layers.*.qkv", "QKVMapping", "h.*.q,", "h.*.k,", "h.*.v"]
+    assert REGISTRY.describe().splitlines()[1].split() == [
+        "layers.*.qkv",
+        "QKVMapping",
+        "h.*.q,",
+        "h.*.k,",
+        "h.*.v",
+    ]
 
 
 def test_the_same_megatron_name_twice_is_an_error():
@@ -68,7 +84,9 @@ def test_numbers_in_patterns_are_told_from_numbers_for_wildcards(name, found):
         AutoMapping("layers.*.x", "others.*"),
         AutoMapping("conv1*.w", "conv.*"),
     )
-    registry.megatron_to_hf_lookup("layers.5.x")  # what is remembered of one name must not answer for another
+    registry.megatron_to_hf_lookup(
+        "layers.5.x"
+    )  # what is remembered of one name must not answer for another
     registry.megatron_to_hf_lookup("conv3d.w")
     mapping = registry.megatron_to_hf_lookup(name)
     assert (mapping and mapping.hf_param) == found

@@ -44,7 +44,9 @@ def make(directory, text="ministral3", tied=False, spelled=True):
     model.save_pretrained(directory)
     (directory / "README.md").write_text("The card of a toy.\n")
     if not spelled:
-        change_config(directory, lambda config: [part.pop("tie_word_embeddings") for part in both(config)])
+        change_config(
+            directory, lambda config: [part.pop("tie_word_embeddings") for part in both(config)]
+        )
     return model
 
 
@@ -66,7 +68,9 @@ def load(directory):
     return bridge, provider.provide_distributed_model(wrap_with_ddp=False)
 
 
-@pytest.mark.parametrize(("text", "tied"), [("mistral", False), ("ministral3", False), ("ministral3", True)])
+@pytest.mark.parametrize(
+    ("text", "tied"), [("mistral", False), ("ministral3", False), ("ministral3", True)]
+)
 def test_logits_and_every_byte(tmp_path, text, tied):
     hf = make(tmp_path / "hf", text, tied)
     bridge, model = load(tmp_path / "hf")
@@ -82,7 +86,9 @@ def test_ties_that_the_config_does_not_spell(tmp_path):
     bridge, model = load(tmp_path / "hf")
     assert difference(hf, model[0], *tokens()) <= TOLERANCE
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
     make(tmp_path / "tied", tied=True, spelled=False)
     with pytest.raises(UserError, match=r"language_model\.lm_head\.weight is missing"):
         load(tmp_path / "tied")
@@ -97,10 +103,14 @@ def test_a_trained_text_model_keeps_its_vision_tower(tmp_path):
     with torch.no_grad():
         model[0].decoder.final_layernorm.weight.mul_(2.0)
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    expected = hf.state_dict() | {"model.language_model.norm.weight": 2 * hf.model.language_model.norm.weight}
+    expected = hf.state_dict() | {
+        "model.language_model.norm.weight": 2 * hf.model.language_model.norm.weight
+    }
     found = type(hf).from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, expected[name]) for name, value in found.state_dict().items())
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out")
+    )
     assert after.pop("text_config")["rope_parameters"]["rope_theta"] == 90.0
     del before["text_config"]
     assert after == before
@@ -130,12 +140,18 @@ def test_an_export_without_the_vision_tower_is_refused(tmp_path):
     message = r"vision_tower\.\*\* is not converted .* is not given: use source_path"
     with pytest.raises(UserError, match=message):
         bare.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    bare.save_hf_pretrained(model, tmp_path / "out", show_progress=False, source_path=tmp_path / "hf")
+    bare.save_hf_pretrained(
+        model, tmp_path / "out", show_progress=False, source_path=tmp_path / "hf"
+    )
     assert_same_files(tmp_path / "hf", tmp_path / "out")
 
     path = tmp_path / "hf" / "model.safetensors"
-    save_file({name: value for name, value in load_file(path).items() if "vision" not in name}, path)
-    with pytest.raises(UserError, match=r"vision_tower\.\*\* is not converted .* has no such tensors"):
+    save_file(
+        {name: value for name, value in load_file(path).items() if "vision" not in name}, path
+    )
+    with pytest.raises(
+        UserError, match=r"vision_tower\.\*\* is not converted .* has no such tensors"
+    ):
         AutoBridge.from_hf_pretrained(tmp_path / "hf").save_hf_pretrained(model, tmp_path / "again")
 
 
@@ -155,9 +171,15 @@ def put(key, value, config):
     ("change", "message"),
     [
         (partial(put, "audio_config", {}), r"key audio_config=\{\} is not known"),
-        (lambda config: put("model_type", "llama", config["text_config"]), "model_type='llama' is not supp"),
+        (
+            lambda config: put("model_type", "llama", config["text_config"]),
+            "model_type='llama' is not supp",
+        ),
         (lambda config: put("window", 3, config["text_config"]), "key window=3 is not known"),
-        (partial(put, "quantization_config", {"quant_method": "awq"}), "quant_method='awq' is not supported"),
+        (
+            partial(put, "quantization_config", {"quant_method": "awq"}),
+            "quant_method='awq' is not supported",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path, change, message):

@@ -10,7 +10,12 @@ from huggingface_hub import ModelCard
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import model_io
-from megatron.bridge.models.hf_pretrained.model_card import History, compose, last_losses, public_name
+from megatron.bridge.models.hf_pretrained.model_card import (
+    History,
+    compose,
+    last_losses,
+    public_name,
+)
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.callbacks.observe import report
 from megatron.bridge.utils import loss_curves
@@ -58,7 +63,9 @@ def test_a_trained_model_says_so_above_what_its_source_says():
 
 
 def test_adapters_and_notes_are_told():
-    text = compose("merged", "maker/base", THEIRS, History(adapters="LoRA of rank 8", note="Halved."))
+    text = compose(
+        "merged", "maker/base", THEIRS, History(adapters="LoRA of rank 8", note="Halved.")
+    )
     assert "Adapters were merged into the weights: LoRA of rank 8.\nHalved." in text
     assert "Trained" not in text
 
@@ -72,12 +79,17 @@ def test_a_model_trained_from_scratch_has_no_base_model():
 
 def test_without_a_card_one_is_made_that_claims_nothing():
     metadata, text = parsed(compose("out", "local-folder", None, History()))
-    assert metadata == {"library_name": "transformers", "tags": ["megatron-bridge"]}  # a folder is no hub id
+    assert metadata == {
+        "library_name": "transformers",
+        "tags": ["megatron-bridge"],
+    }  # a folder is no hub id
     assert "Base model: local-folder." in text
     assert "Trained" not in text
 
 
-@pytest.mark.parametrize("damaged", ["---\n: [\n---\nText\n", "---\n- a list\n---\nText\n", "no metadata\n"])
+@pytest.mark.parametrize(
+    "damaged", ["---\n: [\n---\nText\n", "---\n- a list\n---\nText\n", "no metadata\n"]
+)
 def test_metadata_that_cannot_be_read_is_kept_as_text(damaged):
     card = compose("out", "maker/base", damaged, TRAINED)
     assert damaged.strip() in card
@@ -120,21 +132,31 @@ def hf(tmp_path_factory):
 def test_an_exported_checkpoint_tells_what_its_run_did(hf, tmp_path, start):
     bridge = AutoBridge.from_hf_pretrained(hf)
     model = bridge.to_megatron_model(wrap_with_ddp=False)
-    config = {"model": to_plain(model[0].config.declared), "checkpoint": {"pretrained_checkpoint": start}}
+    config = {
+        "model": to_plain(model[0].config.declared),
+        "checkpoint": {"pretrained_checkpoint": start},
+    }
     model_io.save_model(model, tmp_path / "run", config, iteration=30)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 30, "kind": "test", "lm loss": 0.5}\n')
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"step": 30, "kind": "test", "lm loss": 0.5}\n'
+    )
     (tmp_path / "run" / "loss.png").write_bytes(b"curves of this run")
     (hf / "loss.png").write_bytes(b"curves of the base")
     bridge.export_ckpt(tmp_path / "run", tmp_path / "tuned", show_progress=False)
     metadata, text = parsed((tmp_path / "tuned" / "README.md").read_text())
     assert metadata["license"] == "llama3.2"
     assert "# tuned" in text
-    assert f"Trained for 30 steps with Megatron-Core, from {'the base' if start else 'random'}" in text
+    assert (
+        f"Trained for 30 steps with Megatron-Core, from {'the base' if start else 'random'}" in text
+    )
     assert "| test | 0.5000 |" in text
     assert str(tmp_path) not in text
     assert (tmp_path / "tuned" / "loss.png").read_bytes() == b"curves of this run"
     config_file = tmp_path / "tuned" / "run_config.yaml"
-    assert config_file.read_bytes() == (tmp_path / "run" / "iter_0000030" / config_file.name).read_bytes()
+    assert (
+        config_file.read_bytes()
+        == (tmp_path / "run" / "iter_0000030" / config_file.name).read_bytes()
+    )
 
 
 def test_adapters_in_a_model_in_memory_are_told(hf, tmp_path):
@@ -142,7 +164,9 @@ def test_adapters_in_a_model_in_memory_are_told(hf, tmp_path):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     LoRA(dim=4)(model)
     bridge.save_hf_pretrained(model, tmp_path / "merged", show_progress=False)
-    bridge.save_hf_pretrained(model, tmp_path / "base", show_progress=False, merge_adapter_weights=False)
+    bridge.save_hf_pretrained(
+        model, tmp_path / "base", show_progress=False, merge_adapter_weights=False
+    )
     assert "LoRA of rank 4" in (tmp_path / "merged" / "README.md").read_text()
     assert (tmp_path / "base" / "README.md").read_text() == THEIRS
 

@@ -27,7 +27,9 @@ def stage(folder, tag, shards, config=None):
     for name in names:
         (staging / name).write_text(tag)
     if shards > 1:
-        (staging / INDEX).write_text(json.dumps({"weight_map": {str(at): name for at, name in enumerate(names)}}))
+        (staging / INDEX).write_text(
+            json.dumps({"weight_map": {str(at): name for at, name in enumerate(names)}})
+        )
     if config is not None:
         (staging / "config.json").write_text(json.dumps({"of": config}))
     return staging
@@ -46,7 +48,9 @@ def read(folder):
     else:
         return None
     config = folder / "config.json"
-    return {(folder / name).read_text() for name in names}, config.read_text() if config.exists() else None
+    return {
+        (folder / name).read_text() for name in names
+    }, config.read_text() if config.exists() else None
 
 
 def killed_at(step, action):
@@ -74,7 +78,9 @@ def dying(change, counter, step):
 
 
 @pytest.mark.parametrize("configs", [("a", "a"), ("a", "b")], ids=["same config", "other config"])
-@pytest.mark.parametrize(("before", "after"), [("one", "one"), ("one", "two"), ("two", "one"), ("two", "two")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("one", "one"), ("one", "two"), ("two", "one"), ("two", "two")]
+)
 def test_a_kill_leaves_no_mixture(tmp_path, before, after, configs):
     folder, copy = tmp_path / "out", tmp_path / "copy"
     save(folder, "old", SHARDS[before], configs[0])
@@ -130,7 +136,9 @@ def test_config_of_another_model_is_refused_before_anything_changes(tmp_path):
 def test_weights_of_others_are_refused(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / SINGLE).write_text("theirs")
-    with pytest.raises(UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"):
+    with pytest.raises(
+        UserError, match=r"holds model\.safetensors, which no save .*: remove it or choose another"
+    ):
         save(tmp_path / "out", "new", 1)
 
 

@@ -33,28 +33,59 @@ def provider_of(row, **changes):
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
-        ("gpt2", {"activation_function": "laplace"}, "activation_function='laplace' is not supported"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=True is not supported",
+        ),
+        (
+            "gpt2",
+            {"activation_function": "laplace"},
+            "activation_function='laplace' is not supported",
+        ),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False is not supported"),
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12 must be hidden_size=24"),
         ("opt", {"layerdrop": 0.1}, "layerdrop=0.1 is not supported"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("falcon_7b", {"alibi": True}, "alibi=True is not supported"),
-        ("falcon_40b", {"parallel_attn": False}, "parallel_attn=False and num_ln_in_parallel_attn=None with"),
-        ("arcee", {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 3.0}}, "rope_type='ntk_alpha' is not a kind"),
+        (
+            "falcon_40b",
+            {"parallel_attn": False},
+            "parallel_attn=False and num_ln_in_parallel_attn=None with",
+        ),
+        (
+            "arcee",
+            {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 3.0}},
+            "rope_type='ntk_alpha' is not a kind",
+        ),
         (
             "hunyuan_dense",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 3.0, "gamma": 1.0}},
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 1.0,
+                    "alpha": 3.0,
+                    "gamma": 1.0,
+                }
+            },
             "parameters.gamma",
         ),
         ("hunyuan_moe", {"moe_topk": [2, 3, 2, 3]}, r"moe_topk=\[2, 3, 2, 3\] must be one number"),
         ("hunyuan_moe", {"moe_topk": 7}, "moe_topk=7 is more than num_experts=6"),
         ("ernie45_moe", {"use_bias": True}, "use_bias=True is not supported"),
-        ("ernie45_moe", {"moe_layer_start_index": 9}, "moe_layer_start_index=9 and moe_layer_end_index=.* leave no"),
+        (
+            "ernie45_moe",
+            {"moe_layer_start_index": 9},
+            "moe_layer_start_index=9 and moe_layer_end_index=.* leave no",
+        ),
         ("lfm2_moe", {"conv_bias": True}, "conv_bias=True is not supported"),
         ("exaone_moe", {"n_group": 4, "topk_group": 2}, "n_group=4 does not divide num_experts=6"),
         ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok=3 is not supported: 2 are"),
-        ("phimoe_long_rope", {"rope_parameters": UNEQUAL}, "short_mscale=1.2 and long_mscale=1.3 must be equal"),
+        (
+            "phimoe_long_rope",
+            {"rope_parameters": UNEQUAL},
+            "short_mscale=1.2 and long_mscale=1.3 must be equal",
+        ),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm=True is not supported"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("qwen3_5", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -66,7 +97,8 @@ def test_what_cannot_be_represented_is_refused(row, changes, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["gelu", "gelu_new", "quick_gelu", "relu", "relu2", "relu6", "silu", "mish", "tanh", "sigmoid"]
+    "name",
+    ["gelu", "gelu_new", "quick_gelu", "relu", "relu2", "relu6", "silu", "mish", "tanh", "sigmoid"],
 )
 def test_activations_compute_what_those_of_transformers_do(name):
     x = torch.linspace(-8, 8, 101)
@@ -85,22 +117,52 @@ def test_a_scale_of_logits_is_written_as_it_was_read():
     for scale in (0.3, 0.0625, 0.1, 1.7, 1 / 3):
         provider = provider_of("cohere", logit_scale=scale)
         bridge = bridge_for(SimpleNamespace(architectures=["CohereForCausalLM"]))
-        assert bridge.megatron_to_hf_config(provider)["logit_scale"] == pytest.approx(scale, rel=1e-14)
+        assert bridge.megatron_to_hf_config(provider)["logit_scale"] == pytest.approx(
+            scale, rel=1e-14
+        )
 
 
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
         ("gpt2", {"seq_length": 71}, "seq_length=71 is more than max_position_embeddings=70"),
-        ("cohere", {"norm_placement": "post"}, "parallel_residual='shared_norm' excludes norm_placement='post'"),
-        ("cohere", {"parallel_residual": "both"}, "parallel_residual='both': choose one of shared_norm, own_norms"),
+        (
+            "cohere",
+            {"norm_placement": "post"},
+            "parallel_residual='shared_norm' excludes norm_placement='post'",
+        ),
+        (
+            "cohere",
+            {"parallel_residual": "both"},
+            "parallel_residual='both': choose one of shared_norm, own_norms",
+        ),
         ("hunyuan_dense", {"qk_layernorm": False}, "qk_norm_after_rope=True has no norms"),
         ("cohere_head_norms", {"qk_layernorm": True}, "qk_norm_by_head=True excludes"),
-        ("ernie45_moe", {"moe_enable_routing_replay": True}, "does not work with moe_enable_routing_replay=True"),
-        ("phimoe", {"moe_router_fusion": True}, "moe_router_sparsemixer_eps=0.05 does not work with moe_router_fusion"),
-        ("falcon_h1", {"mamba_beside_attention": {"ssm_multiplier": 1}}, "no multiplier ssm_multiplier"),
-        ("apertus", {"gated_linear_unit": True}, "activation_func=xielu is for feed-forward layers without a gate"),
-        ("granitemoe", {"moe_router_norm_topk": False}, "is for moe_router_score_function='sigmoid'"),
+        (
+            "ernie45_moe",
+            {"moe_enable_routing_replay": True},
+            "does not work with moe_enable_routing_replay=True",
+        ),
+        (
+            "phimoe",
+            {"moe_router_fusion": True},
+            "moe_router_sparsemixer_eps=0.05 does not work with moe_router_fusion",
+        ),
+        (
+            "falcon_h1",
+            {"mamba_beside_attention": {"ssm_multiplier": 1}},
+            "no multiplier ssm_multiplier",
+        ),
+        (
+            "apertus",
+            {"gated_linear_unit": True},
+            "activation_func=xielu is for feed-forward layers without a gate",
+        ),
+        (
+            "granitemoe",
+            {"moe_router_norm_topk": False},
+            "is for moe_router_score_function='sigmoid'",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(row, changes, message):
@@ -114,10 +176,15 @@ def test_settings_that_contradict_each_other_are_refused(row, changes, message):
 def test_long_texts_of_phimoe_have_the_long_factors_of_the_published_code():
     (chunk,) = provider_of("phimoe_long_rope").meta_model()
     rope, width = chunk.rotary_pos_emb, 16
-    for length, factor in ((64, ROWS["phimoe_long_rope"].config["rope_parameters"]["short_factor"]), (65, [1.2] * 8)):
+    for length, factor in (
+        (64, ROWS["phimoe_long_rope"].config["rope_parameters"]["short_factor"]),
+        (65, [1.2] * 8),
+    ):
         powers = torch.arange(0, width, 2).float() / width
         expected = torch.arange(length).float()[:, None] / (torch.tensor(factor) * 70.0**powers)
-        torch.testing.assert_close(rope.get_freqs_non_repeated(length), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            rope.get_freqs_non_repeated(length), expected, rtol=1e-5, atol=1e-5
+        )
     assert rope.attention_factor == 1.2
 
 
@@ -153,13 +220,19 @@ def test_a_table_of_positions_is_as_long_as_the_checkpoint_says_on_shorter_seque
 def test_dropout_of_embeddings_is_their_own():
     provider = provider_of("gpt2", embd_pdrop=0.25, resid_pdrop=0.5)
     (chunk,) = provider.meta_model()
-    assert (chunk.embedding.embedding_dropout.p, chunk.decoder.layers[0].hidden_dropout) == (0.25, 0.5)
+    assert (chunk.embedding.embedding_dropout.p, chunk.decoder.layers[0].hidden_dropout) == (
+        0.25,
+        0.5,
+    )
 
 
 def test_norms_of_each_head_need_a_group_of_heads_on_every_rank():
     provider = provider_of("cohere_head_norms")
     provider.tensor_model_parallel_size = 6
-    with pytest.raises(UserError, match=r"qk_norm_by_head=True cannot split num_query_groups=3 over .*=6 ranks: set"):
+    with pytest.raises(
+        UserError,
+        match=r"qk_norm_by_head=True cannot split num_query_groups=3 over .*=6 ranks: set",
+    ):
         layer_features._check(provider, TorchSpecProvider())
 
 
@@ -176,29 +249,45 @@ def test_a_correction_chooses_experts_and_is_in_no_weight():
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.96, 0.02, 0.01, 0.01]])
     weights, experts = routing.CorrectedSoftmax(Router(), 0.6).get_replay_topk(scores, 2)
     assert experts.tolist() == [[3, 0], [0, 3]]
-    wanted = torch.tensor([[0.05 / 0.6, 0.5 / 0.6], [0.96 / 0.97, 0.01 / 0.97]])  # 0.55 is below the smallest
+    wanted = torch.tensor(
+        [[0.05 / 0.6, 0.5 / 0.6], [0.96 / 0.97, 0.01 / 0.97]]
+    )  # 0.55 is below the smallest
     torch.testing.assert_close(weights, wanted)
 
 
 def stack_experts(directory):
     """Store the experts of a layer in two tensors, as modules of transformers hold them."""
-    stored = {name: value for path in directory.glob("*.safetensors") for name, value in load_file(path).items()}
+    stored = {
+        name: value
+        for path in directory.glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
     tensors = {name: value for name, value in stored.items() if ".experts." not in name}
     for layer in range(EXPERTS["num_hidden_layers"]):
         parent = f"model.layers.{layer}.mlp.experts"
         gate, up, down = (
-            torch.stack([stored[f"{parent}.{expert}.{kind}_proj.weight"] for expert in range(EXPERTS["num_experts"])])
+            torch.stack(
+                [
+                    stored[f"{parent}.{expert}.{kind}_proj.weight"]
+                    for expert in range(EXPERTS["num_experts"])
+                ]
+            )
             for kind in ("gate", "up", "down")
         )
         tensors |= {f"{parent}.gate_up_proj": torch.cat((gate, up), 1), f"{parent}.down_proj": down}
     for path in directory.glob("*.safetensors"):
         path.unlink()
     names = sorted(tensors)
-    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    files = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for file, parts in files.items():
         save_file({name: tensors[name] for name in parts}, directory / file, {"format": "pt"})
     index = {name: file for file, parts in files.items() for name in parts}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def test_experts_that_two_tensors_hold(family_case, tmp_path):

@@ -60,7 +60,9 @@ def test_a_model_without_the_layers_has_the_numbers_and_files_of_its_source(as_s
 
 
 def test_an_import_and_an_export_give_the_same_files(as_saved, tmp_path):
-    _, said = _said(lambda: AutoBridge.import_ckpt(as_saved.checkpoint, tmp_path / "megatron", False))
+    _, said = _said(
+        lambda: AutoBridge.import_ckpt(as_saved.checkpoint, tmp_path / "megatron", False)
+    )
     assert len(said) == 1
     assert read_run_config(tmp_path / "megatron")["model"]["mtp_num_layers"] is None
     bridge = AutoBridge.from_hf_pretrained(as_saved.checkpoint)
@@ -85,14 +87,18 @@ def test_a_config_alone_keeps_its_layers(as_saved, tmp_path):
     shutil.copyfile(as_saved.checkpoint / "config.json", tmp_path / "config.json")
     bridge = AutoBridge.from_hf_pretrained(tmp_path)
     assert bridge.to_megatron_provider(load_weights=False).mtp_num_layers == 1
-    assert AutoBridge.from_hf_config(bridge.hf_config).to_megatron_provider(False).mtp_num_layers == 1
+    assert (
+        AutoBridge.from_hf_config(bridge.hf_config).to_megatron_provider(False).mtp_num_layers == 1
+    )
 
 
 def test_a_user_who_wants_the_layers_is_told_that_they_are_not_there(as_saved):
     bridge = AutoBridge.from_hf_pretrained(as_saved.checkpoint)
     provider = bridge.to_megatron_provider()
     provider.mtp_num_layers = 1
-    with pytest.raises(UserError, match="set mtp_num_layers to None in the provider to skip them") as caught:
+    with pytest.raises(
+        UserError, match="set mtp_num_layers to None in the provider to skip them"
+    ) as caught:
         provider.provide_distributed_model(wrap_with_ddp=False)
     assert "enorm.weight is missing" in str(caught.value)
 
@@ -101,11 +107,15 @@ def test_weights_from_elsewhere_decide(whole, tmp_path):
     """The config of one folder, the weights of another."""
     stripped = shutil.copytree(whole.checkpoint, tmp_path / "stripped")
     index = json.loads((stripped / INDEX).read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "mtp" not in file}
+    index["weight_map"] = {
+        name: file for name, file in index["weight_map"].items() if "mtp" not in file
+    }
     (stripped / INDEX).write_text(json.dumps(index))
     shutil.copyfile(whole.checkpoint / "config.json", tmp_path / "config.json")
     bridge = AutoBridge.from_hf_pretrained(tmp_path)
-    assert bridge.to_megatron_provider(hf_path=whole.checkpoint).mtp_num_layers == next_tokens.DEPTHS
+    assert (
+        bridge.to_megatron_provider(hf_path=whole.checkpoint).mtp_num_layers == next_tokens.DEPTHS
+    )
     assert bridge.to_megatron_provider(hf_path=stripped).mtp_num_layers is None
 
 
@@ -125,9 +135,13 @@ def test_layers_that_a_user_leaves_out_are_carried_over(whole, tmp_path):
 
 def test_layers_left_out_are_carried_over_by_conversions_of_files(whole, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(whole.checkpoint)
-    bridge.save_megatron_checkpoint(_without(bridge.to_megatron_provider(False)), tmp_path / "megatron", False)
+    bridge.save_megatron_checkpoint(
+        _without(bridge.to_megatron_provider(False)), tmp_path / "megatron", False
+    )
     other = AutoBridge.from_hf_pretrained(whole.checkpoint)
-    _, said = _said(lambda: other.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False))
+    _, said = _said(
+        lambda: other.export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
+    )
     assert len(said) == 1
     assert harness.different_files(whole, tmp_path / "out") == []
     words = [str(whole.checkpoint), str(tmp_path / "megatron"), "--no-progress"]
@@ -141,9 +155,13 @@ def test_a_trained_model_has_its_weights_and_the_layers_of_its_source(whole, tmp
         model[0].decoder.final_layernorm.weight.add_(1.0)
         model[0].embedding.word_embeddings.weight.add_(1.0)
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    before, after = (harness.read_weights(folder) for folder in (whole.checkpoint, tmp_path / "out"))
+    before, after = (
+        harness.read_weights(folder) for folder in (whole.checkpoint, tmp_path / "out")
+    )
     changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    copies = {f"model.layers.{4 + depth}.embed_tokens.weight" for depth in range(next_tokens.DEPTHS)}
+    copies = {
+        f"model.layers.{4 + depth}.embed_tokens.weight" for depth in range(next_tokens.DEPTHS)
+    }
     assert changed == {"model.norm.weight", "model.embed_tokens.weight", *copies}
 
 
@@ -152,13 +170,17 @@ def test_an_export_that_need_not_be_like_its_source_says_that_the_layers_are_gon
     model = _without(bridge.to_megatron_provider()).provide_distributed_model(wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False, strict=False)
     assert json.loads((tmp_path / "out" / "config.json").read_text())[KEY] == 0
-    assert not [name for name in harness.read_weights(tmp_path / "out") if name.endswith("enorm.weight")]
+    assert not [
+        name for name in harness.read_weights(tmp_path / "out") if name.endswith("enorm.weight")
+    ]
 
 
 # ---- in between -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["model.layers.5.enorm.weight", "model.layers.4.mlp.experts.3.up_proj.weight"])
+@pytest.fixture(
+    params=["model.layers.5.enorm.weight", "model.layers.4.mlp.experts.3.up_proj.weight"]
+)
 def incomplete(request, whole, tmp_path):
     """A copy of the checkpoint that lacks one tensor of the layers, and its name."""
     folder = shutil.copytree(whole.checkpoint, tmp_path / "hf")
@@ -190,5 +212,7 @@ def test_a_tensor_that_is_of_no_layer_is_refused(whole, tmp_path):
     save_file({name: torch.ones(2)}, folder / "surplus.safetensors", {"format": "pt"})
     (folder / INDEX).write_text(json.dumps(index))
     provider = _without(AutoBridge.from_hf_pretrained(folder).to_megatron_provider())
-    with pytest.raises(UserError, match=f"tensor {name} of the checkpoint has no Megatron parameter"):
+    with pytest.raises(
+        UserError, match=f"tensor {name} of the checkpoint has no Megatron parameter"
+    ):
         provider.provide_distributed_model(wrap_with_ddp=False)

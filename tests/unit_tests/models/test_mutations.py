@@ -76,7 +76,9 @@ MUTATIONS = {
         rf"tensor {Q} is missing .* did you mean model.layers.1.self_attn.q_prog.weight",
     ),
     "surplus": (
-        lambda hf: edit(hf, Q, lambda t: {Q: t, "model.layers.1.self_attn.extra.weight": t.clone()}),
+        lambda hf: edit(
+            hf, Q, lambda t: {Q: t, "model.layers.1.self_attn.extra.weight": t.clone()}
+        ),
         "tensor model.layers.1.self_attn.extra.weight of the checkpoint has no Megatron parameter",
     ),
     "a bias that the config leaves out": (
@@ -87,23 +89,43 @@ MUTATIONS = {
         lambda hf: edit(hf, DOWN, lambda t: {DOWN: t.T.contiguous()}),
         rf"tensor {DOWN} in model-.* has shape \[72, 48\], the config requires \[48, 72\]",
     ),
-    "reshaped": (lambda hf: edit(hf, Q, lambda t: {Q: t[:-16].clone()}), f"tensor {Q} .* has shape"),
+    "reshaped": (
+        lambda hf: edit(hf, Q, lambda t: {Q: t[:-16].clone()}),
+        f"tensor {Q} .* has shape",
+    ),
     "half precision": (
         lambda hf: edit(hf, Q, lambda t: {Q: t.half()}),
         f"tensor {Q} in .* is float16, config.json says float32",
     ),
-    "integers": (lambda hf: edit(hf, Q, lambda t: {Q: t.to(torch.int8)}), f"tensor {Q} in .* is int8"),
-    "missing shard": (lambda hf: shard_of(hf, Q).unlink(), r"lacks model-0000.*, which model.safetensors.index"),
-    "truncated shard": (lambda hf: truncate(shard_of(hf, Q)), r"model-0000.* is truncated: \d+ bytes of \d+"),
+    "integers": (
+        lambda hf: edit(hf, Q, lambda t: {Q: t.to(torch.int8)}),
+        f"tensor {Q} in .* is int8",
+    ),
+    "missing shard": (
+        lambda hf: shard_of(hf, Q).unlink(),
+        r"lacks model-0000.*, which model.safetensors.index",
+    ),
+    "truncated shard": (
+        lambda hf: truncate(shard_of(hf, Q)),
+        r"model-0000.* is truncated: \d+ bytes of \d+",
+    ),
     "empty shard": (lambda hf: shard_of(hf, Q).write_bytes(b""), "is not a whole safetensors file"),
-    "not a shard": (lambda hf: shard_of(hf, Q).write_bytes(b"\xff" * 64), "is not a whole safetensors file"),
+    "not a shard": (
+        lambda hf: shard_of(hf, Q).write_bytes(b"\xff" * 64),
+        "is not a whole safetensors file",
+    ),
     "index names a tensor that is not there": (
         lambda hf: (hf / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {**index(hf)["weight_map"], "ghost": index(hf)["weight_map"][Q]}})
+            json.dumps(
+                {"weight_map": {**index(hf)["weight_map"], "ghost": index(hf)["weight_map"][Q]}}
+            )
         ),
         "tensor ghost is not in model-0000",
     ),
-    "broken index": (lambda hf: (hf / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
+    "broken index": (
+        lambda hf: (hf / "model.safetensors.index.json").write_text("{"),
+        "index.json is damaged",
+    ),
     "no weights": (
         lambda hf: [path.unlink() for path in hf.glob("model*")],
         "has neither model.safetensors nor model.safetensors.index.json",
@@ -116,14 +138,22 @@ MUTATIONS = {
         lambda hf: edit_config(hf, quantization_config={"bits": 4}),
         "quantization_config.quant_method=None is not supported",
     ),
-    "unknown activation": (lambda hf: edit_config(hf, hidden_act="snake"), "hidden_act='snake' is not supported"),
-    "tied": (lambda hf: edit_config(hf, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens"),
+    "unknown activation": (
+        lambda hf: edit_config(hf, hidden_act="snake"),
+        "hidden_act='snake' is not supported",
+    ),
+    "tied": (
+        lambda hf: edit_config(hf, tie_word_embeddings=True),
+        "lm_head.weight differs from model.embed_tokens",
+    ),
     "rope kind": (
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}),
         "rope_parameters.rope_type='axial' is not one of",
     ),
     "rope key": (
-        lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "factor": 2.0, "beta_fest": 1.0}),
+        lambda hf: edit_config(
+            hf, rope_parameters={"rope_type": "linear", "factor": 2.0, "beta_fest": 1.0}
+        ),
         "rope_parameters.beta_fest is not a parameter of rope_type='linear'",
     ),
     "rope without its factor": (
@@ -131,17 +161,31 @@ MUTATIONS = {
         "factor",
     ),
     "a factor of zero": (
-        lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "factor": 0, "rope_theta": 1e4}),
+        lambda hf: edit_config(
+            hf, rope_parameters={"rope_type": "linear", "factor": 0, "rope_theta": 1e4}
+        ),
         "factor=0 must be a number above 0",
     ),
     "factors the wrong way round": (
         lambda hf: edit_config(hf, rope_parameters=LLAMA3 | {"low_freq_factor": 5.0}),
         "rope_parameters.low_freq_factor=5.0 must not be above high_freq_factor=4.0",
     ),
-    "a base that is true": (lambda hf: edit_config(hf, rope_theta=True), "rope_theta=True must be a number"),
-    "a size that is true": (lambda hf: edit_config(hf, num_hidden_layers=True), "num_hidden_layers=True must be"),
-    "no epsilon": (lambda hf: edit_config(hf, rms_norm_eps=0), "rms_norm_eps=0 must be a number above 0"),
-    "more heads": (lambda hf: edit_config(hf, num_key_value_heads=6), "k_proj.weight in .* has shape"),
+    "a base that is true": (
+        lambda hf: edit_config(hf, rope_theta=True),
+        "rope_theta=True must be a number",
+    ),
+    "a size that is true": (
+        lambda hf: edit_config(hf, num_hidden_layers=True),
+        "num_hidden_layers=True must be",
+    ),
+    "no epsilon": (
+        lambda hf: edit_config(hf, rms_norm_eps=0),
+        "rms_norm_eps=0 must be a number above 0",
+    ),
+    "more heads": (
+        lambda hf: edit_config(hf, num_key_value_heads=6),
+        "k_proj.weight in .* has shape",
+    ),
     "odd heads": (
         lambda hf: edit_config(hf, num_attention_heads=7),
         r"transformers refuses .*config.json: ValueError: The hidden size \(48\) is not a multiple of",
@@ -168,12 +212,24 @@ MUTATIONS = {
     ),
     "head width": (lambda hf: edit_config(hf, head_dim=8), "q_proj.weight in .* has shape"),
     "more layers": (lambda hf: edit_config(hf, num_hidden_layers=3), "model.layers.2.* is missing"),
-    "fewer layers": (lambda hf: edit_config(hf, num_hidden_layers=1), "model.layers.1.* has no Megatron parameter"),
+    "fewer layers": (
+        lambda hf: edit_config(hf, num_hidden_layers=1),
+        "model.layers.1.* has no Megatron parameter",
+    ),
     "biases": (lambda hf: edit_config(hf, attention_bias=True), "q_proj.bias is missing"),
-    "vocabulary": (lambda hf: edit_config(hf, vocab_size=100), "embed_tokens.weight in .* has shape"),
-    "declared dtype": (lambda hf: edit_config(hf, dtype="bfloat16"), "is float32, config.json says bfloat16"),
+    "vocabulary": (
+        lambda hf: edit_config(hf, vocab_size=100),
+        "embed_tokens.weight in .* has shape",
+    ),
+    "declared dtype": (
+        lambda hf: edit_config(hf, dtype="bfloat16"),
+        "is float32, config.json says bfloat16",
+    ),
     "integer dtype": (lambda hf: edit_config(hf, dtype="int8"), "dtype=.*int8 is not supported"),
-    "broken config": (lambda hf: (hf / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "broken config": (
+        lambda hf: (hf / "config.json").write_text("{"),
+        "config.json is not valid JSON",
+    ),
     "other architecture": (
         lambda hf: edit_config(hf, architectures=["LlamaForCausalML"]),
         "architecture LlamaForCausalML is not supported; did you mean LlamaForCausalLM",
@@ -182,7 +238,10 @@ MUTATIONS = {
         lambda hf: edit_config(hf, architectures="LlamaForCausalLM"),
         "architectures='LlamaForCausalLM' must be a list of names",
     ),
-    "NaN": (lambda hf: edit_config(hf, attention_dropout=float("nan")), "NaN is no number that a model can have"),
+    "NaN": (
+        lambda hf: edit_config(hf, attention_dropout=float("nan")),
+        "NaN is no number that a model can have",
+    ),
     "theta below zero": (
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "default", "rope_theta": -1}),
         "rope_theta=-1 must be a number above 0",
@@ -191,11 +250,26 @@ MUTATIONS = {
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "default", "rope_theta": "x"}),
         "rope_theta='x' must be a number above 0",
     ),
-    "no heads": (lambda hf: edit_config(hf, num_attention_heads=0), "num_attention_heads=0 must be at least 1"),
-    "no groups": (lambda hf: edit_config(hf, num_key_value_heads=0), "num_key_value_heads=0 must be at least 1"),
-    "no layers": (lambda hf: edit_config(hf, num_hidden_layers=0), "num_hidden_layers=0 must be at least 1"),
-    "width below zero": (lambda hf: edit_config(hf, hidden_size=-48), "hidden_size=-48 must be at least 1"),
-    "no architecture": (lambda hf: edit_config(hf, architectures=None), "the config names no architecture"),
+    "no heads": (
+        lambda hf: edit_config(hf, num_attention_heads=0),
+        "num_attention_heads=0 must be at least 1",
+    ),
+    "no groups": (
+        lambda hf: edit_config(hf, num_key_value_heads=0),
+        "num_key_value_heads=0 must be at least 1",
+    ),
+    "no layers": (
+        lambda hf: edit_config(hf, num_hidden_layers=0),
+        "num_hidden_layers=0 must be at least 1",
+    ),
+    "width below zero": (
+        lambda hf: edit_config(hf, hidden_size=-48),
+        "hidden_size=-48 must be at least 1",
+    ),
+    "no architecture": (
+        lambda hf: edit_config(hf, architectures=None),
+        "the config names no architecture",
+    ),
 }
 
 
@@ -248,5 +322,7 @@ def test_a_path_that_is_not_a_model(path, message, tmp_path):
 
 
 def test_misspelt_options_are_refused(hf):
-    with pytest.raises(UserError, match="from_hf_pretrained takes no option revison; did you mean revision"):
+    with pytest.raises(
+        UserError, match="from_hf_pretrained takes no option revison; did you mean revision"
+    ):
         AutoBridge.from_hf_pretrained(hf, revison="main")

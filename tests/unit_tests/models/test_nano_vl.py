@@ -36,12 +36,27 @@ def released(config):
         "vision_hidden_size": "vit_hidden_size",
     }
     config |= {new: config.pop(old) for old, new in names.items()}
-    config |= {"img_context_token": "<image>", "img_start_token": "<img>", "template": "nemotron", "auto_map": {}}
-    config |= {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3, "use_thumbnail": True, "patch_size": 4}
+    config |= {
+        "img_context_token": "<image>",
+        "img_start_token": "<img>",
+        "template": "nemotron",
+        "auto_map": {},
+    }
+    config |= {
+        "norm_mean": [0.5] * 3,
+        "norm_std": [0.5] * 3,
+        "use_thumbnail": True,
+        "patch_size": 4,
+    }
     del config["llm_config"]["time_step_limit"]  # transformers writes infinity in a way of its own
     del config["video_temporal_patch_size"]
     kept = {key: value for key, value in config["vision_config"].items() if key not in DERIVED}
-    config["vision_config"] = {**kept, "args": ARGS, "adaptor_names": None, "vitdet_window_size": None}
+    config["vision_config"] = {
+        **kept,
+        "args": ARGS,
+        "adaptor_names": None,
+        "vitdet_window_size": None,
+    }
 
 
 def test_a_released_config(vision_case, tmp_path):
@@ -56,7 +71,9 @@ def test_a_released_config(vision_case, tmp_path):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    source, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "out"))
+    source, written = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "out")
+    )
     assert source == written
 
 
@@ -64,12 +81,20 @@ def test_a_released_config(vision_case, tmp_path):
     ("args", "sizes"),
     [
         (
-            {"register_multiple": 8, "cls_token_per_teacher": True, "teachers": [{"name": str(i)} for i in range(4)]},
+            {
+                "register_multiple": 8,
+                "cls_token_per_teacher": True,
+                "teachers": [{"name": str(i)} for i in range(4)],
+            },
             (4, 4),
         ),
         ({"register_multiple": 16}, (1, 15)),
         (
-            {"register_multiple": 4, "cls_token_per_teacher": True, "teachers": [{"name": str(i)} for i in range(4)]},
+            {
+                "register_multiple": 4,
+                "cls_token_per_teacher": True,
+                "teachers": [{"name": str(i)} for i in range(4)],
+            },
             (4, 4),
         ),
         ({}, (3, 7)),
@@ -79,19 +104,34 @@ def test_tokens_of_the_tower(args, sizes):
     """A whole multiple of registers where the tokens are a multiple already, as the remote code has it."""
     vision = NanoVLConfig(vision_config={"args": args}).vision_config
     assert (vision.num_cls_tokens, vision.num_registers) == sizes
-    assert (vision.hidden_size, vision.num_hidden_layers, vision.video_temporal_patch_size) == (1280, 32, None)
+    assert (vision.hidden_size, vision.num_hidden_layers, vision.video_temporal_patch_size) == (
+        1280,
+        32,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config: config.pop("ps_version"), "ps_version='v1', which transposes tiles, is not supported: v2 is"),
+        (
+            lambda config: config.pop("ps_version"),
+            "ps_version='v1', which transposes tiles, is not supported: v2 is",
+        ),
         (lambda config: config.update(ps_version="v1"), "ps_version='v1'"),
         (lambda config: config.update(tiles=3), "key tiles=3 is not known"),
-        (lambda config: config["vision_config"].update(windows=3), "vision_config: key windows=3 is not known"),
-        (lambda config: config["vision_config"].update(adaptor_names=["clip"]), "adaptor_names=.* is not supported"),
         (
-            lambda config: config.update(vision_config={"args": {"model": "vit_large_patch16_224"}}),
+            lambda config: config["vision_config"].update(windows=3),
+            "vision_config: key windows=3 is not known",
+        ),
+        (
+            lambda config: config["vision_config"].update(adaptor_names=["clip"]),
+            "adaptor_names=.* is not supported",
+        ),
+        (
+            lambda config: config.update(
+                vision_config={"args": {"model": "vit_large_patch16_224"}}
+            ),
             "vision_config.args.model='vit_large_patch16_224' is not supported: vit_huge_patch16_224 is",
         ),
         # Nemotron Omni under its older name
@@ -115,7 +155,9 @@ def test_videos_are_frames(vision_case):
 
 
 def test_a_video_pruning_rate_is_of_videos(vision_case, tmp_path):
-    bridge = omni_config(vision_case(NAME), tmp_path, lambda config: config.update(video_pruning_rate=0.7))
+    bridge = omni_config(
+        vision_case(NAME), tmp_path, lambda config: config.update(video_pruning_rate=0.7)
+    )
     assert bridge.to_megatron_provider(load_weights=False).meta_model()[0].vision is not None
 
 
@@ -124,10 +166,14 @@ def test_tiles_that_are_not_square(vision_case):
     case = vision_case(NAME)
     _, provider = provider_of(case)
     (model,) = provider.provide_distributed_model(wrap_with_ddp=False)
-    reference = model_class(case.row.model).from_pretrained(case.checkpoint, dtype=torch.float32).eval()
+    reference = (
+        model_class(case.row.model).from_pretrained(case.checkpoint, dtype=torch.float32).eval()
+    )
     pixels = torch.randn(2, 3, 16, 24)
     with torch.no_grad():
-        expected = reference.mlp1(shuffled(reference.vision_model["radio_model"](pixels))).flatten(0, 1)
+        expected = reference.mlp1(shuffled(reference.vision_model["radio_model"](pixels))).flatten(
+            0, 1
+        )
         found = encode(model.vision, {"pixel_values": pixels})
     assert found.counts == [6, 6]
     assert harness.harness.distance(expected, found.rows, expected.std()) < 1e-5
@@ -136,11 +182,21 @@ def test_tiles_that_are_not_square(vision_case):
 def test_adapters_have_the_names_of_the_remote_modules(vision_case, tmp_path):
     case = vision_case(NAME)
     bridge, provider = provider_of(case)
-    targets = ["linear_fc2", "vision.vision_model.encoder.layer.*.qkv", "vision.multi_modal_projector.linear_1"]
+    targets = [
+        "linear_fc2",
+        "vision.vision_model.encoder.layer.*.qkv",
+        "vision.multi_modal_projector.linear_1",
+    ]
     provider.register_pre_wrap_hook(LoRA(target_modules=targets, dim=4, alpha=8))
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     bridge.save_hf_adapter(model, tmp_path, show_progress=False)
-    names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "adapter_model.safetensors")}
+    names = {
+        name.removeprefix("base_model.model.")
+        for name in load_file(tmp_path / "adapter_model.safetensors")
+    }
     modules = {name.rpartition(".lora_")[0] for name in names}
     decoder = {f"language_model.backbone.layers.{layer}.mixer.down_proj" for layer in (1, 3)}
-    assert modules == decoder | {"mlp1.1", *(f"vision_model.radio_model.model.blocks.{n}.attn.qkv" for n in (0, 1))}
+    assert modules == decoder | {
+        "mlp1.1",
+        *(f"vision_model.radio_model.model.blocks.{n}.attn.qkv" for n in (0, 1)),
+    }

@@ -22,7 +22,9 @@ def test_values_are_counted(dtype):
     assert not_finite(values) == 0
     values[[3, 500, 999]] = torch.tensor([float("nan"), float("inf"), float("-inf")], dtype=dtype)
     assert not_finite(values) == 3
-    assert not_finite(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)) == 0, "only the sum overflows"
+    assert not_finite(torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)) == 0, (
+        "only the sum overflows"
+    )
 
 
 def test_a_model_with_nan_is_named_by_export_and_by_verify(tmp_path, capsys):
@@ -32,7 +34,10 @@ def test_a_model_with_nan_is_named_by_export_and_by_verify(tmp_path, capsys):
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     megatron, again = str(tmp_path / "megatron"), str(tmp_path / "again")
     assert main(["convert", "--hf-model", str(broken), "--megatron-path", megatron]) == 0
-    assert main(["export", "--hf-model", str(broken), "--megatron-path", megatron, "--hf-path", again]) == 0
+    assert (
+        main(["export", "--hf-model", str(broken), "--megatron-path", megatron, "--hf-path", again])
+        == 0
+    )
     assert f"{NAME} (2)" in capsys.readouterr().err
     assert main(["verify", str(broken), megatron, "--skip-logits"]) == 1
     said = capsys.readouterr()

@@ -12,7 +12,11 @@ from megatron.bridge.models.conversion.param_mapping import ShardSpec
 
 def heads(queries, groups, width=4, **more):
     return SimpleNamespace(
-        num_attention_heads=queries, num_query_groups=groups, kv_channels=width, hidden_size=12, **more
+        num_attention_heads=queries,
+        num_query_groups=groups,
+        kv_channels=width,
+        hidden_size=12,
+        **more,
     )
 
 
@@ -42,7 +46,10 @@ def shards_by_pieces(mapping, whole, shape, kind, size, config):
 @pytest.mark.parametrize("columns", [(12,), ()], ids=["weight", "bias"])
 def test_qkv_is_cut_like_the_fused_tensor(size, queries, groups, columns):
     config = heads(queries, groups)
-    whole = {name: torch.randn(rows * 4, *columns) for name, rows in zip("qkv", (queries, groups, groups), strict=True)}
+    whole = {
+        name: torch.randn(rows * 4, *columns)
+        for name, rows in zip("qkv", (queries, groups, groups), strict=True)
+    }
     fused = fused_by_hand(config, whole["q"], whole["k"], whole["v"])
     mapping = pm.QKVMapping("linear_qkv.weight", q="q", k="k", v="v")
     shape = (len(fused) // size, *columns)
@@ -72,7 +79,9 @@ def test_one_concatenated_qkv_tensor(size):
 def test_gated_mlp_holds_gate_above_up_on_each_rank(size):
     gate, up = torch.randn(8, 3), torch.randn(8, 3)
     mapping = pm.GatedMLPMapping("linear_fc1.weight", gate="gate", up="up")
-    shards = shards_by_pieces(mapping, {"gate": gate, "up": up}, (16 // size, 3), "column", size, None)
+    shards = shards_by_pieces(
+        mapping, {"gate": gate, "up": up}, (16 // size, 3), "column", size, None
+    )
     for rank, shard in enumerate(shards):
         assert torch.equal(shard, torch.cat((gate.chunk(size)[rank], up.chunk(size)[rank])))
 
@@ -84,14 +93,18 @@ def test_column_and_row(kind, dim):
     mapping = cls("x.weight", "w")
     expected = whole.chunk(4, dim)
     shape = tuple(expected[0].shape)
-    for shard, part in zip(shards_by_pieces(mapping, {"w": whole}, shape, kind, 4, None), expected, strict=True):
+    for shard, part in zip(
+        shards_by_pieces(mapping, {"w": whole}, shape, kind, 4, None), expected, strict=True
+    ):
         assert torch.equal(shard, part)
     assert torch.equal(mapping.join(ShardSpec(shape, kind, 0, 4, None), list(expected))["w"], whole)
 
 
 def test_a_row_parallel_bias_is_whole_on_every_rank():
     bias = torch.randn(8)
-    shards = shards_by_pieces(pm.RowParallelMapping("x.bias", "b"), {"b": bias}, (8,), "row", 4, None)
+    shards = shards_by_pieces(
+        pm.RowParallelMapping("x.bias", "b"), {"b": bias}, (8,), "row", 4, None
+    )
     assert all(torch.equal(shard, bias) for shard in shards)
 
 
@@ -121,22 +134,35 @@ def test_merge_and_split_functions_undo_each_other():
     q, k, v = (torch.randn(rows * 4, 12) for rows in (6, 2, 2))
     fused = pm.merge_qkv_weights(config, q, k, v)
     assert torch.equal(fused, fused_by_hand(config, q, k, v))
-    assert all(torch.equal(*pair) for pair in zip(pm.split_qkv_weights(config, fused), (q, k, v), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(pm.split_qkv_weights(config, fused), (q, k, v), strict=True)
+    )
     biases = (q[:, 0], k[:, 0], v[:, 0])
     fused_bias = pm.merge_qkv_biases(config, *biases)
     assert torch.equal(fused_bias, fused[:, 0])
-    assert all(torch.equal(*pair) for pair in zip(pm.split_qkv_biases(config, fused_bias), biases, strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(pm.split_qkv_biases(config, fused_bias), biases, strict=True)
+    )
     kv = pm.merge_kv_weights(config, k, v)
     assert torch.equal(kv, torch.cat((k[:4], v[:4], k[4:], v[4:])))
-    assert all(torch.equal(*pair) for pair in zip(pm.split_kv_weights(config, kv), (k, v), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(pm.split_kv_weights(config, kv), (k, v), strict=True)
+    )
 
 
 def test_resolve_fills_wildcards_of_all_names():
     mapping = pm.QKVMapping("layers.*.qkv", q="h.*.q", k="h.*.k", v="h.*.v").resolve(("3",))
     assert mapping.megatron_param == "layers.3.qkv"
     assert mapping.hf_names == ["h.3.q", "h.3.k", "h.3.v"]
-    expert = pm.AutoMapping("layers.*.experts.fc2.weight*", "h.*.experts.*.down").resolve(("3", "7"))
-    assert (expert.megatron_param, expert.hf_param) == ("layers.3.experts.fc2.weight7", "h.3.experts.7.down")
+    expert = pm.AutoMapping("layers.*.experts.fc2.weight*", "h.*.experts.*.down").resolve(
+        ("3", "7")
+    )
+    assert (expert.megatron_param, expert.hf_param) == (
+        "layers.3.experts.fc2.weight7",
+        "h.3.experts.7.down",
+    )
 
 
 def test_methods_work_on_a_module_without_process_groups():
@@ -148,9 +174,9 @@ def test_methods_work_on_a_module_without_process_groups():
     local = mapping.hf_to_megatron(whole, module)
     assert torch.equal(local, fused_by_hand(config, *whole.values()))
     back = mapping.megatron_to_hf(local, module)
-    assert {name: torch.equal(tensor, whole[name.lower()]) for name, tensor in back.items()} == dict.fromkeys(
-        "QKV", True
-    )
+    assert {
+        name: torch.equal(tensor, whole[name.lower()]) for name, tensor in back.items()
+    } == dict.fromkeys("QKV", True)
     assert mapping.megatron_to_hf(None, None) == {}
 
 

@@ -42,7 +42,9 @@ KEYWORDS = {
         "__init__": "dataset_name process_example_fn seq_length seed dataloader_type num_workers do_validation"
         " do_test val_proportion packed_sequence_specs"
     },
-    "data.datasets.packed_sequence.PackedSequenceSpecs": {"__init__": "packed_sequence_size pad_seq_to_mult"},
+    "data.datasets.packed_sequence.PackedSequenceSpecs": {
+        "__init__": "packed_sequence_size pad_seq_to_mult"
+    },
     "data.datasets.sft.GPTSFTDataset": {
         "__init__": "file_path tokenizer max_seq_length max_num_samples seed add_bos add_eos label_key"
         " answer_only_loss truncation_field truncation_method prompt_template"
@@ -93,7 +95,9 @@ def test_keywords(name):
     owner = getattr(load(module), cls)
     for method, expected in KEYWORDS[name].items():
         found = inspect.signature(getattr(owner, method)).parameters
-        assert [keyword for keyword in expected.split() if keyword not in found] == [], f"{cls}.{method}"
+        assert [keyword for keyword in expected.split() if keyword not in found] == [], (
+            f"{cls}.{method}"
+        )
 
 
 @pytest.mark.parametrize("module", MEMBERS)

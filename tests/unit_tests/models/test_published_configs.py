@@ -114,7 +114,9 @@ def bridged(directory, config):
 
 @pytest.mark.parametrize("name", FILES)
 def test_config_round_trip(name, tmp_path):
-    problems = configs.round_trip(bridged(tmp_path / name, json.loads(FILES[name].read_text())).hf_config)
+    problems = configs.round_trip(
+        bridged(tmp_path / name, json.loads(FILES[name].read_text())).hf_config
+    )
     assert not problems, "\n".join(problems)
 
 
@@ -134,7 +136,9 @@ def by_size():
     for name, path in FILES.items():
         config = json.loads(path.read_text())
         config = config.get("text_config", config)
-        counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+        counts = (
+            config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts")
+        )
         experts = next((count for count in counts if count), 0) * config.get("num_hidden_layers", 0)
         yield pytest.param(name, marks=pytest.mark.slow if experts > 5000 else ())
 
@@ -154,6 +158,8 @@ def count_of(config):
     """How many numbers the plan of the model converts, without the layers that transformers has no modules for."""
     bridge = AutoBridge.from_hf_config(config)
     tasks = bridge.plan(bridge.to_megatron_provider(load_weights=False).meta_model()).tasks
-    shapes = {name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()}
+    shapes = {
+        name: shape for task in tasks if not task.is_copy for name, shape in task.hf_shapes.items()
+    }
     beyond = f"layers.{config.num_hidden_layers}."
     return sum(math.prod(shape) for name, shape in shapes.items() if beyond not in name)

@@ -8,7 +8,10 @@ import pytest
 from megatron.bridge import AutoBridge
 from tests import families
 
-FILES = {path.stem: path for path in sorted((Path(families.__path__[0]) / "published_vision").glob("*.json"))}
+FILES = {
+    path.stem: path
+    for path in sorted((Path(families.__path__[0]) / "published_vision").glob("*.json"))
+}
 # trainable parameters, as the files on the hub add up
 COUNTS = {
     "Qwen--Qwen2-VL-2B-Instruct": 2_208_985_600,
@@ -48,4 +51,7 @@ def test_a_published_size(tmp_path, name):
     if name in COUNTS:
         assert sum(parameter.numel() for parameter in model[0].parameters()) == COUNTS[name]
     changed = bridge._bridge.changed_config(provider, bridge.hf_config.to_dict())
-    assert changed in ({}, {"tie_word_embeddings": False})  # transformers guesses where a config does not say
+    assert changed in (
+        {},
+        {"tie_word_embeddings": False},
+    )  # transformers guesses where a config does not say

@@ -25,13 +25,27 @@ class Hub(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path == "/api/repos/create":
             name = json.loads(body)["name"]
-            self.answer({"url": f"{self.server.url}/owner/{name}"}, 401 if name == "refused" else 200)
+            self.answer(
+                {"url": f"{self.server.url}/owner/{name}"}, 401 if name == "refused" else 200
+            )
         elif self.path == "/api/validate-yaml":
             content = json.loads(body)["content"]
-            self.answer({"errors": [] if "license: apache-2.0" in content else ["no licence"], "warnings": []})
+            self.answer(
+                {
+                    "errors": [] if "license: apache-2.0" in content else ["no licence"],
+                    "warnings": [],
+                }
+            )
         elif "/preupload/" in self.path:
             wanted = [entry["path"] for entry in json.loads(body)["files"]]
-            self.answer({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in wanted]})
+            self.answer(
+                {
+                    "files": [
+                        {"path": path, "uploadMode": "regular", "shouldIgnore": False}
+                        for path in wanted
+                    ]
+                }
+            )
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
@@ -44,7 +58,10 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"error": f"not expected: {self.path}"}, 500)
 
     def do_GET(self):
-        self.answer({"id": "owner/model", "siblings": [], "sha": "0" * 40}, 401 if "refused" in self.path else 200)
+        self.answer(
+            {"id": "owner/model", "siblings": [], "sha": "0" * 40},
+            401 if "refused" in self.path else 200,
+        )
 
     def answer(self, value, status=200):
         data = json.dumps(value).encode()
@@ -63,10 +80,14 @@ def hub(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.url = f"http://127.0.0.1:{server.server_port}"
     Hub.files.clear()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # this hub can be reached
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HF_HUB_OFFLINE", False
+    )  # this hub can be reached
     threading.Thread(target=server.serve_forever, daemon=True).start()
     real = huggingface_hub.HfApi
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda token: real(endpoint=server.url, token=token or "t"))
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi", lambda token: real(endpoint=server.url, token=token or "t")
+    )
     yield server
     server.shutdown()
     server.server_close()
@@ -90,7 +111,9 @@ def test_every_file_arrives(hub, model):
 
 
 def test_a_refusal_is_one_sentence(hub, model):
-    with pytest.raises(UserError, match=r"the hub does not take owner/refused: .*401.*hf auth login"):
+    with pytest.raises(
+        UserError, match=r"the hub does not take owner/refused: .*401.*hf auth login"
+    ):
         AutoBridge.from_hf_pretrained(model).push_to_hub(model, "owner/refused")
 
 

@@ -8,9 +8,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.models.hf_pretrained.quantized_checkpoint import check, open_checkpoint, without_quantization
+from megatron.bridge.models.hf_pretrained.quantized_checkpoint import (
+    check,
+    open_checkpoint,
+    without_quantization,
+)
 from megatron.bridge.utils.errors import UserError
-from tests.quantize import fp8_config, from_fp8, from_mxfp4, random_mxfp4, rewrite, store_in_fp8, to_fp8
+from tests.quantize import (
+    fp8_config,
+    from_fp8,
+    from_mxfp4,
+    random_mxfp4,
+    rewrite,
+    store_in_fp8,
+    to_fp8,
+)
 from tests.toy_models import make_llama, tokens
 from tests.unit_tests.models.test_llama import TOLERANCE, difference
 
@@ -25,7 +37,10 @@ PARTS = [
 
 
 def opened(directory, config, dtype=torch.bfloat16, **tensors):
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
     return open_checkpoint(directory, {"quantization_config": config}, dtype)
 
 
@@ -34,7 +49,9 @@ def opened(directory, config, dtype=torch.bfloat16, **tensors):
 def test_parts_of_float8_matrices(tmp_path, block, index):
     torch.manual_seed(0)
     packed, scale = to_fp8(torch.randn(37, 41), block)  # neither side divides by a block
-    checkpoint = opened(tmp_path, fp8_config(block and list(block)), w=packed, w_scale_inv=scale, norm=torch.ones(3))
+    checkpoint = opened(
+        tmp_path, fp8_config(block and list(block)), w=packed, w_scale_inv=scale, norm=torch.ones(3)
+    )
     assert set(checkpoint) == {"norm", "w"}
     expected = from_fp8(packed, scale, block)
     target = torch.empty(expected[index].shape)
@@ -50,7 +67,9 @@ def test_parts_of_float8_matrices(tmp_path, block, index):
 def test_scales_of_other_dtypes(tmp_path, dtype):
     packed, scale = to_fp8(torch.randn(32, 32), (16, 16))
     scale = scale.to(dtype)
-    checkpoint = opened(tmp_path, fp8_config([16, 16], scale_fmt="ue8m0"), w=packed, w_scale_inv=scale)
+    checkpoint = opened(
+        tmp_path, fp8_config([16, 16], scale_fmt="ue8m0"), w=packed, w_scale_inv=scale
+    )
     assert torch.equal(checkpoint["w"], from_fp8(packed, scale, (16, 16)).bfloat16())
 
 
@@ -102,17 +121,38 @@ def fp8_tensors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("m.weight_scale_inv"), r"m\.weight is float8_e4m3fn.*m\.weight_scale_inv is missing"),
-        (lambda t: t.pop("m.weight"), r"m\.weight_scale_inv scales m\.weight, which is not in the checkpoint"),
-        (lambda t: t.update({"m.weight": torch.ones(32, 48)}), r"scales m\.weight, which is float32"),
-        (lambda t: t.update({"norm.weight_scale_inv": torch.ones(1)}), r"scales norm\.weight, which is float32"),
+        (
+            lambda t: t.pop("m.weight_scale_inv"),
+            r"m\.weight is float8_e4m3fn.*m\.weight_scale_inv is missing",
+        ),
+        (
+            lambda t: t.pop("m.weight"),
+            r"m\.weight_scale_inv scales m\.weight, which is not in the checkpoint",
+        ),
+        (
+            lambda t: t.update({"m.weight": torch.ones(32, 48)}),
+            r"scales m\.weight, which is float32",
+        ),
+        (
+            lambda t: t.update({"norm.weight_scale_inv": torch.ones(1)}),
+            r"scales norm\.weight, which is float32",
+        ),
         (
             lambda t: t.update({"m.weight_scale_inv": t["m.weight_scale_inv"].t()}),
             r"m\.weight_scale_inv has shape \[3, 2\].*shape \[2, 3\]",
         ),
-        (lambda t: t.update({"m.weight_scale_inv": torch.ones(2, 3).int()}), "is int32, not a float"),
-        (lambda t: t.update({"m.weight": t["m.weight"].flatten()}), r"of shape \[1536\], not a matrix"),
-        (lambda t: [t.pop("m.weight"), t.pop("m.weight_scale_inv")], "quantization_config.*remove quantization_config"),
+        (
+            lambda t: t.update({"m.weight_scale_inv": torch.ones(2, 3).int()}),
+            "is int32, not a float",
+        ),
+        (
+            lambda t: t.update({"m.weight": t["m.weight"].flatten()}),
+            r"of shape \[1536\], not a matrix",
+        ),
+        (
+            lambda t: [t.pop("m.weight"), t.pop("m.weight_scale_inv")],
+            "quantization_config.*remove quantization_config",
+        ),
     ],
 )
 def test_wrong_float8_scales_are_named(tmp_path, change, message):
@@ -132,9 +172,15 @@ def test_scales_by_block_where_one_is_declared(tmp_path):
     [
         (lambda t: t.pop("e_scales"), r"tensor e_scales is missing"),
         (lambda t: t.pop("e_blocks"), r"tensor e_blocks is missing"),
-        (lambda t: t.update({"e": torch.ones(1)}), r"tensor e is in the checkpoint both in full and as"),
+        (
+            lambda t: t.update({"e": torch.ones(1)}),
+            r"tensor e is in the checkpoint both in full and as",
+        ),
         (lambda t: t.update({"e_scales": t["e_scales"][:, :, :1]}), r"are not MXFP4"),
-        (lambda t: t.update({"e_scales": t["e_scales"].float()}), r"e_scales \(float32 .* are not MXFP4"),
+        (
+            lambda t: t.update({"e_scales": t["e_scales"].float()}),
+            r"e_scales \(float32 .* are not MXFP4",
+        ),
     ],
 )
 def test_wrong_mxfp4_parts_are_named(tmp_path, change, message):
@@ -153,7 +199,10 @@ def test_wrong_mxfp4_parts_are_named(tmp_path, change, message):
         (fp8_config([128, 128], fmt="e5m2"), "quantization_config.fmt='e5m2'"),
         (fp8_config([128, 128], expert_dtype="fp4"), "expert_dtype='fp4'"),
         (fp8_config([128]), r"weight_block_size=\[128\]"),
-        (fp8_config([128, 128], rotation="hadamard"), "quantization_config.rotation='hadamard' is not known"),
+        (
+            fp8_config([128, 128], rotation="hadamard"),
+            "quantization_config.rotation='hadamard' is not known",
+        ),
         (fp8_config([128, 128], weight_blok_size=None), "did you mean weight_block_size"),
     ],
 )
@@ -173,7 +222,9 @@ def reference(directory, dtype=torch.float32):
     del config.quantization_config
     stored = load_file(directory / "model.safetensors")
     full = {
-        name: from_fp8(tensor, stored[f"{name}_scale_inv"], block) if f"{name}_scale_inv" in stored else tensor
+        name: from_fp8(tensor, stored[f"{name}_scale_inv"], block)
+        if f"{name}_scale_inv" in stored
+        else tensor
         for name, tensor in stored.items()
         if not name.endswith("_scale")
         if not name.endswith("_scale_inv")
@@ -194,12 +245,16 @@ def test_a_float8_model(tmp_path, block, capsys):
     assert difference(hf, model[0], *tokens()) <= TOLERANCE
 
     bridge.save_hf_pretrained(model, tmp_path / "out")
-    assert "unquantized, although its source is stored in fp8" in " ".join(capsys.readouterr().err.split())
+    assert "unquantized, although its source is stored in fp8" in " ".join(
+        capsys.readouterr().err.split()
+    )
     written = load_file(tmp_path / "out" / "model.safetensors")
     expected = {name: tensor.bfloat16() for name, tensor in hf.state_dict().items()}
     assert written.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in written.items())
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out")
+    )
     del before["quantization_config"]
     assert after == before
 
@@ -218,7 +273,9 @@ def test_a_static_scheme_has_scales_of_activations(tmp_path):
     assert difference(reference(tmp_path / "hf"), model[0], *tokens()) <= TOLERANCE
 
     rewrite(tmp_path / "hf", lambda name, tensor: {name: tensor}, fp8_config(None))
-    with pytest.raises(UserError, match=r"activation_scale of the checkpoint has no Megatron parameter"):
+    with pytest.raises(
+        UserError, match=r"activation_scale of the checkpoint has no Megatron parameter"
+    ):
         AutoBridge.from_hf_pretrained(tmp_path / "hf").to_megatron_model(wrap_with_ddp=False)
 
 
@@ -232,12 +289,18 @@ def test_shards_of_a_quantised_source(tmp_path, monkeypatch):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    shards = {file: load_file(tmp_path / "out" / file) for file in set(index["weight_map"].values())}
+    shards = {
+        file: load_file(tmp_path / "out" / file) for file in set(index["weight_map"].values())
+    }
     assert len(shards) > 2
-    assert {name: file for file, tensors in shards.items() for name in tensors} == index["weight_map"]
+    assert {name: file for file, tensors in shards.items() for name in tensors} == index[
+        "weight_map"
+    ]
     sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in shards.values()]
     assert sum(sizes) == index["metadata"]["total_size"]
-    assert all(size <= 20_000 or len(shards[file]) == 1 for file, size in zip(shards, sizes, strict=True))
+    assert all(
+        size <= 20_000 or len(shards[file]) == 1 for file, size in zip(shards, sizes, strict=True)
+    )
     again = AutoBridge.from_hf_pretrained(tmp_path / "out").to_megatron_model(wrap_with_ddp=False)
     for one, other in zip(model[0].parameters(), again[0].parameters(), strict=True):
         assert torch.equal(one, other)
@@ -250,7 +313,9 @@ def test_float8_weights_that_the_config_does_not_declare(tmp_path):
     config = json.loads(path.read_text())
     del config["quantization_config"]
     path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"weight_scale_inv of the checkpoint has no Megatron parameter"):
+    with pytest.raises(
+        UserError, match=r"weight_scale_inv of the checkpoint has no Megatron parameter"
+    ):
         AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)
 
 
@@ -259,7 +324,9 @@ def test_a_quantised_config_without_weights(tmp_path):
 
     from tests.toy_models import LLAMA
 
-    config = LlamaConfig(**LLAMA, architectures=["LlamaForCausalLM"], quantization_config=fp8_config([128, 128]))
+    config = LlamaConfig(
+        **LLAMA, architectures=["LlamaForCausalLM"], quantization_config=fp8_config([128, 128])
+    )
     bridge = AutoBridge.from_hf_config(config)
     model = bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False)
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)

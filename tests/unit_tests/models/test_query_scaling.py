@@ -90,12 +90,17 @@ def test_without_the_scaling_it_is_another_model(models):
     assert provider.query_scaling_beta == YARN["llama_4_scaling_beta"]
     plain = copy.copy(provider)
     plain.query_scaling_beta = None
-    assert difference(hf, plain.provide_distributed_model(wrap_with_ddp=False)[0], *tokens()) > 100 * TOLERANCE
+    assert (
+        difference(hf, plain.provide_distributed_model(wrap_with_ddp=False)[0], *tokens())
+        > 100 * TOLERANCE
+    )
 
 
 def test_a_scaling_without_its_length_is_refused():
     provider = GPTModelProvider(
         num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, query_scaling_beta=0.1
     )
-    with pytest.raises(UserError, match=r"query_scaling_beta=0.1 has no length .*original_max_position"):
+    with pytest.raises(
+        UserError, match=r"query_scaling_beta=0.1 has no length .*original_max_position"
+    ):
         provider.provide_distributed_model(wrap_with_ddp=False)

@@ -13,8 +13,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megatron.bridge.models.conversion.mappings import recurrent as rm
 from megatron.bridge.models.conversion.param_mapping import ShardSpec
 
-MAMBA = SimpleNamespace(hidden_size=10, mamba_num_heads=4, mamba_head_dim=3, mamba_num_groups=2, mamba_state_dim=5)
-GDN = SimpleNamespace(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=3, linear_value_head_dim=2)
+MAMBA = SimpleNamespace(
+    hidden_size=10, mamba_num_heads=4, mamba_head_dim=3, mamba_num_groups=2, mamba_state_dim=5
+)
+GDN = SimpleNamespace(
+    linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=3, linear_value_head_dim=2
+)
 
 
 def shards_of(mapping, whole, rows, size, config):
@@ -28,7 +32,9 @@ def shards_of(mapping, whole, rows, size, config):
         assert not local.isnan().any()
         shards.append(local)
     back = mapping.join(ShardSpec(shape, "column", 0, size, config), shards)
-    assert {name: tensor.shape for name, tensor in back.items()} == {n: t.shape for n, t in whole.items()}
+    assert {name: tensor.shape for name, tensor in back.items()} == {
+        n: t.shape for n, t in whole.items()
+    }
     assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
     return shards
 
@@ -56,7 +62,9 @@ def test_heads_of_mamba_follow_from_the_width_unless_given():
 
 
 def delta_net():
-    config = Qwen3NextConfig(hidden_size=7, num_hidden_layers=1, layer_types=["linear_attention"], **vars(GDN))
+    config = Qwen3NextConfig(
+        hidden_size=7, num_hidden_layers=1, layer_types=["linear_attention"], **vars(GDN)
+    )
     return Qwen3NextGatedDeltaNet(config, 0)
 
 
@@ -74,7 +82,9 @@ def test_gated_delta_net_projects_the_same_features(size):
     )
     kinds = [kind.flatten(2).chunk(size, dim=-1) for kind in (query, key, value, z, b, a)]
     for rank, shard in enumerate(shards):
-        assert torch.allclose(x @ shard.T, torch.cat([kind[rank] for kind in kinds], dim=-1), atol=1e-6)
+        assert torch.allclose(
+            x @ shard.T, torch.cat([kind[rank] for kind in kinds], dim=-1), atol=1e-6
+        )
 
 
 def test_gated_delta_net_kinds_come_in_megatrons_order():

@@ -30,7 +30,9 @@ def provider_of(bridge):
 
 def test_overrides_set_the_dtype_and_attributes(bridge):
     provider = provider_of(bridge)
-    found = provider.apply_overrides_and_finalize(dtype=torch.bfloat16, overrides={"seq_length": 24})
+    found = provider.apply_overrides_and_finalize(
+        dtype=torch.bfloat16, overrides={"seq_length": 24}
+    )
     assert found is provider
     assert (provider.bf16, provider.fp16, provider.seq_length) == (True, False, 24)
     assert provider.params_dtype == torch.bfloat16
@@ -46,7 +48,9 @@ def test_an_unknown_override_changes_nothing(bridge):
 def test_refused_values_change_nothing(bridge):
     provider = provider_of(bridge)
     with pytest.raises(UserError, match="refuses"):
-        provider.apply_overrides_and_finalize(overrides={"seq_length": 24, "fp16": True, "bf16": True})
+        provider.apply_overrides_and_finalize(
+            overrides={"seq_length": 24, "fp16": True, "bf16": True}
+        )
     assert provider.seq_length != 24
 
 
@@ -83,9 +87,13 @@ def test_weights_in_another_dtype(bridge, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = bridge.to_megatron_model(wrap_with_ddp=False)
-    exported = list(bridge.export_hf_weights(model[0], show_progress=False, weight_dtype="bfloat16"))
+    exported = list(
+        bridge.export_hf_weights(model[0], show_progress=False, weight_dtype="bfloat16")
+    )
     assert {item.weight.dtype for item in exported} == {torch.bfloat16}
-    bridge.save_hf_pretrained(model[0], tmp_path / "out", show_progress=False, weight_dtype=torch.bfloat16)
+    bridge.save_hf_pretrained(
+        model[0], tmp_path / "out", show_progress=False, weight_dtype=torch.bfloat16
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     state = loaded.state_dict()
@@ -103,7 +111,9 @@ def test_who_writes(tmp_path):
 
 def test_tasks_under_either_keyword(bridge):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
-    assert len(bridge.get_conversion_tasks(megatron_model=model)) == len(bridge.get_conversion_tasks(model[0]))
+    assert len(bridge.get_conversion_tasks(megatron_model=model)) == len(
+        bridge.get_conversion_tasks(model[0])
+    )
     with pytest.raises(UserError, match="model or megatron_model"):
         bridge.get_conversion_tasks()
     with pytest.raises(UserError, match=r"skip_temp_dist_context=False .*destroy_process_group"):
@@ -122,7 +132,9 @@ def test_side_files_alone(bridge, tmp_path):
 
 def test_settings_of_adapters():
     assert create_peft({"rank": 0}) is None
-    found = create_peft({"type": "dora", "rank": 4, "alpha": 8, "merge": True, "exclude_modules": []})
+    found = create_peft(
+        {"type": "dora", "rank": 4, "alpha": 8, "merge": True, "exclude_modules": []}
+    )
     assert found == DoRA(dim=4, alpha=8)
     with pytest.raises(UserError, match=r"lora\.ranks=4: LoRA has no such setting"):
         create_peft({"rank": 4, "ranks": 4})
@@ -161,7 +173,9 @@ def test_the_base_is_not_there_when_modules_were_trained(bridge):
 
 
 def test_adapter_config():
-    found = build_adapter_config_dict(LoRA(dim=4, alpha=8), ["q_proj"], base_model_name_or_path="owner/base")
+    found = build_adapter_config_dict(
+        LoRA(dim=4, alpha=8), ["q_proj"], base_model_name_or_path="owner/base"
+    )
     assert (found["r"], found["lora_alpha"], found["use_dora"]) == (4, 8, False)
     assert found["base_model_name_or_path"] == "owner/base"
 
@@ -188,7 +202,10 @@ def test_an_export_needs_no_weights_of_its_source(tmp_path):
     bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     bridge.save_megatron_model(model, tmp_path / "megatron")
-    wanted = {name: weight.clone() for name, weight in bridge.export_hf_weights(model, show_progress=False)}
+    wanted = {
+        name: weight.clone()
+        for name, weight in bridge.export_hf_weights(model, show_progress=False)
+    }
     for path in (tmp_path / "hf").glob("*.safetensors*"):
         path.unlink()
     other = AutoBridge.from_hf_pretrained(tmp_path / "hf")

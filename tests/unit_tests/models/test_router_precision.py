@@ -29,9 +29,15 @@ def test_it_stays_as_stored_through_model_and_export(checkpoint, tmp_path):
     bridge = AutoBridge.from_hf_pretrained(checkpoint)
     (chunk,) = bridge.to_megatron_model()
     routers = {name: buffer for name, buffer in chunk.named_buffers() if "router" in name}
-    assert {buffer.dtype for buffer in routers.values()} == {torch.float32}  # the counts of tokens too
+    assert {buffer.dtype for buffer in routers.values()} == {
+        torch.float32
+    }  # the counts of tokens too
     assert {parameter.dtype for parameter in chunk.parameters()} == {torch.bfloat16}
-    (held,) = (buffer for name, buffer in routers.items() if "layers.3" in name and name.endswith("expert_bias"))
+    (held,) = (
+        buffer
+        for name, buffer in routers.items()
+        if "layers.3" in name and name.endswith("expert_bias")
+    )
     assert torch.equal(held, stored[BIAS])
     bridge.save_hf_pretrained([chunk], tmp_path / "out", show_progress=False)
     name = "model.safetensors"
@@ -46,7 +52,9 @@ def test_only_the_bias_may_be_stored_either_way(checkpoint, tmp_path, name):
     save_file({**tensors, name: tensors[name].to(other)}, path, {"format": "pt"})
     bridge = AutoBridge.from_hf_pretrained(checkpoint)
     if name != BIAS:
-        with pytest.raises(UserError, match=r"gate.weight in .* is float32, config.json says bfloat16"):
+        with pytest.raises(
+            UserError, match=r"gate.weight in .* is float32, config.json says bfloat16"
+        ):
             bridge.to_megatron_model(wrap_with_ddp=False)
         return
     model = bridge.to_megatron_model(wrap_with_ddp=False)

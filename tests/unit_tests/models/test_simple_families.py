@@ -23,12 +23,36 @@ def provider_of(row, **changes):
     ("row", "changes", "message"),
     [
         ("qwen2", {"use_mrope": True}, "use_mrope=True is not supported"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False and layer_types has"),
-        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layer_types='linear_attention' is not supported"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window=0 must be at least 1"),
-        ("mistral_window", {"layer_types": ["full_attention"] * 4}, "key layer_types=.* is not known"),
-        ("mistral_window", {"rope_parameters": YARN}, "llama_4_scaling_beta is not a parameter of rope_type='yarn'"),
-        ("ministral3", {"rope_parameters": PLAIN}, "rope_parameters.llama_4_scaling_beta is missing"),
+        (
+            "qwen2",
+            {"layer_types": ["sliding_attention"] * 4},
+            "use_sliding_window=False and layer_types has",
+        ),
+        (
+            "qwen2",
+            {"layer_types": ["linear_attention"] * 4},
+            "layer_types='linear_attention' is not supported",
+        ),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "sliding_window=0 must be at least 1",
+        ),
+        (
+            "mistral_window",
+            {"layer_types": ["full_attention"] * 4},
+            "key layer_types=.* is not known",
+        ),
+        (
+            "mistral_window",
+            {"rope_parameters": YARN},
+            "llama_4_scaling_beta is not a parameter of rope_type='yarn'",
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": PLAIN},
+            "rope_parameters.llama_4_scaling_beta is missing",
+        ),
         ("phi3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop=0.1 is not supported"),
         (
@@ -53,7 +77,9 @@ def test_too_few_layers_with_and_without_rope():
 
 def test_a_length_that_ministral3_repeats():
     plain = provider_of("ministral3")
-    assert provider_of("ministral3", rope_parameters={**YARN, "max_position_embeddings": 64}) == plain
+    assert (
+        provider_of("ministral3", rope_parameters={**YARN, "max_position_embeddings": 64}) == plain
+    )
 
 
 def test_a_window_that_is_switched_on_or_off_is_exported():
@@ -69,7 +95,9 @@ def test_a_window_that_is_switched_on_or_off_is_exported():
 
 
 def test_the_width_of_experts_is_exported_where_no_layer_is_dense():
-    config = transformers.MixtralConfig(**ROWS["mixtral"].config, architectures=["MixtralForCausalLM"])
+    config = transformers.MixtralConfig(
+        **ROWS["mixtral"].config, architectures=["MixtralForCausalLM"]
+    )
     bridge = AutoBridge.from_hf_config(config)
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.ffn_hidden_size += 8
@@ -85,7 +113,9 @@ def test_experts_with_biases_are_whole_unless_a_user_cuts_them_which_is_refused(
     assert (provider.expert_tensor_ranks, provider.expert_tensor_parallel_size) == (1, None)
     assert provider.resolved().expert_tensor_parallel_size == 1
     provider.expert_tensor_parallel_size = 2
-    with pytest.raises(UserError, match=r"expert_tensor_parallel_size=2 cannot cut experts .*: leave it unset"):
+    with pytest.raises(
+        UserError, match=r"expert_tensor_parallel_size=2 cannot cut experts .*: leave it unset"
+    ):
         provider.finalize()
 
 

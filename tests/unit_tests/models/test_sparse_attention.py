@@ -49,7 +49,10 @@ def divergence(core, x, latent, query, key, sparse):
         products = torch.relu(index.queries[t, 0] @ index.keys[: t + 1, 0].T)
         scores = weights @ products
         attention = torch.stack(
-            [(query[t, 0, head] @ key[: t + 1, 0, head].T) * core.scale for head in range(query.size(2))]
+            [
+                (query[t, 0, head] @ key[: t + 1, 0, head].T) * core.scale
+                for head in range(query.size(2))
+            ]
         )
         seen = torch.arange(t + 1)
         if sparse:
@@ -77,7 +80,9 @@ def test_the_indexer_learns_what_attention_does(case, sparse):
     (COEFFICIENT * loss).backward()
     for name, weight in core.indexer.named_parameters():
         assert weight.grad.abs().max() > 0
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-3, atol=1e-6 + 1e-4 * weight.grad.abs().max())
+        torch.testing.assert_close(
+            found[name], weight.grad, rtol=1e-3, atol=1e-6 + 1e-4 * weight.grad.abs().max()
+        )
 
 
 def test_the_loss_changes_no_other_gradient(case):
@@ -114,7 +119,10 @@ def test_sequences_of_a_packed_row_do_not_see_each_other(case):
 
 def test_recomputed_layers_make_the_same_choice(case):
     grads = []
-    for changes in ({}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]}):
+    for changes in (
+        {},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+    ):
         chunk = build(case, dsa_indexer_loss_coeff=COEFFICIENT, **changes).train()
         (run(chunk, case.batch[0]) ** 2).sum().backward()
         grads.append({name: weight.grad for name, weight in chunk.named_parameters()})
@@ -140,16 +148,36 @@ def test_operations(case):
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
-        ("deepseek_v32", {"dsa_kernel_backend": "tilelang"}, "dsa_kernel_backend='tilelang' is not supported"),
-        ("deepseek_v32", {"dsa_indexer_rotate_activation": True}, "dsa_indexer_rotate_activation=True is not supp"),
+        (
+            "deepseek_v32",
+            {"dsa_kernel_backend": "tilelang"},
+            "dsa_kernel_backend='tilelang' is not supported",
+        ),
+        (
+            "deepseek_v32",
+            {"dsa_indexer_rotate_activation": True},
+            "dsa_indexer_rotate_activation=True is not supp",
+        ),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank=None must be positive"),
         ("deepseek_v32", {"dsa_indexer_topk": 0}, "dsa_indexer_topk=0 must be positive"),
-        ("deepseek_v32", {"dsa_indexer_head_dim": 10}, "dsa_indexer_head_dim=10 is less than qk_pos_emb_head_dim=12"),
-        ("deepseek_v32", {"linear_attention_freq": 2}, "linear_attention_freq has no effect without"),
+        (
+            "deepseek_v32",
+            {"dsa_indexer_head_dim": 10},
+            "dsa_indexer_head_dim=10 is less than qk_pos_emb_head_dim=12",
+        ),
+        (
+            "deepseek_v32",
+            {"linear_attention_freq": 2},
+            "linear_attention_freq has no effect without",
+        ),
         ("glm_moe_dsa", {"mtp_num_layers": 1}, "mtp_num_layers=1 does not support: set it to None"),
         (
             "glm_moe_dsa",
-            {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "recompute_granularity": "selective"},
+            {
+                "pipeline_model_parallel_size": 2,
+                "pipeline_dtype": torch.float32,
+                "recompute_granularity": "selective",
+            },
             "recompute_granularity='selective' with pipeline_model_parallel_size=2",
         ),
     ],
@@ -169,7 +197,10 @@ def test_what_is_refused(row, changes, message):
         (["full", "full", "shared", "full"], None),
         (["full", "shared", "full", "full"], "only 'full' layers at equal distances"),
         (["shared", "full", "shared", "full"], "only 'full' layers at equal distances"),
-        (["full", "none", "full", "full"], "indexer_types='none' is not supported; known: full, shared"),
+        (
+            ["full", "none", "full", "full"],
+            "indexer_types='none' is not supported; known: full, shared",
+        ),
     ],
 )
 def test_which_layers_may_share(kinds, message):
@@ -185,19 +216,27 @@ def test_which_layers_may_share(kinds, message):
 def test_a_stage_cannot_begin_with_a_shared_layer():
     provider = provider_of(ROWS["glm_moe_dsa"])
     provider.dsa_indexer_topk_freq = 4
-    with pytest.raises(UserError, match="begins a stage with layer 3, which takes the choice of an earlier one"):
+    with pytest.raises(
+        UserError, match="begins a stage with layer 3, which takes the choice of an earlier one"
+    ):
         check_stage(provider, 3)
 
 
 def test_layers_of_further_predictions_have_indexers_of_their_own(tmp_path):
     row = ROWS["deepseek_v32"]
-    case = Case(Row(row.name, row.model, {**row.config, "num_nextn_predict_layers": next_tokens.DEPTHS}), tmp_path)
+    case = Case(
+        Row(row.name, row.model, {**row.config, "num_nextn_predict_layers": next_tokens.DEPTHS}),
+        tmp_path,
+    )
     harness.save(harness.hf_model(case.row), case.checkpoint)
     next_tokens.add_layers(case.checkpoint)
     (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     bridge = harness.AutoBridge.from_hf_pretrained(case.checkpoint)
     (chunk,) = model = bridge.to_megatron_model(wrap_with_ddp=False)
-    assert "mtp.layers.1.mtp_model_layer.self_attention.core_attention.indexer.k_norm.bias" in chunk.state_dict()
+    assert (
+        "mtp.layers.1.mtp_model_layer.self_attention.core_attention.indexer.k_norm.bias"
+        in chunk.state_dict()
+    )
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
     assert harness.different_files(case, tmp_path / "out") == []
     assert run(chunk, case.batch[0]).isfinite().all()

@@ -10,7 +10,9 @@ from tests.unit_tests.project.tree import ROOT
 
 SOURCE = ROOT / "src"
 WITH_STARS = sorted(
-    path for path in (SOURCE / "megatron/bridge/models").rglob("*.py") if " import *" in path.read_text()
+    path
+    for path in (SOURCE / "megatron/bridge/models").rglob("*.py")
+    if " import *" in path.read_text()
 )
 
 
@@ -20,5 +22,9 @@ def test_imported_names_are_what_they_were_imported_as(path):
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom):
             origin = import_module(node.module)
-            for name in (alias for alias in node.names if alias.name != "*" and hasattr(origin, alias.name)):
-                assert getattr(module, name.asname or name.name) is getattr(origin, name.name), name.name
+            for name in (
+                alias for alias in node.names if alias.name != "*" and hasattr(origin, alias.name)
+            ):
+                assert getattr(module, name.asname or name.name) is getattr(origin, name.name), (
+                    name.name
+                )

@@ -61,7 +61,9 @@ def test_half_precision_tied(hf, tmp_path):
     assert files(tmp_path / "out") == files(hf)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3_fp8", "qwen3_moe_sequential", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt_oss", "deepseek_v3_fp8", "qwen3_moe_sequential", "gemma2"]
+)
 def test_every_kind_of_parameter(family_case, tmp_path, name):
     case = family_case(name)
     assert_written_the_same(case.checkpoint, tmp_path)
@@ -97,7 +99,11 @@ class Peak:
             self.above = max(self.above, self._now() - self._start)
 
     def _now(self):
-        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        (line,) = (
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        )
         return int(line.split()[1]) * 1024
 
 
@@ -118,7 +124,13 @@ def peaks(folder, answer):
 
 
 def test_memory_is_what_was_allowed_and_not_the_models(tmp_path):
-    make_llama(tmp_path / "hf", hidden_size=576, intermediate_size=2304, num_hidden_layers=9, shard_size="1GB")
+    make_llama(
+        tmp_path / "hf",
+        hidden_size=576,
+        intermediate_size=2304,
+        num_hidden_layers=9,
+        shard_size="1GB",
+    )
     make_llama(tmp_path / "small")
     size = (tmp_path / "hf" / "model.safetensors").stat().st_size
     assert size > 120 << 20
@@ -159,15 +171,23 @@ class SmallDisk:
         return getattr(self._stream, name)
 
 
-@pytest.mark.parametrize("writes", [3, 20, 40, 100])  # in the numbers, and in what torch writes around them
-def test_a_full_disk_leaves_nothing_and_the_import_can_be_run_again(hf, tmp_path, monkeypatch, writes):
+@pytest.mark.parametrize(
+    "writes", [3, 20, 40, 100]
+)  # in the numbers, and in what torch writes around them
+def test_a_full_disk_leaves_nothing_and_the_import_can_be_run_again(
+    hf, tmp_path, monkeypatch, writes
+):
     with monkeypatch.context() as patched:
-        patched.setattr(manifest, "HashingStream", lambda stream, _: HashingStream(SmallDisk(stream, writes)))
+        patched.setattr(
+            manifest, "HashingStream", lambda stream, _: HashingStream(SmallDisk(stream, writes))
+        )
         with pytest.raises(UserError, match="No space left on device; free some space"):
             AutoBridge.import_ckpt(hf, tmp_path / "megatron", show_progress=False)
     assert list(tmp_path.iterdir()) == []
     AutoBridge.import_ckpt(hf, tmp_path / "megatron", show_progress=False)
-    AutoBridge.from_hf_pretrained(hf).export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
+    AutoBridge.from_hf_pretrained(hf).export_ckpt(
+        tmp_path / "megatron", tmp_path / "out", show_progress=False
+    )
     assert files(tmp_path / "out") == files(hf)
 
 
@@ -178,7 +198,9 @@ def test_a_damaged_checkpoint_is_named_and_not_exported(hf, megatron, tmp_path):
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(DamagedError, match=f"{shard.name} is not what was written"):
-        AutoBridge.from_hf_pretrained(hf).export_ckpt(tmp_path / "megatron", tmp_path / "out", show_progress=False)
+        AutoBridge.from_hf_pretrained(hf).export_ckpt(
+            tmp_path / "megatron", tmp_path / "out", show_progress=False
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -194,7 +216,9 @@ def test_what_cannot_be_read_ends_the_export(hf, megatron, tmp_path, monkeypatch
 
     monkeypatch.setattr(loading, "read", breaks)
     with pytest.raises(DamagedError, match="the disk is gone"):
-        AutoBridge.from_hf_pretrained(hf).export_ckpt(megatron, tmp_path / "out", show_progress=False)
+        AutoBridge.from_hf_pretrained(hf).export_ckpt(
+            megatron, tmp_path / "out", show_progress=False
+        )
     assert list(tmp_path.iterdir()) == []
     assert len(reads) < 8
 
@@ -204,12 +228,18 @@ def test_a_state_that_is_computed_from_parameters_is_refused(hf, tmp_path, monke
     monkeypatch.setattr(streaming, "storage_id", lambda tensor: -1)
     with pytest.raises(UserError, match="is no view of a parameter"):
         bridge.save_megatron_checkpoint(
-            bridge.to_megatron_provider(load_weights=False), tmp_path / "megatron", show_progress=False
+            bridge.to_megatron_provider(load_weights=False),
+            tmp_path / "megatron",
+            show_progress=False,
         )
 
 
 def test_a_model_larger_than_the_checkpoint_says_is_refused(hf, megatron, tmp_path):
-    make_llama(tmp_path / "other", num_hidden_layers=3, tie_word_embeddings=True, dtype=torch.bfloat16)
+    make_llama(
+        tmp_path / "other", num_hidden_layers=3, tie_word_embeddings=True, dtype=torch.bfloat16
+    )
     with pytest.raises(UserError, match=r"the conversion plan is inconsistent"):
-        AutoBridge.from_hf_pretrained(tmp_path / "other").export_ckpt(megatron, tmp_path / "out", False)
+        AutoBridge.from_hf_pretrained(tmp_path / "other").export_ckpt(
+            megatron, tmp_path / "out", False
+        )
     assert not (tmp_path / "out").exists()

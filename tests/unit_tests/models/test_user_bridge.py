@@ -66,16 +66,22 @@ class UsersBridge(MegatronModelBridge):
             AutoMapping("output_layer.weight", "lm_head.weight"),
             AutoMapping("decoder.final_layernorm.weight", "model.norm.weight"),
             AutoMapping(f"{ours}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
-            self.norm_mapping(f"{ours}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),
+            self.norm_mapping(
+                f"{ours}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"
+            ),
             QKVMapping(
                 f"{ours}.self_attention.linear_qkv.weight",
                 q=f"{hf}.self_attn.q_proj.weight",
                 k=f"{hf}.self_attn.k_proj.weight",
                 v=f"{hf}.self_attn.v_proj.weight",
             ),
-            AutoMapping(f"{ours}.self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight"),
+            AutoMapping(
+                f"{ours}.self_attention.linear_proj.weight", f"{hf}.self_attn.o_proj.weight"
+            ),
             GatedMLPMapping(
-                f"{ours}.mlp.linear_fc1.weight", gate=f"{hf}.mlp.gate_proj.weight", up=f"{hf}.mlp.up_proj.weight"
+                f"{ours}.mlp.linear_fc1.weight",
+                gate=f"{hf}.mlp.gate_proj.weight",
+                up=f"{hf}.mlp.up_proj.weight",
             ),
             AutoMapping(f"{ours}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight"),
         )
@@ -156,7 +162,9 @@ def test_a_parameter_without_a_mapping_is_named(registered, tmp_path):
 
     registered(Forgetful)
     save_as(tmp_path, "MyForCausalLM")
-    with pytest.raises(UserError, match=r"parameter decoder.layers.0.mlp.linear_fc2.weight has no mapping; did you"):
+    with pytest.raises(
+        UserError, match=r"parameter decoder.layers.0.mlp.linear_fc2.weight has no mapping; did you"
+    ):
         AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)
 
 
@@ -238,7 +246,9 @@ def test_a_computed_tensor_of_another_shape_is_refused(registered, tmp_path, opt
         norm_mapping = Unsaid
 
     _, bridge, model = without_source(tmp_path, Rows, registered)
-    with pytest.raises(UserError, match=r"layers\.0\.post_attention\S+ .*\[1, 3\].*\[48\].*hf_slice_shapes"):
+    with pytest.raises(
+        UserError, match=r"layers\.0\.post_attention\S+ .*\[1, 3\].*\[48\].*hf_slice_shapes"
+    ):
         bridge.save_hf_weights(model, tmp_path / "out", show_progress=False, **options)
     assert not (tmp_path / "out").exists()
 
@@ -253,7 +263,10 @@ def test_a_hook_adds_and_drops_no_tensors_without_being_seen(registered, tmp_pat
             return converted_weights_dict | {"model.extra": torch.ones(2)} if extra else {}
 
     _, bridge, model = without_source(tmp_path, Adding, registered)
-    with pytest.raises(UserError, match=r"model\.extra.*has no place" if extra else r"not produce model\.norm\.weight"):
+    with pytest.raises(
+        UserError,
+        match=r"model\.extra.*has no place" if extra else r"not produce model\.norm\.weight",
+    ):
         bridge.save_hf_weights(model, tmp_path / "out", show_progress=False, **options)
 
 

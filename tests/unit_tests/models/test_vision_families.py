@@ -14,7 +14,16 @@ def test_numbers_and_bytes(vision_case, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "paligemma2", "mistral3", "ministral3_vl", "nemotron_nano_vl"]
+    "name",
+    [
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "gemma3_vl",
+        "paligemma2",
+        "mistral3",
+        "ministral3_vl",
+        "nemotron_nano_vl",
+    ],
 )
 def test_packed_samples(vision_case, name):
     assert harness.packed_error(vision_case(name), "one") <= 1e-4

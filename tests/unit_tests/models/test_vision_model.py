@@ -19,7 +19,11 @@ from tests.families.vision.samples import IMAGE_TOKEN, VIDEO_TOKEN
 
 TOWER, PROJECTOR = "visual.blocks.0.attn.qkv.weight", "visual.merger.mlp.0.weight"
 DECODER = "model.layers.0.mlp.down_proj.weight"
-PARTS = {"freeze_language_model": DECODER, "freeze_vision_model": TOWER, "freeze_vision_projection": PROJECTOR}
+PARTS = {
+    "freeze_language_model": DECODER,
+    "freeze_vision_model": TOWER,
+    "freeze_vision_projection": PROJECTOR,
+}
 
 
 def provider_of(case, **changes):
@@ -59,7 +63,9 @@ def test_what_is_frozen_gets_no_gradient(vision_case, flag):
         assert trained[name].requires_grad == (part != flag)
         if part != flag:
             expected = case.gradients[name]
-            assert (trained[name].main_grad - expected).abs().max() <= 1e-3 * expected.square().mean().sqrt()
+            assert (
+                trained[name].main_grad - expected
+            ).abs().max() <= 1e-3 * expected.square().mean().sqrt()
 
 
 def test_a_frozen_tower_keeps_no_activations(vision_case):
@@ -67,20 +73,32 @@ def test_a_frozen_tower_keeps_no_activations(vision_case):
     _, provider = provider_of(case, freeze_vision_model=True, freeze_vision_projection=True)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     ran = []
-    model[0].vision.visual.register_forward_hook(lambda _m, _i, out: ran.append(out.pooler_output.requires_grad))
+    model[0].vision.visual.register_forward_hook(
+        lambda _m, _i, out: ran.append(out.pooler_output.requires_grad)
+    )
     run(case, model)
     run(case, model, index=2)  # no image: nothing runs
     assert ran == [False]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3", "nemotron_h_omni"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_vl", "qwen3_vl", "gemma3_vl", "mistral3", "nemotron_h_omni"]
+)
 def test_recomputed_layers_give_the_same_gradients(vision_case, name):
     def gradients(recompute):
         bridge, provider = provider_of(vision_case(name), recompute_vision_model=recompute)
         model = provider.provide_distributed_model()
-        layers = [part for part in model[0].modules() if getattr(part, "gradient_checkpointing", False)]
-        harness.forward_backward(model, vision_case(name).samples(bridge.hf_config), vision_case(name).row)
-        return len(layers), {key: value.main_grad for key, value in model[0].named_parameters() if value.requires_grad}
+        layers = [
+            part for part in model[0].modules() if getattr(part, "gradient_checkpointing", False)
+        ]
+        harness.forward_backward(
+            model, vision_case(name).samples(bridge.hf_config), vision_case(name).row
+        )
+        return len(layers), {
+            key: value.main_grad
+            for key, value in model[0].named_parameters()
+            if value.requires_grad
+        }
 
     (none, expected), (some, found) = gradients(False), gradients(True)
     assert none == 0 < some
@@ -95,7 +113,10 @@ def test_recomputed_layers_give_the_same_gradients(vision_case, name):
             "freeze_language_model=True leaves nothing to train .* set model.pipeline_model_parallel_size=1",
         ),
         (dict.fromkeys(PARTS, True), "freeze_language_model=True leaves nothing to train beside"),
-        ({"freeze_language_model": True, "vision": None}, "freeze_language_model=True leaves nothing to train"),
+        (
+            {"freeze_language_model": True, "vision": None},
+            "freeze_language_model=True leaves nothing to train",
+        ),
     ],
 )
 def test_nothing_to_train(vision_case, changes, message):
@@ -151,7 +172,9 @@ def test_other_names(vision_case, tmp_path, name):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    source, written = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out"))
+    source, written = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "out")
+    )
     assert source.keys() == written.keys()
     assert all(torch.equal(value, written[key]) for key, value in source.items())
 
@@ -176,11 +199,16 @@ def test_a_config_is_written_without_a_source(vision_case, tmp_path, name):
     case = vision_case(name)
     bridge, provider = provider_of(case)
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(
+        model, tmp_path / "out", show_progress=False
+    )
     again = AutoBridge.from_hf_pretrained(tmp_path / "out").to_megatron_provider(load_weights=False)
     assert (again.vision, again.mrope_section) == (provider.vision, provider.mrope_section)
     written = bridge._bridge.megatron_to_hf_config(provider)
-    assert type(bridge.hf_config)(**written).to_dict()["vision_config"] == bridge.hf_config.to_dict()["vision_config"]
+    assert (
+        type(bridge.hf_config)(**written).to_dict()["vision_config"]
+        == bridge.hf_config.to_dict()["vision_config"]
+    )
 
 
 # ---- wrong input ------------------------------------------------------------------------------------------------
@@ -233,11 +261,27 @@ def test_wrong_input(vision_case, name, changes, message):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen3_vl", {"recompute_granularity": "full", "recompute_method": "uniform"}, "model.recompute_granularity"),
+        (
+            "qwen3_vl",
+            {"recompute_granularity": "full", "recompute_method": "uniform"},
+            "model.recompute_granularity",
+        ),
         ("qwen3_vl", {"apply_rope_fusion": True}, "set model.apply_rope_fusion=False"),
-        ("qwen3_vl", {"mrope_section": [3, 1, 1]}, r"mrope_section=\[3, 1, 1\] must be three numbers that sum up to 4"),
-        ("gemma3_vl", {"backend": "transformer_engine"}, "set model.backend='torch'|transformer_engine"),
-        ("paligemma", {"backend": "transformer_engine"}, "set model.backend='torch'|transformer_engine"),
+        (
+            "qwen3_vl",
+            {"mrope_section": [3, 1, 1]},
+            r"mrope_section=\[3, 1, 1\] must be three numbers that sum up to 4",
+        ),
+        (
+            "gemma3_vl",
+            {"backend": "transformer_engine"},
+            "set model.backend='torch'|transformer_engine",
+        ),
+        (
+            "paligemma",
+            {"backend": "transformer_engine"},
+            "set model.backend='torch'|transformer_engine",
+        ),
     ],
 )
 def test_wrong_settings(vision_case, name, changes, message):
@@ -250,8 +294,14 @@ def test_wrong_settings(vision_case, name, changes, message):
     ("change", "message"),
     [
         (lambda config: config.update(audio_config={}), r"key audio_config=\{\} is not known"),
-        (lambda config: config["vision_config"].update(windows=3), "vision_config: key windows=3 is not known"),
-        (lambda config: config["vision_config"].update(in_chans=4), "vision_config: in_chans=4 is not supported"),
+        (
+            lambda config: config["vision_config"].update(windows=3),
+            "vision_config: key windows=3 is not known",
+        ),
+        (
+            lambda config: config["vision_config"].update(in_chans=4),
+            "vision_config: in_chans=4 is not supported",
+        ),
     ],
 )
 def test_an_unknown_key(vision_case, tmp_path, change, message):
@@ -266,7 +316,9 @@ def test_an_unknown_key(vision_case, tmp_path, change, message):
 
 
 def test_rows_of_features():
-    ids = torch.tensor([[1, IMAGE_TOKEN, VIDEO_TOKEN, 2], [IMAGE_TOKEN, 3, VIDEO_TOKEN, VIDEO_TOKEN]])
+    ids = torch.tensor(
+        [[1, IMAGE_TOKEN, VIDEO_TOKEN, 2], [IMAGE_TOKEN, 3, VIDEO_TOKEN, VIDEO_TOKEN]]
+    )
     assert media_rows(ids, IMAGE_TOKEN, VIDEO_TOKEN).tolist() == [[-1, 0, 2, -1], [1, -1, 3, 4]]
 
 
@@ -288,7 +340,9 @@ def test_images_are_shared_out_evenly():
     assert share_out([], 3) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "llava_next", "nemotron_h_omni", "nemotron_nano_vl"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl_moe", "llava_next", "nemotron_h_omni", "nemotron_nano_vl"]
+)
 def test_a_megatron_checkpoint(vision_case, tmp_path, name):
     """Through a Megatron checkpoint and back: the same logits and every byte."""
     case = vision_case(name)
@@ -319,8 +373,16 @@ def spelled_as_released(config):
         "vision_hidden_size": "vit_hidden_size",
     }
     config |= {new: config.pop(old) for old, new in names.items()}
-    config |= {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"]}
-    config |= {"ps_version": "v2", "img_context_token": "<image>", "template": "nemotron", "auto_map": {}}
+    config |= {
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
+    }
+    config |= {
+        "ps_version": "v2",
+        "img_context_token": "<image>",
+        "template": "nemotron",
+        "auto_map": {},
+    }
     del config["llm_config"]["time_step_limit"]  # transformers writes infinity in a way of its own
     config["sound_config"] = {**config.pop("audio_config"), "model_type": "parakeet"}
     config["vision_config"] |= {
@@ -333,7 +395,9 @@ def spelled_as_released(config):
 def test_released_names_of_keys(vision_case, tmp_path):
     case = vision_case("nemotron_h_omni_experts")
     _, provider = provider_of(case)
-    again = omni_config(case, tmp_path, spelled_as_released).to_megatron_provider(load_weights=False)
+    again = omni_config(case, tmp_path, spelled_as_released).to_megatron_provider(
+        load_weights=False
+    )
     assert again.layer_kinds == provider.layer_kinds
     assert again.vision["vision_config"].items() >= provider.vision["vision_config"].items()
     for key in ("image_token_id", "vision_hidden_size", "audio_config"):
@@ -343,17 +407,31 @@ def test_released_names_of_keys(vision_case, tmp_path):
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     assert (run(case, model) - case.logits[:1]).abs().max() / case.logits.std() < 1e-4
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
-    source, written = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "out"))
+    source, written = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "out")
+    )
     assert source == written
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda config: config.update(video_pruning_rate=0.7), r"video_pruning_rate=0.7 is not supported: set it to 0"),
-        (lambda config: config["vision_config"].update(vitdet_window_size=4), "vitdet_window_size=4 is not supported"),
-        (lambda config: config["vision_config"].update(layerscale_value=0.5), r"layerscale_value=0.5 .*set it to 1.0"),
-        (lambda config: config["text_config"].update(num_nextn_predict_layers=1), "num_nextn_predict_layers=1"),
+        (
+            lambda config: config.update(video_pruning_rate=0.7),
+            r"video_pruning_rate=0.7 is not supported: set it to 0",
+        ),
+        (
+            lambda config: config["vision_config"].update(vitdet_window_size=4),
+            "vitdet_window_size=4 is not supported",
+        ),
+        (
+            lambda config: config["vision_config"].update(layerscale_value=0.5),
+            r"layerscale_value=0.5 .*set it to 1.0",
+        ),
+        (
+            lambda config: config["text_config"].update(num_nextn_predict_layers=1),
+            "num_nextn_predict_layers=1",
+        ),
     ],
 )
 def test_what_omni_refuses(vision_case, tmp_path, change, message):
@@ -368,7 +446,9 @@ def test_no_layer_of_the_decoder_is_built_beside_the_tower(vision_case, monkeypa
     from transformers.models.nemotron_h import modeling_nemotron_h
 
     _, provider = provider_of(vision_case("nemotron_h_omni"))
-    monkeypatch.setattr(modeling_nemotron_h.NemotronHBlock, "__init__", lambda *_, **__: pytest.fail("a layer"))
+    monkeypatch.setattr(
+        modeling_nemotron_h.NemotronHBlock, "__init__", lambda *_, **__: pytest.fail("a layer")
+    )
     assert provider.meta_model()[0].vision is not None
 
 
@@ -376,7 +456,9 @@ def test_audio_is_not_left_out_of_an_export(vision_case, tmp_path):
     bridge, provider = provider_of(vision_case("nemotron_h_omni_experts"))
     model = provider.provide_distributed_model(wrap_with_ddp=False)
     with pytest.raises(UserError, match=r"sound_encoder\.\*\*"):
-        AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+        AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(
+            model, tmp_path / "out", show_progress=False
+        )
 
 
 def test_pixels_are_cast_to_half_precision(vision_case):
@@ -390,13 +472,19 @@ def test_towers_without_layer_scales(vision_case, tmp_path):
     """As they are published; transformers fills in ones."""
     case, folder = vision_case("nemotron_h_omni"), tmp_path / "hf"
     omni_config(case, folder, lambda config: None)
-    weights = {name: value for name, value in read_weights(case.checkpoint).items() if "layer_scale" not in name}
+    weights = {
+        name: value
+        for name, value in read_weights(case.checkpoint).items()
+        if "layer_scale" not in name
+    }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     bridge = AutoBridge.from_hf_pretrained(folder)
     provider = bridge.to_megatron_provider()
     assert not provider.radio_layer_scales
     model = provider.provide_distributed_model(wrap_with_ddp=False)
-    hf = model_class(case.row.model).from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    hf = model_class(case.row.model).from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     expected = harness.hf_logits(hf.eval(), case.samples(bridge.hf_config)[0], case.row)
     assert (run(case, model) - expected).abs().max() / expected.std() < 1e-4
     bridge.save_hf_pretrained(model, tmp_path / "out", show_progress=False)

@@ -65,7 +65,10 @@ def ours(directory, case, samples):
 def run(model, sample, case):
     batch, media = harness.this_rank(sample, case.row)
     return model(
-        input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=batch.get("sight"), media=media
+        input_ids=batch["ids"],
+        position_ids=batch["positions"],
+        attention_mask=batch.get("sight"),
+        media=media,
     )
 
 
@@ -73,7 +76,9 @@ def theirs(directory, case, samples):
     """Logits of transformers, None if it fails."""
     try:
         kind = model_class(case.row.model)
-        model = kind.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+        model = kind.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32
+        ).eval()
         with torch.no_grad():
             return torch.cat([harness.hf_logits(model, sample, case.row) for sample in samples])
     except Exception:  # whatever it is
@@ -117,4 +122,6 @@ def test_no_change_passes(vision_case, tmp_path, name):
 
 
 def test_some_changes(vision_case, tmp_path):
-    assert problems(vision_case("qwen2_5_vl"), tmp_path / "copy", lambda index: index % 9 == 0) == []
+    assert (
+        problems(vision_case("qwen2_5_vl"), tmp_path / "copy", lambda index: index % 9 == 0) == []
+    )

@@ -37,16 +37,26 @@ CASES = {
         ),
     ),
     "mixtral": ("mixtral", LoRA(dim=4, alpha=8)),
-    "router": ("qwen3_moe", LoRA(target_modules=["router", "linear_fc1", "linear_fc2"], dim=4, alpha=8)),
+    "router": (
+        "qwen3_moe",
+        LoRA(target_modules=["router", "linear_fc1", "linear_fc2"], dim=4, alpha=8),
+    ),
     "second layers": ("mixtral", LoRA(target_modules=["linear_fc2"], dim=4, alpha=8)),
     "expert parts": ("qwen3_moe", CanonicalLoRA(dim=4, alpha=8)),
     "mixers": (
         "nemotron_h",
-        LoRA(target_modules=["in_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], dim=4, alpha=8),
+        LoRA(
+            target_modules=["in_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+            dim=4,
+            alpha=8,
+        ),
     ),
     "shared keys": ("gemma4", LoRA(dim=4, alpha=8)),
     "parts of shared keys": ("gemma4", CanonicalLoRA(dim=4, alpha=8)),
-    "mixers among attention": ("bamba", LoRA(target_modules=["in_proj", "out_proj", "linear_qkv"], dim=4, alpha=8)),
+    "mixers among attention": (
+        "bamba",
+        LoRA(target_modules=["in_proj", "out_proj", "linear_qkv"], dim=4, alpha=8),
+    ),
 }
 
 
@@ -80,7 +90,10 @@ def test_it_comes_back_bit_for_bit(models, tmp_path, case):
     "patterns",
     [
         {},
-        {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.[01]\.self_attn\.q_proj": 9, "^model.*up_proj": 7}},
+        {
+            "rank_pattern": {"v_proj": 2},
+            "alpha_pattern": {r"layers\.[01]\.self_attn\.q_proj": 9, "^model.*up_proj": 7},
+        },
     ],
 )
 def test_what_peft_made_is_imported(models, tmp_path, patterns):
@@ -89,7 +102,9 @@ def test_what_peft_made_is_imported(models, tmp_path, patterns):
 
     torch.manual_seed(3)
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, **patterns)
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, **patterns
+    )
     theirs = get_peft_model(make("llama"), config)
     theirs.save_pretrained(tmp_path)
     bridge, _ = adapted(models("llama"), LoRA(dim=2), ddp=False)
@@ -98,16 +113,22 @@ def test_what_peft_made_is_imported(models, tmp_path, patterns):
     bridge, model = adapted(models("llama"), method, ddp=False)
     bridge.load_hf_adapter(model, tmp_path)
     with torch.no_grad():
-        torch.testing.assert_close(logits(model), theirs.eval()(batch()[0]).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            logits(model), theirs.eval()(batch()[0]).logits, rtol=1e-5, atol=1e-5
+        )
 
 
-@pytest.mark.parametrize("method", [LoRA(dim=4, alpha=8), DoRA(dim=4, alpha=8), CanonicalLoRA(dim=4, alpha=8)])
+@pytest.mark.parametrize(
+    "method", [LoRA(dim=4, alpha=8), DoRA(dim=4, alpha=8), CanonicalLoRA(dim=4, alpha=8)]
+)
 def test_merged_export_is_what_peft_merges(models, tmp_path, method):
     bridge, model = adapted(models("llama"), method, ddp=False)
     shake(bridge, model, tmp_path / "adapter")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = reference("llama", tmp_path / "adapter", share=False).merge_and_unload().state_dict()
+        theirs = (
+            reference("llama", tmp_path / "adapter", share=False).merge_and_unload().state_dict()
+        )
     for name, weight in bridge.export_hf_weights(model, show_progress=False):
         torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6)
 
@@ -121,9 +142,13 @@ def test_merged_model_on_disk_and_base_beside_it(models, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         torch.testing.assert_close(logits(model), merged(batch()[0]).logits, rtol=1e-5, atol=1e-5)
-    bridge.save_hf_pretrained(model, tmp_path / "base", show_progress=False, merge_adapter_weights=False)
+    bridge.save_hf_pretrained(
+        model, tmp_path / "base", show_progress=False, merge_adapter_weights=False
+    )
     base = make("llama").state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict().items():
+    for name, tensor in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict().items()
+    ):
         assert torch.equal(tensor, base[name])
 
 
@@ -133,7 +158,9 @@ def test_modules_to_save_are_written_whole(models, tmp_path):
     with torch.no_grad():
         model[0].output_layer.weight.mul_(1.5)
     bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["modules_to_save"] == ["lm_head"]
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
+        "modules_to_save"
+    ] == ["lm_head"]
     theirs = reference("llama", tmp_path / "adapter", share=False).eval()
     with torch.no_grad():
         torch.testing.assert_close(logits(model), theirs(batch()[0]).logits, rtol=1e-5, atol=1e-5)
@@ -143,7 +170,9 @@ def test_others_may_read_it(models, tmp_path):
     bridge, model = adapted(models("llama"), LoRA(dim=2), ddp=False)
     bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
     (tmp_path / "file").touch()
-    assert {it.stat().st_mode for it in (tmp_path / "adapter").iterdir()} == {(tmp_path / "file").stat().st_mode}
+    assert {it.stat().st_mode for it in (tmp_path / "adapter").iterdir()} == {
+        (tmp_path / "file").stat().st_mode
+    }
 
 
 def test_without_adapters_there_is_nothing_to_write(models, tmp_path):
@@ -157,7 +186,9 @@ def test_without_adapters_there_is_nothing_to_write(models, tmp_path):
 
 
 def test_half_of_an_expert_is_refused(models, tmp_path):
-    bridge, model = adapted(models("mixtral"), LoRA(target_modules=["linear_fc1"], dim=4), ddp=False)
+    bridge, model = adapted(
+        models("mixtral"), LoRA(target_modules=["linear_fc1"], dim=4), ddp=False
+    )
     with pytest.raises(UserError, match="the second layer of its expert has none"):
         bridge.save_hf_adapter(model, tmp_path / "adapter")
 
@@ -166,7 +197,9 @@ def test_half_of_an_expert_is_refused(models, tmp_path):
 def test_experts_in_one_tensor_are_refused(family_case, tmp_path, kind):
     """The format has one name for all of them, under which the last one would remain."""
     bridge, model = adapted(family_case("gpt_oss").checkpoint, kind(dim=4), ddp=False)
-    with pytest.raises(UserError, match=r"as model.layers.0.mlp.experts.gate_up_proj holds all experts in one"):
+    with pytest.raises(
+        UserError, match=r"as model.layers.0.mlp.experts.gate_up_proj holds all experts in one"
+    ):
         bridge.save_hf_adapter(model, tmp_path / "adapter")
 
 
@@ -177,9 +210,13 @@ def test_an_adapter_of_a_wider_base_is_refused(models, tmp_path, wider):
     bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
     bridge, model = adapted(models("llama"), peft_for(bridge, tmp_path / "adapter"), ddp=False)
     before = exported(bridge, model)
-    with pytest.raises(UserError, match=r"of shape \[.*\] where this model needs \[.*\]: give the base"):
+    with pytest.raises(
+        UserError, match=r"of shape \[.*\] where this model needs \[.*\]: give the base"
+    ):
         bridge.load_hf_adapter(model, tmp_path / "adapter")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in exported(bridge, model).items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in exported(bridge, model).items()
+    )
 
 
 def test_layers_that_peft_takes_for_experts_are_refused(family_case, tmp_path):
@@ -193,10 +230,14 @@ def test_peft_loads_experts_beside_shared_ones(family_case, tmp_path):
     from transformers import AutoModelForCausalLM
 
     case = family_case("glm4_moe")
-    method = LoRA(target_modules=["*.experts.linear_fc1", "*.experts.linear_fc2", "linear_proj"], dim=4)
+    method = LoRA(
+        target_modules=["*.experts.linear_fc1", "*.experts.linear_fc2", "linear_proj"], dim=4
+    )
     bridge, model = adapted(case.checkpoint, method, ddp=False)
     shake(bridge, model, tmp_path / "adapter")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(case.checkpoint), tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(case.checkpoint), tmp_path / "adapter"
+    )
     ids, _, positions = batch()
     with torch.no_grad():
         ours = model[0](ids % 101, positions, None)
@@ -234,7 +275,9 @@ def test_other_tensors_are_refused(models, tmp_path, change, message):
     save_file(tensors, file)
     with pytest.raises(UserError, match=message):
         bridge.load_hf_adapter(model, tmp_path / "adapter")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in exported(bridge, model).items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in exported(bridge, model).items()
+    )
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -263,8 +306,13 @@ def test_what_an_adapter_has_that_is_not_read_is_refused(models, tmp_path, key, 
     bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    for read in (lambda: peft_for(bridge, tmp_path / "adapter"), lambda: bridge.load_hf_adapter(model, file.parent)):
-        with pytest.raises(UserError, match=f"has {key}=.*, which cannot be read: merge it instead"):
+    for read in (
+        lambda: peft_for(bridge, tmp_path / "adapter"),
+        lambda: bridge.load_hf_adapter(model, file.parent),
+    ):
+        with pytest.raises(
+            UserError, match=f"has {key}=.*, which cannot be read: merge it instead"
+        ):
             read()
 
 

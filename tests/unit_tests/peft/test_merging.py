@@ -48,7 +48,14 @@ def test_a_merge_in_fp32_keeps_what_bf16_would_round(tmp_path, capsys, dtype):
     """The reference is peft's own merge of the bf16 base in fp32."""
     base, options = tmp_path / "base", [] if dtype is None else ["--dtype", dtype]
     AutoModelForCausalLM.from_pretrained(SAVED / "base", dtype=torch.bfloat16).save_pretrained(base)
-    given = ["--adapter", str(SAVED / "adapter"), "--hf-model", str(base), "--hf-path", str(tmp_path / "merged")]
+    given = [
+        "--adapter",
+        str(SAVED / "adapter"),
+        "--hf-model",
+        str(base),
+        "--hf-path",
+        str(tmp_path / "merged"),
+    ]
     assert main(["adapter", "merge", *given, *options]) == 0
     assert ("% of the" in capsys.readouterr().err) == (dtype != "float32")
     wide = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -30,7 +30,11 @@ METHODS = {
     "dora": DoRA(dim=4, alpha=8),
     "canonical": CanonicalLoRA(dim=4, alpha=8),
 }
-ROUTED = LoRA(target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"], dim=4, alpha=8)
+ROUTED = LoRA(
+    target_modules=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "router"],
+    dim=4,
+    alpha=8,
+)
 EXPERTS = [("mixtral", METHODS["lora"]), ("qwen3_moe", METHODS["rslora"]), ("qwen3_moe", ROUTED)]
 EXPERT_IDS = ["mixtral", "qwen3_moe with rslora", "qwen3_moe with its router"]
 TOLERANCE = 1e-5
@@ -69,7 +73,9 @@ def test_training_starts_from_the_base_bit_for_bit(tmp_path, name):
     make_llama(tmp_path, **DECODER, attention_bias=True, mlp_bias=True, dtype=torch.bfloat16)
     ids, _, positions = batch()
     with torch.no_grad():
-        base, adapters = (adapted(tmp_path, it, ddp=False)[1][0] for it in (lambda model: model, METHODS[name]))
+        base, adapters = (
+            adapted(tmp_path, it, ddp=False)[1][0] for it in (lambda model: model, METHODS[name])
+        )
         assert torch.equal(*(model(ids, positions, None) for model in (base, adapters)))
 
 
@@ -98,8 +104,12 @@ def compare_with_experts(ours, factors, theirs):
     attention = [name for name in saved if ".self_attn." in name]
     compare({name: ours[name] for name in attention}, {name: saved[name] for name in attention})
     for (a, b), wrapper in zip(factors, wrappers(theirs), strict=True):
-        torch.testing.assert_close(a, wrapper.lora_A["default"].weight.data, rtol=TOLERANCE, atol=TOLERANCE)
-        torch.testing.assert_close(b, wrapper.lora_B["default"].weight.data, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            a, wrapper.lora_A["default"].weight.data, rtol=TOLERANCE, atol=TOLERANCE
+        )
+        torch.testing.assert_close(
+            b, wrapper.lora_B["default"].weight.data, rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 @torch.no_grad()
@@ -130,7 +140,9 @@ def reference_with_experts(kind, method, tensors, factors):
         ],
     )
     theirs = share_factors(get_peft_model(make(kind), config))
-    named = {name.replace(".default", ""): parameter for name, parameter in theirs.named_parameters()}
+    named = {
+        name.replace(".default", ""): parameter for name, parameter in theirs.named_parameters()
+    }
     with torch.no_grad():
         for name, tensor in tensors.items():
             if ".self_attn." in name:
@@ -149,7 +161,11 @@ def moe_factors(model):
 def raw_factors(model):
     """A and B as they lie on this rank."""
     for layer in model[0].module.decoder.layers:
-        for linear in (layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2, layer.mlp.router):
+        for linear in (
+            layer.mlp.experts.linear_fc1,
+            layer.mlp.experts.linear_fc2,
+            layer.mlp.router,
+        ):
             if hasattr(linear, "adapter"):
                 yield linear.adapter.a.detach().clone(), linear.adapter.b.detach().clone()
 
@@ -167,7 +183,9 @@ PARAMETERS = ("gate_up_proj", "down_proj", "weight")
 
 def wrappers(theirs):
     found = [module for module in theirs.modules() if type(module).__name__ == "ParamWrapper"]
-    return sorted(found, key=lambda one: (_layer(theirs, one), PARAMETERS.index(one.parameter_name)))
+    return sorted(
+        found, key=lambda one: (_layer(theirs, one), PARAMETERS.index(one.parameter_name))
+    )
 
 
 def _layer(theirs, wanted):

@@ -40,11 +40,18 @@ def config_of(base, save=None, peft=None, stop=None, layout=None, ddp=None, **ch
     for name, value in (layout or {}).items():
         setattr(model, name, value)
     config = toy_config(
-        train={"micro_batch_size": 1, "global_batch_size": 4, "train_iters": STEPS, "exit_interval": stop},
+        train={
+            "micro_batch_size": 1,
+            "global_batch_size": 4,
+            "train_iters": STEPS,
+            "exit_interval": stop,
+        },
         dataset=MockGPTDatasetConfig(seq_length=LENGTH),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=DECODER["vocab_size"]),
         validation=ValidationConfig(eval_iters=0),
-        checkpoint=CheckpointConfig(save=save and str(save), pretrained_checkpoint=str(base), **checkpoint),
+        checkpoint=CheckpointConfig(
+            save=save and str(save), pretrained_checkpoint=str(base), **checkpoint
+        ),
         ddp=DistributedDataParallelConfig(**(ddp or {})),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5),
         peft=peft,
@@ -85,9 +92,9 @@ def test_only_adapters_train_and_are_saved(models, tuned):
     stored = tensors_of(paths.iteration_dir(save, STEPS))
     assert stored
     assert all(is_adapter(name) for name in stored)
-    assert sum(one.numel() for name, one in stored.items() if not name.startswith("optimizer")) == sum(
-        one.numel() for name, one in weights.items() if is_adapter(name)
-    )
+    assert sum(
+        one.numel() for name, one in stored.items() if not name.startswith("optimizer")
+    ) == sum(one.numel() for name, one in weights.items() if is_adapter(name))
 
 
 def test_resume_is_bitwise(models, tuned, tmp_path):
@@ -105,7 +112,9 @@ def other_base(tmp_path):
 
 def test_another_base_is_refused(tuned, tmp_path):
     save, _ = tuned
-    with pytest.raises(UserError, match=r"whose weights differ from those of checkpoint\.pretrained_checkpoint"):
+    with pytest.raises(
+        UserError, match=r"whose weights differ from those of checkpoint\.pretrained_checkpoint"
+    ):
         tune(other_base(tmp_path), save, LoRA(dim=4, dropout=0.1))
 
 
@@ -162,14 +171,23 @@ def test_merge_export_and_unmerge(models, tuned, tmp_path, capsys):
     save, _ = tuned
 
     def adapter(action, **options):
-        arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        arguments = [
+            word
+            for name, value in options.items()
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
         assert main(["adapter", action, *arguments]) == 0, capsys.readouterr().err
         forget_model_parallel()
 
     adapter("merge", adapter=save, hf_path=tmp_path / "merged")
     adapter("export", adapter=save, hf_path=tmp_path / "adapter")
     adapter("merge", adapter=tmp_path / "adapter", hf_path=tmp_path / "again")
-    adapter("unmerge", adapter=tmp_path / "adapter", hf_model=tmp_path / "merged", hf_path=tmp_path / "base")
+    adapter(
+        "unmerge",
+        adapter=tmp_path / "adapter",
+        hf_model=tmp_path / "merged",
+        hf_path=tmp_path / "base",
+    )
     base, merged = logits_of(models("llama")), logits_of(tmp_path / "merged")
     assert (merged - base).abs().max() > 1e-3
     assert torch.equal(merged, logits_of(tmp_path / "again"))
@@ -183,12 +201,24 @@ def test_merge_export_and_unmerge(models, tuned, tmp_path, capsys):
 
 def test_a_run_generates_like_its_merged_model(models, tuned, tmp_path):
     save, _ = tuned
-    assert main(["adapter", "merge", "--adapter", str(save), "--hf-path", str(tmp_path / "merged")]) == 0
-    assert main(["adapter", "export", "--adapter", str(save), "--hf-path", str(tmp_path / "adapter")]) == 0
+    assert (
+        main(["adapter", "merge", "--adapter", str(save), "--hf-path", str(tmp_path / "merged")])
+        == 0
+    )
+    assert (
+        main(["adapter", "export", "--adapter", str(save), "--hf-path", str(tmp_path / "adapter")])
+        == 0
+    )
     forget_model_parallel()
     ids = batch()[0]
-    expected = logits_of(tmp_path / "merged")[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    for path, adapter in ((save, None), (models("llama"), save), (models("llama"), tmp_path / "adapter")):
+    expected = (
+        logits_of(tmp_path / "merged")[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    )
+    for path, adapter in (
+        (save, None),
+        (models("llama"), save),
+        (models("llama"), tmp_path / "adapter"),
+    ):
         with LLM(str(path), adapter=adapter and str(adapter), kv_memory=1 << 22) as llm:
             found = llm.logprobs(ids.tolist())
         forget_model_parallel()
@@ -231,7 +261,16 @@ def test_command_line_refuses_another_base(tuned, tmp_path, capsys):
     other = other_base(tmp_path)
     capsys.readouterr()  # what transformers shows while it writes
     code = main(
-        ["adapter", "merge", "--adapter", str(save), "--hf-model", str(other), "--hf-path", str(tmp_path / "m")]
+        [
+            "adapter",
+            "merge",
+            "--adapter",
+            str(save),
+            "--hf-model",
+            str(other),
+            "--hf-path",
+            str(tmp_path / "m"),
+        ]
     )
     error = capsys.readouterr().err
     assert code == 1

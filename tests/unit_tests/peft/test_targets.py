@@ -18,14 +18,24 @@ from tests.toy_adapters import adapted, batch, gradients
 
 def adapted_layers(model):
     chunk = model[0]
-    return [name.removesuffix(".adapter") for name, _ in chunk.named_modules() if name.endswith(".adapter")]
+    return [
+        name.removesuffix(".adapter")
+        for name, _ in chunk.named_modules()
+        if name.endswith(".adapter")
+    ]
 
 
 CHOSEN = {
-    "name": (LoRA(target_modules=["linear_qkv"]), ["0.self_attention.linear_qkv", "1.self_attention.linear_qkv"]),
+    "name": (
+        LoRA(target_modules=["linear_qkv"]),
+        ["0.self_attention.linear_qkv", "1.self_attention.linear_qkv"],
+    ),
     "one layer": (LoRA(target_modules=["*.layers.1.*.linear_fc2"]), ["1.mlp.linear_fc2"]),
     "excluded": (
-        LoRA(target_modules=["linear_fc1", "linear_fc2"], exclude_modules=["*.layers.0.*", "linear_fc1"]),
+        LoRA(
+            target_modules=["linear_fc1", "linear_fc2"],
+            exclude_modules=["*.layers.0.*", "linear_fc1"],
+        ),
         ["1.mlp.linear_fc2"],
     ),
     "parts": (
@@ -51,11 +61,19 @@ def test_parts_that_are_no_targets_have_no_factors(models):
 
 
 def test_ranks_and_scalings_by_module(models):
-    method = LoRA(dim=4, alpha=8, dim_by_module={"linear_fc2": 2}, alpha_by_module={"*.layers.0.*": 1})
+    method = LoRA(
+        dim=4, alpha=8, dim_by_module={"linear_fc2": 2}, alpha_by_module={"*.layers.0.*": 1}
+    )
     _, model = adapted(models("llama"), method, ddp=False)
     first, second = model[0].decoder.layers
-    assert (first.mlp.linear_fc2.adapter.a.shape[0], first.mlp.linear_fc1.adapter.a.shape[0]) == (2, 4)
-    assert (first.mlp.linear_fc2.adapter.shape.scaling, second.mlp.linear_fc2.adapter.shape.scaling) == (0.5, 4.0)
+    assert (first.mlp.linear_fc2.adapter.a.shape[0], first.mlp.linear_fc1.adapter.a.shape[0]) == (
+        2,
+        4,
+    )
+    assert (
+        first.mlp.linear_fc2.adapter.shape.scaling,
+        second.mlp.linear_fc2.adapter.shape.scaling,
+    ) == (0.5, 4.0)
 
 
 def test_rslora_divides_by_the_root(models):
@@ -64,21 +82,36 @@ def test_rslora_divides_by_the_root(models):
 
 
 REFUSED = {
-    "unknown": (LoRA(target_modules=["linear_qvk"]), r"'linear_qvk' matches no layer.*did you mean linear_qkv"),
-    "one of two": (LoRA(target_modules=["linear_qkv", "gate"]), r"peft\.target_modules: 'gate' matches no layer"),
-    "unknown layer": (LoRA(target_modules=["*.layers.7.*"]), r"'\*\.layers\.7\.\*' matches no layer"),
+    "unknown": (
+        LoRA(target_modules=["linear_qvk"]),
+        r"'linear_qvk' matches no layer.*did you mean linear_qkv",
+    ),
+    "one of two": (
+        LoRA(target_modules=["linear_qkv", "gate"]),
+        r"peft\.target_modules: 'gate' matches no layer",
+    ),
+    "unknown layer": (
+        LoRA(target_modules=["*.layers.7.*"]),
+        r"'\*\.layers\.7\.\*' matches no layer",
+    ),
     "nothing excluded": (
         LoRA(target_modules=["linear_qkv"], exclude_modules=["linear_fc1"]),
         r"peft\.exclude_modules: 'linear_fc1' matches no layer",
     ),
     "all excluded": (LoRA(exclude_modules=["*"]), r"peft\.exclude_modules leaves no layer"),
-    "unknown rank": (LoRA(dim_by_module={"linear_q": 2}), r"peft\.dim_by_module: 'linear_q' matches no layer"),
+    "unknown rank": (
+        LoRA(dim_by_module={"linear_q": 2}),
+        r"peft\.dim_by_module: 'linear_q' matches no layer",
+    ),
     "fused name": (CanonicalLoRA(target_modules=["linear_qkv"]), r"'linear_qkv' matches no layer"),
     "no rank": (LoRA(dim=0), r"peft\.dim=0: a rank is at least 1"),
     "both random": (LoRA(lora_B_init_method="normal"), "both random"),
     "both zero": (LoRA(lora_A_init_method="zero"), "both zero"),
     "dropout": (DoRA(dropout=1.0), r"peft\.dropout=1\.0"),
-    "whole": (LoRA(modules_to_save=["lm_head"]), r"peft\.modules_to_save: 'lm_head' matches no layer"),
+    "whole": (
+        LoRA(modules_to_save=["lm_head"]),
+        r"peft\.modules_to_save: 'lm_head' matches no layer",
+    ),
     "nothing": (PEFT(), "adds nothing to this model that could be trained"),
 }
 
@@ -100,13 +133,18 @@ def test_tied_output_is_refused(tmp_path):
 
 
 def test_parts_of_a_cut_group_of_heads_are_refused(models):
-    provider = AutoBridge.from_hf_pretrained(models("llama")).to_megatron_provider(load_weights=False)
+    provider = AutoBridge.from_hf_pretrained(models("llama")).to_megatron_provider(
+        load_weights=False
+    )
     provider.tensor_model_parallel_size = 4
     (chunks,) = stage_chunks(provider)
     with (
         as_stage(provider, stage=0),
         torch.device("meta"),
-        pytest.raises(UserError, match=r"tensor_model_parallel_size=4 cuts the 2 groups of heads of .*: use LoRA"),
+        pytest.raises(
+            UserError,
+            match=r"tensor_model_parallel_size=4 cuts the 2 groups of heads of .*: use LoRA",
+        ),
     ):
         CanonicalLoRA(dim=2)(chunks)
 
@@ -123,9 +161,15 @@ def test_twice_is_refused(models):
 
 
 def test_modules_to_save_are_trained_whole(models):
-    method = LoRA(target_modules=["linear_qkv"], dim=2, modules_to_save=["output_layer", "final_layernorm"])
+    method = LoRA(
+        target_modules=["linear_qkv"], dim=2, modules_to_save=["output_layer", "final_layernorm"]
+    )
     _, model = adapted(models("llama"), method, ddp=False)
-    trained = [name for name, one in model[0].named_parameters() if one.requires_grad and ".adapter." not in name]
+    trained = [
+        name
+        for name, one in model[0].named_parameters()
+        if one.requires_grad and ".adapter." not in name
+    ]
     assert trained == ["decoder.final_layernorm.weight", "output_layer.weight"]
 
 
@@ -160,7 +204,9 @@ def test_gradients_reach_recomputed_layers(models, granularity):
 
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_dropout_acts_in_training_only(models, position):
-    _, model = adapted(models("llama"), LoRA(dim=2, dropout=0.5, dropout_position=position), ddp=False)
+    _, model = adapted(
+        models("llama"), LoRA(dim=2, dropout=0.5, dropout_position=position), ddp=False
+    )
     adapter = model[0].decoder.layers[0].mlp.linear_fc2.adapter
     with torch.no_grad():
         adapter.b.normal_()
@@ -172,7 +218,9 @@ def test_dropout_acts_in_training_only(models, position):
     assert dropped == 0 if position == "pre" else 0.3 < dropped < 0.7
 
 
-@pytest.mark.parametrize("method", [LoRA(dim=2, alpha=4), DoRA(dim=2, alpha=4), CanonicalLoRA(dim=2, alpha=4)])
+@pytest.mark.parametrize(
+    "method", [LoRA(dim=2, alpha=4), DoRA(dim=2, alpha=4), CanonicalLoRA(dim=2, alpha=4)]
+)
 def test_merge_leaves_a_plain_model(models, method):
     ids, _, positions = batch()
     _, model = adapted(models("llama"), method, ddp=False)
@@ -192,7 +240,9 @@ def test_merge_leaves_a_plain_model(models, method):
 @pytest.mark.parametrize("target", ["linear_qkv", "linear_fc1", "linear_fc2"])
 def test_biases_are_not_scaled_by_magnitudes(family_case, target):
     """Of experts neither, some of which add their biases themselves."""
-    _, model = adapted(family_case("gpt_oss").checkpoint, DoRA(target_modules=[target], dim=2), ddp=False)
+    _, model = adapted(
+        family_case("gpt_oss").checkpoint, DoRA(target_modules=[target], dim=2), ddp=False
+    )
     ids, _, positions = batch()
     ids = ids % model[0].config.vocab_size
     with torch.no_grad():

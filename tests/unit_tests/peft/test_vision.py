@@ -19,8 +19,16 @@ from tests.families.vision import harness
 TARGETS = {
     "qwen2_5_vl": ["linear_qkv", "vision.visual.blocks.*.qkv", "vision.visual.merger.mlp.0"],
     "qwen3_vl": ["linear_proj", "vision.visual.blocks.*.mlp.linear_fc1"],
-    "llava": ["linear_fc2", "vision.vision_tower.encoder.layers.0.*.q_proj", "vision.multi_modal_projector.*"],
-    "paligemma2": ["linear_qkv", "vision.vision_tower.encoder.layers.*.q_proj", "vision.multi_modal_projector.*"],
+    "llava": [
+        "linear_fc2",
+        "vision.vision_tower.encoder.layers.0.*.q_proj",
+        "vision.multi_modal_projector.*",
+    ],
+    "paligemma2": [
+        "linear_qkv",
+        "vision.vision_tower.encoder.layers.*.q_proj",
+        "vision.multi_modal_projector.*",
+    ],
     "nemotron_h_omni": [
         *("linear_qkv", "linear_fc2", "vision.vision_model.encoder.layer.*.mlp.fc1"),
         *("vision.vision_model.encoder.layer.*.qkv", "vision.multi_modal_projector.linear_1"),
@@ -42,7 +50,9 @@ def shake(directory):
     tensors = {}
     for name, value in load_file(path).items():
         seed = zlib.crc32(re.sub(r"\.[qkv]_proj\.lora_A", ".lora_A", name).encode())
-        tensors[name] = 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+        tensors[name] = 0.1 * torch.randn(
+            value.shape, generator=torch.Generator().manual_seed(seed)
+        )
     save_file(tensors, path, {"format": "pt"})
 
 
@@ -72,7 +82,9 @@ def compare_gradients(bridge, model, reference):
             if parameter.requires_grad:
                 parameter.copy_(parameter.main_grad)
     gradients = {f"{name}": p.grad for name, p in reference.named_parameters() if p.requires_grad}
-    found = dict(bridge.export_adapter_weights(model, show_progress=False, prefix="base_model.model."))
+    found = dict(
+        bridge.export_adapter_weights(model, show_progress=False, prefix="base_model.model.")
+    )
     named = {name.replace(".default.", "."): value for name, value in gradients.items()}
     assert found.keys() == named.keys()
     for name, value in found.items():
@@ -97,7 +109,12 @@ def test_an_adapter_of_peft_is_read(vision_case, tmp_path):
     batch, media = harness.this_rank(sample, case.row)
     with torch.no_grad():
         expected = harness.hf_logits(reference, sample, case.row)
-        found = model[0](input_ids=batch["ids"], position_ids=batch["positions"], attention_mask=None, media=media)
+        found = model[0](
+            input_ids=batch["ids"],
+            position_ids=batch["positions"],
+            attention_mask=None,
+            media=media,
+        )
     assert (found - expected).abs().max() / expected.std() < 1e-4
 
 

@@ -36,7 +36,11 @@ def states(tmp_path):
 
 def test_a_failing_stage_stops_no_other(monkeypatch, tmp_path, capsys):
     run = command(
-        monkeypatch, tmp_path, a="raise SystemExit('no such GPU')", b=figures(speed=3), c=figures(skipped="no TE")
+        monkeypatch,
+        tmp_path,
+        a="raise SystemExit('no such GPU')",
+        b=figures(speed=3),
+        c=figures(skipped="no TE"),
     )
     assert run() == 1
     assert states(tmp_path) == {"a": "failed", "b": "ok", "c": "skipped"}
@@ -69,8 +73,16 @@ def test_a_stage_that_hangs_keeps_what_it_found(monkeypatch, tmp_path):
 def test_the_same_command_runs_what_has_not_succeeded(monkeypatch, tmp_path, capsys):
     note = tmp_path / "runs"
     count = f"open({str(note)!r}, 'a').write('x')"
-    run = command(monkeypatch, tmp_path, a=f"{count}\n{figures(speed=3)}", b=f"{count}\nraise SystemExit(3)")
-    for more, runs in (([], 2), ([], 3), (["--only", "a"], 3), (["--only", "a", "--again"], 4), (["--quick"], 6)):
+    run = command(
+        monkeypatch, tmp_path, a=f"{count}\n{figures(speed=3)}", b=f"{count}\nraise SystemExit(3)"
+    )
+    for more, runs in (
+        ([], 2),
+        ([], 3),
+        (["--only", "a"], 3),
+        (["--only", "a", "--again"], 4),
+        (["--quick"], 6),
+    ):
         run(*more)
         assert len(note.read_text()) == runs
 
@@ -78,7 +90,9 @@ def test_the_same_command_runs_what_has_not_succeeded(monkeypatch, tmp_path, cap
 def test_missed_targets_are_named(monkeypatch, tmp_path, capsys):
     assert command(monkeypatch, tmp_path, a=figures(speed=1))() == 1
     assert "not met: a: speed >= 2" in capsys.readouterr().out
-    assert command(monkeypatch, tmp_path, a=figures(speed=1))("--tiny") == 0, "toy figures are not judged"
+    assert command(monkeypatch, tmp_path, a=figures(speed=1))("--tiny") == 0, (
+        "toy figures are not judged"
+    )
     assert command(monkeypatch, tmp_path, a=figures(other=1))("--again") == 1, "a figure is missing"
     assert at_most("x", 0.5).met(0.5)
 

@@ -22,11 +22,15 @@ def test_one_package_is_fine(roots):
 def test_another_package_on_the_path(roots, tmp_path):
     (tmp_path / "b" / "megatron" / "bridge").mkdir()
     (tmp_path / "b" / "megatron" / "bridge" / "__init__.py").touch()
-    with pytest.raises(ImportError, match=r"b/megatron/bridge is not hf-megatron-bridge.*separate environment"):
+    with pytest.raises(
+        ImportError, match=r"b/megatron/bridge is not hf-megatron-bridge.*separate environment"
+    ):
         clash.refuse_others(roots)
 
 
-@pytest.mark.parametrize(("module", "clashes"), [("megatron/bridge/__init__.py", True), ("megatron/core.py", False)])
+@pytest.mark.parametrize(
+    ("module", "clashes"), [("megatron/bridge/__init__.py", True), ("megatron/core.py", False)]
+)
 def test_a_megatron_core_that_brings_one(roots, tmp_path, module, clashes):
     info = tmp_path / "a" / "megatron_core-0.30.0.dist-info"
     info.mkdir()

@@ -51,7 +51,11 @@ def write_report(paths, **changed):
 def write_answers(paths, correct):
     paths.out.mkdir(exist_ok=True)
     said = {"answers": ["red circle"] * 10}
-    report = {"expected": ["red circle"] * 10, "before": {**said, "correct": 0}, "after": {**said, "correct": correct}}
+    report = {
+        "expected": ["red circle"] * 10,
+        "before": {**said, "correct": 0},
+        "after": {**said, "correct": correct},
+    }
     (paths.out / "shapes.json").write_text(json.dumps(report))
 
 
@@ -110,7 +114,10 @@ def test_an_adapter_that_learned_nothing_is_an_error(paths):
 
 def test_a_stage_that_fails_shows_its_log(runner, capsys):
     code = "import sys; print('the reason'); sys.exit(3)"
-    with pytest.raises(UserError, match=r"stage 1 .* exit code 3: its log is"), runner.stage("a title"):
+    with (
+        pytest.raises(UserError, match=r"stage 1 .* exit code 3: its log is"),
+        runner.stage("a title"),
+    ):
         runner.run(sys.executable, "-c", code)
     shown = capsys.readouterr().out
     assert "[1/1] a title" in shown
@@ -142,5 +149,7 @@ def test_an_output_that_cannot_be_made_is_one_sentence(tmp_path):
 
 def test_commands_are_shown_as_a_user_would_type_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert as_typed([*megatron_bridge("convert"), str(tmp_path / "x")]) == "megatron-bridge convert x"
+    assert (
+        as_typed([*megatron_bridge("convert"), str(tmp_path / "x")]) == "megatron-bridge convert x"
+    )
     assert as_typed(torchrun()) == "torchrun --standalone --nproc-per-node=2"

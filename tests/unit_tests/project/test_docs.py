@@ -27,13 +27,17 @@ def shell():
     """Every shell command that is not executed, with where it stands."""
     for page in PAGES:
         for block in blocks(page):
-            for words in block.commands() if (block.language, block.way) == ("bash", "dry-run") else []:
+            for words in (
+                block.commands() if (block.language, block.way) == ("bash", "dry-run") else []
+            ):
                 yield pytest.param(words, id=f"{block.name} {' '.join(words)[:50]}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_block_is_executed_or_dry_run(page):
-    assert [block.way for block in blocks(page)].count("") == 0  # raises with the name of the first that is not
+    assert [block.way for block in blocks(page)].count(
+        ""
+    ) == 0  # raises with the name of the first that is not
 
 
 @pytest.mark.parametrize("words", shell())
@@ -41,7 +45,9 @@ def test_commands_would_run(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     ours = dict(vars(sys.modules["__main__"]))
     commands.dry_run(words)
-    assert vars(sys.modules["__main__"]) == ours, "without its file, torch cannot be imported any further"
+    assert vars(sys.modules["__main__"]) == ours, (
+        "without its file, torch cannot be imported any further"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -82,7 +88,9 @@ def apply(file, whole):
 def test_links_lead_somewhere(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
-    broken = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    broken = [
+        target for target in targets if "://" not in target and not (page.parent / target).exists()
+    ]
     assert not broken
 
 
@@ -90,9 +98,13 @@ def test_files_that_pages_name_exist():
     named = {
         (page, path)
         for page in PAGES
-        for path in re.findall(r"`((?:tests|scripts|examples|benchmarks|docs)/[\w./-]+\.\w+)`", page.read_text())
+        for path in re.findall(
+            r"`((?:tests|scripts|examples|benchmarks|docs)/[\w./-]+\.\w+)`", page.read_text()
+        )
     }
-    assert sorted(f"{page.name}: {path}" for page, path in named if not (ROOT / path).exists()) == []
+    assert (
+        sorted(f"{page.name}: {path}" for page, path in named if not (ROOT / path).exists()) == []
+    )
 
 
 def test_where_things_are():
@@ -103,7 +115,9 @@ def test_where_things_are():
         named = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9/]*(?:\.py)?)`", (ROOT / name).read_text()))
         assert named
         there = {path for path in named if (package / path).exists() or (ROOT / path).exists()}
-        assert [path for path in sorted(named - there) if path.removesuffix("/") not in folders] == []
+        assert [
+            path for path in sorted(named - there) if path.removesuffix("/") not in folders
+        ] == []
 
 
 def test_navigation_names_every_page():
@@ -127,12 +141,18 @@ def test_pictures_are_as_drawn():
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (4, 16), (8, 8)])
 def test_schedules_wait_as_long_as_the_page_says(stages, microbatches):
     """The formulas of docs/parallelism.md, against the schedules that its picture shows."""
-    plain = [pictures.one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)]
+    plain = [
+        pictures.one_forward_one_backward(stage, stages, microbatches) for stage in range(stages)
+    ]
     bubble = (stages - 1) / microbatches
     assert pictures.idle(plain, 1, {"F": 1.0, "B": 2.0}) == pytest.approx(bubble)
     for parts in (2, 4):
-        mixed = [pictures.interleaved(stage, stages, microbatches, parts) for stage in range(stages)]
-        assert pictures.idle(mixed, parts, {"F": 1 / parts, "B": 2 / parts}) == pytest.approx(bubble / parts)
+        mixed = [
+            pictures.interleaved(stage, stages, microbatches, parts) for stage in range(stages)
+        ]
+        assert pictures.idle(mixed, parts, {"F": 1 / parts, "B": 2 / parts}) == pytest.approx(
+            bubble / parts
+        )
 
 
 def test_every_picture_is_described():

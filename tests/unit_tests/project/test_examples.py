@@ -23,7 +23,9 @@ MADE_OF_OTHERS = {row.model for row in ROWS.values() if row.brief}
 def test_every_family_has_examples():
     models = ROOT / "src/megatron/bridge/models"
     bridges = [path for path in models.glob("*/*_bridge.py") if path.parent.name != "conversion"]
-    named = {path: set(re.findall(r'register_bridge\("(\w+)"', path.read_text())) for path in bridges}
+    named = {
+        path: set(re.findall(r'register_bridge\("(\w+)"', path.read_text())) for path in bridges
+    }
     families = {path.parent.name for path in bridges if not named[path] <= MADE_OF_OTHERS}
     assert {page.parent.name for page in PAGES} == families - WITH_IMAGES_ONLY
     assert [page.parent.name for page in PAGES if not list(page.parent.glob("*.json"))] == []
@@ -41,13 +43,20 @@ def test_recipe_trains_the_model_that_is_named(page):
     from megatron.bridge.recipes.catalog import find
 
     stem, model = family_pages.START.search(page.read_text()).groups()
-    assert find(f"{stem}_finetune_config").build(dataset_root="x").tokenizer.tokenizer_model == model
+    assert (
+        find(f"{stem}_finetune_config").build(dataset_root="x").tokenizer.tokenizer_model == model
+    )
 
 
 def test_every_architecture_of_transformers_has_a_toy():
     """All but those whose class is on the hub, that need images, or that are made of parts of others."""
     from megatron.bridge import AutoBridge
 
-    toys = {json.loads(path.read_text())["architectures"][0] for path in (ROOT / "examples/models").glob("*/*.json")}
-    without = set(AutoBridge.list_supported_models()) - toys - {row.model for row in VISION_ROWS.values()}
+    toys = {
+        json.loads(path.read_text())["architectures"][0]
+        for path in (ROOT / "examples/models").glob("*/*.json")
+    }
+    without = (
+        set(AutoBridge.list_supported_models()) - toys - {row.model for row in VISION_ROWS.values()}
+    )
     assert without - MADE_OF_OTHERS == {"DeciLMForCausalLM", "MinistralForCausalLM"}

@@ -10,12 +10,30 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "src/megatron/bridge"
 HOT = (
-    *("backends/attention", "backends/kernels", "backends/moe", "backends/recurrent", "backends/specs"),
+    *(
+        "backends/attention",
+        "backends/kernels",
+        "backends/moe",
+        "backends/recurrent",
+        "backends/specs",
+    ),
     *("models/features", "models/vision", "training/step", "training/optim", "peft"),
     *("training/loop.py", "training/gpt_step.py", "training/vlm_step.py", "training/head_step.py"),
     "training/dpo.py",
 )
-MAKES = {"tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "linspace", "eye"}
+MAKES = {
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "randint",
+    "linspace",
+    "eye",
+}
 READS = {"item", "tolist", "cpu", "numpy"}
 
 ALLOWED = {
@@ -63,14 +81,25 @@ def calls(path):
             if name in READS and not call.args:
                 yield function.name, f".{name}()"
             given = {keyword.arg for keyword in call.keywords}
-            if name in MAKES and isinstance(owner, ast.Name) and owner.id == "torch" and "device" not in given:
+            if (
+                name in MAKES
+                and isinstance(owner, ast.Name)
+                and owner.id == "torch"
+                and "device" not in given
+            ):
                 yield function.name, f"torch.{name}"
 
 
 def suspects():
     paths = [SOURCE / place for place in HOT]
-    files = [path for place in paths for path in (place.rglob("*.py") if place.is_dir() else [place])]
-    return {f"{path.relative_to(SOURCE)} {function} {call}" for path in files for function, call in calls(path)}
+    files = [
+        path for place in paths for path in (place.rglob("*.py") if place.is_dir() else [place])
+    ]
+    return {
+        f"{path.relative_to(SOURCE)} {function} {call}"
+        for path in files
+        for function, call in calls(path)
+    }
 
 
 def test_every_suspect_has_its_reason():

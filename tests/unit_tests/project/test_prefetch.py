@@ -18,7 +18,9 @@ class Calls:
     def __init__(self, number, fail_at=None):
         self.begun = 0
         self._lock = threading.Lock()
-        self.calls = [(10, lambda index=index: self._call(index, fail_at)) for index in range(number)]
+        self.calls = [
+            (10, lambda index=index: self._call(index, fail_at)) for index in range(number)
+        ]
 
     def _call(self, index, fail_at):
         with self._lock:
@@ -95,7 +97,9 @@ def test_the_next_one_is_made_meanwhile_and_no_further_one(keep_thread):
     if keep_thread:
         assert len(source.threads) == 1
     else:
-        wait_for(lambda: not any(thread.is_alive() for thread in source.threads))  # with their OpenMP threads
+        wait_for(
+            lambda: not any(thread.is_alive() for thread in source.threads)
+        )  # with their OpenMP threads
 
 
 @keeps
@@ -147,5 +151,7 @@ next(kept)
 def test_its_thread_ends_before_the_interpreter(keep_thread):
     """Else it is killed wherever it is: within torch that is `terminate called without an active exception`."""
     script = AT_THE_END.format(keep_thread=keep_thread)
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert ended.stdout == "let go of"

@@ -12,14 +12,16 @@ import yaml
 from megatron.bridge.version import __version__
 from tests.unit_tests.project.tree import ROOT, tracked
 
-MAX_LINES = 600
+MAX_LINES = 700
 
 # Split, so that this file does not match itself.
 REGISTRY_HOSTS = re.compile(
     "|".join(["py" + r"pi\.org", "python" + "hosted", r"registry\.npm" + "js", r"deb\.deb" + "ian"])
 )
 MACHINE_PATHS = re.compile(
-    r"(?<![\w.$}])/(?:" + "|".join(["wo" + "rk", "fa" + "rm", "ro" + "ot", "ho" + "me/[a-z]"]) + r")\b/?"
+    r"(?<![\w.$}])/(?:"
+    + "|".join(["wo" + "rk", "fa" + "rm", "ro" + "ot", "ho" + "me/[a-z]"])
+    + r")\b/?"
 )
 
 
@@ -49,7 +51,9 @@ def test_licence_header():
     assert not missing
 
 
-@pytest.mark.parametrize("forbidden", [REGISTRY_HOSTS, MACHINE_PATHS], ids=["registry hosts", "machine paths"])
+@pytest.mark.parametrize(
+    "forbidden", [REGISTRY_HOSTS, MACHINE_PATHS], ids=["registry hosts", "machine paths"]
+)
 def test_nothing_of_one_machine(forbidden):
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
@@ -67,9 +71,15 @@ def test_no_lock_that_names_hosts():
 def test_every_requirement_is_pinned_and_hashed():
     for path in (ROOT / "requirements.lock", ROOT / "scripts" / "demo" / "requirements.txt"):
         joined = path.read_text().replace("\\\n", " ")
-        requirements = [line for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        requirements = [
+            line
+            for line in joined.splitlines()
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
         assert requirements
-        assert [line for line in requirements if "==" not in line or "--hash=sha256:" not in line] == []
+        assert [
+            line for line in requirements if "==" not in line or "--hash=sha256:" not in line
+        ] == []
 
 
 def test_lock_covers_the_project():
@@ -80,13 +90,17 @@ def test_lock_covers_the_project():
         *project["dependency-groups"]["docs"],
     ]
     names = {re.match(r"[\w-]+", entry)[0].lower() for entry in wanted}
-    locked = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE))
+    locked = set(
+        re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)
+    )
     assert names <= locked, f"run `make lock`: not in requirements.lock: {sorted(names - locked)}"
 
 
 def test_version_is_told_once():
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(rf"^## .*{re.escape(__version__)}|^## Unreleased", changelog, flags=re.MULTILINE)
+    assert re.search(
+        rf"^## .*{re.escape(__version__)}|^## Unreleased", changelog, flags=re.MULTILINE
+    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
 
@@ -98,7 +112,9 @@ def test_licence_is_apache():
 
 
 def test_make_targets_exist():
-    listed = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for target in ("setup", "demo", "test", "check", "docs", "bench", "lock", "clean"):
         assert f"make {target} " in listed
 

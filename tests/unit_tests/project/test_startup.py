@@ -25,7 +25,9 @@ print(json.dumps(sorted(set(sys.modules))), file=sys.stderr)
 def loaded_by(statement, *argv):
     """Modules that a fresh interpreter holds after ``statement``, and what it printed."""
     code = PROBE.format(argv=list(argv), statement=statement)
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return set(json.loads(result.stderr.splitlines()[-1])), result.stdout
 
@@ -41,7 +43,10 @@ def test_help_of_the_command_is_light():
 
     for command in ([], *([name] for name in SUBCOMMANDS)):
         modules, output = loaded_by(
-            "from megatron.bridge.cli.main import main; sys.exit(main())", "megatron-bridge", *command, "--help"
+            "from megatron.bridge.cli.main import main; sys.exit(main())",
+            "megatron-bridge",
+            *command,
+            "--help",
         )
         assert output.startswith("usage: ")
         assert not modules & HEAVY
@@ -56,7 +61,9 @@ SCRIPTS = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_of_scripts_is_light(script):
-    modules, output = loaded_by(f"runpy.run_path({script!r}, run_name='__main__')", script, "--help")
+    modules, output = loaded_by(
+        f"runpy.run_path({script!r}, run_name='__main__')", script, "--help"
+    )
     assert output.startswith("usage: ")
     assert not modules & HEAVY
 

@@ -25,7 +25,11 @@ def literal(node):
 @cache
 def sentences():
     """All strings of the package, docstrings left out, one a line; a message may be in a table."""
-    found = {line for path in tracked("src/megatron/bridge/*.yaml") for line in path.read_text().splitlines()}
+    found = {
+        line
+        for path in tracked("src/megatron/bridge/*.yaml")
+        for line in path.read_text().splitlines()
+    }
     for path in tracked("src/megatron/bridge/*.py"):
         tree = ast.parse(path.read_text())
         said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -5,11 +5,16 @@ from scripts.docs import vocabulary
 
 
 def test_tables_are_current():
-    assert vocabulary.PART.is_current(vocabulary.table()), "run `make vocabulary` and commit docs/adding-a-family.md"
+    assert vocabulary.PART.is_current(vocabulary.table()), (
+        "run `make vocabulary` and commit docs/adding-a-family.md"
+    )
 
 
 def test_known_rows():
     text = vocabulary.table()
-    assert "| `mlp(layers, norm, names, gated, fused, projections, turned)` | Feed-forward layer and" in text
+    assert (
+        "| `mlp(layers, norm, names, gated, fused, projections, turned)` | Feed-forward layer and"
+        in text
+    )
     assert "| `WINDOWS` | `sliding_window`, `layer_types` | Window in the layers that" in text
     assert "| `norm_placement` | " in text

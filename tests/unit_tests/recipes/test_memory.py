@@ -37,7 +37,9 @@ SAMPLE = (
 
 def recipes():
     for recipe in catalog().values():
-        yield pytest.param(recipe, marks=() if recipe.name in SAMPLE else pytest.mark.slow, id=recipe.name)
+        yield pytest.param(
+            recipe, marks=() if recipe.name in SAMPLE else pytest.mark.slow, id=recipe.name
+        )
 
 
 def taught(**options):
@@ -57,13 +59,19 @@ def test_a_teacher_is_counted():
     (rank,), (alone,) = taught()
     assert replace(rank, teacher=0) == alone
     assert rank.total == alone.total + rank.teacher
-    assert 0 < rank.teacher - TEACHERS_WEIGHTS - TEACHERS_LOGITS < 0.4e9, "what one layer holds while it runs"
+    assert 0 < rank.teacher - TEACHERS_WEIGHTS - TEACHERS_LOGITS < 0.4e9, (
+        "what one layer holds while it runs"
+    )
 
 
 def test_a_teacher_has_its_logits_on_the_last_stage():
     (first, last), _ = taught(pipeline_model_parallel_size=2)
     assert TEACHERS_WEIGHTS / 2 < first.teacher < 0.7e9
-    assert TEACHERS_WEIGHTS / 2 + TEACHERS_LOGITS < last.teacher < TEACHERS_WEIGHTS / 2 + TEACHERS_LOGITS + 0.5e9
+    assert (
+        TEACHERS_WEIGHTS / 2 + TEACHERS_LOGITS
+        < last.teacher
+        < TEACHERS_WEIGHTS / 2 + TEACHERS_LOGITS + 0.5e9
+    )
 
 
 def test_what_is_known_of_teachers(tmp_path):
@@ -72,7 +80,9 @@ def test_what_is_known_of_teachers(tmp_path):
     config.distill.teacher = "nobody/knows"
     assert teacher_of(config, 1) is None
     config.distill.teacher = str(save_llama(tmp_path / "teacher", vocab_size=96))
-    with pytest.raises(UserError, match=r"distill.teacher=\S+: its vocabulary size is 96, the student's is 49152"):
+    with pytest.raises(
+        UserError, match=r"distill.teacher=\S+: its vocabulary size is 96, the student's is 49152"
+    ):
         teacher_of(config, 1)
     config.distill.cache = "there"
     assert teacher_of(config, 1) is None, "its logits are there"
@@ -87,7 +97,9 @@ def used(recipe, activations=1.0, **options):
     config = config.resolve(recipe.gpus).config
     fullest = fullest_stage(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus)))
     total = fullest.total + (activations - 1) * fullest.activations
-    return total, reserve_of(config, recipe.gpus, recipe.gpu_kind).around(total) <= gpu(recipe.gpu_kind).memory
+    return total, reserve_of(config, recipe.gpus, recipe.gpu_kind).around(total) <= gpu(
+        recipe.gpu_kind
+    ).memory
 
 
 @pytest.mark.parametrize("recipe", list(recipes()))
@@ -115,7 +127,9 @@ def layout(recipe):
     parts = recipe.layout.split()
     found = [(part[:2], int(part[2:])) for part in parts]
     model = recipe.build().model
-    assert dict(found) == {name: getattr(model, key) for name, key in SIZES.items() if getattr(model, key) > 1}
+    assert dict(found) == {
+        name: getattr(model, key) for name, key in SIZES.items() if getattr(model, key) > 1
+    }
     return found
 
 

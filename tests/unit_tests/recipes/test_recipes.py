@@ -116,7 +116,9 @@ class TestEveryRecipe:
         text = text_of(first)
         if os.environ.get("UPDATE_GOLDEN"):
             path.write_text(text)
-        assert text == path.read_text(), "the recommendation changed: see the docstring of this file"
+        assert text == path.read_text(), (
+            "the recommendation changed: see the docstring of this file"
+        )
         assert ConfigContainer.from_yaml(first.to_yaml()) == first
         first.model.num_layers = 1
         first.train.train_iters = 1
@@ -126,10 +128,18 @@ class TestEveryRecipe:
     def test_validates_on_the_gpus_that_it_names(self, recipe):
         resolved = recipe.build().resolve(recipe.gpus)
         config, notes = resolved.config, resolved.notes
-        modules = [name for name in config.model.recompute_modules or () if name in RECOMPUTED_BY_ENGINE]
-        expected = [f"model.recompute_modules={', '.join(modules)} needs Transformer Engine"] * bool(modules)
-        expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(config.model.fp8 or config.model.fp4)
-        made_up = isinstance(config.dataset, MockVLMConversationProvider)  # it has loss masks, made-up text has none
+        modules = [
+            name for name in config.model.recompute_modules or () if name in RECOMPUTED_BY_ENGINE
+        ]
+        expected = [
+            f"model.recompute_modules={', '.join(modules)} needs Transformer Engine"
+        ] * bool(modules)
+        expected += [f"mixed_precision={config.mixed_precision} needs"] * bool(
+            config.model.fp8 or config.model.fp4
+        )
+        made_up = isinstance(
+            config.dataset, MockVLMConversationProvider
+        )  # it has loss masks, made-up text has none
         expected += ["model.calculate_per_token_loss=True is used"] * made_up
         pairs = zip(sorted(notes), sorted(expected), strict=True)
         assert all(note.startswith(text) for note, text in pairs), notes
@@ -142,7 +152,9 @@ class TestEveryRecipe:
             name: value for name, (value, _) in options.items()
         }
         assert at(config, "dataset.seq_length") == 1021
-        assert recipe.build(embedding_and_loss_are_layers=True).model.account_for_loss_in_pipeline_split
+        assert recipe.build(
+            embedding_and_loss_are_layers=True
+        ).model.account_for_loss_in_pipeline_split
 
     def test_adapters(self, recipe):
         if recipe.mode == "pretrain":
@@ -158,7 +170,9 @@ class TestEveryRecipe:
         function = getattr(family, recipe.name)
         assert getattr(recipes, recipe.name) is function is recipe.function()
         assert (function.__name__, pickle.loads(pickle.dumps(function))) == (recipe.name, function)
-        assert inspect.getdoc(function).startswith(f"{recipe.what}, {recipe.gpus} x {recipe.gpu_kind}: ")
+        assert inspect.getdoc(function).startswith(
+            f"{recipe.what}, {recipe.gpus} x {recipe.gpu_kind}: "
+        )
         assert "options" in inspect.signature(function).parameters
 
 
@@ -178,7 +192,11 @@ def timed(function):
 def test_every_recipe_of_a_module_is_in_the_catalog():
     for module in {recipe.module for recipe in catalog().values()}:
         functions = vars(importlib.import_module(module))
-        names = {name for name in functions if re.match(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config", name)}
+        names = {
+            name
+            for name in functions
+            if re.match(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config", name)
+        }
         assert names <= set(catalog())
 
 
@@ -195,20 +213,31 @@ def test_names_that_users_know():
 
 
 def test_the_options_tested_are_all_there_are():
-    for options, kind in ((OPTIONS["pretrain"], PretrainOptions), (OPTIONS["sft"], FinetuneOptions)):
-        assert set(options) | {"embedding_and_loss_are_layers", "hf_model"} == set(kind.__annotations__)
+    for options, kind in (
+        (OPTIONS["pretrain"], PretrainOptions),
+        (OPTIONS["sft"], FinetuneOptions),
+    ):
+        assert set(options) | {"embedding_and_loss_are_layers", "hf_model"} == set(
+            kind.__annotations__
+        )
 
 
 def test_another_model_takes_the_place_of_the_recipes(tmp_path):
     save_llama(tmp_path, tie_word_embeddings=True)
     config = llama3_8b_finetune_config(
-        hf_model=str(tmp_path), dataset_root="d", seq_length=16, tensor_model_parallel_size=2, recompute="full"
+        hf_model=str(tmp_path),
+        dataset_root="d",
+        seq_length=16,
+        tensor_model_parallel_size=2,
+        recompute="full",
     )
     assert (config.model.num_layers, config.model.hidden_size) == (2, 32)
     assert config.model.share_embeddings_and_output_weights
     assert (config.model.seq_length, config.model.tensor_model_parallel_size) == (16, 2)
     assert (config.model.sequence_parallel, config.model.recompute_granularity) == (True, "full")
-    assert config.tokenizer.tokenizer_model == config.checkpoint.pretrained_checkpoint == str(tmp_path)
+    assert (
+        config.tokenizer.tokenizer_model == config.checkpoint.pretrained_checkpoint == str(tmp_path)
+    )
     assert config.optimizer == llama3_8b_finetune_config().optimizer
     config = llama3_8b_pretrain_config(hf_model=str(tmp_path))
     assert (config.model.num_layers, config.checkpoint.pretrained_checkpoint) == (2, None)
@@ -218,7 +247,10 @@ def test_another_model_takes_the_place_of_the_recipes(tmp_path):
 def test_data_is_made_up_only_where_there_is_none():
     assert find("llama3_8b_pretrain_config").build(data_paths=["a"]).dataset.blend == (["a"], None)
     config = find("llama3_8b_finetune_config").build(dataset_root="d")
-    assert (config.dataset.dataset_root, config.tokenizer.tokenizer_model) == ("d", "meta-llama/Meta-Llama-3-8B")
+    assert (config.dataset.dataset_root, config.tokenizer.tokenizer_model) == (
+        "d",
+        "meta-llama/Meta-Llama-3-8B",
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +264,12 @@ def test_data_is_made_up_only_where_there_is_none():
 )
 def test_recompute(recompute, fields):
     model = find("deepseek_v2_pretrain_config").build(recompute=recompute).model
-    names = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+    names = (
+        "recompute_granularity",
+        "recompute_modules",
+        "recompute_method",
+        "recompute_num_layers",
+    )
     assert tuple(getattr(model, name) for name in names) == fields
 
 
@@ -245,32 +282,44 @@ def test_low_precision():
 
 @pytest.mark.parametrize("recipe", [llama3_8b_pretrain_config, llama3_8b_finetune_config])
 def test_unknown_option_is_named(recipe):
-    with pytest.raises(UserError, match=r"there is no recipe option train_itres; did you mean train_iters "):
+    with pytest.raises(
+        UserError, match=r"there is no recipe option train_itres; did you mean train_iters "
+    ):
         recipe(train_itres=5)
 
 
 def test_adapters():
-    lora, dora = llama3_8b_finetune_config(peft="lora"), llama3_8b_finetune_config(peft="dora", lr=3e-5)
+    lora, dora = (
+        llama3_8b_finetune_config(peft="lora"),
+        llama3_8b_finetune_config(peft="dora", lr=3e-5),
+    )
     assert (type(lora.peft).__name__, lora.optimizer.lr) == ("LoRA", 1e-4)
     assert (type(dora.peft).__name__, dora.optimizer.lr) == ("DoRA", 3e-5)
     own = LoRA(dim=3)
     assert llama3_8b_finetune_config(peft=own).peft is own
     assert llama3_8b_finetune_config(peft=None) == llama3_8b_finetune_config()
     with pytest.raises(
-        UserError, match=r"peft=lroa is not known; did you mean lora or dora\?; peft=None trains all weights"
+        UserError,
+        match=r"peft=lroa is not known; did you mean lora or dora\?; peft=None trains all weights",
     ):
         llama3_8b_finetune_config(peft="lroa")
 
 
 def test_defaults_have_only_known_keys_and_complete_ones():
     assert set(builders.FINETUNE) == set(FinetuneOptions.__annotations__) - {"sequence_parallel"}
-    assert set(PretrainOptions.__annotations__) - set(builders.PRETRAIN) == {"sequence_parallel", "seq_length", "lr"}
+    assert set(PretrainOptions.__annotations__) - set(builders.PRETRAIN) == {
+        "sequence_parallel",
+        "seq_length",
+        "lr",
+    }
 
 
 def test_catalog_finds_by_name_and_words():
     assert find("llama3_8b_pretrain_config").function() is llama3_8b_pretrain_config
     assert [recipe.gpus for recipe in search("405b h100 pretrain 128k")] == [1024]
-    with pytest.raises(UserError, match=r"there is no recipe llama3_8b_pretrain; did you mean llama3_8b_pretrain_c"):
+    with pytest.raises(
+        UserError, match=r"there is no recipe llama3_8b_pretrain; did you mean llama3_8b_pretrain_c"
+    ):
         find("llama3_8b_pretrain")
 
 
@@ -289,9 +338,21 @@ def test_listing_imports_no_torch():
         ("recipes.llama", "llama3_8b_pretrain_config(dataset_root='x')", False),
         ("recipes.llama", "llama3_8b_finetune_config(dataset_root='x', peft=None)", True),
         ("recipes.builders", "pretrain(LLAMA3_8B, {}, tensor_model_parallel=2)", False),
-        ("recipes.builders", "pretrain(LLAMA3_8B, {}, {'lr': 3e-4}, tensor_model_parallel_size=2)", True),
-        ("recipes.builders", "pretrain_recipe(LLAMA3_8B, {'lr': 3e-4}, tensor_model_parallel=2)", False),
-        ("recipes.builders", "pretrain_recipe(LLAMA3_8B, {'lr': 3e-4}, tensor_model_parallel_size=2)", True),
+        (
+            "recipes.builders",
+            "pretrain(LLAMA3_8B, {}, {'lr': 3e-4}, tensor_model_parallel_size=2)",
+            True,
+        ),
+        (
+            "recipes.builders",
+            "pretrain_recipe(LLAMA3_8B, {'lr': 3e-4}, tensor_model_parallel=2)",
+            False,
+        ),
+        (
+            "recipes.builders",
+            "pretrain_recipe(LLAMA3_8B, {'lr': 3e-4}, tensor_model_parallel_size=2)",
+            True,
+        ),
     ],
 )
 def test_pyright_knows_the_options(module, call, accepted, tmp_path):
@@ -301,7 +362,10 @@ def test_pyright_knows_the_options(module, call, accepted, tmp_path):
     try:
         snippet.write_text(f"from megatron.bridge.{module} import {name}\n{size}\n{call}\n")
         done = subprocess.run(
-            [str(Path(sys.executable).with_name("pyright")), str(snippet)], capture_output=True, text=True, check=False
+            [str(Path(sys.executable).with_name("pyright")), str(snippet)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     finally:
         snippet.unlink()
@@ -313,7 +377,11 @@ def test_every_value_can_be_typed_on_the_command_line(name):
     """What the dry run prints for a key is also what an override takes for it."""
     config = find(name).build()
     for key, value in leaf_values(config).items():
-        text = yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+        text = (
+            yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6)
+            .removesuffix("...\n")
+            .strip()
+        )
         (change,) = apply_overrides(config, [f"{key}={text}"])
         assert change.new == value, key
 
@@ -327,7 +395,11 @@ def test_table_of_the_page_is_current():
 def test_squad(packed):
     config = recipes.default_squad_config(2048, packed_sequence=packed)
     assert config.problems() == []
-    record = {"context": "It rains.", "question": "What does it?", "answers": {"text": [" rain ", "rains"]}}
+    record = {
+        "context": "It rains.",
+        "question": "What does it?",
+        "answers": {"text": [" rain ", "rains"]},
+    }
     assert config.process_example_fn(record) == {
         "prompt": "Context: It rains. Question: What does it? Answer:",
         "completion": " rain",

@@ -12,7 +12,15 @@ from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.models.conversion.declare import vision
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT
 from megatron.bridge.recipes.catalog import catalog
-from megatron.bridge.recipes.sizes import ProviderSize, Size, VisionSize, hf_config, published_size, size_of, sized
+from megatron.bridge.recipes.sizes import (
+    ProviderSize,
+    Size,
+    VisionSize,
+    hf_config,
+    published_size,
+    size_of,
+    sized,
+)
 from scripts.docs import recipe_configs
 from tests.families import configs
 
@@ -66,16 +74,27 @@ def test_configs_are_the_published_ones(source):
     assert configs.different_providers(reference, own) == []
     if not isinstance(size, VisionSize):
         again = AutoBridge.from_hf_config(hf_config(AutoBridge.hf_config_of(size.provider())))
-        assert configs.different_providers(size.provider(), again.to_megatron_provider(load_weights=False)) == []
+        assert (
+            configs.different_providers(
+                size.provider(), again.to_megatron_provider(load_weights=False)
+            )
+            == []
+        )
 
 
 def test_there_is_a_source_for_every_config():
-    assert set(recipe_configs.CONFIGS.iterdir()) == set(map(recipe_configs.target, recipe_configs.sources()))
+    assert set(recipe_configs.CONFIGS.iterdir()) == set(
+        map(recipe_configs.target, recipe_configs.sources())
+    )
 
 
 def test_a_size_that_was_never_published():
     size = size_of("HuggingFaceTB/SmolLM2-135M", {"hidden_dropout": 0.1}, num_hidden_layers=6)
-    assert (size.published, size.provider().num_layers, size.provider().hidden_dropout) == (False, 6, 0.1)
+    assert (size.published, size.provider().num_layers, size.provider().hidden_dropout) == (
+        False,
+        6,
+        0.1,
+    )
     assert published_size("HuggingFaceTB/SmolLM2-135M").provider().num_layers == 30
     assert published_size("HuggingFaceTB/SmolLM2-136M") is None
 
@@ -87,7 +106,10 @@ def trimmed(values):
         return values
     return values | {
         "block_configs": [
-            {part: {key: item for key, item in sizes.items() if item} for part, sizes in block.items()}
+            {
+                part: {key: item for key, item in sizes.items() if item}
+                for part, sizes in block.items()
+            }
             for block in blocks
         ]
     }

@@ -18,7 +18,9 @@ def formula(start, increment, samples, full, consumed):
 
 @pytest.mark.parametrize(("start", "increment", "samples", "full"), RAMPS)
 def test_the_batch_grows_by_equal_increments(start, increment, samples, full):
-    batch = BatchSize(TrainingConfig(global_batch_size=full, rampup_batch_size=[start, increment, samples]))
+    batch = BatchSize(
+        TrainingConfig(global_batch_size=full, rampup_batch_size=[start, increment, samples])
+    )
     for consumed in range(samples + full):
         assert batch.at(consumed) == formula(start, increment, samples, full, consumed)
 

@@ -90,14 +90,18 @@ def test_a_switch_of_the_owner_stays_and_a_contradiction_is_told():
     assert config.comm_overlap.overlap_grad_reduce is True
     with pytest.raises(UserError, match=r"comm_overlap.overlap_grad_reduce=False contradicts ddp"):
         resolved(
-            2, CommOverlapConfig(overlap_grad_reduce=False), ddp=DistributedDataParallelConfig(overlap_grad_reduce=True)
+            2,
+            CommOverlapConfig(overlap_grad_reduce=False),
+            ddp=DistributedDataParallelConfig(overlap_grad_reduce=True),
         )
 
 
 def test_values_of_the_block_reach_their_owners():
     config = resolved(2, CommOverlapConfig(bucket_size=12345))
     assert config.ddp.bucket_size == 12345
-    with pytest.raises(UserError, match=r"ddp.overlap_param_gather=True needs ddp.overlap_grad_reduce=True"):
+    with pytest.raises(
+        UserError, match=r"ddp.overlap_param_gather=True needs ddp.overlap_grad_reduce=True"
+    ):
         resolved(2, CommOverlapConfig(overlap_grad_reduce=False, overlap_param_gather=True))
 
 
@@ -122,19 +126,26 @@ def test_what_needs_transformer_engine_is_refused_here_and_noted_for_elsewhere(n
     (note,) = toy_config(model=model).validate(size)
     assert note.startswith(f"model.{name}=True needs Transformer Engine, which is not installed")
     monkeypatch.setattr(distributed, "world_size", lambda: size)
-    with pytest.raises(UserError, match=f"model.{name}=True needs Transformer Engine, which is not installed: "):
+    with pytest.raises(
+        UserError, match=f"model.{name}=True needs Transformer Engine, which is not installed: "
+    ):
         toy_config(model=model).validate()
 
 
 def test_layers_of_torch_do_it_nowhere(monkeypatch):
     monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: True)
-    with pytest.raises(UserError, match=r"tp_comm_overlap=True needs Transformer Engine, but model.backend is torch"):
+    with pytest.raises(
+        UserError,
+        match=r"tp_comm_overlap=True needs Transformer Engine, but model.backend is torch",
+    ):
         toy_config(model={"tp_comm_overlap": True, "backend": "torch"}).validate()
 
 
 def test_settings_of_products_must_be_a_mapping(tmp_path):
     (tmp_path / "buffers.yaml").write_text("qkv_fprop: {method: ring_exchange}\n")
-    assert user_buffers._read(str(tmp_path / "buffers.yaml")) == {"qkv_fprop": {"method": "ring_exchange"}}
+    assert user_buffers._read(str(tmp_path / "buffers.yaml")) == {
+        "qkv_fprop": {"method": "ring_exchange"}
+    }
     with pytest.raises(UserError, match="cannot be read"):
         user_buffers._read(str(tmp_path / "none.yaml"))
     (tmp_path / "buffers.yaml").write_text("- a\n")

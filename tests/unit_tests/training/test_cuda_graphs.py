@@ -37,7 +37,9 @@ def test_replayed_steps_of_experts_equal_usual_ones(monkeypatch):
     balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
     usual = run_toy(LENGTHS | {"model": {**EXPERTS, **CAPACITY, **balanced}})
     recorded_graph.install(monkeypatch)
-    found = run_toy(LENGTHS | {"model": {**EXPERTS, **CAPACITY, **balanced}}, callbacks=[CaptureAfter(1)])
+    found = run_toy(
+        LENGTHS | {"model": {**EXPERTS, **CAPACITY, **balanced}}, callbacks=[CaptureAfter(1)]
+    )
     assert found.numbers == usual.numbers
     assert len(set(found.further["load_balancing_loss"])) == 5
 
@@ -81,12 +83,19 @@ def local_losses(kind):
     config.cuda_graph_impl = kind
     bare = config.build_chunks()
     initialize_by_name(bare)
-    chunk = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=bare[0])
+    chunk = DistributedDataParallel(
+        config=config, ddp_config=DistributedDataParallelConfig(), module=bare[0]
+    )
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(4):
         chunk.zero_grad_buffer()
         tokens = torch.randint(0, VOCABULARY, (2, 2, SEQUENCE), generator=generator)
-        sizes = {"num_microbatches": 2, "seq_length": SEQUENCE, "micro_batch_size": 2, "forward_only": False}
+        sizes = {
+            "num_microbatches": 2,
+            "seq_length": SEQUENCE,
+            "micro_batch_size": 2,
+            "forward_only": False,
+        }
         found += forward_backward_no_pipelining(
             forward_step_func=next_token_losses, data_iterator=iter(tokens), model=[chunk], **sizes
         )
@@ -123,14 +132,38 @@ def test_random_states_stay_in_the_generators_that_a_graph_holds(graph_safe_trac
 
 
 REFUSED = {
-    "growing batches": ("local", {"train": {"rampup_batch_size": [4, 4, 80]}}, "rampup_batch_size=null"),
+    "growing batches": (
+        "local",
+        {"train": {"rampup_batch_size": [4, 4, 80]}},
+        "rampup_batch_size=null",
+    ),
     "teacher of tokens": ("local", {"model": {"mtp_num_layers": 1}}, "mtp_num_layers=null"),
-    "whole layers": ("local", {"model": {"recompute_granularity": "full"}}, "recompute_granularity=selective"),
+    "whole layers": (
+        "local",
+        {"model": {"recompute_granularity": "full"}},
+        "recompute_granularity=selective",
+    ),
     "free experts": ("local", {"model": EXPERTS}, "cuda_graph_modules without moe"),
-    "free experts in all": ("full_iteration", {"model": EXPERTS}, "moe_pad_expert_input_to_capacity=true"),
-    "modules": ("full_iteration", {"model": {"cuda_graph_modules": ["attn"]}}, r"cuda_graph_modules=\[\]"),
-    "timers": ("full_iteration", {"logger": LoggerConfig(timing_log_level=1)}, "timing_log_level=0"),
-    "waiting stages": ("full_iteration", {"model": {"pipeline_model_parallel_size": 2}}, "batch_p2p_sync=false"),
+    "free experts in all": (
+        "full_iteration",
+        {"model": EXPERTS},
+        "moe_pad_expert_input_to_capacity=true",
+    ),
+    "modules": (
+        "full_iteration",
+        {"model": {"cuda_graph_modules": ["attn"]}},
+        r"cuda_graph_modules=\[\]",
+    ),
+    "timers": (
+        "full_iteration",
+        {"logger": LoggerConfig(timing_log_level=1)},
+        "timing_log_level=0",
+    ),
+    "waiting stages": (
+        "full_iteration",
+        {"model": {"pipeline_model_parallel_size": 2}},
+        "batch_p2p_sync=false",
+    ),
     "engine": ("transformer_engine", {}, "use local or full_iteration"),
 }
 
@@ -138,7 +171,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_graph_cannot_repeat_is_refused(name):
     kind, settings, way_out = REFUSED[name]
-    config = toy_config(**{**settings, "model": {**settings.get("model", {}), "cuda_graph_impl": kind}})
+    config = toy_config(
+        **{**settings, "model": {**settings.get("model", {}), "cuda_graph_impl": kind}}
+    )
     with pytest.raises(UserError, match=f"model.cuda_graph_impl={kind}.*{way_out}"):
         config.resolve(2)
 

@@ -44,7 +44,9 @@ def teacher(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def student(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("models") / "student", num_hidden_layers=4, initializer_range=0.1)
+    return save_llama(
+        tmp_path_factory.mktemp("models") / "student", num_hidden_layers=4, initializer_range=0.1
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,9 @@ def config_from(student, teacher, learn, checkpoint=None, **arguments):
     checkpoint = checkpoint or CheckpointConfig()
     checkpoint.pretrained_checkpoint = str(student)
     config = student_config(teacher, learn, checkpoint=checkpoint, **arguments)
-    config.model = AutoBridge.from_hf_pretrained(str(student)).to_megatron_provider(load_weights=False)
+    config.model = AutoBridge.from_hf_pretrained(str(student)).to_megatron_provider(
+        load_weights=False
+    )
     config.model.calculate_per_token_loss = True
     return config
 
@@ -69,7 +73,11 @@ class Look(Callback):
 
     def on_grads_ready(self, context):
         chunk = unwrap(context.model[0])
-        self.grads = {name: one.main_grad.clone() for name, one in chunk.named_parameters() if one.requires_grad}
+        self.grads = {
+            name: one.main_grad.clone()
+            for name, one in chunk.named_parameters()
+            if one.requires_grad
+        }
         self.weights = {name: one.detach().clone() for name, one in chunk.named_parameters()}
         self.pair = pair_of(chunk)
         self.run = context
@@ -98,9 +106,13 @@ def layer_outputs(model, wanted):
 
 def reference(student, teacher, learn, maps):
     """Losses and gradients of the first batch, by the definition, in float64."""
-    ours, theirs = (LlamaForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher))
+    ours, theirs = (
+        LlamaForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher)
+    )
     data = MockGPTDataset(BATCH, SEQUENCE, VOCABULARY, 1234)
-    tokens, labels = (torch.stack([data[row][key] for row in range(BATCH)]) for key in ("tokens", "labels"))
+    tokens, labels = (
+        torch.stack([data[row][key] for row in range(BATCH)]) for key in ("tokens", "labels")
+    )
     pairs = learn.get("hidden_layers", {})
     mine, others = layer_outputs(ours, pairs), layer_outputs(theirs, pairs.values())
     logits = ours(tokens).logits
@@ -138,7 +150,9 @@ def renamed(look, student):
     for name, parameter in chunk.named_parameters():
         parameter.data = look.grads[name].clone()
     bridge = AutoBridge.from_hf_pretrained(str(student))
-    return {name: one.clone() for name, one in bridge.export_hf_weights([chunk], show_progress=False)}
+    return {
+        name: one.clone() for name, one in bridge.export_hf_weights([chunk], show_progress=False)
+    }
 
 
 def map_name(layer):
@@ -163,7 +177,12 @@ def test_a_step_is_that_of_plain_torch(teacher, student, learn):
 def test_a_student_comes_near_its_teacher(teacher):
     for name, learn in {
         "kl loss": {"ce_weight": 0.0, "kl_weight": 1.0},
-        "hidden loss": {"ce_weight": 0.0, "kl_weight": 0.0, "hidden_weight": 1.0, "hidden_layers": {4: 8}},
+        "hidden loss": {
+            "ce_weight": 0.0,
+            "kl_weight": 0.0,
+            "hidden_weight": 1.0,
+            "hidden_layers": {4: 8},
+        },
     }.items():
         _, losses = run_student(teacher, learn, train={"train_iters": 40})
         late = [step[name] for step in losses.train[-10:]]
@@ -172,7 +191,12 @@ def test_a_student_comes_near_its_teacher(teacher):
 
 def test_as_wide_as_the_teacher_nothing_is_mapped(tmp_path):
     same = save_llama(tmp_path / "same", num_hidden_layers=4)
-    learn = {"ce_weight": 0.0, "kl_weight": 1.0, "hidden_weight": 1.0, "hidden_layers": {2: 2, 4: 4}}
+    learn = {
+        "ce_weight": 0.0,
+        "kl_weight": 1.0,
+        "hidden_weight": 1.0,
+        "hidden_layers": {2: 2, 4: 4},
+    }
     look = first_step(config_from(same, same, learn, train={"train_iters": 1}))
     assert not [name for name in look.weights if "distillation" in name]
     assert look.run.loss_dict["hidden loss"] < 1e-10
@@ -210,7 +234,9 @@ def test_the_teacher_is_the_checkpoint(teacher):
 def test_the_teacher_may_be_a_megatron_checkpoint(teacher, tmp_path):
     AutoBridge.import_ckpt(str(teacher), str(tmp_path / "megatron"))
     forget_model_parallel()
-    assert_same_logits(first_step(student_config(tmp_path / "megatron", train={"train_iters": 1})), teacher)
+    assert_same_logits(
+        first_step(student_config(tmp_path / "megatron", train={"train_iters": 1})), teacher
+    )
 
 
 def test_the_teacher_may_be_of_another_family(tmp_path):
@@ -236,7 +262,10 @@ def test_the_teacher_is_neither_trained_nor_saved(teacher, tmp_path):
     from tests.functional_tests.checkpoint.runs import tensors_of
 
     config = student_config(
-        teacher, HIDDEN, train={"train_iters": 2}, checkpoint=CheckpointConfig(save=str(tmp_path / "run"))
+        teacher,
+        HIDDEN,
+        train={"train_iters": 2},
+        checkpoint=CheckpointConfig(save=str(tmp_path / "run")),
     )
     look = first_step(config)
     chunk, beside = unwrap(look.run.model[0]), look.pair.teacher
@@ -286,7 +315,9 @@ def test_another_teacher_is_refused(teacher, tmp_path):
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"] *= 1.01
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"distill.teacher=\S+teacher, whose weights differ.*checkpoint.save"):
+    with pytest.raises(
+        UserError, match=r"distill.teacher=\S+teacher, whose weights differ.*checkpoint.save"
+    ):
         interrupted(other, tmp_path / "run", LEARN, None)
 
 
@@ -294,13 +325,17 @@ def test_the_result_is_an_ordinary_model(teacher, student, tmp_path):
     """Without the maps it is exported, and it starts another run."""
     save = CheckpointConfig(save=str(tmp_path / "run"))
     look = first_step(config_from(student, teacher, HIDDEN, save, train={"train_iters": 1}))
-    trained = {name: one.detach().clone() for name, one in unwrap(look.run.model[0]).named_parameters()}
+    trained = {
+        name: one.detach().clone() for name, one in unwrap(look.run.model[0]).named_parameters()
+    }
     forget_model_parallel()
     AutoBridge.from_hf_pretrained(str(student)).export_ckpt(
         str(tmp_path / "run"), str(tmp_path / "hf"), show_progress=False
     )
     forget_model_parallel()
-    exported = AutoBridge.from_hf_pretrained(str(tmp_path / "hf")).to_megatron_model(wrap_with_ddp=False)
+    exported = AutoBridge.from_hf_pretrained(str(tmp_path / "hf")).to_megatron_model(
+        wrap_with_ddp=False
+    )
     for name, one in exported[0].named_parameters():
         assert torch.equal(one, trained[name]), name
     forget_model_parallel()
@@ -314,7 +349,11 @@ def test_adapters_learn_from_a_teacher(teacher, student):
     losses = Losses()
     look = Look()
     distill(config, [losses, look])
-    assert all("adapter" in name for name, one in unwrap(look.run.model[0]).named_parameters() if one.requires_grad)
+    assert all(
+        "adapter" in name
+        for name, one in unwrap(look.run.model[0]).named_parameters()
+        if one.requires_grad
+    )
     assert set(losses.train[0]) == {"lm loss", "kl loss"}
 
 
@@ -394,7 +433,10 @@ def test_a_cache_of_other_settings_is_refused(teacher, tmp_path, changes, senten
 
 def test_a_cache_of_another_teacher_is_refused(teacher, student, tmp_path):
     write_cache(teacher, tmp_path)
-    with pytest.raises(UserError, match=r"the teacher was \S+teacher, whose weights differ from those of \S+student"):
+    with pytest.raises(
+        UserError,
+        match=r"the teacher was \S+teacher, whose weights differ from those of \S+student",
+    ):
         learn_from_cache(student, tmp_path)
 
 
@@ -402,7 +444,9 @@ def test_a_cache_of_other_data_is_refused(teacher, tmp_path):
     write_cache(teacher, tmp_path)
     config = student_config(teacher, cached(tmp_path), train={"train_iters": 3})
     config.dataset.random_seed = 5
-    with pytest.raises(UserError, match=r"training sample 0 differs from the one that the teacher saw"):
+    with pytest.raises(
+        UserError, match=r"training sample 0 differs from the one that the teacher saw"
+    ):
         distill(config)
 
 
@@ -419,11 +463,27 @@ WRONG = {
     "nothing learnt": ({"kl_weight": 0.0}, {}, r"nothing is learned, raise one of them"),
     "negative": ({"ce_weight": -1.0}, {}, r"distill.ce_weight=-1.0: must be at least 0"),
     "cold": ({"temperature": 0.0}, {}, r"distill.temperature=0.0: must be above 0"),
-    "too many": ({"top_k": VOCABULARY}, {}, r"distill.top_k=96: must lie between 1 and the vocabulary"),
-    "no weight": ({"hidden_layers": {1: 1}}, {}, r"distill.hidden_layers=.* needs distill.hidden_weight: set both"),
-    "no such layer": ({"hidden_weight": 1.0, "hidden_layers": {5: 1}}, {}, r"the student has layers 1 to 4, not 5"),
+    "too many": (
+        {"top_k": VOCABULARY},
+        {},
+        r"distill.top_k=96: must lie between 1 and the vocabulary",
+    ),
+    "no weight": (
+        {"hidden_layers": {1: 1}},
+        {},
+        r"distill.hidden_layers=.* needs distill.hidden_weight: set both",
+    ),
+    "no such layer": (
+        {"hidden_weight": 1.0, "hidden_layers": {5: 1}},
+        {},
+        r"the student has layers 1 to 4, not 5",
+    ),
     "cache of all": ({"cache": "x"}, {}, r"distill.cache=x needs distill.top_k: set"),
-    "more tokens": ({}, {"mtp_num_layers": 1}, r"distill and model.mtp_num_layers=1 exclude each other: .*, unset"),
+    "more tokens": (
+        {},
+        {"mtp_num_layers": 1},
+        r"distill and model.mtp_num_layers=1 exclude each other: .*, unset",
+    ),
     "recomputed": (
         HIDDEN,
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -435,7 +495,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_is_refused(teacher, name):
     learn, model, sentence = WRONG[name]
-    config = student_config(teacher, {**LEARN, **learn} if "teacher" not in learn else LEARN, model=model)
+    config = student_config(
+        teacher, {**LEARN, **learn} if "teacher" not in learn else LEARN, model=model
+    )
     if "teacher" in learn:
         config.distill.teacher = None
     with pytest.raises(UserError, match=sentence):
@@ -446,25 +508,33 @@ def test_hidden_states_exclude_virtual_stages_and_adapters(teacher):
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     config = student_config(teacher, HIDDEN, model=sizes, peft=LoRA())
     config.checkpoint.pretrained_checkpoint = "x"
-    with pytest.raises(UserError, match=r"(?s)leave the virtual stages out.*learn from logits only"):
+    with pytest.raises(
+        UserError, match=r"(?s)leave the virtual stages out.*learn from logits only"
+    ):
         config.validate(2)
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     other = save_teacher(tmp_path / "other", vocab_size=97)
-    with pytest.raises(UserError, match=r"distill.teacher=\S+: its vocabulary size is 97, the student's is 96"):
+    with pytest.raises(
+        UserError, match=r"distill.teacher=\S+: its vocabulary size is 97, the student's is 96"
+    ):
         distill(student_config(other))
 
 
 def test_a_teacher_with_fewer_positions_is_refused(tmp_path):
     other = save_teacher(tmp_path / "other", max_position_embeddings=16)
-    with pytest.raises(UserError, match=r"it supports 16 positions, fewer than dataset.seq_length=32"):
+    with pytest.raises(
+        UserError, match=r"it supports 16 positions, fewer than dataset.seq_length=32"
+    ):
         distill(student_config(other))
 
 
 def test_a_layer_that_the_teacher_has_not_is_refused(teacher):
     learn = {**LEARN, "hidden_weight": 1.0, "hidden_layers": {1: 9}}
-    with pytest.raises(UserError, match=r"distill.hidden_layers contains its layers \[9\]: use layers 1 to 8"):
+    with pytest.raises(
+        UserError, match=r"distill.hidden_layers contains its layers \[9\]: use layers 1 to 8"
+    ):
         distill(student_config(teacher, learn))
 
 
@@ -474,7 +544,9 @@ def test_a_teacher_that_does_not_fit_the_layout_is_refused(tmp_path):
     config = student_config(other, model=sizes)
     config.model.vocab_size = VOCABULARY
     config = config.resolve(8).config
-    with pytest.raises(UserError, match=r"does not divide model.ffn_hidden_size=98.*num_layers=3.*cache-teacher"):
+    with pytest.raises(
+        UserError, match=r"does not divide model.ffn_hidden_size=98.*num_layers=3.*cache-teacher"
+    ):
         teacher_provider(config, 8)
 
 
@@ -489,7 +561,9 @@ def save_tokenizer(directory, words):
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    made = Tokenizer(
+        WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
+    )
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token=words[1]).save_pretrained(directory)
     return str(directory)
 
@@ -523,7 +597,9 @@ def test_the_block_is_written_and_read(teacher):
 
 
 def test_no_cache_is_one_sentence(teacher, tmp_path):
-    with pytest.raises(UserError, match=re.escape(f"distill.cache={tmp_path} is not a cache of a teacher")):
+    with pytest.raises(
+        UserError, match=re.escape(f"distill.cache={tmp_path} is not a cache of a teacher")
+    ):
         learn_from_cache(teacher, tmp_path)
     assert not parallel_state.model_parallel_is_initialized()
 

@@ -44,7 +44,9 @@ def test_losses_are_those_that_trl_computed(loss_type):
 
 @pytest.mark.parametrize("loss_type", EXPECTED)
 def test_trl_computes_them(loss_type):
-    trl = pytest.importorskip("trl", reason="computes the numbers above; install trl==1.16.0 by hand")
+    trl = pytest.importorskip(
+        "trl", reason="computes the numbers above; install trl==1.16.0 by hand"
+    )
     found = float(trl_loss(trl, loss_type))
     assert found == pytest.approx(EXPECTED[loss_type], abs=1e-6)
     assert our_losses(loss_type)[0].mean().item() == pytest.approx(found, abs=1e-6)
@@ -54,7 +56,10 @@ def trl_loss(trl, loss_type):
     """TRL's method on models that answer with the log-probabilities of ``log_probs``."""
     policy, reference, mask = log_probs()
     prompt = torch.zeros(6, 1, dtype=torch.long)
-    inputs = {"input_ids": torch.zeros(6, 10, dtype=torch.long), "completion_mask": torch.cat((prompt, mask), 1)}
+    inputs = {
+        "input_ids": torch.zeros(6, 10, dtype=torch.long),
+        "completion_mask": torch.cat((prompt, mask), 1),
+    }
 
     def answering(tokens):
         logged = {"entropy": tokens, "mean_logits": tokens, "is_top1": tokens > 0}

@@ -34,7 +34,11 @@ def command(line):
 def numbers(path, after=0):
     """What a run logged ``after`` a step: losses and norms of the gradients by kind and step."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    named = {(row["kind"], row["step"], name): row.get(name) for row in rows for name in ("lm loss", "grad norm")}
+    named = {
+        (row["kind"], row["step"], name): row.get(name)
+        for row in rows
+        for name in ("lm loss", "grad norm")
+    }
     return {key: value for key, value in named.items() if key[1] > after and value is not None}
 
 
@@ -81,12 +85,16 @@ def test_a_run_goes_on_from_its_own_config(files, folder):
 
 def test_a_checkpoint_speaks_with_the_tokenizer_of_its_run(files):
     assert tokenizer_of("pretrain") == "base"
-    command("generate pretrain --prompt The --max-new-tokens 2 --kv-memory 16MB")  # a text needs a tokenizer
+    command(
+        "generate pretrain --prompt The --max-new-tokens 2 --kv-memory 16MB"
+    )  # a text needs a tokenizer
 
 
 def test_settings_on_top_of_a_recipe_mean_the_same(files, capsys):
     recipe = "--recipe llama32_1b_pretrain_config --hf-model base --data corpus dataset.split=8,2,2"
-    command(f"train {recipe} --config settings.yaml checkpoint.save=pretrain --dry-run --world-size 1")
+    command(
+        f"train {recipe} --config settings.yaml checkpoint.save=pretrain --dry-run --world-size 1"
+    )
     better = {("model", "deallocate_pipeline_outputs"): True}
     assert_settled_as_before(capsys.readouterr().out, V0_1 / "pretrain", better)
 
@@ -102,8 +110,12 @@ def test_prepared_data_is_used_as_it_is(files, capsys):
         "dataset.seq_length=16 model.seq_length=16 dataset.prepared_dir=prepared dataset.do_test=false "
         "dataset.truncation=right"  # was the default of recipes
     )
-    command(f"data prepare llama32_1b_finetune_config --data chats --hf-model base validation.eval_iters=1 {short}")
-    command("data preprocess --input corpus.jsonl --output-prefix corpus --append-eod --tokenizer-model base")
+    command(
+        f"data prepare llama32_1b_finetune_config --data chats --hf-model base validation.eval_iters=1 {short}"
+    )
+    command(
+        "data preprocess --input corpus.jsonl --output-prefix corpus --append-eod --tokenizer-model base"
+    )
     assert (state_of(files / "prepared"), state_of(files)) == before
 
 
@@ -111,7 +123,12 @@ def test_adapters_of_a_run_and_of_the_peft_library_are_the_same(files):
     command("adapter export --adapter lora --hf-path exported")
     command("adapter merge --adapter lora --hf-path merged")
     command("adapter merge --adapter adapter --hf-model base --hf-path again")
-    for ours, theirs, name in (("exported", "adapter", "adapter_model"), ("merged", "again", "model")):
-        found, expected = (load_file(files / folder / f"{name}.safetensors") for folder in (ours, theirs))
+    for ours, theirs, name in (
+        ("exported", "adapter", "adapter_model"),
+        ("merged", "again", "model"),
+    ):
+        found, expected = (
+            load_file(files / folder / f"{name}.safetensors") for folder in (ours, theirs)
+        )
         assert found.keys() == expected.keys()
         assert all(found[key].equal(expected[key]) for key in expected)

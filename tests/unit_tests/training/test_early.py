@@ -54,7 +54,13 @@ def test_certain_mistakes_have_the_sentence_of_the_whole_check(overrides):
 @pytest.mark.parametrize(
     "override",
     [
-        *("model.nope=1", "nope.nope=1", "train.hidden_size=1", "rng.seed=${nope}", "optimizer.lr=x"),
+        *(
+            "model.nope=1",
+            "nope.nope=1",
+            "train.hidden_size=1",
+            "rng.seed=${nope}",
+            "optimizer.lr=x",
+        ),
         *("logger.sample_prompts[7]=x", "train={train_itres: 5}", "model.hidden_dropout=${nope}"),
     ],
 )
@@ -82,9 +88,19 @@ def test_numbers_are_in_range():
 
 def test_no_key_of_another_block_counts_as_a_slip():
     config = gemma3_4b_finetune_config(peft="lora")
-    for name in ("ft", "straggler", "distill", "dpo", "comm_overlap", "rerun_state_machine", "inprocess_restart"):
+    for name in (
+        "ft",
+        "straggler",
+        "distill",
+        "dpo",
+        "comm_overlap",
+        "rerun_state_machine",
+        "inprocess_restart",
+    ):
         (kind,) = (kind for kind in get_args(field_types(RunConfig)[name]) if kind is not NoneType)
         setattr(config, name, kind())
-    others = [key for key in dotted_keys(config) if key.partition(".")[0] not in field_types(EarlyConfig)]
+    others = [
+        key for key in dotted_keys(config) if key.partition(".")[0] not in field_types(EarlyConfig)
+    ]
     assert len(others) > 500
     early(*(f"{key}=x" for key in others))

@@ -9,7 +9,11 @@ from megatron.core import parallel_state
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.callbacks.guard.hang_detection import HangDetection
-from megatron.bridge.training.config import CheckpointConfig, FaultToleranceConfig, RerunStateMachineConfig
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    FaultToleranceConfig,
+    RerunStateMachineConfig,
+)
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.resiliency.fault_tolerance import FaultTolerance
@@ -23,7 +27,9 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_aux_loss_coeff": 0.0,
 }
-WATCHED = RerunStateMachineConfig(check_for_spiky_loss=True, spiky_loss_factor=3.0, spiky_loss_samples=2)
+WATCHED = RerunStateMachineConfig(
+    check_for_spiky_loss=True, spiky_loss_factor=3.0, spiky_loss_samples=2
+)
 
 
 class Spike(Callback):
@@ -57,7 +63,9 @@ def test_a_spike_is_found_also_by_a_run_that_goes_on(tmp_path):
     """The first losses of the run are what it is compared with, not the first ones after a restart."""
     steps, checkpoint = {"train_iters": 6}, CheckpointConfig(save=str(tmp_path))
     assert _run(steps | {"exit_interval": 3}, checkpoint=checkpoint) == 3
-    with pytest.raises(FloatingPointError, match=r"step 5: the spiking loss is .*: a persistent error"):
+    with pytest.raises(
+        FloatingPointError, match=r"step 5: the spiking loss is .*: a persistent error"
+    ):
         _run(steps, spike=5, checkpoint=checkpoint)
 
 
@@ -84,7 +92,9 @@ def test_a_repeated_step_moves_the_biases_of_routers_once():
     for step in (None, 1):
         spoiled = Spoiled(step)
         model = {"num_layers": 1, **EXPERTS, **biases}
-        config = toy_config(model=model, train={"train_iters": 3}, rerun_state_machine=RerunStateMachineConfig())
+        config = toy_config(
+            model=model, train={"train_iters": 3}, rerun_state_machine=RerunStateMachineConfig()
+        )
         pretrain(config, forward_step, [spoiled])
         parallel_state.destroy_model_parallel()
         found.append(spoiled.biases)
@@ -95,7 +105,9 @@ def test_a_repeated_step_moves_the_biases_of_routers_once():
 EVALUATIONS = [f"{kind}_step_end" for kind in ("eval", "test")]
 
 
-@pytest.mark.parametrize("event", ["train_step_start", "grads_ready", "train_step_end", *EVALUATIONS, "train_end"])
+@pytest.mark.parametrize(
+    "event", ["train_step_start", "grads_ready", "train_step_end", *EVALUATIONS, "train_end"]
+)
 def test_what_moves_on_does_not_hang(event):
     """A test evaluation that takes longer than the timeout would end a run before its last save."""
     detection, run = HangDetection(minutes=1), SimpleNamespace(progress=SimpleNamespace(step=7))

@@ -7,7 +7,11 @@ import pytest
 
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.state import Run
-from megatron.bridge.training.step.forward_step import bind_state, returns_schedule_plan, takes_state
+from megatron.bridge.training.step.forward_step import (
+    bind_state,
+    returns_schedule_plan,
+    takes_state,
+)
 from megatron.bridge.utils.errors import UserError
 
 
@@ -40,7 +44,9 @@ class Step:
         return "object", data_iterator, model
 
 
-@pytest.mark.parametrize("step", [plain, plain_with_plan, Step(), partial(stateful, "bound"), gpt_step.forward_step])
+@pytest.mark.parametrize(
+    "step", [plain, plain_with_plan, Step(), partial(stateful, "bound"), gpt_step.forward_step]
+)
 def test_two_arguments_are_called_as_they_are(step):
     assert takes_state(step) is False
     assert bind_state(step, run=None) is step
@@ -49,11 +55,18 @@ def test_two_arguments_are_called_as_they_are(step):
 @pytest.mark.parametrize("step", [stateful, stateful_with_plan, hinted, hinted_by_text])
 def test_three_arguments_get_the_run(step):
     assert takes_state(step) is True
-    assert bind_state(step, run="the run")("batches", "model")[:3] == ("the run", "batches", "model")
+    assert bind_state(step, run="the run")("batches", "model")[:3] == (
+        "the run",
+        "batches",
+        "model",
+    )
 
 
 def test_schedule_plan_is_passed_through():
-    assert bind_state(stateful_with_plan, run=0)("batches", "model", return_schedule_plan=True)[3] is True
+    assert (
+        bind_state(stateful_with_plan, run=0)("batches", "model", return_schedule_plan=True)[3]
+        is True
+    )
     assert returns_schedule_plan(stateful_with_plan)
     assert not returns_schedule_plan(stateful)
 
@@ -76,5 +89,7 @@ def state_last(data_iterator, model, state):
 
 @pytest.mark.parametrize("step", [one, four, state_without_data, state_last])
 def test_other_forms_are_refused_by_name(step):
-    with pytest.raises(UserError, match=rf"forward step {step.__name__}\(.*unsupported signature: write it as"):
+    with pytest.raises(
+        UserError, match=rf"forward step {step.__name__}\(.*unsupported signature: write it as"
+    ):
         takes_state(step)

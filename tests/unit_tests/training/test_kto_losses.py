@@ -22,7 +22,11 @@ def naive(ratio, desirable, kl, settings):
 @pytest.mark.parametrize("kl", [0.0, 0.9])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, 1.7)])
 def test_losses_are_those_of_the_formula(kl, weights):
-    settings = DPOConfig(loss_type="kto", beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1])
+    settings = DPOConfig(
+        loss_type="kto", beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1]
+    )
     found = kto_losses(torch.tensor(RATIOS), torch.tensor(DESIRABLE), torch.tensor(kl), settings)
-    expected = [naive(ratio, good, kl, settings) for ratio, good in zip(RATIOS, DESIRABLE, strict=True)]
+    expected = [
+        naive(ratio, good, kl, settings) for ratio, good in zip(RATIOS, DESIRABLE, strict=True)
+    ]
     assert found.tolist() == pytest.approx(expected, abs=1e-6)

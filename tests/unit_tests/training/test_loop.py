@@ -46,13 +46,19 @@ for event in EVENTS:
 
 
 def tiny(**blocks):
-    defaults = {"model": {"num_layers": 1}, "train": {"train_iters": 2}, "validation": ValidationConfig()}
+    defaults = {
+        "model": {"num_layers": 1},
+        "train": {"train_iters": 2},
+        "validation": ValidationConfig(),
+    }
     return toy_config(**defaults | blocks)
 
 
 def test_events_of_a_run_in_order():
     events = Events()
-    run = pretrain(tiny(validation=ValidationConfig(eval_interval=2, eval_iters=1)), forward_step, [events])
+    run = pretrain(
+        tiny(validation=ValidationConfig(eval_interval=2, eval_iters=1)), forward_step, [events]
+    )
     step = ["train_step_start", "grads_ready", "train_step_end"]
     evaluation = ["start", "step_start", "step_end", "end"]
     # an evaluation is over before the user's callbacks hear of the end of the step
@@ -98,7 +104,9 @@ def test_steps_that_are_left_out_take_no_interval_with_them(tmp_path):
         [events],
     )
     saved = [2, 5, 6, 7]
-    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [f"iter_{step:07d}" for step in saved]
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [
+        f"iter_{step:07d}" for step in saved
+    ]
     assert steps_of(tmp_path, "validation") == steps_of(tmp_path, "train") == saved
     assert (run.progress.skipped_steps, run.progress.consumed_train_samples) == (2, 7 * 8)
 
@@ -107,7 +115,9 @@ def test_a_run_stops_before_it_leaves_out_what_comes_next(tmp_path):
     """And shows the steps behind the last interval."""
     train = {"train_iters": 5, "iterations_to_skip": [4], "exit_interval": 3}
     checkpoint = CheckpointConfig(save=str(tmp_path))
-    run = pretrain(tiny(train=train, checkpoint=checkpoint, logger=LoggerConfig(log_interval=2)), forward_step)
+    run = pretrain(
+        tiny(train=train, checkpoint=checkpoint, logger=LoggerConfig(log_interval=2)), forward_step
+    )
     assert run.progress.step == 3
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
     assert steps_of(tmp_path, "train") == [2, 3]
@@ -119,11 +129,18 @@ def test_a_run_that_goes_on_logs_what_the_undisturbed_one_does(tmp_path):
     for stops in ([4], [3, 4]):
         for stop in stops:
             folder = str(tmp_path / str(len(stops)))
-            blocks = {"checkpoint": CheckpointConfig(save=folder, save_interval=3), "logger": LoggerConfig(4)}
+            blocks = {
+                "checkpoint": CheckpointConfig(save=folder, save_interval=3),
+                "logger": LoggerConfig(4),
+            }
             pretrain(tiny(train={"train_iters": 5, "exit_interval": stop}, **blocks), forward_step)
             parallel_state.destroy_model_parallel()
-        lines = map(json.loads, (tmp_path / str(len(stops)) / "metrics.jsonl").read_text().splitlines())
-        losses.append(next(line["lm loss"] for line in lines if (line["step"], line["kind"]) == (4, "train")))
+        lines = map(
+            json.loads, (tmp_path / str(len(stops)) / "metrics.jsonl").read_text().splitlines()
+        )
+        losses.append(
+            next(line["lm loss"] for line in lines if (line["step"], line["kind"]) == (4, "train"))
+        )
     assert losses[0] == losses[1]
 
 
@@ -150,7 +167,9 @@ class DrawingData(MockGPTDatasetConfig):
     read_ahead = False
 
     def build(self, request):
-        return Splits(*(None if samples is None else Drawing(samples) for samples in super().build(request)))
+        return Splits(
+            *(None if samples is None else Drawing(samples) for samples in super().build(request))
+        )
 
 
 def test_a_look_at_the_data_draws_none_of_the_runs_random_numbers():
@@ -224,7 +243,9 @@ def test_loss_function_of_two_values_and_plain_numbers():
     model = {"num_layers": 1, "calculate_per_token_loss": False}
     usual = pretrain(tiny(model=model), forward_step)
     run = pretrain(tiny(model=model), step)
-    assert usual.loss_dict["lm loss"].item() == pytest.approx(run.loss_dict["mean loss"].item(), rel=1e-6)
+    assert usual.loss_dict["lm loss"].item() == pytest.approx(
+        run.loss_dict["mean loss"].item(), rel=1e-6
+    )
 
 
 def test_unknown_event_is_refused():
@@ -253,7 +274,9 @@ def test_states_of_callbacks_by_name(capfd):
     CallbackManager(fresh).load_state_dict(states)
     assert [counter.count for counter in fresh] == [2, 7]
     assert "the state of callback a is dropped" in capfd.readouterr().err
-    with pytest.raises(UserError, match="two callbacks with state have the name a: override `name`"):
+    with pytest.raises(
+        UserError, match="two callbacks with state have the name a: override `name`"
+    ):
         CallbackManager([Counter("a", 1), Counter("a", 2)]).state_dict()
 
 
@@ -261,18 +284,29 @@ def test_metrics_and_resolved_config_are_on_disk(tmp_path, capfd):
     folder = tmp_path / "run"
     config = tiny(
         train={"train_iters": 3},
-        logger=LoggerConfig(log_interval=2, log_dir=str(folder), tensorboard_dir=str(tmp_path / "board")),
+        logger=LoggerConfig(
+            log_interval=2, log_dir=str(folder), tensorboard_dir=str(tmp_path / "board")
+        ),
         validation=ValidationConfig(eval_iters=1),
     )
     run = pretrain(config, forward_step)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["kind"]) for row in rows] == [(2, "train"), (3, "train"), (3, "validation"), (3, "test")]
+    assert [(row["step"], row["kind"]) for row in rows] == [
+        (2, "train"),
+        (3, "train"),
+        (3, "validation"),
+        (3, "test"),
+    ]
     assert rows[1]["lm loss"] == run.loss_dict["lm loss"].item()
     assert rows[1]["consumed samples"] == 24
     assert rows[0]["tokens per second"] == pytest.approx(8 * 32 / rows[0]["step time"])
     assert type(config).from_yaml((folder / "run_config.yaml").read_text()) == run.config
     assert list((tmp_path / "board").glob("events.*"))
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("step", "validation"))]
+    lines = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if line.startswith(("step", "validation"))
+    ]
     assert lines[0].startswith("step 2/3  lm loss 4.")
     assert "tokens/s" in lines[0]
     assert lines[-1].startswith("validation after step 3: lm loss")
@@ -286,7 +320,9 @@ def test_logged_loss_is_the_mean_of_the_interval(tmp_path):
         return [json.loads(row)["lm loss"] for row in rows]
 
     every, second = losses(1), losses(2)
-    assert second == pytest.approx([(every[0] + every[1]) / 2, (every[2] + every[3]) / 2], rel=1e-12)
+    assert second == pytest.approx(
+        [(every[0] + every[1]) / 2, (every[2] + every[3]) / 2], rel=1e-12
+    )
 
 
 def test_evaluation_repeats_and_does_not_disturb():
@@ -295,11 +331,20 @@ def test_evaluation_repeats_and_does_not_disturb():
 
     def trained(validation):
         manager, seen = CallbackManager(), []
-        manager.register("on_train_step_end", lambda context: seen.append(context.loss_dict["lm loss"].item()))
-        manager.register("on_eval_end", lambda context: held_out.append(context.total_loss_dict["lm loss"].item()))
+        manager.register(
+            "on_train_step_end", lambda context: seen.append(context.loss_dict["lm loss"].item())
+        )
+        manager.register(
+            "on_eval_end",
+            lambda context: held_out.append(context.total_loss_dict["lm loss"].item()),
+        )
         model = {"num_layers": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-        optimizer = OptimizerConfig(lr=1e-30)  # weights that stand still show whether the batches are the same
-        pretrain(tiny(model=model, optimizer=optimizer, validation=validation), forward_step, manager)
+        optimizer = OptimizerConfig(
+            lr=1e-30
+        )  # weights that stand still show whether the batches are the same
+        pretrain(
+            tiny(model=model, optimizer=optimizer, validation=validation), forward_step, manager
+        )
         return seen
 
     losses["plain"] = trained(ValidationConfig())
@@ -310,8 +355,13 @@ def test_evaluation_repeats_and_does_not_disturb():
 
 
 def test_fp16_scales_the_loss_and_skips_what_overflows():
-    optimizer = OptimizerConfig(lr=1e-3, initial_loss_scale=2.0**40, hysteresis=1, min_loss_scale=1.0)
-    run = pretrain(tiny(train={"train_iters": 40}, optimizer=optimizer, mixed_precision="fp16_mixed"), forward_step)
+    optimizer = OptimizerConfig(
+        lr=1e-3, initial_loss_scale=2.0**40, hysteresis=1, min_loss_scale=1.0
+    )
+    run = pretrain(
+        tiny(train={"train_iters": 40}, optimizer=optimizer, mixed_precision="fp16_mixed"),
+        forward_step,
+    )
     assert 0 < run.progress.skipped_steps < 40
     # the schedule stands still while steps are skipped
     assert run.scheduler.num_steps == 8 * (40 - run.progress.skipped_steps)
@@ -322,19 +372,28 @@ def test_manual_garbage_collection_leaves_the_process_as_it_was():
     enabled = []
     manager = CallbackManager()
     manager.register("on_train_step_end", lambda context: enabled.append(gc.isenabled()))
-    pretrain(tiny(train={"train_iters": 2, "manual_gc": True, "manual_gc_interval": 1}), forward_step, manager)
+    pretrain(
+        tiny(train={"train_iters": 2, "manual_gc": True, "manual_gc_interval": 1}),
+        forward_step,
+        manager,
+    )
     assert enabled == [False, False]
     assert gc.isenabled()
 
 
 def test_tokenizer_larger_than_the_vocabulary_is_refused():
     config = tiny(model={"vocab_size": 64})
-    with pytest.raises(UserError, match=r"model.vocab_size=64 is smaller than .* 96: .* leave model.vocab_size unset"):
+    with pytest.raises(
+        UserError,
+        match=r"model.vocab_size=64 is smaller than .* 96: .* leave model.vocab_size unset",
+    ):
         pretrain(config, forward_step)
 
 
 def test_vocabulary_follows_the_tokenizer():
-    run = pretrain(tiny(model={"num_layers": 1, "vocab_size": None}, train={"train_iters": 1}), forward_step)
+    run = pretrain(
+        tiny(model={"num_layers": 1, "vocab_size": None}, train={"train_iters": 1}), forward_step
+    )
     assert run.config.model.vocab_size == 96
 
 
@@ -343,7 +402,9 @@ def test_second_run_under_another_layout_in_one_process_is_refused():
     for name in ("tensor", "expert"):
         config = tiny()
         setattr(config.model, f"{name}_model_parallel_size", 2)
-        with pytest.raises(UserError, match=f"{name} parallel size 1, not 2.*destroy_model_parallel"):
+        with pytest.raises(
+            UserError, match=f"{name} parallel size 1, not 2.*destroy_model_parallel"
+        ):
             initialize(config)
 
 
@@ -378,7 +439,9 @@ def test_metrics_go_on_behind_the_step_that_is_resumed(tmp_path):
 
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "kind": "train", "lm loss": 1.0} for step in (1, 2, 3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "ki')  # killed while writing
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "ki'
+    )  # killed while writing
     output = JsonLinesOutput(path)
     output.open(2, 10)
     output.write(3, "train", {"lm loss": 2.0})
@@ -414,11 +477,18 @@ def test_a_terminal_gets_one_live_line(monkeypatch):
 
     screen = io.StringIO()
     monkeypatch.setattr(
-        outputs, "console", lambda: Console(file=screen, force_terminal=True, width=200, highlight=False)
+        outputs,
+        "console",
+        lambda: Console(file=screen, force_terminal=True, width=200, highlight=False),
     )
     output = outputs.ConsoleOutput()
     output.open(0, 4)
-    numbers = {"lm loss": 2.5, "learning rate": 1e-3, "tokens per second": 1234.5, "skipped steps": 1}
+    numbers = {
+        "lm loss": 2.5,
+        "learning rate": 1e-3,
+        "tokens per second": 1234.5,
+        "skipped steps": 1,
+    }
     output.write(1, "train", numbers)
     output.write(1, "validation", {"lm loss": 2.25})
     output.write(2, "train", numbers)
@@ -445,8 +515,13 @@ def test_a_step_that_ruins_the_weights_ends_the_run(tmp_path):
 def test_announcement():
     config = tiny()
     config.model.tensor_model_parallel_size = 2
-    assert announcement(config, 2) == "nothing is left to train: the run is at step 2, train.train_iters=2"
-    assert announcement(config, 1).startswith("training from step 1 to 2: 8 x 32 = 256 tokens per step on 1 pro")
+    assert (
+        announcement(config, 2)
+        == "nothing is left to train: the run is at step 2, train.train_iters=2"
+    )
+    assert announcement(config, 1).startswith(
+        "training from step 1 to 2: 8 x 32 = 256 tokens per step on 1 pro"
+    )
 
 
 def test_the_end_of_a_run_is_told_in_local_time():

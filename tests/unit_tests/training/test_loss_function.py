@@ -86,4 +86,7 @@ def test_other_names_in_a_later_microbatch_are_refused():
         return output, lambda tensor: (*loss_function(tensor)[:2], {next(names): 1.0})
 
     with refused("the loss function reported first before, and now second"):
-        pretrain(toy_config(model={"num_layers": 1}, train={"train_iters": 3, "micro_batch_size": 2}), step)
+        pretrain(
+            toy_config(model={"num_layers": 1}, train={"train_iters": 3, "micro_batch_size": 2}),
+            step,
+        )

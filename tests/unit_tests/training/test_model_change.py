@@ -19,7 +19,9 @@ def config_of(folder, steps, allowed=(), **model):
         model={"num_layers": 1},
         train={"train_iters": steps},
         validation=ValidationConfig(),
-        checkpoint=CheckpointConfig(save=str(folder), save_interval=1, allow_model_change=list(allowed)),
+        checkpoint=CheckpointConfig(
+            save=str(folder), save_interval=1, allow_model_change=list(allowed)
+        ),
     )
     config.scheduler.override_opt_param_scheduler = True
     for name, value in model.items():
@@ -49,7 +51,9 @@ def saved(tmp_path_factory):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_function_of_the_same_shapes_is_refused_unless_it_is_allowed(saved, tmp_path, change):
+def test_another_function_of_the_same_shapes_is_refused_unless_it_is_allowed(
+    saved, tmp_path, change
+):
     folder = shutil.copytree(saved, tmp_path / "run")
     [name] = change
     with pytest.raises(UserError, match=rf"model\.{name} is .*checkpoint .*allow_model_change"):
@@ -69,6 +73,8 @@ def test_what_does_not_change_the_function_may_differ(saved, tmp_path):
 
 def test_an_unknown_name_in_the_list_is_refused(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
-    with pytest.raises(UserError, match=r"allow_model_change=.*rotary_bsae.*did you mean rotary_base"):
+    with pytest.raises(
+        UserError, match=r"allow_model_change=.*rotary_bsae.*did you mean rotary_base"
+    ):
         pretrain(config_of(folder, 2, allowed=["rotary_bsae"]), forward_step)
     forget_model_parallel()

@@ -17,7 +17,12 @@ from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.callbacks.observe.metrics import PREFIX
 from megatron.bridge.training.callbacks.observe.outputs import _times_line, _train_line
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
-from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, OptimizerConfig, ValidationConfig
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    LoggerConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.utils import environment
@@ -29,7 +34,11 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def tiny(**blocks):
-    defaults = {"model": {"num_layers": 1}, "train": {"train_iters": 2}, "validation": ValidationConfig()}
+    defaults = {
+        "model": {"num_layers": 1},
+        "train": {"train_iters": 2},
+        "validation": ValidationConfig(),
+    }
     return toy_config(**defaults | blocks)
 
 
@@ -50,7 +59,9 @@ def test_numbers_of_a_step(tmp_path):
     """Speed, MFU, norms, zeros and memory; the norm of the gradient also where it is not clipped."""
     seen = Gradient()
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0, log_num_zeros_in_grad=True)
-    logger = LoggerConfig(log_interval=1, log_dir=str(tmp_path), peak_tflops=0.5, log_params_norm=True)
+    logger = LoggerConfig(
+        log_interval=1, log_dir=str(tmp_path), peak_tflops=0.5, log_params_norm=True
+    )
     run = pretrain(tiny(optimizer=optimizer, logger=logger), forward_step, [seen])
     row = rows(tmp_path)[-1]
     flops = flops_per_token([run.model[0].module], 32)
@@ -74,16 +85,22 @@ def test_numbers_that_nobody_asked_for_cost_nothing(tmp_path):
 
 def test_parts_of_a_step_add_up_to_it(tmp_path):
     """An evaluation runs the same schedule, and is no part of a step."""
-    logger = LoggerConfig(log_interval=1, log_dir=str(tmp_path), timing_log_level=2, timing_log_option="all")
+    logger = LoggerConfig(
+        log_interval=1, log_dir=str(tmp_path), timing_log_level=2, timing_log_option="all"
+    )
     config = tiny(
         train={"train_iters": 3},
         logger=logger,
         validation=ValidationConfig(eval_interval=1, eval_iters=8),
-        checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=1),  # timers are no part of a config
+        checkpoint=CheckpointConfig(
+            save=str(tmp_path), save_interval=1
+        ),  # timers are no part of a config
     )
     pretrain(config, forward_step)
     for row in rows(tmp_path)[1:]:
-        whole, update = (row[f"{PREFIX}{name} rank 0"] for name in ("forward-backward", "optimizer"))
+        whole, update = (
+            row[f"{PREFIX}{name} rank 0"] for name in ("forward-backward", "optimizer")
+        )
         parts = [row[f"{PREFIX}{name} rank 0"] for name in ("forward-compute", "backward-compute")]
         assert min(whole, update, *parts) > 0
         assert whole + update < row["step time"]
@@ -91,10 +108,25 @@ def test_parts_of_a_step_add_up_to_it(tmp_path):
 
 
 def test_console_shows_what_matters():
-    numbers = {"lm loss": 2.5, "learning rate": 1e-3, "tokens per second": 10.0, "skipped steps": 0, "MFU": 0.413}
-    numbers |= {"step time": 1.0, "data wait": 0.3, "memory GB": 1.0, "peak memory GB": 2.0, "mtp loss": 3.0}
+    numbers = {
+        "lm loss": 2.5,
+        "learning rate": 1e-3,
+        "tokens per second": 10.0,
+        "skipped steps": 0,
+        "MFU": 0.413,
+    }
+    numbers |= {
+        "step time": 1.0,
+        "data wait": 0.3,
+        "memory GB": 1.0,
+        "peak memory GB": 2.0,
+        "mtp loss": 3.0,
+    }
     line = _train_line(numbers)
-    assert line == "lm loss 2.5000  mtp loss 3.0000  lr 1.00e-03  10 tokens/s  41.3% MFU  2.00 GB  30% waiting for data"
+    assert (
+        line
+        == "lm loss 2.5000  mtp loss 3.0000  lr 1.00e-03  10 tokens/s  41.3% MFU  2.00 GB  30% waiting for data"
+    )
     times = {"optimizer": 0.01, "optimizer min": 0.004, "forward-backward": 0.5, "short": 1e-6}
     line = _times_line({f"{PREFIX}{name}": seconds for name, seconds in times.items()})
     assert line.strip() == "ms per step: forward-backward 500.0, optimizer 4.0 to 10.0"
@@ -144,7 +176,9 @@ def test_energy_is_what_the_driver_counts():
     meter = EnergyMeter(library, "GPU-1")
     assert library.uuids == [b"GPU-1"]
     assert (meter.joules(), meter.joules()) == (1250.0, 1500.0)
-    with pytest.raises(UserError, match=r"log_energy=True, but the driver's nvmlDeviceGetTotalEnergy.* code 3"):
+    with pytest.raises(
+        UserError, match=r"log_energy=True, but the driver's nvmlDeviceGetTotalEnergy.* code 3"
+    ):
         EnergyMeter(Nvml(code=3), "GPU-1")
 
 
@@ -165,7 +199,9 @@ def test_energy_of_this_gpu():
 def test_memory_history_of_this_gpu(tmp_path):
     from megatron.bridge.training.config import ProfilingConfig
 
-    profiling = ProfilingConfig(record_memory_history=True, nvtx_ranges=True, profile_step_start=0, profile_step_end=1)
+    profiling = ProfilingConfig(
+        record_memory_history=True, nvtx_ranges=True, profile_step_start=0, profile_step_end=1
+    )
     logger = LoggerConfig(log_interval=1, log_dir=str(tmp_path), log_energy=True)
     pretrain(tiny(logger=logger, profiling=profiling), forward_step)
     assert (tmp_path / "traces" / "memory_rank_0.pickle").stat().st_size > 0
@@ -185,17 +221,26 @@ def test_every_start_is_kept(tmp_path):
     texts = [(folder / "starts" / name / "run_config.yaml").read_text() for name in ("001", "002")]
     assert (folder / "run_config.yaml").read_text() == texts[1]
     assert [type(config).from_yaml(text).train.exit_interval for text in texts] == [1, 2]
-    found = [json.loads((folder / "starts" / name / "environment.json").read_text()) for name in ("001", "002")]
+    found = [
+        json.loads((folder / "starts" / name / "environment.json").read_text())
+        for name in ("001", "002")
+    ]
     assert [start["step"] for start in found] == [0, 1]
     assert found[0]["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert {"python", "megatron-core", "transformers", "hf-megatron-bridge"} <= set(found[0]["versions"])
+    assert {"python", "megatron-core", "transformers", "hf-megatron-bridge"} <= set(
+        found[0]["versions"]
+    )
     assert f"torch {found[0]['versions']['torch']}" in texts[0]
     assert "train.exit_interval" in "".join(non_defaults(config))
 
 
 def git(folder, *words):
-    name = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    done = subprocess.run(["git", "-C", folder, *words], check=True, capture_output=True, env=os.environ | name)
+    name = {
+        f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
+    done = subprocess.run(
+        ["git", "-C", folder, *words], check=True, capture_output=True, env=os.environ | name
+    )
     return done.stdout.decode()
 
 
@@ -225,8 +270,15 @@ def test_values_that_are_not_defaults(capfd):
     pretrain(config, forward_step)
     lines = capfd.readouterr().err.splitlines()
     assert "model.hidden_size=32  (default 0, from script)" in lines
-    assert "model.activation_func=torch.nn.functional.silu  (default torch.nn.functional.gelu, from script)" in lines
-    assert not [line for line in lines if line.startswith(("scheduler.lr_decay_iters", "model.seq_length=None"))]
+    assert (
+        "model.activation_func=torch.nn.functional.silu  (default torch.nn.functional.gelu, from script)"
+        in lines
+    )
+    assert not [
+        line
+        for line in lines
+        if line.startswith(("scheduler.lr_decay_iters", "model.seq_length=None"))
+    ]
 
 
 def test_what_a_gpu_is_needed_for_is_asked_of_the_machine_that_runs():
@@ -234,7 +286,9 @@ def test_what_a_gpu_is_needed_for_is_asked_of_the_machine_that_runs():
     from megatron.bridge.training.config import ProfilingConfig
 
     profiling = ProfilingConfig(use_nsys_profiler=True, nvtx_ranges=True)
-    config = tiny(train={"train_iters": 20}, profiling=profiling, logger=LoggerConfig(log_energy=True))
+    config = tiny(
+        train={"train_iters": 20}, profiling=profiling, logger=LoggerConfig(log_energy=True)
+    )
     config = config.resolve(world_size=1).config
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"profiling.use_nsys_profiler=True needs a GPU"):

@@ -24,19 +24,31 @@ PACKAGE = "nvidia_resiliency_ext"
 
 def _config(**blocks):
     return SimpleNamespace(
-        **{"ft": None, "inprocess_restart": None, "checkpoint": CheckpointConfig(), "dist": None, **blocks}
+        **{
+            "ft": None,
+            "inprocess_restart": None,
+            "checkpoint": CheckpointConfig(),
+            "dist": None,
+            **blocks,
+        }
     )
 
 
 @pytest.mark.parametrize(
     ("use", "key"),
     [
-        (lambda: fault_tolerance.connect(_config(ft=FaultToleranceConfig())), "ft needs the package"),
+        (
+            lambda: fault_tolerance.connect(_config(ft=FaultToleranceConfig())),
+            "ft needs the package",
+        ),
         (
             lambda: run_with_restarts(_config(inprocess_restart=InProcessRestartConfig()), None),
             "inprocess_restart needs the package",
         ),
-        (lambda: NVRxStragglerDetection(NVRxStragglerDetectionConfig()), "nvrx_straggler needs the package"),
+        (
+            lambda: NVRxStragglerDetection(NVRxStragglerDetectionConfig()),
+            "nvrx_straggler needs the package",
+        ),
     ],
 )
 def test_without_the_package_it_is_refused_by_name(monkeypatch, use, key):
@@ -59,7 +71,9 @@ def test_signs_of_life_need_their_launcher(monkeypatch):
     monkeypatch.delenv(fault_tolerance.SOCKET, raising=False)
     with pytest.raises(UserError, match="ft_launcher did not start this process"):
         fault_tolerance.connect(_config(ft=FaultToleranceConfig()))
-    assert fault_tolerance.connect(_config(ft=FaultToleranceConfig(enable_ft_package=False))) is None
+    assert (
+        fault_tolerance.connect(_config(ft=FaultToleranceConfig(enable_ft_package=False))) is None
+    )
 
 
 def test_simulated_faults_leave_the_runs_random_numbers_alone(tmp_path):
@@ -81,8 +95,13 @@ class Detector:
     sections = steps = 0
 
     @classmethod
-    def initialize(cls, scores_to_compute, gather_on_rank0, profiling_interval, report_time_interval):
-        cls.initialized, cls.options = True, {"scores": scores_to_compute, "seconds": report_time_interval}
+    def initialize(
+        cls, scores_to_compute, gather_on_rank0, profiling_interval, report_time_interval
+    ):
+        cls.initialized, cls.options = (
+            True,
+            {"scores": scores_to_compute, "seconds": report_time_interval},
+        )
 
     @classmethod
     def shutdown(cls):
@@ -124,5 +143,7 @@ def test_slow_gpus_are_named_and_can_end_the_run(monkeypatch, capsys):
     callback.close(run)
     assert Detector.options == {"scores": ["relative_perf_scores"], "seconds": 300.0}
     assert (Detector.sections, Detector.initialized) == (2, False)
-    assert run.stop_reason == "a slow GPU: the GPU of rank 3 on b is slow compared with the other GPUs"
+    assert (
+        run.stop_reason == "a slow GPU: the GPU of rank 3 on b is slow compared with the other GPUs"
+    )
     assert run.requeue

@@ -20,19 +20,29 @@ from megatron.bridge.training.config import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from megatron.bridge.training.config.blocks.mixed_precision import RECIPES, get_mixed_precision_config
+from megatron.bridge.training.config.blocks.mixed_precision import (
+    RECIPES,
+    get_mixed_precision_config,
+)
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "fp32_reduction"),
-    [("fp32", torch.float32, True), ("bf16_mixed", torch.bfloat16, True), ("fp16_mixed", torch.float16, False)],
+    [
+        ("fp32", torch.float32, True),
+        ("bf16_mixed", torch.bfloat16, True),
+        ("fp16_mixed", torch.float16, False),
+    ],
 )
 def test_precision_reaches_model_optimizer_and_reduction(name, dtype, fp32_reduction):
     config = toy_config(mixed_precision=name).resolve(1).config
     assert config.optimizer.params_dtype == dtype
-    assert (config.model.bf16, config.model.fp16) == (dtype == torch.bfloat16, dtype == torch.float16)
+    assert (config.model.bf16, config.model.fp16) == (
+        dtype == torch.bfloat16,
+        dtype == torch.float16,
+    )
     assert config.ddp.grad_reduce_in_fp32 is fp32_reduction
     assert config.model.resolved().params_dtype == dtype
 
@@ -52,7 +62,9 @@ def test_recipe_that_takes_the_place_of_the_models_precision_is_told():
 
 
 def test_reduction_that_was_set_wins_over_the_recipe_and_is_told():
-    config = toy_config(mixed_precision="bf16_mixed", ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=False))
+    config = toy_config(
+        mixed_precision="bf16_mixed", ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    )
     resolved = config.resolve(1)
     assert "ddp.grad_reduce_in_fp32=False is used" in resolved.notes[0]
     assert resolved.config.ddp.grad_reduce_in_fp32 is False
@@ -66,7 +78,9 @@ def test_contradicting_precisions_are_refused():
     with pytest.raises(UserError, match=r"mixed_precision.params_dtype=torch.float16 contradicts"):
         config.validate(1)
     config = toy_config(model={"params_dtype": torch.float16}, mixed_precision="bf16_mixed")
-    with pytest.raises(UserError, match=r"model.params_dtype=torch.float16 contradicts mixed_precision"):
+    with pytest.raises(
+        UserError, match=r"model.params_dtype=torch.float16 contradicts mixed_precision"
+    ):
         config.validate(1)
 
 
@@ -83,7 +97,9 @@ QUANTISED = [name for name, recipe in RECIPES.items() if recipe().scaling]
         (True, (10, 0), None),
     ],
 )
-def test_a_run_that_needs_other_hardware_is_refused_by_name(name, engine, capability, lacks, monkeypatch):
+def test_a_run_that_needs_other_hardware_is_refused_by_name(
+    name, engine, capability, lacks, monkeypatch
+):
     monkeypatch.setattr(layer_specs, "has_transformer_engine", lambda: engine)
     monkeypatch.setattr(device, "has_cuda", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -117,7 +133,9 @@ def test_model_that_quantises_by_itself_is_told_the_same():
     with pytest.raises(UserError, match="mixed_precision=tensorwise needs Transformer Engine"):
         toy_config(model=model, mixed_precision=None).validate()
     config = toy_config(model={"bf16": True, "fp8": "hybrid"}, mixed_precision="bf16_mixed")
-    assert config.validate(1) == ["model.fp8=hybrid gives way to mixed_precision, which asks for None"]
+    assert config.validate(1) == [
+        "model.fp8=hybrid gives way to mixed_precision, which asks for None"
+    ]
 
 
 def test_unknown_precision_names_the_nearest():
@@ -141,7 +159,11 @@ def test_optimizer_is_sharded_where_there_are_replicas(world_size, model, sharde
 
 
 def test_sharding_that_was_set_stays():
-    config = toy_config(optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)).resolve(1).config
+    config = (
+        toy_config(optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True))
+        .resolve(1)
+        .config
+    )
     assert config.ddp.use_distributed_optimizer is True
     config = toy_config(
         optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True),
@@ -158,7 +180,10 @@ def test_two_interleaved_stages_overlap_their_messages():
     resolved = config.resolve(2)
     (note,) = resolved.notes
     assert "overlap_p2p_comm=True" in note
-    assert (resolved.config.model.overlap_p2p_comm, resolved.config.model.batch_p2p_comm) == (True, False)
+    assert (resolved.config.model.overlap_p2p_comm, resolved.config.model.batch_p2p_comm) == (
+        True,
+        False,
+    )
     assert resolved.config.validate(2) == []
 
 
@@ -168,7 +193,11 @@ def test_schedule_and_folder_follow_the_run():
     assert config.scheduler.end_weight_decay == config.optimizer.weight_decay
     assert config.optimizer.min_lr == 0.0
     assert config.logger.log_dir == "somewhere"
-    config = toy_config(scheduler=SchedulerConfig(lr_decay_iters=700, end_weight_decay=0.1)).resolve(1).config
+    config = (
+        toy_config(scheduler=SchedulerConfig(lr_decay_iters=700, end_weight_decay=0.1))
+        .resolve(1)
+        .config
+    )
     assert config.scheduler.lr_decay_iters == 700
 
 
@@ -181,7 +210,11 @@ def test_trial_shorter_than_the_warmup_is_told():
 
 def test_resolving_changes_nothing_that_the_user_wrote():
     config = toy_config(
-        model={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "vocab_size": None},
+        model={
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "vocab_size": None,
+        },
         mixed_precision="bf16_mixed",
         comm_overlap=CommOverlapConfig(),
         checkpoint=CheckpointConfig(save="somewhere"),
@@ -190,7 +223,11 @@ def test_resolving_changes_nothing_that_the_user_wrote():
     resolved = config.resolve(4).config
     assert config.to_yaml() == before != resolved.to_yaml()
     assert all(getattr(config, name) is block for name, block in blocks.items())
-    assert all(getattr(resolved, name) is not block for name, block in blocks.items() if is_dataclass(block))
+    assert all(
+        getattr(resolved, name) is not block
+        for name, block in blocks.items()
+        if is_dataclass(block)
+    )
 
 
 def test_hooks_of_the_copy_are_not_the_users():
@@ -227,7 +264,12 @@ def test_what_megatron_core_refuses_is_a_user_error():
 
 
 def test_parts_that_only_transformer_engine_computes_again_are_refused_here():
-    config = toy_config(model={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]})
+    config = toy_config(
+        model={
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "layernorm"],
+        }
+    )
     [note] = [note for note in config.validate(1) if "recompute" in note]
     assert note.startswith("model.recompute_modules=layernorm needs Transformer Engine")
     with pytest.raises(UserError, match="core_attn, mlp, moe, shared_experts"):
@@ -239,7 +281,9 @@ def test_parts_that_only_transformer_engine_computes_again_are_refused_here():
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "flex"}
 
 
-@pytest.mark.parametrize(("backend", "flag"), [("deepep", "HAVE_DEEP_EP"), ("hybridep", "HAVE_HYBRIDEP")])
+@pytest.mark.parametrize(
+    ("backend", "flag"), [("deepep", "HAVE_DEEP_EP"), ("hybridep", "HAVE_HYBRIDEP")]
+)
 def test_a_dispatcher_needs_its_package_and_a_gpu(backend, flag, monkeypatch):
     """Megatron-Core asserts that it is there, in the middle of a build."""
     config = toy_config(model={**EXPERTS, "moe_flex_dispatcher_backend": backend})
@@ -254,7 +298,9 @@ def test_a_dispatcher_needs_its_package_and_a_gpu(backend, flag, monkeypatch):
 
 def test_a_plan_of_a_run_with_the_flex_dispatcher_has_its_memory():
     config = toy_config(model={**EXPERTS, "expert_model_parallel_size": 2})
-    usual = toy_config(model={**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"})
+    usual = toy_config(
+        model={**EXPERTS, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    )
     found, expected = (memory_per_rank(each.resolve(2).config, 2) for each in (config, usual))
     assert found == expected
 

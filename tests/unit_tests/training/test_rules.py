@@ -56,13 +56,21 @@ TP, PP, VP, CP, EP, ETP = (
 
 def packed(**specs):
     return FinetuningDatasetConfig(
-        seq_length=32, dataset_root=".", packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=32, **specs)
+        seq_length=32,
+        dataset_root=".",
+        packed_sequence_specs=PackedSequenceSpecs(packed_sequence_size=32, **specs),
     )
 
 
 PAIRS = PreferenceDatasetConfig(seq_length=32, dataset_root=".", labeled=False)
 CLASSES = ClassificationDatasetConfig(seq_length=32, dataset_root=".")
-VISION = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96, "seq_length": 32}
+VISION = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "seq_length": 32,
+}
 
 # rule: (what is set, number of processes, what the sentence says)
 CASES = {
@@ -112,7 +120,12 @@ CASES = {
     "epochs_can_be_counted": (
         {"train.num_epochs": 2.0, "train.train_samples": 8},
         1,
-        ["train.num_epochs=2", "train.train_samples=8", "MockGPTDatasetConfig", "train.train_iters"],
+        [
+            "train.num_epochs=2",
+            "train.train_samples=8",
+            "MockGPTDatasetConfig",
+            "train.train_iters",
+        ],
     ),
     "numbers_are_finite": (
         {"optimizer.lr": float("inf"), "model.layernorm_epsilon": float("nan")},
@@ -125,7 +138,12 @@ CASES = {
         ["clip_grad=-1.0: must be at least 0", "iterations_to_skip=[2, 0]: must be at least 1"],
     ),
     "sizes_are_in_range": (
-        {"model.kv_channels": 0, "model.rotary_base": -10, "model.rotary_percent": 2.0, "rng.seed": 10**20},
+        {
+            "model.kv_channels": 0,
+            "model.rotary_base": -10,
+            "model.rotary_percent": 2.0,
+            "rng.seed": 10**20,
+        },
         1,
         [
             "kv_channels=0: must be at least 1",
@@ -134,8 +152,16 @@ CASES = {
             "rng.seed=",
         ],
     ),
-    "sizes_are_positive": ({TP: 0, "train.train_iters": 0}, 1, [f"{TP}=0", "train.train_iters=0", "at least 1"]),
-    "world_size_fits_layout": ({TP: 2, PP: 2}, 6, [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"]),
+    "sizes_are_positive": (
+        {TP: 0, "train.train_iters": 0},
+        1,
+        [f"{TP}=0", "train.train_iters=0", "at least 1"],
+    ),
+    "world_size_fits_layout": (
+        {TP: 2, PP: 2},
+        6,
+        [f"{TP}=2", "needs 4 processes", "there are 6", "start 4 or 8"],
+    ),
     "attributes_are_fields": (
         {"train.train_itres": 5},
         1,
@@ -144,7 +170,10 @@ CASES = {
     "literals_are_known": (
         {"checkpoint.when_damaged": "refues", "dist.distributed_backend": "glo"},
         1,
-        ["checkpoint.when_damaged=refues: use one of use_previous, refuse", "dist.distributed_backend=glo"],
+        [
+            "checkpoint.when_damaged=refues: use one of use_previous, refuse",
+            "dist.distributed_backend=glo",
+        ],
     ),
     "nvrx_straggler_needs_a_gpu": (
         {"nvrx_straggler": NVRxStragglerDetectionConfig()},
@@ -152,7 +181,10 @@ CASES = {
         ["nvrx_straggler needs a GPU", "use straggler"],
     ),
     "profiling_has_tool_steps_and_ranks": (
-        {"profiling": ProfilingConfig(use_pytorch_profiler=True, profile_ranks=[0, 5]), "train.train_iters": 20},
+        {
+            "profiling": ProfilingConfig(use_pytorch_profiler=True, profile_ranks=[0, 5]),
+            "train.train_iters": 20,
+        },
         2,
         ["profile_ranks=[0, 5]", "0 to 1", "leave 5 out"],
     ),
@@ -161,7 +193,11 @@ CASES = {
         1,
         ["profiling.use_pytorch_profiler and profiling.use_nsys_profiler", "leave all but one out"],
     ),
-    "gpu_metrics_need_a_gpu": ({"logger.log_energy": True}, 1, ["logger.log_energy=True needs a GPU"]),
+    "gpu_metrics_need_a_gpu": (
+        {"logger.log_energy": True},
+        1,
+        ["logger.log_energy=True needs a GPU"],
+    ),
     "inprocess_restart_timeouts_are_ordered": (
         {"inprocess_restart": InProcessRestartConfig(soft_timeout=100)},
         1,
@@ -175,7 +211,12 @@ CASES = {
     "labeled_answers_go_with_kto": (
         {"dpo": DPOConfig(loss_type="kto"), "dataset": PAIRS, "train.micro_batch_size": 1},
         1,
-        ["dataset.labeled=False", "dpo.loss_type sigmoid, ipo or hinge", "train.micro_batch_size=1", "2 or more"],
+        [
+            "dataset.labeled=False",
+            "dpo.loss_type sigmoid, ipo or hinge",
+            "train.micro_batch_size=1",
+            "2 or more",
+        ],
     ),
     "preference_data_goes_with_dpo": (
         {"dpo": DPOConfig()},
@@ -188,7 +229,12 @@ CASES = {
         ["num_labels=1", "RewardDatasetConfig", "dataset is a ClassificationDatasetConfig"],
     ),
     "adapters_leave_a_new_head_untrained": (
-        {"model.head": "sequence_classification", "model.num_labels": 2, "peft": LoRA(), "dataset": CLASSES},
+        {
+            "model.head": "sequence_classification",
+            "model.num_labels": 2,
+            "peft": LoRA(),
+            "dataset": CLASSES,
+        },
         1,
         ["model.head=sequence_classification", "modules_to_save=[]", "add output_layer"],
     ),
@@ -198,7 +244,11 @@ CASES = {
         ["dpo.reference is not set", "peft.modules_to_save"],
     ),
     "images_need_a_vision_tower": (
-        {"dataset": FinetuningDatasetConfig(seq_length=32, dataset_root=".", hf_processor_path="hf")},
+        {
+            "dataset": FinetuningDatasetConfig(
+                seq_length=32, dataset_root=".", hf_processor_path="hf"
+            )
+        },
         1,
         ["dataset.hf_processor_path=hf", "no vision tower"],
     ),
@@ -211,12 +261,25 @@ CASES = {
     "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),
     "tp_divides_heads": ({TP: 8}, 8, [f"{TP}=8", "num_attention_heads=4", "use 4"]),
     "tp_fits_query_groups": (
-        {TP: 4, "model.num_attention_heads": 12, "model.num_query_groups": 6, "model.hidden_size": 48},
+        {
+            TP: 4,
+            "model.num_attention_heads": 12,
+            "model.num_query_groups": 6,
+            "model.hidden_size": 48,
+        },
         4,
         [f"{TP}=4", "num_query_groups=6", "use 3 or 6"],
     ),
-    "tp_divides_ffn": ({TP: 4, "model.ffn_hidden_size": 90}, 4, ["ffn_hidden_size=90", "use 3 or 5"]),
-    "tp_divides_vocabulary": ({TP: 2, "model.vocab_size": 97}, 2, ["vocabulary of 97", "should_pad_vocab=true"]),
+    "tp_divides_ffn": (
+        {TP: 4, "model.ffn_hidden_size": 90},
+        4,
+        ["ffn_hidden_size=90", "use 3 or 5"],
+    ),
+    "tp_divides_vocabulary": (
+        {TP: 2, "model.vocab_size": 97},
+        2,
+        ["vocabulary of 97", "should_pad_vocab=true"],
+    ),
     "sp_divides_sequence": (
         {"model.sequence_parallel": True, TP: 2, "dataset.seq_length": 31},
         2,
@@ -224,7 +287,11 @@ CASES = {
     ),
     "pp_divides_layers": ({PP: 3}, 3, [f"{PP}=3", "num_layers=4", "use 2 or 4"]),
     "stage_sizes_are_given_once": (
-        {PP: 2, "model.pipeline_model_parallel_layout": "Ett|ttL", "model.num_layers_in_first_pipeline_stage": 2},
+        {
+            PP: 2,
+            "model.pipeline_model_parallel_layout": "Ett|ttL",
+            "model.num_layers_in_first_pipeline_stage": 2,
+        },
         2,
         ["num_layers_in_first_pipeline_stage=2", "layout=Ett|ttL", "keep one"],
     ),
@@ -248,7 +315,11 @@ CASES = {
         2,
         ["global_batch_size=6", "3 microbatches", "use 2 or 4 microbatches"],
     ),
-    "cp_divides_sequence": ({CP: 2, "dataset.seq_length": 30}, 2, ["seq_length=30", "use 28 or 32"]),
+    "cp_divides_sequence": (
+        {CP: 2, "dataset.seq_length": 30},
+        2,
+        ["seq_length=30", "use 28 or 32"],
+    ),
     "cp_a2a_divides_heads": (
         {CP: 4, TP: 2, "model.cp_comm_type": "a2a"},
         8,
@@ -259,8 +330,16 @@ CASES = {
         2,
         ["cp_comm_type=p2p", "all_gather or a2a"],
     ),
-    "ep_divides_experts": ({EP: 4, "model.num_moe_experts": 6}, 4, [f"{EP}=4", "num_moe_experts=6", "use 3 or 6"]),
-    "tp_with_experts_needs_sp": ({TP: 2, "model.num_moe_experts": 4}, 2, ["sequence_parallel=true"]),
+    "ep_divides_experts": (
+        {EP: 4, "model.num_moe_experts": 6},
+        4,
+        [f"{EP}=4", "num_moe_experts=6", "use 3 or 6"],
+    ),
+    "tp_with_experts_needs_sp": (
+        {TP: 2, "model.num_moe_experts": 4},
+        2,
+        ["sequence_parallel=true"],
+    ),
     "expert_ranks_fill_the_world": (
         {EP: 4, "model.num_moe_experts": 8},
         2,
@@ -288,12 +367,20 @@ CASES = {
         ["moe_router_topk=6", "num_moe_experts=4"],
     ),
     "expert_groups_are_even": (
-        {"model.num_moe_experts": 8, "model.moe_router_num_groups": 3, "model.moe_router_group_topk": 1},
+        {
+            "model.num_moe_experts": 8,
+            "model.moe_router_num_groups": 3,
+            "model.moe_router_group_topk": 1,
+        },
         1,
         ["moe_router_num_groups=3", "num_moe_experts=8", "use 2 or 4"],
     ),
     "latent_experts_stand_alone": (
-        {"model.num_moe_experts": 4, "model.moe_latent_size": 16, "model.moe_shared_expert_overlap": True},
+        {
+            "model.num_moe_experts": 4,
+            "model.moe_latent_size": 16,
+            "model.moe_shared_expert_overlap": True,
+        },
         1,
         ["moe_shared_expert_overlap=True", "moe_latent_size=16", "set it to false"],
     ),
@@ -306,7 +393,11 @@ CASES = {
         1,
         ["moe_layer_freq=[0, 1, 1, 1]", "one spec for all layers"],
     ),
-    "heads_divide_width": ({"model.hidden_size": 30}, 1, ["num_attention_heads=4", "hidden_size=30", "use 3 or 5"]),
+    "heads_divide_width": (
+        {"model.hidden_size": 30},
+        1,
+        ["num_attention_heads=4", "hidden_size=30", "use 3 or 5"],
+    ),
     "rotary_width_is_even": (
         {"model.kv_channels": 7, "model.position_embedding_type": "rope"},
         1,
@@ -317,7 +408,11 @@ CASES = {
         1,
         ["bias_activation_fusion=True", "tanh approximation", "bias_activation_fusion=false"],
     ),
-    "optimizer_is_known": ({"optimizer.optimizer": "adamw"}, 1, ["optimizer.optimizer=adamw", "use adam (it is AdamW"]),
+    "optimizer_is_known": (
+        {"optimizer.optimizer": "adamw"},
+        1,
+        ["optimizer.optimizer=adamw", "use adam (it is AdamW"],
+    ),
     "muon_fits_tensor_parallelism": (
         {"optimizer.optimizer": "muon", "optimizer.muon_tp_mode": "blocks"},
         1,
@@ -339,7 +434,11 @@ CASES = {
         ["steps of 1 microbatches", "groups of 2", "multiples of 4"],
     ),
     "cuda_graphs_fit": (
-        {"model.cuda_graph_impl": "full_iteration", "model.mtp_num_layers": 1, "logger.timing_log_level": 1},
+        {
+            "model.cuda_graph_impl": "full_iteration",
+            "model.mtp_num_layers": 1,
+            "logger.timing_log_level": 1,
+        },
         1,
         ["model.cuda_graph_impl=full_iteration needs", "mtp_num_layers=null", "timing_log_level=0"],
     ),
@@ -363,17 +462,29 @@ CASES = {
         ["optimizer.overrides for embedding.* sets nothing"],
     ),
     "overrides_are_ordered": (
-        {"optimizer.overrides": [ParameterOverride(["embedding.*"], lr=1e-4)], "optimizer.min_lr": 1e-3},
+        {
+            "optimizer.overrides": [ParameterOverride(["embedding.*"], lr=1e-4)],
+            "optimizer.min_lr": 1e-3,
+        },
         1,
         ["optimizer.overrides for embedding.*", "peak of 0.0001 and an end of 0.001"],
     ),
     "optimizer_instances_divide_replicas": (
         {"ddp.num_distributed_optimizer_instances": 3, "model.num_moe_experts": 4, EP: 2},
         4,
-        ["num_distributed_optimizer_instances=3", "4 ranks that share", "use 2 or 4", "2 ranks that hold the same"],
+        [
+            "num_distributed_optimizer_instances=3",
+            "4 ranks that share",
+            "use 2 or 4",
+            "2 ranks that hold the same",
+        ],
     ),
     "settings_do_not_exclude_each_other": (
-        {"scheduler.lr_warmup_samples": 8, "scheduler.lr_warmup_iters": 1, "model.overlap_p2p_comm": True},
+        {
+            "scheduler.lr_warmup_samples": 8,
+            "scheduler.lr_warmup_iters": 1,
+            "model.overlap_p2p_comm": True,
+        },
         1,
         [
             "scheduler.lr_warmup_samples=8 and scheduler.lr_warmup_iters=1 exclude each other: remove one",
@@ -383,12 +494,21 @@ CASES = {
     "unavailable_settings_are_unset": (
         {"tensor_inspect": 1, "optimizer.use_layer_wise_distributed_optimizer": True},
         1,
-        ["tensor_inspect=1: not available", "layer_wise_distributed_optimizer=True: not supported", "cannot be saved"],
+        [
+            "tensor_inspect=1: not available",
+            "layer_wise_distributed_optimizer=True: not supported",
+            "cannot be saved",
+        ],
     ),
     "hierarchical_cp_has_two_levels": (
         {"model.hierarchical_context_parallel_sizes": [3, 2], CP: 4},
         4,
-        ["sizes=[3, 2]", "cp_comm_type=a2a+p2p", "product is model.context_parallel_size=4", "divides the 2 key heads"],
+        [
+            "sizes=[3, 2]",
+            "cp_comm_type=a2a+p2p",
+            "product is model.context_parallel_size=4",
+            "divides the 2 key heads",
+        ],
     ),
     "precise_optimizer_is_stored": (
         {
@@ -399,8 +519,16 @@ CASES = {
         1,
         ["exp_avg_dtype=float32 or bfloat16"],
     ),
-    "replicas_divide_batch": ({"train.global_batch_size": 10}, 4, ["global_batch_size=10", "use 8 or 16"]),
-    "sequence_fits_model": ({"dataset.seq_length": 64}, 1, ["seq_length=64", "model.seq_length=32"]),
+    "replicas_divide_batch": (
+        {"train.global_batch_size": 10},
+        4,
+        ["global_batch_size=10", "use 8 or 16"],
+    ),
+    "sequence_fits_model": (
+        {"dataset.seq_length": 64},
+        1,
+        ["seq_length=64", "model.seq_length=32"],
+    ),
     "learning_rates_are_ordered": ({"optimizer.lr": None}, 1, ["optimizer.lr=None", "above 0"]),
     "warmup_ends_before_decay": (
         {"scheduler.lr_warmup_iters": 10, "scheduler.lr_decay_iters": 10},
@@ -412,7 +540,11 @@ CASES = {
         1,
         ["lr_decay_iters=1", "learning rate of 0", "lr_decay_iters=null", "min_lr"],
     ),
-    "wsd_has_a_decay": ({"scheduler.lr_decay_style": "WSD"}, 1, ["lr_wsd_decay_iters=None", "between 1 and 8"]),
+    "wsd_has_a_decay": (
+        {"scheduler.lr_decay_style": "WSD"},
+        1,
+        ["lr_wsd_decay_iters=None", "between 1 and 8"],
+    ),
     "weight_decay_grows": (
         {"scheduler.start_weight_decay": 0.2, "scheduler.end_weight_decay": 0.1},
         1,
@@ -422,15 +554,24 @@ CASES = {
         {
             CP: 2,
             "model.calculate_per_token_loss": False,
-            "dataset": GPTDatasetConfig(seq_length=32, blend=(["a"], None), split="1", eod_mask_loss=True),
+            "dataset": GPTDatasetConfig(
+                seq_length=32, blend=(["a"], None), split="1", eod_mask_loss=True
+            ),
         },
         2,
         ["context_parallel_size=2", "calculate_per_token_loss=True"],
     ),
     "fsdp2_ignores_ddp_settings": (
-        {"dist.use_torch_fsdp2": True, "ddp.overlap_grad_reduce": True, "ddp.use_distributed_optimizer": True},
+        {
+            "dist.use_torch_fsdp2": True,
+            "ddp.overlap_grad_reduce": True,
+            "ddp.use_distributed_optimizer": True,
+        },
         2,
-        ["ddp.overlap_grad_reduce=True has no effect", "ddp.use_distributed_optimizer=True has no effect"],
+        [
+            "ddp.overlap_grad_reduce=True has no effect",
+            "ddp.use_distributed_optimizer=True has no effect",
+        ],
     ),
     "megatron_fsdp_settings_are_supported": (
         {
@@ -475,7 +616,11 @@ CASES = {
         2,
         ["dataset.readers=3", "data parallel size 2", "global_batch_size=8"],
     ),
-    "most_recent_k_keeps_one": ({"checkpoint.most_recent_k": 0}, 1, ["most_recent_k=0", "at least 1, or -1"]),
+    "most_recent_k_keeps_one": (
+        {"checkpoint.most_recent_k": 0},
+        1,
+        ["most_recent_k=0", "at least 1, or -1"],
+    ),
     "mechanism_is_the_only_one": (
         {"checkpoint.fully_parallel_save": False},
         1,
@@ -510,49 +655,93 @@ RELATED = [
     ({VP: 2}, [f"{VP}=2 needs {PP} > 1"]),
     ({VP: 1, PP: 2}, [f"{VP}=1: must be at least 2"]),
     ({ETP: 2}, [f"{ETP}=2 has no effect without model.num_moe_experts"]),
-    ({"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True}, ["needs optimizer.optimizer=adam"]),
-    ({"optimizer.optimizer": "muon", "mixed_precision": "fp16_mixed"}, ["optimizer=muon needs optimizer.fp16=False"]),
+    (
+        {"optimizer.optimizer": "sgd", "ddp.use_distributed_optimizer": True},
+        ["needs optimizer.optimizer=adam"],
+    ),
+    (
+        {"optimizer.optimizer": "muon", "mixed_precision": "fp16_mixed"},
+        ["optimizer=muon needs optimizer.fp16=False"],
+    ),
     (
         {"ddp.num_distributed_optimizer_instances": 2, "ddp.use_distributed_optimizer": False},
         ["num_distributed_optimizer_instances=2 needs ddp.use_distributed_optimizer=True"],
     ),
     (FSDP, ["data_parallel_sharding_strategy=optim needs ddp.use_megatron_fsdp=True"]),
-    ({"ddp.use_custom_fsdp": True}, ["ddp.use_custom_fsdp=True: the old name of ddp.use_megatron_fsdp"]),
+    (
+        {"ddp.use_custom_fsdp": True},
+        ["ddp.use_custom_fsdp=True: the old name of ddp.use_megatron_fsdp"],
+    ),
     (
         {"ddp.overlap_param_gather": True, "ddp.use_distributed_optimizer": False},
         ["needs ddp.use_distributed_optimizer=True", "needs ddp.overlap_grad_reduce=True"],
     ),
-    ({"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False, PP: 2}, [f"overlap_p2p_comm=True needs {VP} > 1"]),
-    ({"model.tp_comm_overlap": True, TP: 2}, ["tp_comm_overlap=True needs model.sequence_parallel=True"]),
+    (
+        {"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False, PP: 2},
+        [f"overlap_p2p_comm=True needs {VP} > 1"],
+    ),
+    (
+        {"model.tp_comm_overlap": True, TP: 2},
+        ["tp_comm_overlap=True needs model.sequence_parallel=True"],
+    ),
     (
         {"model.delay_wgrad_compute": True, "ddp.delay_wgrad_compute": True},
         ["delay_wgrad_compute=True needs model.overlap_moe_expert_parallel_comm=True"],
     ),
     (
         {"model.defer_embedding_wgrad_compute": True},
-        [f"defer_embedding_wgrad_compute=True needs {PP} > 1", "needs model.gradient_accumulation_fusion=True"],
+        [
+            f"defer_embedding_wgrad_compute=True needs {PP} > 1",
+            "needs model.gradient_accumulation_fusion=True",
+        ],
     ),
     (
-        {"model.overlap_moe_expert_parallel_comm": True, "model.recompute_granularity": "full", PP: 2},
-        [f"{EP} > 1; ", "model.bf16 or model.fp16", f"{PP}=1 or {VP} > 1", "recompute_granularity!=full"],
+        {
+            "model.overlap_moe_expert_parallel_comm": True,
+            "model.recompute_granularity": "full",
+            PP: 2,
+        },
+        [
+            f"{EP} > 1; ",
+            "model.bf16 or model.fp16",
+            f"{PP}=1 or {VP} > 1",
+            "recompute_granularity!=full",
+        ],
     ),
-    ({"model.cpu_offloading": True, PP: 2}, [f"model.cpu_offloading=True needs {PP}=1: or switch it off"]),
+    (
+        {"model.cpu_offloading": True, PP: 2},
+        [f"model.cpu_offloading=True needs {PP}=1: or switch it off"],
+    ),
     (
         {"optimizer.optimizer_cpu_offload": True, "optimizer.optimizer": "sgd"},
-        ["optimizer.optimizer=adam; ", "use_distributed_optimizer=True", "optimizer_offload_fraction > 0"],
+        [
+            "optimizer.optimizer=adam; ",
+            "use_distributed_optimizer=True",
+            "optimizer_offload_fraction > 0",
+        ],
     ),
     (
-        {"optimizer.use_precision_aware_optimizer": True, "optimizer.main_params_dtype": torch.float16},
+        {
+            "optimizer.use_precision_aware_optimizer": True,
+            "optimizer.main_params_dtype": torch.float16,
+        },
         ["use_precision_aware_optimizer=True needs optimizer.main_params_dtype=torch.float32"],
     ),
     (
         {"dist.use_torch_fsdp2": True, PP: 2, "model.cpu_offloading": True},
-        [f"use_torch_fsdp2=True needs {PP}=1; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"],
+        [
+            f"use_torch_fsdp2=True needs {PP}=1; model.cpu_offloading=False: use ddp.use_distributed_optimizer=true"
+        ],
     ),
-    ({"model.fine_grained_activation_offloading": True}, ["needs model.offload_modules", "core_attn"]),
+    (
+        {"model.fine_grained_activation_offloading": True},
+        ["needs model.offload_modules", "core_attn"],
+    ),
     (
         {"train.rampup_batch_size": [4, 4, 100], "dataset.dataloader_type": "batch"},
-        ["rampup_batch_size=[4, 4, 100] needs dataset.dataloader_type=single or dataset.dataloader_type=cyclic"],
+        [
+            "rampup_batch_size=[4, 4, 100] needs dataset.dataloader_type=single or dataset.dataloader_type=cyclic"
+        ],
     ),
     (
         {"checkpoint.non_persistent_ckpt_type": "local", "checkpoint.save": "run"},
@@ -565,22 +754,40 @@ RELATED = [
     (IN_MEMORY, ["non_persistent_ckpt_type=in_memory needs inprocess_restart", "/dev/shm"]),
     ({"peft": LoRA()}, ["peft needs checkpoint.pretrained_checkpoint: give the weights"]),
     (
-        {"model.head": "embedding", "train.micro_batch_size": 1, "model.contrastive_temperature": 0.0},
-        ["head=embedding needs train.micro_batch_size > 1; model.contrastive_temperature > 0: raise them"],
+        {
+            "model.head": "embedding",
+            "train.micro_batch_size": 1,
+            "model.contrastive_temperature": 0.0,
+        },
+        [
+            "head=embedding needs train.micro_batch_size > 1; model.contrastive_temperature > 0: raise them"
+        ],
     ),
     (
         {"model.num_layers_in_first_pipeline_stage": 4},
         [f"num_layers_in_first_pipeline_stage=4 has no effect without {PP} > 1"],
     ),
-    ({"nvrx_straggler": NO_TEST}, ["nvrx_straggler needs nvrx_straggler.calc_relative_gpu_perf or"]),
+    (
+        {"nvrx_straggler": NO_TEST},
+        ["nvrx_straggler needs nvrx_straggler.calc_relative_gpu_perf or"],
+    ),
     ({"profiling": ProfilingConfig(use_pytorch_profiler=True)}, ["needs logger.log_dir: give"]),
     (
         {"profiling": ProfilingConfig(nvtx_ranges=True, record_shapes=True)},
         ["record_shapes=True has no effect without"],
     ),
-    ({"model.head": "embedding", "dpo": DPOConfig()}, ["model.head=embedding and dpo exclude each other"]),
-    ({"distill": DistillConfig(), "dpo": DPOConfig()}, ["dpo and distill exclude", "distill needs distill.teacher or"]),
-    ({"dpo": DPOConfig(label_smoothing=0.5)}, ["dpo.label_smoothing=0.5: must be at least 0 and below 0.5"]),
+    (
+        {"model.head": "embedding", "dpo": DPOConfig()},
+        ["model.head=embedding and dpo exclude each other"],
+    ),
+    (
+        {"distill": DistillConfig(), "dpo": DPOConfig()},
+        ["dpo and distill exclude", "distill needs distill.teacher or"],
+    ),
+    (
+        {"dpo": DPOConfig(label_smoothing=0.5)},
+        ["dpo.label_smoothing=0.5: must be at least 0 and below 0.5"],
+    ),
     (
         {"dpo": DPOConfig(loss_type="simpo", label_smoothing=0.1, desirable_weight=2.0)},
         [
@@ -665,7 +872,11 @@ def conditions():
 
 @pytest.mark.parametrize("condition", conditions())
 def test_every_condition_is_on_a_setting(condition):
-    others = {"profiling": ProfilingConfig, "nvrx_straggler": NVRxStragglerDetectionConfig, "dpo": DPOConfig}
+    others = {
+        "profiling": ProfilingConfig,
+        "nvrx_straggler": NVRxStragglerDetectionConfig,
+        "dpo": DPOConfig,
+    }
     others |= {"distill": DistillConfig, "inprocess_restart": InProcessRestartConfig, "peft": LoRA}
     block, _, name = re.match(r"[\w.]+", condition)[0].partition(".")
     owner = others[block] if block in others else type(getattr(toy_config(), block))
@@ -707,7 +918,9 @@ def test_rule_refuses(name, monkeypatch):
         config.validate(None if here else world_size)
     assert set(sentences) <= set(str(refusal.value).splitlines())
     if here:
-        configured(values).validate(world_size)  # for another machine, which may have what this one lacks
+        configured(values).validate(
+            world_size
+        )  # for another machine, which may have what this one lacks
 
 
 OUT_OF_RANGE = {
@@ -734,9 +947,18 @@ def test_numbers_out_of_range_are_refused_by_name(key):
 @pytest.mark.parametrize("key", RANGES)
 def test_every_range_is_of_a_setting(key):
     block, _, name = key.partition(".")
-    kinds = [GPTModelProvider, LoRA, StragglerDetectionConfig, GPTDatasetConfig, SFTDatasetConfig, DistillConfig]
+    kinds = [
+        GPTModelProvider,
+        LoRA,
+        StragglerDetectionConfig,
+        GPTDatasetConfig,
+        SFTDatasetConfig,
+        DistillConfig,
+    ]
     kinds.append(DPOConfig)
-    kinds += [type(getattr(toy_config(), block))] if getattr(toy_config(), block) is not None else []
+    kinds += (
+        [type(getattr(toy_config(), block))] if getattr(toy_config(), block) is not None else []
+    )
     assert any(name in {entry.name for entry in fields(kind)} for kind in kinds)
 
 
@@ -757,7 +979,14 @@ def _resolved(config, world_size):
         ({CP: 2, "model.cp_comm_type": "a2a"}, 2),
         ({CP: 4, "model.cp_comm_type": "a2a"}, 4),  # key heads are repeated
         ({CP: 2}, 4),
-        ({PP: 3, "model.num_layers_in_first_pipeline_stage": 2, "model.num_layers_in_last_pipeline_stage": 1}, 3),
+        (
+            {
+                PP: 3,
+                "model.num_layers_in_first_pipeline_stage": 2,
+                "model.num_layers_in_last_pipeline_stage": 1,
+            },
+            3,
+        ),
         ({"ddp.overlap_grad_reduce": True, "ddp.overlap_param_gather": True}, 2),
         # experts with biases are whole: two ranks do for two halves of the experts
         ({TP: 2, EP: 2, "model.sequence_parallel": True, **BIASED_EXPERTS}, 2),
@@ -771,7 +1000,9 @@ def test_good_layouts_pass(values, world_size):
 
 
 def test_all_problems_are_reported_together():
-    config = configured({TP: 3, "train.global_batch_size": 7, "optimizer.lr": None, "dataset.seq_length": 64})
+    config = configured(
+        {TP: 3, "train.global_batch_size": 7, "optimizer.lr": None, "dataset.seq_length": 64}
+    )
     with pytest.raises(UserError) as refusal:
         config.validate(3)
     lines = str(refusal.value).splitlines()
@@ -782,7 +1013,10 @@ def test_all_problems_are_reported_together():
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({ETP: 2, **BIASED_EXPERTS}, "expert_tensor_parallel_size=2 cannot cut experts that have biases"),
+        (
+            {ETP: 2, **BIASED_EXPERTS},
+            "expert_tensor_parallel_size=2 cannot cut experts that have biases",
+        ),
         # unset, it is the size of the other layers
         ({"model.num_moe_experts": 4, "optimizer.optimizer": "muon"}, f"{ETP}=2 with muon"),
     ],

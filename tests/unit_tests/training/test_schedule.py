@@ -20,7 +20,9 @@ def shape(style, part, wsd=None):
     if style == "WSD":
         gone = (part - (1 - wsd[1])) / wsd[1]
         return 1.0 if gone <= 0 else WSD[wsd[0]](gone)
-    return {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}[style]
+    return {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "constant": 1.0}[
+        style
+    ]
 
 
 WSD = {
@@ -45,7 +47,9 @@ def scheduled(groups=({},), train=None, **options):
     config = toy_config(
         train={"train_iters": STEPS, "global_batch_size": BATCH, **(train or {})},
         optimizer=OptimizerConfig(lr=PEAK, min_lr=END, weight_decay=0.1),
-        scheduler=SchedulerConfig(**{"lr_warmup_iters": WARMUP, "lr_warmup_init": START, **options}),
+        scheduler=SchedulerConfig(
+            **{"lr_warmup_iters": WARMUP, "lr_warmup_init": START, **options}
+        ),
     )
     config = config.resolve(1).config
     every = [{"max_lr": PEAK, "min_lr": END, "wd_mult": 1.0, **group} for group in groups]
@@ -69,7 +73,11 @@ STYLES = [
 
 @pytest.mark.parametrize(("style", "wsd"), STYLES)
 def test_every_step_has_the_rate_of_the_formula(style, wsd):
-    last = {"lr_wsd_decay_style": wsd[0], "lr_wsd_decay_iters": int(wsd[1] * (STEPS - WARMUP))} if wsd else {}
+    last = (
+        {"lr_wsd_decay_style": wsd[0], "lr_wsd_decay_iters": int(wsd[1] * (STEPS - WARMUP))}
+        if wsd
+        else {}
+    )
     schedule = scheduled(lr_decay_style=style, **last)
     expected = [rate(style, step, wsd) for step in range(STEPS + 1)]
     assert followed(schedule) == pytest.approx(expected, rel=1e-12)
@@ -86,15 +94,22 @@ def test_every_step_has_the_rate_of_the_formula(style, wsd):
         {"lr_warmup_iters": 0, "lr_warmup_fraction": WARMUP / STEPS},
     ],
 )
-@pytest.mark.parametrize("decay", [{}, {"lr_decay_iters": STEPS}, {"lr_decay_samples": STEPS * BATCH}])
+@pytest.mark.parametrize(
+    "decay", [{}, {"lr_decay_iters": STEPS}, {"lr_decay_samples": STEPS * BATCH}]
+)
 def test_steps_samples_and_fractions_say_the_same(warmup, decay):
     expected = [rate("cosine", step) for step in range(STEPS + 1)]
-    assert followed(scheduled(lr_decay_style="cosine", **warmup, **decay)) == pytest.approx(expected, rel=1e-12)
+    assert followed(scheduled(lr_decay_style="cosine", **warmup, **decay)) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_samples_are_steps_of_any_batch():
     schedule = scheduled(
-        lr_decay_style="WSD", lr_wsd_decay_samples=64, lr_decay_samples=STEPS * BATCH, lr_wsd_decay_style="linear"
+        lr_decay_style="WSD",
+        lr_wsd_decay_samples=64,
+        lr_decay_samples=STEPS * BATCH,
+        lr_wsd_decay_style="linear",
     )
     assert (schedule.wsd_decay_steps, schedule.lr_decay_steps) == (64, STEPS * BATCH)
 
@@ -162,7 +177,9 @@ def test_resumed_it_goes_on_as_it_was():
 
 def test_the_checkpoints_schedule_is_used_in_all_of_its_parts():
     """Megatron-Core goes on with the config's rates, warm-up start and end of WSD."""
-    first = scheduled(groups=({}, {"max_lr": 5.0}), **OTHER, start_weight_decay=0.2, end_weight_decay=0.2)
+    first = scheduled(
+        groups=({}, {"max_lr": 5.0}), **OTHER, start_weight_decay=0.2, end_weight_decay=0.2
+    )
     undisturbed = followed(scheduled(**OTHER))
     followed(first, 2)
     config = toy_config(
@@ -172,7 +189,9 @@ def test_the_checkpoints_schedule_is_used_in_all_of_its_parts():
     )
     config = config.resolve(1).config
     rates = {"max_lr": 0.5, "min_lr": 0.25, "wd_mult": 1.0}
-    second = build_scheduler(config, SimpleNamespace(param_groups=[rates, {**rates, "max_lr": 5.0}]))
+    second = build_scheduler(
+        config, SimpleNamespace(param_groups=[rates, {**rates, "max_lr": 5.0}])
+    )
     second.load_state_dict(first.state_dict())
     assert second.optimizer.param_groups[1]["max_lr"] == 5.0
     assert second.optimizer.param_groups[0]["weight_decay"] == 0.2
@@ -180,12 +199,16 @@ def test_the_checkpoints_schedule_is_used_in_all_of_its_parts():
 
 
 def test_run_length_in_samples_becomes_steps():
-    config = toy_config(train={"train_iters": 0, "train_samples": 45, "rampup_batch_size": [4, 4, 10]})
+    config = toy_config(
+        train={"train_iters": 0, "train_samples": 45, "rampup_batch_size": [4, 4, 10]}
+    )
     config = config.resolve(1).config
     assert config.train.train_iters == 3 + 4  # 3 x 4 + 4 x 8 = 44
     assert config.validate(1) == []
     config.train.train_iters = 8
-    assert config.validate(1) == ["train.train_iters=8 gives way to train.train_samples=45, which are 7 steps"]
+    assert config.validate(1) == [
+        "train.train_iters=8 gives way to train.train_samples=45, which are 7 steps"
+    ]
     config = toy_config(train={"train_iters": 0, "train_samples": 7})
     with pytest.raises(UserError, match=r"train_samples=7 are not enough for one step"):
         config.validate(1)

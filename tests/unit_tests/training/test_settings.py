@@ -78,7 +78,11 @@ data_parallel_sharding_strategy nccl_ub delay_wgrad_compute
 
 
 def own_fields(block):
-    return [entry.name for entry in dataclasses.fields(getattr(CONFIG, block)) if not entry.name.startswith("_")]
+    return [
+        entry.name
+        for entry in dataclasses.fields(getattr(CONFIG, block))
+        if not entry.name.startswith("_")
+    ]
 
 
 def needed_by(key):
@@ -102,7 +106,11 @@ def test_every_field_is_sorted(block):
 def test_a_setting_of_a_feature_that_is_off_is_refused(prefix):
     config = llama32_1b_pretrain_config()
     block, _, start = prefix.partition(".")
-    name = next(name for name in own_fields(block) if name.startswith(start) and needed_by(f"{block}.{name}"))
+    name = next(
+        name
+        for name in own_fields(block)
+        if name.startswith(start) and needed_by(f"{block}.{name}")
+    )
     setattr(getattr(config, block), name, 7)
     needed = needed_by(f"{block}.{name}")
     (sentence,) = related_settings.settings_have_effect(config, 1)
@@ -153,7 +161,10 @@ def test_no_number_is_taken_that_means_nothing(key, fraction):
         else:
             assert code in (1, 2)
             name = NAMED_AS.get(key, key.rpartition(".")[2])
-            assert any(name in line for line in errors.splitlines() if "error: " in line), (value, errors)
+            assert any(name in line for line in errors.splitlines() if "error: " in line), (
+                value,
+                errors,
+            )
 
 
 def dry_run(override):

@@ -16,7 +16,9 @@ from tests.toy_run import toy_config
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
-@pytest.mark.parametrize(("local_rank", "visible", "gpu"), [(0, 8, 0), (7, 8, 7), (0, 1, 0), (5, 1, 0)])
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "gpu"), [(0, 8, 0), (7, 8, 7), (0, 1, 0), (5, 1, 0)]
+)
 def test_a_rank_that_sees_only_its_own_gpu_takes_it(local_rank, visible, gpu):
     assert distributed.gpu_of_rank(local_rank, visible) == gpu
 
@@ -31,7 +33,10 @@ def test_all_groups_have_the_timeout_of_the_config():
     """Megatron-Core's own default is 30 minutes."""
     config = toy_config(dist=DistributedInitConfig(distributed_timeout_minutes=3))
     initialize(config.resolve().config)
-    for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()):
+    for group in (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    ):
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=3)
     with pytest.raises(AssertionError, match="gloo is not initialized"):
         parallel_state.get_data_parallel_group_gloo()
@@ -47,14 +52,18 @@ def test_all_groups_have_the_timeout_of_the_config():
         ({"tensor_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}, HOPPER, None),
     ],
 )
-def test_one_queue_where_communication_relies_on_the_order_of_launches(settings, capability, expected):
+def test_one_queue_where_communication_relies_on_the_order_of_launches(
+    settings, capability, expected
+):
     environment = {}
     set_connections(toy_config(model=settings), capability, environment)
     assert environment.get(VARIABLE) == expected
 
 
 def test_fully_sharded_models_and_users_keep_their_queues():
-    sharded = toy_config(model={"tensor_model_parallel_size": 2}, dist=DistributedInitConfig(use_torch_fsdp2=True))
+    sharded = toy_config(
+        model={"tensor_model_parallel_size": 2}, dist=DistributedInitConfig(use_torch_fsdp2=True)
+    )
     split = toy_config(model={"tensor_model_parallel_size": 2})
     for config, environment in ((sharded, {}), (split, {VARIABLE: "8"})):
         before = dict(environment)

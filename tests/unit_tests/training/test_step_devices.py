@@ -20,7 +20,11 @@ from megatron.bridge.training.step.forward_step import bind_state
 from tests.toy_run import SEQUENCE, toy_config
 from tests.workers import leave
 
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+OVERLAP = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+}
 SHARDED = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 CASES = {
     "alone": (0, 1, {}),
@@ -32,7 +36,13 @@ CASES = {
     "recomputed": (
         0,
         1,
-        {"model": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
+        {
+            "model": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        },
     ),
     "sgd": (0, 1, {"optimizer": OptimizerConfig(optimizer="sgd", lr=0.1)}),
 }
@@ -43,7 +53,9 @@ def _device(monkeypatch):
     leave()  # an earlier test in this process may have left its group
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda module, *_: module.to("meta"))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor.to("meta"))
-    monkeypatch.setattr("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: 1.0)
+    monkeypatch.setattr(
+        "megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: 1.0
+    )
     monkeypatch.setattr(
         "torch.distributed.batch_isend_irecv", lambda *_: []
     )  # no backend sends tensors without numbers
@@ -56,7 +68,13 @@ def batches():
     ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
     mask = (torch.arange(2 * SEQUENCE).view(2, -1) % 3 == 0).float()
     while True:
-        yield {"tokens": ids, "labels": ids, "loss_mask": mask, "position_ids": ids, "attention_mask": None}
+        yield {
+            "tokens": ids,
+            "labels": ids,
+            "loss_mask": mask,
+            "position_ids": ids,
+            "attention_mask": None,
+        }
 
 
 def steps(rank, size, model=None, ddp=None, spoil=None, **blocks):

@@ -13,7 +13,10 @@ RUNS = {
     "plain": {},
     "tied": {"model": {"share_embeddings_and_output_weights": True}},
     "further tokens": {"model": {"mtp_num_layers": 1}},
-    "adapted": {"model": {"num_layers": 2}, "peft": LoRA(target_modules=["linear_fc2", "output_layer"], dim=4)},
+    "adapted": {
+        "model": {"num_layers": 2},
+        "peft": LoRA(target_modules=["linear_fc2", "output_layer"], dim=4),
+    },
 }
 
 
@@ -23,7 +26,9 @@ def test_losses_and_gradients_are_equal(monkeypatch, tmp_path, name):
     if "peft" in run:
         run["checkpoint"] = CheckpointConfig(pretrained_checkpoint=str(save_llama(tmp_path)))
     calls, losses = [], trained_tokens._losses
-    monkeypatch.setattr(trained_tokens, "_losses", lambda **given: calls.append(given) or losses(**given))
+    monkeypatch.setattr(
+        trained_tokens, "_losses", lambda **given: calls.append(given) or losses(**given)
+    )
     found = run_toy(run, sparse_forward_step)
     assert 2 in {len(given["context"]) for given in calls}, "one microbatch trains no token"
     assert all(len(given["context"]) < given["labels"].numel() / 2 for given in calls)

@@ -4,7 +4,12 @@
 import pytest
 
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.training.config.resolve.usual_ranges import ADAM_LR, SOFTMAX_SCALE, USUAL, unusual_numbers
+from megatron.bridge.training.config.resolve.usual_ranges import (
+    ADAM_LR,
+    SOFTMAX_SCALE,
+    USUAL,
+    unusual_numbers,
+)
 from tests.refusals import refused
 from tests.toy_run import toy_config
 
@@ -43,7 +48,9 @@ def test_a_number_far_from_published_runs_is_noted(key):
     assert f"{most:g}" in note
 
 
-@pytest.mark.parametrize(("key", "value"), [("optimizer.adam_eps", 0.0), ("model.softmax_scale", 0.0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer.adam_eps", 0.0), ("model.softmax_scale", 0.0)]
+)
 def test_a_number_that_cannot_work_is_refused(key, value):
     with refused(f"{key}={value}: must be"):
         changed(key, value).validate(1)

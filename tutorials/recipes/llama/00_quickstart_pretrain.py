@@ -24,7 +24,11 @@ TOKENIZER = str(DATA / "tokenizer")
 corpus = OUT / "corpus"
 corpus.parent.mkdir(parents=True, exist_ok=True)
 text = PreprocessConfig(
-    inputs=[DATA / "lighthouses.jsonl"], output_prefix=corpus, tokenizer_model=TOKENIZER, append_eod=True, workers=1
+    inputs=[DATA / "lighthouses.jsonl"],
+    output_prefix=corpus,
+    tokenizer_model=TOKENIZER,
+    append_eod=True,
+    workers=1,
 )
 preprocess(text)
 

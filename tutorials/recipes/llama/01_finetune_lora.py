@@ -20,7 +20,9 @@ from megatron.bridge.training.gpt_step import forward_step
 
 DATA = Path(__file__).parents[2] / "data"
 OUT = Path("runs/tutorials/llama")
-MODEL = os.environ.get("MODEL", "runs/tutorials/llama/hf")  # a folder in Hugging Face format, or a hub id
+MODEL = os.environ.get(
+    "MODEL", "runs/tutorials/llama/hf"
+)  # a folder in Hugging Face format, or a hub id
 
 config = llama32_1b_finetune_config(
     peft="lora",  # or "dora"; None trains all weights
@@ -64,6 +66,10 @@ question = [{"role": "user", "content": "What colour is the light of Gull Rock?"
 for folder in (MODEL, OUT / "merged"):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)
-    print(f"{folder}: {tokenizer.decode(tokens[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)!r}")
+    print(
+        f"{folder}: {tokenizer.decode(tokens[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)!r}"
+    )

@@ -19,7 +19,9 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.check.compare_logits import run_megatron
 
 OUT = Path("runs/tutorials/llama/convert")
-MODEL = os.environ.get("MODEL", "runs/tutorials/llama/hf")  # a folder in Hugging Face format, or a hub id
+MODEL = os.environ.get(
+    "MODEL", "runs/tutorials/llama/hf"
+)  # a folder in Hugging Face format, or a hub id
 RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 if RANK == 0:
@@ -41,7 +43,9 @@ if RANK == 0:
 
 # Compare the logits.
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
-ids = tokenizer("The light of Gull Rock is white and shows two flashes.", return_tensors="pt").input_ids
+ids = tokenizer(
+    "The light of Gull Rock is white and shows two flashes.", return_tensors="pt"
+).input_ids
 ours = run_megatron(model, ids).logits  # gathered from all processes
 if RANK == 0:
     theirs = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)(ids).logits
@@ -54,7 +58,9 @@ bridge.save_megatron_model(model, OUT / "megatron")
 bridge.save_hf_pretrained(model, OUT / "hf")
 if RANK == 0:
     folder = Path(bridge.hf_pretrained.directory)
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    names = sorted(
+        path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
+    )
     same, different, missing = filecmp.cmpfiles(folder, OUT / "hf", names, shallow=False)
     print(f"{len(same)} files are byte for byte the same: {', '.join(same)}")
     assert not different, different

@@ -38,7 +38,9 @@ def forward_step(data_iterator, model):
     token, and only there is the returned function called.
     """
     batch = next_batch(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
     return output, partial(focal_loss, batch["loss_mask"])
 
 
@@ -72,7 +74,13 @@ class StopWhenLossIsLow(Callback):
 # ---- the run --------------------------------------------------------------------------------------------------
 
 config = llama32_1b_pretrain_config(
-    seq_length=64, train_iters=200, global_batch_size=8, micro_batch_size=8, lr=1e-2, eval_iters=0, precision="fp32"
+    seq_length=64,
+    train_iters=200,
+    global_batch_size=8,
+    micro_batch_size=8,
+    lr=1e-2,
+    eval_iters=0,
+    precision="fp32",
 )
 config.model.num_layers = 2
 config.model.hidden_size = 64

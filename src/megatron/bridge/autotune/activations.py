@@ -41,7 +41,13 @@ from megatron.bridge.autotune.layers import (
     trained,
     weight_shape,
 )
-from megatron.bridge.autotune.time.schedule import Pipeline, distinct_moments, most_held, pipeline_of, short_pipeline
+from megatron.bridge.autotune.time.schedule import (
+    Pipeline,
+    distinct_moments,
+    most_held,
+    pipeline_of,
+    short_pipeline,
+)
 from megatron.bridge.autotune.vision_tower import NO_TOWER, TowerCounts, tower_counts
 from megatron.bridge.backends.attention.block_mask import MASKED_ROWS
 from megatron.bridge.backends.attention.torch_attention import CUDA_SCORES
@@ -65,13 +71,17 @@ class Sizes:
     between: int
     number: int
     saved: float  # bytes per element of the input that a linear layer saves
-    copied: tuple[str, ...]  # linear layers that save a quantized copy of an input that another module also saves
+    copied: tuple[
+        str, ...
+    ]  # linear layers that save a quantized copy of an input that another module also saves
     tensor: int
     hidden: int
     chosen: int  # token copies that the experts of a rank process
     experts: int  # experts on a rank
     together: int  # experts that one grouped kernel runs
-    activation: int  # tensors that the activation function of an MLP saves in addition to its output
+    activation: (
+        int  # tensors that the activation function of an MLP saves in addition to its output
+    )
     weighting: int  # tensors that the product with the router's probabilities saves in addition to its output
     wide: bool  # the router's probabilities are in fp32
     norm: int  # bytes per element of a norm's input
@@ -108,7 +118,9 @@ class ChunkCounts:
     tower: TowerCounts = NO_TOWER
 
 
-def activation_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> int:
+def activation_bytes(
+    config: ConfigContainer, chunks: list[Any], stage: int, world_size: int
+) -> int:
     """Return the activation bytes of a rank of pipeline stage ``stage`` at the peak of a step.
 
     ``config`` is validated for ``world_size``; ``chunks`` are the rank's chunks from ``meta_model.stage_chunks``.
@@ -129,7 +141,9 @@ class Moment:
         return self.held + self.working
 
 
-def moments(config: ConfigContainer, chunks: list[Any], stage: int, world_size: int) -> list[Moment]:
+def moments(
+    config: ConfigContainer, chunks: list[Any], stage: int, world_size: int
+) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``; the arguments are those of ``activation_bytes``."""
     sizes = sizes_of(config)
     counted = [chunk_counts(chunk, sizes) for chunk in chunks]
@@ -144,10 +158,14 @@ def stage_moments(
     # those of multi-token prediction are computed first and keep their gradients
     ahead = (model.mtp_num_layers or 0) * max(sizes.number, sizes.logit - sizes.number)
     loss = logits_of(model, sizes) * (sizes.logit + ahead)
-    loss += sizes.tokens * sizes.hidden * sizes.number * (sizes.between < sizes.tokens)  # its gathered input
+    loss += (
+        sizes.tokens * sizes.hidden * sizes.number * (sizes.between < sizes.tokens)
+    )  # its gathered input
     losses = [loss * chunk.has_loss for chunk in chunks]
     # an input that arrived before its pass, a gradient, and what an interleaved schedule has not replaced yet
-    received = (2 + 3 * (len(chunks) > 1)) * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
+    received = (
+        (2 + 3 * (len(chunks) > 1)) * sizes.stream if model.pipeline_model_parallel_size > 1 else 0
+    )
     received += sum(rotary_bytes(model, sizes, len(chunk.layers)) for chunk in chunks)
     fullest: dict[str, Moment] = {}
     for kind, index, counts in distinct_moments(short_pipeline(pipeline), stage):
@@ -171,7 +189,9 @@ def teacher_bytes(config: ConfigContainer, chunks: list[Any], stage: int, world_
     ``config`` is the config of the run with the teacher as its model.
     """
     sizes = sizes_of(config)
-    widest = max((_working_bytes(layer, sizes) for chunk in chunks for layer in layers_of(chunk)), default=0)
+    widest = max(
+        (_working_bytes(layer, sizes) for chunk in chunks for layer in layers_of(chunk)), default=0
+    )
     held = sum(microbatches_in_flight(config, stage, world_size)) if stage else 0
     total = widest + held * sizes.stream
     if chunks[-1].post_process:
@@ -195,7 +215,9 @@ def microbatches_in_flight(config: ConfigContainer, stage: int, world_size: int)
 def sizes_of(config: ConfigContainer) -> Sizes:
     model = config.model
     tensor = model.tensor_model_parallel_size
-    tokens = config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
+    tokens = (
+        config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
+    )
     between = tokens // tensor if model.sequence_parallel else tokens
     gathers = not _uses_engine(model) and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
@@ -207,7 +229,9 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         between=between,
         number=number,
         saved=MXFP8_BYTES if quantized else number,
-        copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",)) if quantized else (),
+        copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",))
+        if quantized
+        else (),
         tensor=tensor,
         hidden=model.hidden_size,
         chosen=between * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
@@ -217,7 +241,8 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         weighting=0 if _is_fused(model) else 1,
         wide=model.moe_router_dtype is not None,
         norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else number,
-        rotates=model.multi_latent_attention or model.position_embedding_type in ("rope", "mrope", "yarn"),
+        rotates=model.multi_latent_attention
+        or model.position_embedding_type in ("rope", "mrope", "yarn"),
         separate_gradients=not model.gradient_accumulation_fusion,
         logit=_FP32 + number * _uses_engine(model),
         masks=model.hidden_dropout > 0,
@@ -238,7 +263,10 @@ def _scores_of_tile(config: ConfigContainer, tokens: int) -> int:
     model: Any = config.model
     if getattr(model, "attn_logit_softcapping", None) is None:
         return 0
-    heads, batch = model.num_attention_heads // model.tensor_model_parallel_size, config.train.micro_batch_size
+    heads, batch = (
+        model.num_attention_heads // model.tensor_model_parallel_size,
+        config.train.micro_batch_size,
+    )
     row = batch * heads * config.dataset.seq_length
     return row * min(tokens // batch, max(16, CUDA_SCORES // row))
 
@@ -254,14 +282,21 @@ def _image_tokens(config: ConfigContainer) -> int:
     if getattr(model, "vision", None) is None:
         return 0
     most = images_of_row(config)
-    ranks = model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
-    return max(-(-config.train.micro_batch_size * most // ranks), min(most, _tokens_of_image(config)))
+    ranks = (
+        model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
+    )
+    return max(
+        -(-config.train.micro_batch_size * most // ranks), min(most, _tokens_of_image(config))
+    )
 
 
 def _tokens_of_image(config: ConfigContainer) -> int:
     """Return the tokens of the largest image that ``dataset.max_pixels`` allows, or 0 if that limit is unknown."""
     model: Any = config.model
-    tower, limit = model.vision.get("vision_config") or {}, getattr(config.dataset, "max_pixels", None)
+    tower, limit = (
+        model.vision.get("vision_config") or {},
+        getattr(config.dataset, "max_pixels", None),
+    )
     if limit is None or "patch_size" not in tower:
         return 0
     # GLM's limit counts the pixels of all frames in a patch
@@ -302,7 +337,9 @@ def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
     parts = [chunk.embedding, *layers] if chunk.pre_process and not hasattr(chunk, "vision") else []
     frozen = [not any(each.requires_grad for each in part.parameters()) for part in parts]
     idle = max(0, [*frozen, False].index(False) - 1)
-    counts = [LayerCounts(0, 0, 0)] * idle + [counts_of_layer(layer, sizes) for layer in layers[idle:]]
+    counts = [LayerCounts(0, 0, 0)] * idle + [
+        counts_of_layer(layer, sizes) for layer in layers[idle:]
+    ]
     return ChunkCounts(counts, bool(chunk.post_process), counts_of_tower(chunk, sizes.images))
 
 
@@ -317,7 +354,10 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     return LayerCounts(
         _kept_bytes(layer, sizes, recomputed=()),
         _kept_bytes(layer, sizes, sizes.recomputed),
-        max(count(layer, sizes) for count in (_working_bytes, _scored_bytes, _scanned_bytes, _summed_bytes)),
+        max(
+            count(layer, sizes)
+            for count in (_working_bytes, _scored_bytes, _scanned_bytes, _summed_bytes)
+        ),
     )
 
 
@@ -337,7 +377,9 @@ def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int,
     return ends + held, max(norm, max(peak, chunk.tower.working - held) - last)
 
 
-def _pieces(model: ModelProvider, layers: list[LayerCounts], sizes: Sizes) -> list[tuple[int, int, int]]:
+def _pieces(
+    model: ModelProvider, layers: list[LayerCounts], sizes: Sizes
+) -> list[tuple[int, int, int]]:
     """Return the saved, the recomputed and the temporary bytes of layers that are recomputed together."""
     count = model.recompute_num_layers or 1
     if model.recompute_granularity != "full":
@@ -346,7 +388,10 @@ def _pieces(model: ModelProvider, layers: list[LayerCounts], sizes: Sizes) -> li
         first = [(sizes.stream, layer.full, layer.working) for layer in layers[:count]]
         return first + [(layer.full, 0, layer.working) for layer in layers[count:]]
     parts = [layers[start : start + count] for start in range(0, len(layers), count)]
-    return [(sizes.stream, sum(each.full for each in part), max(each.working for each in part)) for part in parts]
+    return [
+        (sizes.stream, sum(each.full for each in part), max(each.working for each in part))
+        for part in parts
+    ]
 
 
 def _output(model: ModelProvider, sizes: Sizes) -> int:
@@ -368,12 +413,18 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
             own = sizes.number if hasattr(part, "router") else sizes.saved
             keeps = "layernorm" not in recomputed and _keeps_own_input(part, sizes)
             total += int(sizes.between * sizes.hidden * own) * keeps
-            whole = "moe" if hasattr(part, "router") else name  # saves nothing inside if it is recomputed
-            total += 0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
+            whole = (
+                "moe" if hasattr(part, "router") else name
+            )  # saves nothing inside if it is recomputed
+            total += (
+                0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
+            )
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
         else:  # a norm or a linear layer
-            total += sum(_of_module(path, module, sizes) for path, module in part.named_modules(prefix=name))
+            total += sum(
+                _of_module(path, module, sizes) for path, module in part.named_modules(prefix=name)
+            )
     return total
 
 
@@ -396,9 +447,20 @@ def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
         if "shared_experts" in path and "shared_experts" in recomputed:
             continue
         total += _of_module(path, module, sizes)
-        if hasattr(module, "core_attention") and "mla_up_proj" in recomputed:  # rotated queries and keys
-            heads, config = cast(Any, module).num_attention_heads_per_partition, cast(Any, module.config)
-            total -= 2 * sizes.tokens * heads * (config.qk_head_dim + config.qk_pos_emb_head_dim) * sizes.number
+        if (
+            hasattr(module, "core_attention") and "mla_up_proj" in recomputed
+        ):  # rotated queries and keys
+            heads, config = (
+                cast(Any, module).num_attention_heads_per_partition,
+                cast(Any, module.config),
+            )
+            total -= (
+                2
+                * sizes.tokens
+                * heads
+                * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+                * sizes.number
+            )
         if name == "linear_fc2" and is_dispatched(path) and "moe_act" in recomputed:
             total -= _of_module(path, module, sizes)
     return total
@@ -413,7 +475,9 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
     if shape is None or len(shape) == 3:  # a convolution's result is recomputed
         return 0
     if len(shape) == 1:  # a norm; norms of heads and latents read tensors that are saved anyway
-        return sizes.between * (sizes.hidden * sizes.norm + _FP32) if shape[0] == sizes.hidden else 0
+        return (
+            sizes.between * (sizes.hidden * sizes.norm + _FP32) if shape[0] == sizes.hidden else 0
+        )
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
     beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
@@ -425,7 +489,9 @@ def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tup
     """Return the input elements that a linear layer saves, and its other elements; its weight is [out, in]."""
     tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
-        return tokens * shape[1] * keeps, tokens * shape[1] * (sizes.activation + sizes.weighting * dispatched)
+        return tokens * shape[1] * keeps, tokens * shape[1] * (
+            sizes.activation + sizes.weighting * dispatched
+        )
     if path.endswith(INTO_RESIDUAL):  # the attention kernel saves its output in any case
         return tokens * shape[1] * (keeps and path.endswith(sizes.copied)), tokens * shape[1]
     if dispatched:
@@ -461,14 +527,19 @@ def _attention(attention: Any, sizes: Sizes) -> int:
     if config.multi_latent_attention:
         groups, width = heads, config.qk_head_dim + config.qk_pos_emb_head_dim
         numbers += 2 * heads * width if pads_values(config) else 0
-    elif config.qk_layernorm:  # normalized queries, and what the norms read if they do not read views
+    elif (
+        config.qk_layernorm
+    ):  # normalized queries, and what the norms read if they do not read views
         numbers += heads * width + 2 * (heads + groups) * width * (sizes.norm > sizes.number)
     if sizes.rotates:  # copies of queries and keys
         numbers += heads * width + groups * width
     elif heads > groups and not config.qk_layernorm:  # queries lie apart between keys and values
         numbers += heads * width
     if sizes.gathered > 1:  # keys and values of all context ranks, in the place of a rank's own
-        numbers += groups * width * (2 * sizes.gathered - sizes.rotates) - (heads + 2 * groups) * width * sizes.rotates
+        numbers += (
+            groups * width * (2 * sizes.gathered - sizes.rotates)
+            - (heads + 2 * groups) * width * sizes.rotates
+        )
     sums = heads + (heads + groups) * bool(config.qk_layernorm)
     return _tiles(attention, sizes) + sizes.tokens * (numbers * sizes.number + sums * _FP32)
 
@@ -494,7 +565,11 @@ def _mamba(mixer: Any, sizes: Sizes) -> int:
 def _delta_net(net: Any, sizes: Sizes) -> int:
     """Count normalized queries and keys, copies per value head, values, gates, outputs, and the inverse per chunk."""
     queries = 2 * net.key_head_dim * (net.num_k_heads_local_tp + net.num_v_heads_local_tp)
-    return sizes.tokens * (queries + 3 * net.v_dim_local_tp + DELTA_CHUNK * net.num_v_heads_local_tp) * sizes.number
+    return (
+        sizes.tokens
+        * (queries + 3 * net.v_dim_local_tp + DELTA_CHUNK * net.num_v_heads_local_tp)
+        * sizes.number
+    )
 
 
 def _dispatcher(layer: Any, sizes: Sizes) -> int:
@@ -514,7 +589,9 @@ _BY_ATTRIBUTE = {
 def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
     """Return the bytes of the gathered input and of the gradients of the residual stream and the widest layer."""
     stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
-    return stream + max((_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0)
+    return stream + max(
+        (_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0
+    )
 
 
 def _scored_bytes(layer: Any, sizes: Sizes) -> int:
@@ -526,7 +603,9 @@ def _scored_bytes(layer: Any, sizes: Sizes) -> int:
 
 def _scanned_bytes(layer: Any, sizes: Sizes) -> int:
     """Return the bytes that the backward pass of PyTorch's scan needs beyond the MLP's freed tensors."""
-    mixer: Any = next((module for module in layer.modules() if hasattr(module, "scan_numbers")), None)
+    mixer: Any = next(
+        (module for module in layer.modules() if hasattr(module, "scan_numbers")), None
+    )
     if mixer is None or (isinstance(mixer, DeltaNet) and has_cuda()):
         return 0
     freed = kept_inside("mlp", layer.mlp, sizes) if hasattr(layer, "mlp") else 0
@@ -538,7 +617,10 @@ def _summed_bytes(layer: Any, sizes: Sizes) -> int:
     ranks = layer.config.expert_tensor_parallel_size or 1
     if ranks == 1 or not any("router" in path for path, _ in layer.named_modules()):
         return 0
-    size, copies = (_FP32 if sizes.wide else sizes.number), sizes.wide + 1 / ranks + 2 * (not has_cuda())
+    size, copies = (
+        (_FP32 if sizes.wide else sizes.number),
+        sizes.wide + 1 / ranks + 2 * (not has_cuda()),
+    )
     return int(sizes.chosen * sizes.hidden * ((2 + 2 / ranks) * sizes.number + copies * size))
 
 
@@ -548,13 +630,23 @@ def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
     if shape is None:
         return 0
     own = math.prod(shape) * sizes.separate_gradients * trained(module)
-    if not is_dispatched(path):  # after linear_fc1: the activation's output and one factor of it, freed before ``own``
+    if not is_dispatched(
+        path
+    ):  # after linear_fc1: the activation's output and one factor of it, freed before ``own``
         factor = tokens * shape[0] // 2 * path.endswith("linear_fc1")
         return (tokens * shape[0] + max(own - factor, factor)) * sizes.number
-    inner = 1 + sizes.activation + sizes.weighting  # saved after linear_fc1 and freed before its backward pass
+    inner = (
+        1 + sizes.activation + sizes.weighting
+    )  # saved after linear_fc1 and freed before its backward pass
     freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
-    beside = tokens * shape[1] * hasattr(module, "adapter")  # the adapter's input gradient before the sum
+    beside = (
+        tokens * shape[1] * hasattr(module, "adapter")
+    )  # the adapter's input gradient before the sum
     found = (tokens * sum(shape) + beside + own * sizes.together - freed) * sizes.number
     # in fp32: the gradient of the product with probabilities and of both factors; the input of linear_fc2 is freed
-    weighting = tokens * shape[1] * 3 * _FP32 * sizes.weighting if path.endswith("linear_fc2") and sizes.wide else 0
+    weighting = (
+        tokens * shape[1] * 3 * _FP32 * sizes.weighting
+        if path.endswith("linear_fc2") and sizes.wide
+        else 0
+    )
     return max(found, weighting)

@@ -22,4 +22,6 @@ class Efficiency:
     bandwidth: float  # kernels that only read and write
 
 
-EFFICIENCY: dict[str, Efficiency] = {name: Efficiency(**row) for name, row in yaml_text.tables_beside(__file__).items()}
+EFFICIENCY: dict[str, Efficiency] = {
+    name: Efficiency(**row) for name, row in yaml_text.tables_beside(__file__).items()
+}

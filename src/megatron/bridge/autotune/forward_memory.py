@@ -12,7 +12,9 @@ from megatron.bridge.autotune.layers import is_dispatched, matrices
 def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
     """Return the peak bytes of a forward pass through ``layers`` and the loss, without weights."""
     loss = 2 * sizes.stream + logits_of(model, sizes) * (sizes.number + 4)
-    return rotary_bytes(model, sizes, len(layers)) + max(loss, *(_forward_of_layer(layer, sizes) for layer in layers))
+    return rotary_bytes(model, sizes, len(layers)) + max(
+        loss, *(_forward_of_layer(layer, sizes) for layer in layers)
+    )
 
 
 def _gathered(sizes: Sizes) -> int:

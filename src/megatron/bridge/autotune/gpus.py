@@ -27,14 +27,26 @@ class Gpu:
     efficiency: Efficiency = EFFICIENCY["Hopper"]
 
 
-def _gpu(name: str, generation: str, memory: int, fp8: float, fp4: float, bandwidth: float, *links: int) -> Gpu:
+def _gpu(
+    name: str, generation: str, memory: int, fp8: float, fp4: float, bandwidth: float, *links: int
+) -> Gpu:
     """Return a row of the table from GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
     peak, (nvlink, network, *domain) = BF16_TFLOPS[name] * 1e12, links
     rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
-    return Gpu(memory * 10**9, peak, fp8 * peak, fp4 * peak, *rates, *domain, efficiency=EFFICIENCY[generation])
+    return Gpu(
+        memory * 10**9,
+        peak,
+        fp8 * peak,
+        fp4 * peak,
+        *rates,
+        *domain,
+        efficiency=EFFICIENCY[generation],
+    )
 
 
-GPUS: dict[str, Gpu] = {name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()}
+GPUS: dict[str, Gpu] = {
+    name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()
+}
 
 
 def gpu(name: str) -> Gpu:
@@ -56,7 +68,9 @@ def gpu_name(name: str) -> str:
         return found[0]
     if found:
         raise UserError(f"GPU {name!r} matches {', '.join(found)}: give the full name")
-    raise UserError(f"GPU {name!r} is not in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}")
+    raise UserError(
+        f"GPU {name!r} is not in the table{did_you_mean(name, GPUS)}; known: {', '.join(GPUS)}"
+    )
 
 
 _CLUSTER = {"memory": 1e9, "nvlink": 1e9, "network": 1e9, "domain": 1}
@@ -73,9 +87,13 @@ def read_cluster(path: Path) -> tuple[str, int | None]:
         raise UserError(f'--cluster {path}: write {{"gpu": "h100", "gpus": 1024, "network": 50}}')
     for key, value in found.items():
         if key not in known:
-            raise UserError(f"--cluster {path} has the key {key}{did_you_mean(key, known)}; known: {', '.join(known)}")
+            raise UserError(
+                f"--cluster {path} has the key {key}{did_you_mean(key, known)}; known: {', '.join(known)}"
+            )
         if key != "gpu" and (type(value) not in (int, float) or value <= 0):
             raise UserError(f"--cluster {path}: {key}={value!r} is not a number above 0")
-    values: dict[str, Any] = {key: found[key] * unit for key, unit in _CLUSTER.items() if key in found}
+    values: dict[str, Any] = {
+        key: found[key] * unit for key, unit in _CLUSTER.items() if key in found
+    }
     GPUS[path.stem] = replace(gpu(found["gpu"]), **values)
     return path.stem, found.get("gpus")

@@ -26,7 +26,10 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not is_undivided(path)]
     experts = [matrix for path, matrix in pairs if is_dispatched(path)]
     attention = next((each for each in layer.modules() if hasattr(each, "core_attention")), None)
-    numbers = [(path, parameter.numel(), parameter.requires_grad) for path, parameter in layer.named_parameters()]
+    numbers = [
+        (path, parameter.numel(), parameter.requires_grad)
+        for path, parameter in layer.named_parameters()
+    ]
     whole = sum(count for _, count, _ in numbers)
     dispatched = sum(count for path, count, _ in numbers if is_dispatched(path))
     return LayerShape(
@@ -54,7 +57,11 @@ def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
     """Yield all two-dimensional weights with their paths; for experts, only those of the first expert."""
     for path, module in layer.named_modules():
         weight = _weight(module)
-        if weight is None or weight.dim() != 2 or ("local_experts." in path and "local_experts.0." not in path):
+        if (
+            weight is None
+            or weight.dim() != 2
+            or ("local_experts." in path and "local_experts.0." not in path)
+        ):
             continue
         yield path, Matrix(path.rpartition(".")[2], *weight.shape, trained=weight.requires_grad)
 
@@ -89,7 +96,14 @@ def is_undivided(path: str) -> bool:
 
 
 def _local_experts(layer: nn.Module) -> int:
-    return next((int(count) for each in layer.modules() if (count := getattr(each, "num_local_experts", None))), 1)
+    return next(
+        (
+            int(count)
+            for each in layer.modules()
+            if (count := getattr(each, "num_local_experts", None))
+        ),
+        1,
+    )
 
 
 def _states(module: Any) -> float:

@@ -48,7 +48,9 @@ def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[En
     """Yield the runs below ``places``, sorted by name, or a message for each run that cannot be compared."""
     folders = sorted({path.parent for place in places for path in place.rglob(loss_curves.METRICS)})
     if not folders:
-        raise UserError(f"--ledger {places[0]} holds no runs: give a folder that logger.log_dir named")
+        raise UserError(
+            f"--ledger {places[0]} holds no runs: give a folder that logger.log_dir named"
+        )
     for folder in folders:
         try:
             yield _entry(folder, profile)
@@ -58,15 +60,23 @@ def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[En
 
 def _entry(folder: Path, profile: Profile | None) -> Entry:
     rows = loss_curves.read_metrics(folder)
-    steps = [row for row in rows if row["kind"] == "train" and "step time" in row and row["step"] > _WARM]
+    steps = [
+        row for row in rows if row["kind"] == "train" and "step time" in row and row["step"] > _WARM
+    ]
     if not steps:
         raise UserError(f"it has no steps after the first {_WARM}")
     environment = _environment(folder)
     device = environment["gpu"]["name"] if environment["gpu"] else ""
     if not device and profile is None:
         raise UserError("it ran on a CPU: give --profile")
-    name = profile.device if profile and not device else gpu_name(device.replace("NVIDIA ", "").split()[0])
-    config = from_plain(resolve_tree(yaml_text.read((folder / CONFIG).read_text(), str(folder / CONFIG))))
+    name = (
+        profile.device
+        if profile and not device
+        else gpu_name(device.replace("NVIDIA ", "").split()[0])
+    )
+    config = from_plain(
+        resolve_tree(yaml_text.read((folder / CONFIG).read_text(), str(folder / CONFIG)))
+    )
     config = config.resolve(environment["processes"]).config
     peaks = [row["peak memory GB"] * 1e9 for row in steps if device and "peak memory GB" in row]
     return Entry(

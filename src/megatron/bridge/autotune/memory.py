@@ -37,8 +37,12 @@ class RankMemory:
     weights: int  # of the model in the compute precision
     gradients: int  # gradient buffers
     optimizer: int  # fp32 copies of the weights and the moments of the optimizer: this rank's share
-    activations: int  # peak of a step: saved for the backward pass, and its temporary tensors (an estimate)
-    teacher: int = 0  # weights of a teacher, and what the teacher adds to the activations (an estimate)
+    activations: (
+        int  # peak of a step: saved for the backward pass, and its temporary tensors (an estimate)
+    )
+    teacher: int = (
+        0  # weights of a teacher, and what the teacher adds to the activations (an estimate)
+    )
     # weights of the full model, which a GPU holds before fully sharded data parallelism shards them
     unsharded: int = 0
 
@@ -53,7 +57,9 @@ class RankMemory:
         return max(self.states + self.activations + self.teacher, self.unsharded)
 
 
-def memory_per_rank(config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None) -> list[RankMemory]:
+def memory_per_rank(
+    config: ConfigContainer, world_size: int, teacher: ModelProvider | None = None
+) -> list[RankMemory]:
     """Return the memory of a rank of each pipeline stage; a ``teacher`` uses the model's layout.
 
     ``config`` is validated for ``world_size``.
@@ -84,13 +90,22 @@ class _Replicas:
     def of(cls, config: ConfigContainer, world_size: int) -> "_Replicas":
         model, instances = config.model, config.ddp.num_distributed_optimizer_instances
         expert_tensor = model.expert_tensor_ranks
-        dense = world_size // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
-        expert = world_size // (expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size)
+        dense = world_size // (
+            model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+        )
+        expert = world_size // (
+            expert_tensor * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+        )
         return cls(max(dense // instances, 1), max(expert // instances, 1))
 
 
-def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int) -> RankMemory:
-    model, replicas = without_quantization(config.model).resolved(), _Replicas.of(config, world_size)
+def _memory(
+    config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int
+) -> RankMemory:
+    model, replicas = (
+        without_quantization(config.model).resolved(),
+        _Replicas.of(config, world_size),
+    )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     if model.bf16 or model.fp16:
         for parameter in parameters:
@@ -100,7 +115,9 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
     weights += quantized_bytes(config.model) * sum(map(_quantized_numbers, chunks))
     gradients = optimizer = unsharded = 0
     stepped = np.zeros(world_size // model.pipeline_model_parallel_size, dtype=np.int64)
-    if config.ddp.use_megatron_fsdp or (config.dist.use_torch_fsdp2 and not config.model.use_cpu_initialization):
+    if config.ddp.use_megatron_fsdp or (
+        config.dist.use_torch_fsdp2 and not config.model.use_cpu_initialization
+    ):
         unsharded = weights
     if config.dist.use_torch_fsdp2:
         weights, gradients, optimizer = _fully_sharded(config, chunks, replicas)
@@ -123,7 +140,9 @@ def _memory(config: ConfigContainer, chunks: list[MegatronModule], stage: int, w
     )
 
 
-def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas) -> tuple[int, int, int]:
+def _fully_sharded(
+    config: ConfigContainer, chunks: list[MegatronModule], replicas: _Replicas
+) -> tuple[int, int, int]:
     """Return the bytes of fp32 weights (with gathered layers and gradients), gradients and optimizer state (FSDP2)."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     experts = {id(parameter) for chunk in chunks for parameter in expert_parameters(chunk)}
@@ -134,7 +153,11 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replic
         trained += share if parameter.requires_grad else 0
         frozen += 0 if parameter.requires_grad else share * parameter.element_size()
     decoders = [cast(Any, chunk).decoder for chunk in chunks]
-    layers = [sum(each.nbytes for each in layer.parameters()) for decoder in decoders for layer in decoder.layers]
+    layers = [
+        sum(each.nbytes for each in layer.parameters())
+        for decoder in decoders
+        for layer in decoder.layers
+    ]
     outside = sum(parameter.nbytes for parameter in parameters) - sum(layers)
     return (
         _FP32 * trained + frozen + outside + 2 * max(layers),
@@ -143,14 +166,20 @@ def _fully_sharded(config: ConfigContainer, chunks: list[MegatronModule], replic
     )
 
 
-def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], replicas: int) -> tuple[int, int, int]:
+def _megatron_fsdp(
+    config: ConfigContainer, chunks: list[MegatronModule], replicas: int
+) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state in equal parts of padded buffers, some gathered."""
     ddp = megatron_fsdp.resolve_ddp_config(config.ddp, replicas)
-    buffers = [buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)]
+    buffers = [
+        buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)
+    ]
     whole = sum(buffer.size for buffer in buffers)
     share, most = whole // replicas, megatron_fsdp.temporary_elements(ddp, buffers)
     cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
-    cuts_gradients = cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
+    cuts_gradients = (
+        cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
+    )
     element_size = next(chunks[0].parameters()).element_size()
     return (
         (share + most.gathered if cuts_weights else whole) * element_size,
@@ -160,7 +189,11 @@ def _megatron_fsdp(config: ConfigContainer, chunks: list[MegatronModule], replic
 
 
 def _of_teacher(
-    config: ConfigContainer, teacher: ModelProvider, chunks: list[MegatronModule], stage: int, world_size: int
+    config: ConfigContainer,
+    teacher: ModelProvider,
+    chunks: list[MegatronModule],
+    stage: int,
+    world_size: int,
 ) -> int:
     for chunk in chunks:
         chunk.to(teacher.resolved().params_dtype)
@@ -180,25 +213,41 @@ def quantized_bytes(model: Any) -> int:
 
 def _quantized_numbers(chunk: nn.Module) -> int:
     """Return the number of matrix elements in the layers."""
-    return sum(weight.numel() for name, weight in chunk.named_parameters() if ".layers." in name and weight.dim() > 1)
+    return sum(
+        weight.numel()
+        for name, weight in chunk.named_parameters()
+        if ".layers." in name and weight.dim() > 1
+    )
 
 
 def _distributed(
-    config: ConfigContainer, chunk: nn.Module, bucketed: bool, replicas: _Replicas, stepped: np.ndarray
+    config: ConfigContainer,
+    chunk: nn.Module,
+    bucketed: bool,
+    replicas: _Replicas,
+    stepped: np.ndarray,
 ) -> tuple[int, int]:
     """Return the bytes of a chunk's buffer padding and gradients; add its optimizer state to ``stepped``, by rank."""
     parameters = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
     groups = group_params_for_buffers(parameters, bool(config.ddp.grad_reduce_in_fp32))
-    lengths = {key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()}
+    lengths = {
+        key: sum(parameter.numel() for parameter in members) for key, (members, _) in groups.items()
+    }
     padded, owned = lengths, {key: np.full(len(stepped), length) for key, length in lengths.items()}
     if config.ddp.use_distributed_optimizer:
-        bucket = bucket_size(config, replicas.dense) if bucketed and config.ddp.overlap_grad_reduce else None
+        bucket = (
+            bucket_size(config, replicas.dense)
+            if bucketed and config.ddp.overlap_grad_reduce
+            else None
+        )
         layout = DistributedOptimizer.compute_full_param_layout(
             parameters, bucket, replicas.dense, config.ddp, replicas.expert
         )
         padded = {key: part.bucket_indices[-1][1] for key, part in layout.layouts.items()}
         owned = {
-            key: _owned(part, replicas.expert if key.is_expert_parallel else replicas.dense, len(stepped))
+            key: _owned(
+                part, replicas.expert if key.is_expert_parallel else replicas.dense, len(stepped)
+            )
             for key, part in layout.layouts.items()
         }
     for key in groups:
@@ -227,7 +276,10 @@ def bucket_size(config: ConfigContainer, replicas: int) -> int:
 def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
     """Return the bytes per trained parameter on its device: an fp32 copy, unless it is fp32, and the moments."""
     optimizer = config.optimizer
-    copy, moments = 0 if dtype == torch.float32 else _FP32, _FP32 * len(STATE_NAMES[optimizer.optimizer])
+    copy, moments = (
+        0 if dtype == torch.float32 else _FP32,
+        _FP32 * len(STATE_NAMES[optimizer.optimizer]),
+    )
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
         moments = 0
     on_device = 1 - optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 1
@@ -235,6 +287,13 @@ def optimizer_bytes(config: ConfigContainer, dtype: torch.dtype) -> int:
         return copy + round(on_device * moments)
     if not optimizer.optimizer_cpu_offload:
         moments = optimizer.exp_avg_dtype.itemsize + optimizer.exp_avg_sq_dtype.itemsize
-        own_copy = optimizer.fp8_recipe in (None, "delayed")  # otherwise Megatron-Core keeps the copies
-        copy = 2 if optimizer.store_param_remainders and dtype == torch.bfloat16 and own_copy else _FP32
+        own_copy = optimizer.fp8_recipe in (
+            None,
+            "delayed",
+        )  # otherwise Megatron-Core keeps the copies
+        copy = (
+            2
+            if optimizer.store_param_remainders and dtype == torch.bfloat16 and own_copy
+            else _FP32
+        )
     return round(on_device * (copy + moments))

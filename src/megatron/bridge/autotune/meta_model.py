@@ -114,7 +114,10 @@ def _neutral(name: str) -> Any:
 
 
 def _state(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
-    tensor, pipeline = model.tensor_model_parallel_size, model.pipeline_model_parallel_size if several else 1
+    tensor, pipeline = (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size if several else 1,
+    )
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
     groups = {
         "_TENSOR_MODEL_PARALLEL_GROUP": (tensor, 0),

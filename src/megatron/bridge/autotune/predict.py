@@ -29,13 +29,17 @@ _MODULES = {
 }
 
 
-def predict(config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None) -> Prediction:
+def predict(
+    config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None
+) -> Prediction:
     """Predict the time of a training step of a resolved config on GPUs named ``card`` in ``gpus.GPUS``.
 
     ``profile`` replaces data sheets.
     """
     plan = plan_of(config, meta_model.stage_chunks(without_quantization(config.model), config.peft))
-    return predict_step(plan, setting_of(config, world_size), roofline_of(config, card, profile, world_size))
+    return predict_step(
+        plan, setting_of(config, world_size), roofline_of(config, card, profile, world_size)
+    )
 
 
 def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]]) -> Plan:
@@ -50,7 +54,9 @@ def plan_of(config: ConfigContainer, stages: Sequence[Sequence[MegatronModule]])
     return tuple(tuple(chunk_of(chunk) for chunk in chunks) for chunks in stages)
 
 
-def roofline_of(config: ConfigContainer, card: str, profile: Profile | None = None, world_size: int = 1) -> Roofline:
+def roofline_of(
+    config: ConfigContainer, card: str, profile: Profile | None = None, world_size: int = 1
+) -> Roofline:
     """Return the kernels of GPU ``card`` in the precision of the config's matrix products, or those of a profile."""
     if profile is not None:
         return MeasuredKernels(profile.card(), profile=profile, world_size=world_size)
@@ -137,6 +143,10 @@ def _selected(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
         if module == "core_attn" and layer.quadratic:
             again += layer.between
         if module == "moe":
-            again += sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k / run.tensor
+            again += (
+                sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k / run.tensor
+            )
         again += _SMALL.get(module, 0.0) * whole
-    return min(1.0, again / whole) if whole else 0.0  # architecture search may remove all operations of a layer
+    return (
+        min(1.0, again / whole) if whole else 0.0
+    )  # architecture search may remove all operations of a layer

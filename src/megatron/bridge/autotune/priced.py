@@ -16,7 +16,11 @@ TABLE = yaml_text.tables_beside(__file__)
 def kind_of(key: str) -> str | None:
     """Return ``counted``, ``unpriced`` or ``neutral``: the first that lists the name of ``key``, or None."""
     block, _, name = key.partition(".")
-    groups = {"counted": [TABLE["counted"]], "unpriced": [TABLE["unpriced"]], "neutral": TABLE["neutral"].values()}
+    groups = {
+        "counted": [TABLE["counted"]],
+        "unpriced": [TABLE["unpriced"]],
+        "neutral": TABLE["neutral"].values(),
+    }
     for kind, found in groups.items():
         patterns = " ".join(str(group.get(block, "")) for group in found).split()
         if any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -29,5 +33,7 @@ def unpriced(config: ConfigContainer) -> Iterator[str]:
     for block in BLOCKS:
         for entry in fields(getattr(config, block)):
             key = f"{block}.{entry.name}"
-            if kind_of(key) == "unpriced" and (value := value_of(config, key)) != default_of(config, key):
+            if kind_of(key) == "unpriced" and (value := value_of(config, key)) != default_of(
+                config, key
+            ):
                 yield f"{key}={value}"

@@ -37,16 +37,27 @@ class Profile:
     processes: int  # processes that ran at once
     versions: dict[str, str] = field(default_factory=dict[str, str])
     date: str = ""
-    shapes: list[tuple[Shape, float]] = field(default_factory=list[tuple[Shape, float]])  # products, seconds
-    kernels: dict[str, Samples] = field(default_factory=dict[str, Samples])  # forward, backward attention; bytes moved
-    layers: dict[str, Samples] = field(default_factory=dict[str, Samples])  # ``attention forward``: operations, seconds
-    messages: dict[str, Samples] = field(default_factory=dict[str, Samples])  # ``all_gather of 2``: bytes, seconds
+    shapes: list[tuple[Shape, float]] = field(
+        default_factory=list[tuple[Shape, float]]
+    )  # products, seconds
+    kernels: dict[str, Samples] = field(
+        default_factory=dict[str, Samples]
+    )  # forward, backward attention; bytes moved
+    layers: dict[str, Samples] = field(
+        default_factory=dict[str, Samples]
+    )  # ``attention forward``: operations, seconds
+    messages: dict[str, Samples] = field(
+        default_factory=dict[str, Samples]
+    )  # ``all_gather of 2``: bytes, seconds
 
     def card(self) -> Gpu:
         """The device as a row of the table of GPUs."""
         rate = max(2.0 * math.prod(shape) / seconds for shape, seconds in self.shapes)
         bandwidth = max(amount / seconds for amount, seconds in self.kernels["moved"])
-        link = max((size / seconds for found in self.messages.values() for size, seconds in found), default=bandwidth)
+        link = max(
+            (size / seconds for found in self.messages.values() for size, seconds in found),
+            default=bandwidth,
+        )
         return Gpu(self.memory, rate, 0.0, 0.0, bandwidth, link, link, domain=1 << 20)
 
 
@@ -55,11 +66,14 @@ def read(path: Path) -> Profile:
     try:
         profile = Profile(**found)
         profile.shapes = [
-            ((int(shape[0]), int(shape[1]), int(shape[2])), float(took)) for shape, took in profile.shapes
+            ((int(shape[0]), int(shape[1]), int(shape[2])), float(took))
+            for shape, took in profile.shapes
         ]
         profile.card()
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"--profile {path} is not a profile: write it with `megatron-bridge tune --measure`") from error
+        raise UserError(
+            f"--profile {path} is not a profile: write it with `megatron-bridge tune --measure`"
+        ) from error
     return profile
 
 
@@ -91,7 +105,9 @@ class MeasuredKernels(Roofline):
     def _products(self) -> Samples:
         return sorted((2.0 * math.prod(shape), seconds) for shape, seconds in self._exact.items())
 
-    def matrix(self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True) -> float:
+    def matrix(
+        self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True
+    ) -> float:
         exact = self._exact.get((int(tokens), rows, columns)) if tokens == int(tokens) else None
         return count * (exact or interpolated(self._products, 2.0 * tokens * rows * columns))
 
@@ -103,7 +119,11 @@ class MeasuredKernels(Roofline):
 
     def measured(self, name: str, operations: float, cost: Cost) -> Cost:
         samples = self.profile.layers.get(name)
-        return cost.slowed(interpolated(samples, operations) / cost.compute) if samples and cost.compute else cost
+        return (
+            cost.slowed(interpolated(samples, operations) / cost.compute)
+            if samples and cost.compute
+            else cost
+        )
 
     def slowest(self, world_size: int) -> float:
         return 1.0  # the processes that were measured ran beside others
@@ -139,7 +159,9 @@ class MeasuredLinks(AlphaBeta):
             return 0.0
         known = [int(name.split()[-1]) for name in self.messages if name.startswith(kind)]
         if not known:
-            raise UserError(f"the profile has no messages between {ranks} ranks: measure under torchrun")
+            raise UserError(
+                f"the profile has no messages between {ranks} ranks: measure under torchrun"
+            )
         nearest = min(known, key=lambda each: abs(math.log(each / ranks)))
         return interpolated(self.messages[f"{kind} of {nearest}"], size)
 

@@ -8,11 +8,16 @@ from megatron.bridge.autotune.time.simulate import Span
 from megatron.bridge.autotune.time.step import Prediction
 from megatron.bridge.utils.config import yaml_text
 
-KINDS: dict[str, str] = yaml_text.tables_beside(__file__)  # display names of the kinds of time in a step
+KINDS: dict[str, str] = yaml_text.tables_beside(
+    __file__
+)  # display names of the kinds of time in a step
 
 _WIDTH, _ROW = 1200, 22  # of the picture in pixels
 _SPANS = 20000  # at most in one picture; a longer schedule is truncated and the page says so
-_COLORS = {"forward": ("#4878a8", "#8fb3d4"), "backward": ("#c8743c", "#e6b48f")}  # by even and odd chunk
+_COLORS = {
+    "forward": ("#4878a8", "#8fb3d4"),
+    "backward": ("#c8743c", "#e6b48f"),
+}  # by even and odd chunk
 
 
 def duration(seconds: float) -> str:
@@ -32,7 +37,9 @@ def time_lines(prediction: Prediction, steps: int, gpus: str) -> Iterator[str]:
         f"{prediction.mfu:.0%} of the bf16 peak (predicted, not measured)"
     )
     yield "where the time of the busiest stage goes: " + ", ".join(
-        f"{KINDS[kind]} {part / seconds:.0%}" for kind, part in _largest(prediction.split) if part / seconds >= 0.005
+        f"{KINDS[kind]} {part / seconds:.0%}"
+        for kind, part in _largest(prediction.split)
+        if part / seconds >= 0.005
     )
 
 
@@ -64,12 +71,16 @@ def split_table(prediction: Prediction) -> str:
         for kind, part in _largest(prediction.split)
         if part
     ]
-    return table(("kind", "seconds", "part"), [*rows, ("step", f"{prediction.seconds:.4f}", "100.0%")])
+    return table(
+        ("kind", "seconds", "part"), [*rows, ("step", f"{prediction.seconds:.4f}", "100.0%")]
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     cells = ["<tr>" + "".join(f"<th>{escape(str(cell))}</th>" for cell in head) + "</tr>"]
-    cells += ["<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows]
+    cells += [
+        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+    ]
     return f"<table>{''.join(cells)}</table>"
 
 
@@ -79,7 +90,8 @@ def scatter(points: Sequence[tuple[float, float, str]], front: int) -> str:
     at = [(300 * x / widest + 40, 200 - 180 * y / longest, words) for x, y, words in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in at[:front])
     dots = "".join(
-        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'><title>{escape(words)}</title></circle>" for x, y, words in at
+        f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4'><title>{escape(words)}</title></circle>"
+        for x, y, words in at
     )
     axes = (
         f"<text x='320' y='214'>{widest:.0f} GB</text><text x='0' y='14'>{longest:.3g} s</text>"

@@ -31,7 +31,11 @@ class Reserve:
         """Yield the parts of ``needed`` bytes, one per line."""
         tensors = self.inside(needed)
         lost = f"fragmentation ({self.share:.0%} of tensors, assumed)"
-        for name, size in {"tensors": tensors, **self.fixed, lost: int(self.share * tensors)}.items():
+        for name, size in {
+            "tensors": tensors,
+            **self.fixed,
+            lost: int(self.share * tensors),
+        }.items():
             yield f"  {size / 1e9:5.1f} GB  {name}"
         if self.fixed and card not in _TABLE["cards"]:
             yield f"  not measured on {card}: context, libraries and NCCL are the values for {_MEASURED}"
@@ -39,7 +43,10 @@ class Reserve:
 
 def reserve_of(config: ConfigContainer, world_size: int, card: str) -> Reserve:
     """Return the reserve of a rank of a resolved config on a GPU named ``card``."""
-    row, count = dict(_TABLE["cards"].get(card, _TABLE["cards"][_MEASURED])), communicators(config, world_size)
+    row, count = (
+        dict(_TABLE["cards"].get(card, _TABLE["cards"][_MEASURED])),
+        communicators(config, world_size),
+    )
     nccl = row.pop("first") + (count - 1) * row.pop("further")
     return Reserve({**row, f"NCCL, {count} communicators": nccl})
 
@@ -52,14 +59,22 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     model: Any = config.model
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     tied = model.share_embeddings_and_output_weights or model.mtp_num_layers
-    found = 3 + (tensor > 1) + (context > 1) + (model.pipeline_model_parallel_size > 1 and bool(tied))
-    found += 2 * bool(model.overlap_p2p_comm)  # unbatched messages use a communicator for each neighbor
+    found = (
+        3 + (tensor > 1) + (context > 1) + (model.pipeline_model_parallel_size > 1 and bool(tied))
+    )
+    found += 2 * bool(
+        model.overlap_p2p_comm
+    )  # unbatched messages use a communicator for each neighbor
     found += 2 * (config.ddp.num_distributed_optimizer_instances > 1)
     if not model.num_moe_experts:
         return found + (world_size > 1)
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
-    found += 1 + (tensor * context > 1) + bool(model.moe_router_enable_expert_bias)  # both balance experts
+    found += (
+        1 + (tensor * context > 1) + bool(model.moe_router_enable_expert_bias)
+    )  # both balance experts
     found += (expert > 1) + (expert_tensor > 1) + (expert * expert_tensor > 1)
     if expert == 1 and expert_tensor == tensor:
         return found
-    return found + (1 if config.ddp.use_distributed_optimizer else 2)  # data parallelism and norm of experts
+    return found + (
+        1 if config.ddp.use_distributed_optimizer else 2
+    )  # data parallelism and norm of experts

@@ -55,7 +55,9 @@ class Step:
     price: Price  # of the update
     log_probs: float  # forward passes of the policy, the reference and the critic
     update: float
-    rows: tuple[int, int]  # packed rows in the update on the rank with the most: with and without balancing
+    rows: tuple[
+        int, int
+    ]  # packed rows in the update on the rank with the most: with and without balancing
     unbalanced: float  # time of the update if ranks take the samples in order
 
     @property
@@ -67,7 +69,9 @@ def read_lengths(path: Path) -> np.ndarray:
     """Read the token counts of samples, one per line."""
     lines = read_text(path, f"--lengths {path}").split()
     if not lines or not all(line.isascii() and line.isdecimal() and int(line) for line in lines):
-        raise UserError(f"--lengths {path}: write the number of tokens of one sample per line, at least 1")
+        raise UserError(
+            f"--lengths {path}: write the number of tokens of one sample per line, at least 1"
+        )
     return np.array([int(line) for line in lines])
 
 
@@ -104,7 +108,9 @@ def rows(lengths: np.ndarray, ranks: int, capacity: int, balance: bool = True) -
 class RLSearch:
     """Search the fastest layouts for a step of ``job``; the other arguments are those of ``Search``."""
 
-    def __init__(self, config: ConfigContainer, world_size: int, card: str, job: Job, fixed: dict[str, Any]) -> None:
+    def __init__(
+        self, config: ConfigContainer, world_size: int, card: str, job: Job, fixed: dict[str, Any]
+    ) -> None:
         if job.lengths.max() > min(job.max_token_len, job.log_prob_max_token_len):
             raise UserError(
                 f"a sample has {job.lengths.max():,} tokens, more than --max-token-len {job.max_token_len} or "
@@ -122,7 +128,9 @@ class RLSearch:
         config = _of_row(self.search.config, self.job.log_prob_max_token_len, self.world_size)
         pricer = Pricer(config, self.world_size, self.card)
         pricer.length = self.job.effective_length
-        pricer.microbatches = lambda candidate: self.rows(candidate, self.job.log_prob_max_token_len)
+        pricer.microbatches = lambda candidate: self.rows(
+            candidate, self.job.log_prob_max_token_len
+        )
         return pricer
 
     def run(self, top: int) -> list[Step]:
@@ -145,9 +153,15 @@ class RLSearch:
         models = 1 + self.job.critic
         frozen = weights * (self.job.reference and "reference" in kept)
         reserve = self.search.pricer.reserve(price.candidate)
-        training = reserve.inside(price.fullest) + frozen + (models - 1) * (weights + gradients + optimizer)
+        training = (
+            reserve.inside(price.fullest)
+            + frozen
+            + (models - 1) * (weights + gradients + optimizer)
+        )
         resting = models * (
-            weights * ("params" in kept) + gradients * ("grads" in kept) + optimizer * ("optimizer" in kept)
+            weights * ("params" in kept)
+            + gradients * ("grads" in kept)
+            + optimizer * ("optimizer" in kept)
         )
         scoring = resting + frozen + weights * ("params" not in kept)
         scoring += self._log_prob_pricer.forward_only(price.candidate)
@@ -160,7 +174,9 @@ class RLSearch:
         assert scored is not None
         forward = replace(scored.prediction.pipeline, forward_only=True)
         passes = 1 + self.job.reference + self.job.critic
-        counts = [self.rows(candidate, self.job.max_token_len, balance) for balance in (True, False)]
+        counts = [
+            self.rows(candidate, self.job.max_token_len, balance) for balance in (True, False)
+        ]
         update = price.seconds * (1 + self.job.critic)
         return Step(
             job=self.job,
@@ -191,7 +207,9 @@ def settings(step: Step) -> Iterator[tuple[str, dict[str, Any]]]:
         "expert_model_parallel_size": candidate.expert,
         "expert_tensor_parallel_size": candidate.expert_tensor or candidate.tensor,
     }
-    actor, reference, rollout = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
+    actor, reference, rollout = (
+        f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout")
+    )
     verl: dict[str, Any] = {
         f"{role}.megatron.{key}": size for role in (actor, reference) for key, size in sizes.items()
     }
@@ -201,12 +219,22 @@ def settings(step: Step) -> Iterator[tuple[str, dict[str, Any]]]:
     verl |= {f"{actor}.ppo_max_token_len_per_gpu": job.max_token_len // candidate.context}
     log_prob = job.log_prob_max_token_len // candidate.context
     verl |= {f"{role}.log_prob_max_token_len_per_gpu": log_prob for role in (reference, rollout)}
-    offloads = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}
+    offloads = {
+        "params": "param_offload",
+        "grads": "grad_offload",
+        "optimizer": "optimizer_offload",
+    }
     verl |= {f"{actor}.megatron.{key}": name in job.offload for name, key in offloads.items()}
     verl |= {f"{reference}.megatron.param_offload": "reference" in job.offload}
     verl |= {f"{rollout}.gpu_memory_utilization": job.engine}
     yield "verl", verl
     nemo = {f"policy.megatron_cfg.{key}": size for key, size in sizes.items()}
-    nemo |= {"policy.megatron_cfg.sequence_parallel": candidate.tensor > 1, "policy.sequence_packing.enabled": True}
+    nemo |= {
+        "policy.megatron_cfg.sequence_parallel": candidate.tensor > 1,
+        "policy.sequence_packing.enabled": True,
+    }
     nemo |= {"policy.sequence_packing.train_mb_tokens": job.max_token_len}
-    yield "NeMo-RL", nemo | {"policy.sequence_packing.logprob_mb_tokens": job.log_prob_max_token_len}
+    yield (
+        "NeMo-RL",
+        nemo | {"policy.sequence_packing.logprob_mb_tokens": job.log_prob_max_token_len},
+    )

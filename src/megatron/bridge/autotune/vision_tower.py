@@ -76,15 +76,22 @@ def _images(tower: Any, tokens: int) -> dict[str, Tensor]:
     elif tower.config.model_type == "mistral3":
         side = media["image_sizes"][0, 0]
         media["image_sizes"] = torch.stack((side * height, side * width))[None]
-        media["pixel_values"] = media["pixel_values"].new_empty(1, 3, *media["image_sizes"][0].tolist(), device="meta")
-    return {name: value.to("meta", dtype) if value.is_floating_point() else value for name, value in media.items()}
+        media["pixel_values"] = media["pixel_values"].new_empty(
+            1, 3, *media["image_sizes"][0].tolist(), device="meta"
+        )
+    return {
+        name: value.to("meta", dtype) if value.is_floating_point() else value
+        for name, value in media.items()
+    }
 
 
 @contextmanager
 def _dropped_gradients(tower: nn.Module) -> Iterator[None]:
     """Free gradients of parameters as soon as they exist: the optimizer state already counts their buffers."""
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: setattr(parameter, "grad", None)
+        )
         for parameter in tower.parameters()
         if parameter.requires_grad
     ]
@@ -98,10 +105,14 @@ def _fused_attention(tower: nn.Module) -> Iterator[None]:
     """Make the tower's attention save what a fused kernel saves; PyTorch's kernels for meta tensors save scores."""
     import transformers
 
-    name = f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME  # transformers passes no mask to "flash"
+    name = (
+        f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME
+    )  # transformers passes no mask to "flash"
     transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
     found = [getattr(part, "config", None) for part in tower.modules()]
-    configs = {id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)}
+    configs = {
+        id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
         config._attn_implementation = name
@@ -113,7 +124,12 @@ def _fused_attention(tower: nn.Module) -> Iterator[None]:
 
 
 def _attend(
-    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    _: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     return _Attention.apply(query, key, value, attention_mask), None  # type: ignore[return-value]
 
@@ -124,7 +140,9 @@ class _HostSizes(TorchFunctionMode):
     def __init__(self, tower: Any) -> None:
         super().__init__()
         radio: Any = getattr(tower, "vision_model", None)
-        self._picks_rows = hasattr(radio, "summary_idxs")  # by image sizes on the host and by this buffer
+        self._picks_rows = hasattr(
+            radio, "summary_idxs"
+        )  # by image sizes on the host and by this buffer
         if self._picks_rows:
             radio.summary_idxs = torch.tensor(tower.config.vision_config.summary_idxs, device="cpu")
 
@@ -132,7 +150,11 @@ class _HostSizes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "as_tensor" or (name == "arange" and self._picks_rows):
             return func(*args)
-        if name == "to" and self._picks_rows and not (args[0].is_meta or args[0].is_floating_point()):
+        if (
+            name == "to"
+            and self._picks_rows
+            and not (args[0].is_meta or args[0].is_floating_point())
+        ):
             return args[0]
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
             is_item = name in ("__getitem__", "__setitem__") and getattr(args[1], "is_meta", False)

@@ -54,7 +54,9 @@ def publish(directory: Path, sizes: Mapping[str, int]) -> None:
     found = {name: entry.size for name, entry in storage.listing(directory, deep=True).items()}
     lost = sorted(name for name, size in sizes.items() if found.get(name) != size)
     if lost:
-        raise storage.StorageError(f"{directory} was not uploaded: {lost[0]} is missing or has another size; try again")
+        raise storage.StorageError(
+            f"{directory} was not uploaded: {lost[0]} is missing or has another size; try again"
+        )
     storage.delete(staging_path(directory))
 
 
@@ -63,7 +65,9 @@ def keep(staging: Path) -> None:
     directory = final_of(staging)
     forget(path for path in directory.parent.glob(f"{ITERATION}*") if path != staging)
     staging.replace(directory)
-    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    names = [
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    ]
     storage.note_current(directory, names, deep=True)
 
 
@@ -92,14 +96,24 @@ def refresh(root: Path) -> None:
     if url_of(root) is None:
         return
     found = storage.listing(root)
-    is_hidden = root.name.startswith(ITERATION) and root.name + STAGING_SUFFIX in storage.listing(root.parent)
+    is_hidden = root.name.startswith(ITERATION) and root.name + STAGING_SUFFIX in storage.listing(
+        root.parent
+    )
     if not found or is_hidden:
         return
     hidden = {name.removesuffix(STAGING_SUFFIX) for name in found if name.endswith(STAGING_SUFFIX)}
     folders = {name for name, entry in found.items() if entry.is_folder} - hidden - {LOCK}
     root.mkdir(parents=True, exist_ok=True)
-    forget(path for path in root.glob(f"{ITERATION}*") if "." not in path.name and path.name not in folders)
-    starts = {f"{STARTS}/{name}" for name in storage.listing(root / STARTS)} if STARTS in folders else set[str]()
+    forget(
+        path
+        for path in root.glob(f"{ITERATION}*")
+        if "." not in path.name and path.name not in folders
+    )
+    starts = (
+        {f"{STARTS}/{name}" for name in storage.listing(root / STARTS)}
+        if STARTS in folders
+        else set[str]()
+    )
     for name in sorted(folders | starts):
         (root / name).mkdir(exist_ok=True)
     storage.pull(root, lambda name: is_small(name) and not name.endswith(STAGING_SUFFIX))
@@ -112,7 +126,9 @@ def push_beside(root: Path) -> None:
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         name, note = path.relative_to(root).as_posix(), beside(path, ".pushed")
         stamp = f"{path.stat().st_mtime_ns} {path.stat().st_size}"
-        if not name.startswith(_NOT_UPLOADED) and not (note.is_file() and note.read_text() == stamp):
+        if not name.startswith(_NOT_UPLOADED) and not (
+            note.is_file() and note.read_text() == stamp
+        ):
             storage.push(root, [name])
             storage.note_current(path.parent, [path.name])
             note.write_text(stamp)
@@ -128,5 +144,7 @@ def claim(record: Path, text: str) -> Path | None:
     if storage.listing(record.parent).keys() == {record.name}:
         return record
     storage.delete(record)
-    time.sleep(random.SystemRandom().uniform(0.0, 0.5))  # the random state of the run stays as it is
+    time.sleep(
+        random.SystemRandom().uniform(0.0, 0.5)
+    )  # the random state of the run stays as it is
     return None

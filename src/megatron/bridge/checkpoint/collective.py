@@ -26,7 +26,9 @@ def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None)
 def on_every_rank[T](action: Callable[[], T]) -> T:
     """Run ``action`` on every rank and return this rank's result; if one fails, an error is raised on all."""
     value, error = _attempt(action)
-    failures = [found for found in distributed.all_gather_object(portable(error)) if found is not None]
+    failures = [
+        found for found in distributed.all_gather_object(portable(error)) if found is not None
+    ]
     if failures:
         raise failures[0] from error  # the same message on all ranks
     return value  # type: ignore[return-value]

@@ -58,7 +58,9 @@ class HashingWriter(FileSystemWriter):
     def __init__(self, directory: Path, save_id: str) -> None:
         # One thread: torch drops the error of a writer thread, and the checkpoint would lack its tensors.
         in_bucket = url_of(directory) is not None  # then the disk holds a copy for a while
-        super().__init__(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=not in_bucket)
+        super().__init__(
+            directory, thread_count=1, per_thread_copy_ahead=0, sync_files=not in_bucket
+        )
         self.records: manifest.FileRecords = {}
         self.cancelled = threading.Event()
         self.fs = _HashingFiles(self.records, self.cancelled)
@@ -69,7 +71,9 @@ class HashingWriter(FileSystemWriter):
         """The same as torch's, but shards on object storage get unique names."""
         found = super().prepare_global_plan(plans)
         prefixes = [_StoragePrefix(plan.storage_data.prefix + self._token) for plan in found]
-        return [replace(plan, storage_data=prefix) for plan, prefix in zip(found, prefixes, strict=True)]
+        return [
+            replace(plan, storage_data=prefix) for plan, prefix in zip(found, prefixes, strict=True)
+        ]
 
 
 class _ResolvedPlanner(DefaultSavePlanner):
@@ -132,7 +136,9 @@ class PreparedSave:
         self.writer.cancelled.set()
 
 
-def prepare_save(state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str) -> PreparedSave:
+def prepare_save(
+    state: dict[str, Any], directory: Path, planner: SavePlanner, save_id: str
+) -> PreparedSave:
     """Agree with all ranks on who writes which part of ``state``, as in torch's own save."""
     writer, metadata = HashingWriter(directory, save_id), None
     first = distributed.rank() == 0

@@ -36,7 +36,9 @@ class HostBuffer:
 
         def make() -> None:
             if has_cuda():
-                torch.cuda.set_device(device)  # a thread begins with the first one, and pinning would use it
+                torch.cuda.set_device(
+                    device
+                )  # a thread begins with the first one, and pinning would use it
             self._grow(size)
 
         self._making = threading.Thread(target=make, name="host memory", daemon=True)
@@ -76,7 +78,11 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
     The parameters of a model are views of one buffer for gradients and gathering, so that would be all of them.
     """
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes:
+    if (
+        not tensor.is_cpu
+        or not tensor.is_contiguous()
+        or tensor.untyped_storage().nbytes() == tensor.nbytes
+    ):
         return tensor
     return _like(tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
 
@@ -90,14 +96,20 @@ def _like(tensor: torch.Tensor, place: np.ndarray) -> torch.Tensor:
 
 def _pin(memory: np.ndarray) -> bool:
     """Pin ``memory`` if CUDA accepts it; PyTorch rounds its own pinned memory up to a power of two, and keeps it."""
-    error = int(cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    error = int(
+        cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+    )
     if error:
-        _log.warning("CUDA error %d: %d bytes cannot be pinned, so saves block longer", error, memory.nbytes)
+        _log.warning(
+            "CUDA error %d: %d bytes cannot be pinned, so saves block longer", error, memory.nbytes
+        )
     return not error
 
 
 def _touched(size: int) -> np.ndarray:
     """Memory mapped from the system, which is returned to it at the end; the allocator would keep freed heap memory."""
-    memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
+    memory = np.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8
+    )
     memory[::_PAGE] = 0
     return memory

@@ -61,13 +61,21 @@ class InplaceReader(FileSystemReader):
         path = self.fs.concat_path(self.path, place.relative_path)
         with self.fs.create_stream(path, "rb") as stream:
             part = self._slice_file(cast(Any, stream), place)
-            content = self.transforms.transform_load_stream(item, place.transform_descriptors or (), part).read(-1)
-        unpickling.read_torch(io.BytesIO(content), f"{path} ({item.storage_index.fqn})", map_location="cpu")
+            content = self.transforms.transform_load_stream(
+                item, place.transform_descriptors or (), part
+            ).read(-1)
+        unpickling.read_torch(
+            io.BytesIO(content), f"{path} ({item.storage_index.fqn})", map_location="cpu"
+        )
         planner.load_bytes(item, io.BytesIO(content))
 
     def _is_large(self, item: ReadItem) -> bool:
         place = self.storage_data[item.storage_index]
-        return item.type == LoadItemType.TENSOR and place.length >= LARGE and not place.transform_descriptors
+        return (
+            item.type == LoadItemType.TENSOR
+            and place.length >= LARGE
+            and not place.transform_descriptors
+        )
 
     def _read_large(self, item: ReadItem, planner: LoadPlanner) -> None:
         place, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
@@ -104,7 +112,9 @@ def _fill(target: Tensor, part: IO[bytes]) -> None:
 
 def _read_in_blocks(flat: Tensor, part: IO[bytes]) -> None:
     """Read to a GPU through a block of pinned memory."""
-    staging = torch.empty(min(STAGING, len(flat)), dtype=torch.uint8, device="cpu", pin_memory=flat.is_cuda)
+    staging = torch.empty(
+        min(STAGING, len(flat)), dtype=torch.uint8, device="cpu", pin_memory=flat.is_cuda
+    )
     for block in flat.split(len(staging)):
         _read_into(staging[: len(block)], part)
         block.copy_(staging[: len(block)])
@@ -123,7 +133,9 @@ def _copy(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
     """Copy through memory, like torch's own reader."""
     stored = cast(Tensor, torch.load(part, map_location="cpu", weights_only=True))
     wanted = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
-    assert wanted.shape == target.shape, f"{item.storage_index} is {wanted.shape}, {target.shape} is wanted"
+    assert wanted.shape == target.shape, (
+        f"{item.storage_index} is {wanted.shape}, {target.shape} is wanted"
+    )
     target.copy_(wanted)
 
 

@@ -44,10 +44,14 @@ def is_weight(name: str) -> bool:
     return not name.startswith(model_io.BESIDE_WEIGHTS)
 
 
-def read_tensors(directory: Path, wanted: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+def read_tensors(
+    directory: Path, wanted: Iterable[StoredTensor]
+) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
     """Read whole tensors, one after another."""
     for tensor in wanted:
-        state: dict[str, Any] = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")}
+        state: dict[str, Any] = {
+            tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        }
         try:
             with without_torch_warnings():
                 torch_checkpoint.load(state, storage_reader=InplaceReader(directory), no_dist=True)
@@ -56,7 +60,9 @@ def read_tensors(directory: Path, wanted: Iterable[StoredTensor]) -> Iterator[tu
         yield tensor, state[tensor.name]
 
 
-def unstack_layers(name: str, value: torch.Tensor, layers: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+def unstack_layers(
+    name: str, value: torch.Tensor, layers: int | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Split a tensor of all layers into one per layer, which is how this package stores them.
 
     Megatron-LM stores ``decoder.layers.mlp.linear_fc1.weight`` of shape [layers, ...].
@@ -81,7 +87,9 @@ def stacked_layers(found: dict[str, StoredTensor]) -> int | None:
 def _stack_of(name: str) -> str | None:
     """The prefix of a tensor that stacks all layers; None for any other tensor."""
     prefix = next((prefix for prefix in LAYERS if name.startswith(prefix)), None)
-    return prefix if prefix and not name.removeprefix(prefix).partition(".")[0].isdecimal() else None
+    return (
+        prefix if prefix and not name.removeprefix(prefix).partition(".")[0].isdecimal() else None
+    )
 
 
 def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | None) -> Path:
@@ -95,7 +103,9 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
     Returns:
         The directory that was published.
     """
-    distributed.initialize("gloo")  # Megatron-Core asks for the rank even where there is one process
+    distributed.initialize(
+        "gloo"
+    )  # Megatron-Core asks for the rank even where there is one process
     found = {
         name.removeprefix(model_io.NEMO_PREFIX): tensor
         for name, tensor in list_tensors(source).items()
@@ -105,7 +115,9 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
     state: dict[str, Any] = {
         name: ShardedTensor.from_rank_offsets(name, value.contiguous())
         for tensor, whole in read_tensors(source, found.values())
-        for name, value in unstack_layers(tensor.name.removeprefix(model_io.NEMO_PREFIX), whole, layers)
+        for name, value in unstack_layers(
+            tensor.name.removeprefix(model_io.NEMO_PREFIX), whole, layers
+        )
     }
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)
     directory = paths.iteration_dir(root, 0)

@@ -26,7 +26,9 @@ class LazyParameter:
     """The source of the values of a parameter."""
 
     size: int  # bytes of the parameter
-    make: Callable[[], torch.Tensor]  # makes it, in the memory of the CPU, contiguous; called from any thread
+    make: Callable[
+        [], torch.Tensor
+    ]  # makes it, in the memory of the CPU, contiguous; called from any thread
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -43,8 +45,12 @@ class LazySavePlanner(MCoreSavePlanner):
         limit: Bytes of parameters that exist at a time, or one parameter that is larger.
     """
 
-    def __init__(self, sources: Mapping[int, LazyParameter], show_progress: bool, limit: int) -> None:
-        super().__init__(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
+    def __init__(
+        self, sources: Mapping[int, LazyParameter], show_progress: bool, limit: int
+    ) -> None:
+        super().__init__(
+            dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+        )
         self._sources = sources
         self._show_progress = show_progress
         self._limit = limit
@@ -56,7 +62,9 @@ class LazySavePlanner(MCoreSavePlanner):
         """Record the order of the plan, in which the writer asks for values."""
         plan = super().finish_plan(new_plan)
         found = ((item, super(LazySavePlanner, self).resolve_data(item)) for item in plan.items)
-        sources = [self._source(item, data) for item, data in found if isinstance(data, torch.Tensor)]
+        sources = [
+            self._source(item, data) for item, data in found if isinstance(data, torch.Tensor)
+        ]
         order = [source for source, _ in groupby(sources)]
         made = prefetch([(source.size, source.make) for source in order], self._limit, THREADS)
         self._made = track(made, "Converting", total=len(order), show=self._show_progress)

@@ -33,7 +33,9 @@ from megatron.bridge.utils.errors import UserError, first_few
 FORMAT = CheckpointingConfig("torch_dist", 1)
 COMMON_STATE = "common_state"
 
-StoredShapes = dict[str, tuple[int, ...] | None]  # name -> global shape of a tensor, or None for an object
+StoredShapes = dict[
+    str, tuple[int, ...] | None
+]  # name -> global shape of a tensor, or None for an object
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,17 @@ class StateMismatch:
         return bool(self.missing or self.left_over or self.shapes)
 
     def __str__(self) -> str:
-        found = {"it lacks": self.missing, "it also holds": self.left_over, "shapes differ:": self.shapes}
+        found = {
+            "it lacks": self.missing,
+            "it also holds": self.left_over,
+            "shapes differ:": self.shapes,
+        }
         return "; ".join(f"{title} {first_few(names)}" for title, names in found.items() if names)
 
 
-def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> dict[str, Any]:
+def load(
+    state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()
+) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place from ``directory`` and return the whole state.
 
     Args:
@@ -68,7 +76,9 @@ def load(state: dict[str, Any], directory: Path, strict: bool = True, known: Ite
         raise unreadable(error, directory) from error
 
 
-def check(state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()) -> None:
+def check(
+    state: dict[str, Any], directory: Path, strict: bool = True, known: Iterable[str] = ()
+) -> None:
     """Check that ``load`` will find everything in ``state``; its tensors need no memory."""
     stored = stored_keys(on_first_rank(lambda: check_files(directory)))
     _drop_extra_state(state, stored)
@@ -92,7 +102,10 @@ def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     # Under another layout ranks share one object of the old one, which Megatron-Core takes for a mistake: what is
     # wanted was compared with what there is, so its own check of the wish can go.
     with without_torch_warnings():
-        return cast(dict[str, Any], serialization.load(state, str(directory), validate_access_integrity=False))
+        return cast(
+            dict[str, Any],
+            serialization.load(state, str(directory), validate_access_integrity=False),
+        )
 
 
 @contextmanager
@@ -130,7 +143,9 @@ def check_files(directory: Path) -> Metadata:
         raise DamagedError.of(directory, f"{manifest.NAME} is missing")
     needed: dict[str, int] = {}
     for place in metadata.storage_data.values():
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+        needed[place.relative_path] = max(
+            needed.get(place.relative_path, 0), place.offset + place.length
+        )
     for name, size in sorted(needed.items()):
         found = size_of(name)
         if found is None:
@@ -145,14 +160,22 @@ def _check_format(directory: Path) -> None:
         raise UserError(f"checkpoint {directory} does not exist; give a directory that was saved")
     file = directory / CONFIG_FNAME
     if not file.exists() and (directory / "config.json").is_file():
-        raise UserError(f"{directory} is a Hugging Face model: give it as checkpoint.pretrained_checkpoint")
+        raise UserError(
+            f"{directory} is a Hugging Face model: give it as checkpoint.pretrained_checkpoint"
+        )
     if not file.exists():
-        raise UserError(f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved")
+        raise UserError(
+            f"{directory} is not a checkpoint: {file.name} is missing; give a directory that was saved"
+        )
     try:
         values = strict_json.loads(file.read_bytes())
-        found = values["sharded_backend"]  # earlier versions of Megatron-Core write the common state's, too
+        found = values[
+            "sharded_backend"
+        ]  # earlier versions of Megatron-Core write the common state's, too
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DamagedError.of(directory, f"{file.name} cannot be read ({_reason(error)})") from error
+        raise DamagedError.of(
+            directory, f"{file.name} cannot be read ({_reason(error)})"
+        ) from error
     if found != FORMAT.sharded_backend:
         raise UserError(
             f"checkpoint {directory} has the format {found!r}; only {FORMAT.sharded_backend!r} can be loaded"
@@ -200,7 +223,9 @@ def united[T](mine: dict[str, T]) -> dict[str, T]:
     found, places = np.unique(np.concatenate(everyone), return_index=True)
     start = sum(len(part) for part in everyone[: distributed.rank()])
     sent = [
-        keys[number] for number, place in zip(found.tolist(), places, strict=True) if 0 <= place - start < len(keys)
+        keys[number]
+        for number, place in zip(found.tolist(), places, strict=True)
+        if 0 <= place - start < len(keys)
     ]
     parts = distributed.all_gather_object({key: mine[key] for key in sent})
     return {key: entry for part in parts for key, entry in part.items()}
@@ -212,12 +237,16 @@ def compare(
     """The names and shapes that do not match; ``known`` are prefixes of names that may be unused."""
     missing = sorted(key for key in wanted if key not in stored)
     left_over = sorted(
-        key for key in stored if key not in wanted and not _is_extra_state(key) and not key.startswith(known)
+        key
+        for key in stored
+        if key not in wanted and not _is_extra_state(key) and not key.startswith(known)
     )
     shapes = []
     for key, entry in wanted.items():
         if isinstance(entry, ShardedTensor) and key in stored and not _fits(entry, stored[key]):
-            shapes.append(f"{key} is {_shape(stored[key])}, the model's is {_shape(entry.global_shape)}")
+            shapes.append(
+                f"{key} is {_shape(stored[key])}, the model's is {_shape(entry.global_shape)}"
+            )
     return StateMismatch(tuple(missing), tuple(left_over), tuple(sorted(shapes)))
 
 
@@ -242,7 +271,11 @@ def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
     for name, value in list(state.items()):
         if isinstance(value, dict):
             _drop_extra_state(value, stored)
-        elif isinstance(value, ShardedObject) and _is_extra_state(value.key) and value.key not in stored:
+        elif (
+            isinstance(value, ShardedObject)
+            and _is_extra_state(value.key)
+            and value.key not in stored
+        ):
             del state[name]
 
 
@@ -256,6 +289,8 @@ def _reason(error: BaseException) -> str:
 def unreadable(error: BaseException, directory: Path) -> BaseException:
     """A failed load as a ``DamagedError``, unless it is a programming error."""
     cause = root_cause(error)
-    if isinstance(cause, (UserError, AssertionError)) or not isinstance(error, (Exception, CheckpointException)):
+    if isinstance(cause, (UserError, AssertionError)) or not isinstance(
+        error, (Exception, CheckpointException)
+    ):
         return cause
     return DamagedError.of(directory, f"its content cannot be read ({_reason(cause)})")

@@ -63,7 +63,11 @@ def acquire(root: str | Path) -> bool:
         record = _take(key)
     except UserError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # names that no folder can have, and loops of links
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # names that no folder can have, and loops of links
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{root} cannot be written: {reason}; choose a folder that can") from error
     _held[key] = _Lock(record, existed)
@@ -119,7 +123,9 @@ def _claim(root: Path) -> Path | None:
     """Publish a file that names this process as the holder, atomically; None if another process has the lock."""
     token = uuid4().hex
     if url_of(root) is not None:
-        return bucket.claim(root / NAME / f"{token}{_RECORD}", json.dumps(asdict(Process.current())))
+        return bucket.claim(
+            root / NAME / f"{token}{_RECORD}", json.dumps(asdict(Process.current()))
+        )
     aside, name = root / f".{NAME}.{token}", f"{token}{_RECORD}"
     aside.mkdir(parents=True)
     try:
@@ -133,7 +139,11 @@ def _renamed(aside: Path, path: Path) -> bool:
     try:
         aside.rename(path)
     except OSError as error:
-        if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:  # a file is in it, or it is one
+        if error.errno in {
+            errno.EEXIST,
+            errno.ENOTEMPTY,
+            errno.ENOTDIR,
+        }:  # a file is in it, or it is one
             return False
         raise
     return True
@@ -197,13 +207,16 @@ def _remove(record: Path, root: Path) -> bool:
 
 def _refusal(root: Path, other: Process | None) -> UserError:
     who = other or "another process"
-    return UserError(f"{root} is being written by {who}: stop that run, or give this one another checkpoint.save")
+    return UserError(
+        f"{root} is being written by {who}: stop that run, or give this one another checkpoint.save"
+    )
 
 
 def _beats(record: Path) -> bool:
     """Whether a holder on another machine still touches its file; does not compare clocks of two machines."""
     console().print(
-        f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life", markup=False
+        f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life",
+        markup=False,
     )
     before, until = _touched(record), time.monotonic() + PATIENCE
     while time.monotonic() < until:
@@ -216,7 +229,14 @@ def _beats(record: Path) -> bool:
 
 def _touched(record: Path) -> int | str | None:
     if url_of(record) is not None:
-        return next((entry.tag for name, entry in storage.listing(record.parent).items() if name == record.name), None)
+        return next(
+            (
+                entry.tag
+                for name, entry in storage.listing(record.parent).items()
+                if name == record.name
+            ),
+            None,
+        )
     try:
         return record.stat().st_mtime_ns
     except FileNotFoundError:
@@ -237,7 +257,9 @@ class _Lock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT):
-            with suppress(OSError, storage.StorageError):  # it was taken over, or storage is away for a moment
+            with suppress(
+                OSError, storage.StorageError
+            ):  # it was taken over, or storage is away for a moment
                 if url_of(self.record) is None:
                     os.utime(self.record)
                 elif (text := storage.read(self.record)) is not None:
@@ -249,7 +271,9 @@ class _Lock:
         self._stop.set()
         if Process.current() == self.owner:
             root = self.record.parent.parent
-            with suppress(storage.StorageError):  # another run waits until it takes this one for dead
+            with suppress(
+                storage.StorageError
+            ):  # another run waits until it takes this one for dead
                 _remove(self.record, root)
             if not self._root_existed:
                 with suppress(OSError):  # something is in it

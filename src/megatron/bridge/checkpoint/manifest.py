@@ -50,7 +50,9 @@ class DamagedError(UserError):
 
     @classmethod
     def of(cls, directory: Path, what: str) -> "DamagedError":
-        return cls(f"checkpoint {directory} is damaged: {what}; restore it or load another iteration")
+        return cls(
+            f"checkpoint {directory} is damaged: {what}; restore it or load another iteration"
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ FileRecords = dict[str, FileRecord]  # path below the checkpoint's directory -> 
 
 @dataclass(frozen=True)
 class Manifest:
-    iteration: int | None  # the number in the directory's name; None for a directory without a number
+    iteration: (
+        int | None
+    )  # the number in the directory's name; None for a directory without a number
     save_id: str  # names the save; torch's ``.metadata`` holds the same
     files: FileRecords  # all files but the manifest
 
@@ -163,7 +167,9 @@ def files_of(directory: Path) -> Iterator[str]:
             yield name
 
 
-def write(directory: Path, iteration: int | None, save_id: str, known: Mapping[str, FileRecord]) -> Manifest:
+def write(
+    directory: Path, iteration: int | None, save_id: str, known: Mapping[str, FileRecord]
+) -> Manifest:
     """Write the manifest of ``directory``; small files that were not hashed while writing are hashed now.
 
     Shards on object storage may be on other machines.
@@ -216,11 +222,15 @@ def _content(directory: Path, text: bytes) -> dict[str, Any]:
 
 
 def _own_hash(content: dict[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in content.items() if key != "hash"}, sort_keys=True)
+    text = json.dumps(
+        {key: value for key, value in content.items() if key != "hash"}, sort_keys=True
+    )
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def problem(directory: Path, name: str, record: FileRecord, content: bool, size_of: storage.SizeOf) -> str | None:
+def problem(
+    directory: Path, name: str, record: FileRecord, content: bool, size_of: storage.SizeOf
+) -> str | None:
     """What is wrong with one file: it is missing, or its size or, with ``content``, its hash differs."""
     path = directory / name
     try:
@@ -237,19 +247,25 @@ def problem(directory: Path, name: str, record: FileRecord, content: bool, size_
 
 def _hashes(path: Path) -> Iterator[str]:
     yield hash_file(path).hash
-    if url_of(path) is not None:  # the downloaded copy may be damaged, and not what lies in the bucket
+    if (
+        url_of(path) is not None
+    ):  # the downloaded copy may be damaged, and not what lies in the bucket
         storage.forget(path)
         storage.pull(path.parent, {path.name})
         yield hash_file(path).hash
 
 
-def problems(directory: Path, manifest: Manifest, names: Iterable[str], mode: VerifyMode) -> list[str]:
+def problems(
+    directory: Path, manifest: Manifest, names: Iterable[str], mode: VerifyMode
+) -> list[str]:
     """What is wrong with the files ``names``; fast mode reads only small files."""
     records = {name: manifest.files[name] for name in names}
     read = {name for name, record in records.items() if mode == "full" or record.size <= SMALL}
     storage.pull(directory, read, deep=True)
     size_of = storage.sizes(directory)
-    found = (problem(directory, name, record, name in read, size_of) for name, record in records.items())
+    found = (
+        problem(directory, name, record, name in read, size_of) for name, record in records.items()
+    )
     return [sentence for sentence in found if sentence]
 
 
@@ -285,7 +301,9 @@ def hashing(
         hashed = HashingStream(stream, cancelled)
         try:
             yield hashed
-        except RuntimeError as error:  # torch's zip writer drops an error that comes while it writes a header
+        except (
+            RuntimeError
+        ) as error:  # torch's zip writer drops an error that comes while it writes a header
             raise hashed.failure or error from error
         finally:
             hashed.close()

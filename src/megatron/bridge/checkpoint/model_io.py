@@ -32,7 +32,14 @@ _PREFIX = "name_prefix"
 # What else a checkpoint of a run may hold beside the weights.
 RUN_STATE = "run_state"
 DISTILLATION = "distillation"  # what a student was trained with and does not need any more
-BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", RUN_STATE, f"{DISTILLATION}.")
+BESIDE_WEIGHTS = (
+    "optimizer.",
+    "chained_",
+    "rng_state",
+    "rerun_state",
+    RUN_STATE,
+    f"{DISTILLATION}.",
+)
 
 
 def save_model(
@@ -105,7 +112,9 @@ def load_model(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool
     set_model_state(chunks, loaded)
 
 
-def examine(chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True) -> tuple[Path, dict[str, Any]]:
+def examine(
+    chunks: Sequence[torch.nn.Module], path: str | Path, verify: bool = True
+) -> tuple[Path, dict[str, Any]]:
     """The directory of a complete checkpoint for ``chunks``, and its metadata.
 
     Raises:
@@ -159,7 +168,9 @@ def _whole_text(file: Path) -> str:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise loading.DamagedError.of(file.parent, f"{file.name} cannot be read ({error})") from error
+        raise loading.DamagedError.of(
+            file.parent, f"{file.name} cannot be read ({error})"
+        ) from error
     if not text.endswith(END):
         raise loading.DamagedError.of(file.parent, f"{file.name} does not end with {END.strip()!r}")
     return text

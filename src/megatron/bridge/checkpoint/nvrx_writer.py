@@ -18,7 +18,11 @@ from typing import Any
 
 from megatron.bridge.checkpoint import manifest
 from megatron.bridge.checkpoint.async_writer import AsyncSaver, WriteHandle
-from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, without_zip_checksums
+from megatron.bridge.checkpoint.hashing_writer import (
+    PreparedSave,
+    WrittenFiles,
+    without_zip_checksums,
+)
 from megatron.bridge.utils.processes import die_with_parent
 
 POLL = 0.02  # seconds
@@ -54,7 +58,9 @@ class NvrxAsyncSaver(AsyncSaver):
 
     def abort(self) -> None:
         """End the process, and with it this rank's save, if there is one."""
-        from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import (
+            FileSystemWriterAsync,
+        )
 
         if self._calls is None:
             return
@@ -71,7 +77,9 @@ class _NvrxWrite:
 
     def __init__(self, calls: Any, prepared: PreparedSave) -> None:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
-        from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import (
+            FileSystemWriterAsync,
+        )
 
         self._calls, self._alive = calls, True
         self._lost = False
@@ -88,7 +96,9 @@ class _NvrxWrite:
             self._alive = False
             return
         _empty(self._writer.results_queue)
-        calls.schedule_async_request(AsyncRequest(_write, (write, stage, arguments[0], arguments[2]), []))
+        calls.schedule_async_request(
+            AsyncRequest(_write, (write, stage, arguments[0], arguments[2]), [])
+        )
 
     def is_alive(self) -> bool:
         if self._alive:
@@ -109,13 +119,17 @@ class _NvrxWrite:
         if not self._writer.has_data_to_write:
             return WrittenFiles([], {})
         if self._lost:
-            raise RuntimeError("the process of nvidia-resiliency-ext that wrote the checkpoint was killed")
+            raise RuntimeError(
+                "the process of nvidia-resiliency-ext that wrote the checkpoint was killed"
+            )
         results = self._writer.retrieve_write_results()
         records, failures = self._writer.results_queue.get()
         if failures:
             raise failures[0]
         if not isinstance(results, list):
-            raise RuntimeError(f"nvidia-resiliency-ext could not write the checkpoint: {results[0]}")
+            raise RuntimeError(
+                f"nvidia-resiliency-ext could not write the checkpoint: {results[0]}"
+            )
         return WrittenFiles(results, records)
 
     def cancel(self) -> None:

@@ -64,7 +64,11 @@ def published_iterations(root: str | Path) -> list[int]:
     bucket.refresh(root)
     if not root.is_dir():
         return []
-    return sorted(number for path in root.iterdir() if (number := iteration_of(path)) is not None and path.is_dir())
+    return sorted(
+        number
+        for path in root.iterdir()
+        if (number := iteration_of(path)) is not None and path.is_dir()
+    )
 
 
 def latest_iteration(root: str | Path) -> int | None:
@@ -80,9 +84,13 @@ def latest_iteration(root: str | Path) -> int | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise DamagedError(f"cannot read {tracker}: {error}; write the iteration to load into it") from error
+        raise DamagedError(
+            f"cannot read {tracker}: {error}; write the iteration to load into it"
+        ) from error
     if not text.isdecimal():
-        raise DamagedError(f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}")
+        raise DamagedError(
+            f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}"
+        )
     if not iteration_dir(root, int(text)).is_dir():
         raise DamagedError(
             f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; {_choices(root)}"
@@ -104,18 +112,28 @@ def resolve(path: str | Path) -> Path:
 def _resolve(path: Path) -> Path:
     bucket.refresh(path)
     if not path.exists():
-        raise UserError(f"checkpoint {path} does not exist; give the directory that a run or an import saved to")
+        raise UserError(
+            f"checkpoint {path} does not exist; give the directory that a run or an import saved to"
+        )
     if not path.is_dir():
-        raise UserError(f"checkpoint {path} is a file; give the directory that holds {TRACKER} or an iter_* directory")
+        raise UserError(
+            f"checkpoint {path} is a file; give the directory that holds {TRACKER} or an iter_* directory"
+        )
     if iteration_of(path) is not None or (path / "metadata.json").exists():
         return path
     if (path / NEMO_CONTEXT).is_dir():
         return path / NEMO_WEIGHTS
-    if (path / RELEASE).is_dir() and (path / TRACKER).is_file() and (path / TRACKER).read_text().strip() == RELEASE:
+    if (
+        (path / RELEASE).is_dir()
+        and (path / TRACKER).is_file()
+        and (path / TRACKER).read_text().strip() == RELEASE
+    ):
         return path / RELEASE
     iteration = latest_iteration(path)
     if iteration is None:
-        raise UserError(f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices(path)}")
+        raise UserError(
+            f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices(path)}"
+        )
     return iteration_dir(path, iteration)
 
 
@@ -154,7 +172,9 @@ def recover(root: str | Path) -> None:
 
 def write_tracker(root: str | Path, iteration: int) -> None:
     """Name ``iteration`` as the newest; its directory must have been published before."""
-    assert iteration_dir(root, iteration).is_dir(), f"iteration {iteration} is not published in {root}"
+    assert iteration_dir(root, iteration).is_dir(), (
+        f"iteration {iteration} is not published in {root}"
+    )
     tracker = storage.local(root) / TRACKER
     atomic.write_text(tracker, f"{iteration}\n")
     if url_of(tracker) is not None:

@@ -15,7 +15,11 @@ from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 
 from megatron.bridge.checkpoint import manifest, paths
 from megatron.bridge.checkpoint.hashing_writer import without_zip_checksums
@@ -38,7 +42,9 @@ def copy_into(state: Any, content: Any, place: Path, name: str = "the state") ->
     if isinstance(state, dict):
         if not isinstance(content, dict) or state.keys() - content.keys():
             raise _foreign(place, name)
-        return {key: copy_into(entry, content[key], place, str(key)) for key, entry in state.items()}
+        return {
+            key: copy_into(entry, content[key], place, str(key)) for key, entry in state.items()
+        }
     if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
         assert state.data is not None, f"{name} describes nothing"
         if not isinstance(content, torch.Tensor) or content.shape != state.data.shape:
@@ -81,7 +87,10 @@ class DiskStore:
         paths.recover(self._root)
         records: manifest.FileRecords = {}
         with atomic.published_directory(self.place(iteration), overwrite=True) as staging:
-            with manifest.hashing(staging / STATE, records, STATE) as stream, without_zip_checksums():
+            with (
+                manifest.hashing(staging / STATE, records, STATE) as stream,
+                without_zip_checksums(),
+            ):
                 torch.save(_each(_on_host, content), cast(Any, stream))
             write_origin(staging, origin)
             manifest.write(staging, iteration, manifest.new_save_id(), records)
@@ -145,8 +154,13 @@ class MemoryStore:
         memory = self._free.pop() if self._free else HostBuffer()
         tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
         copies = iter(memory.copy_tensors(tensors))
-        kept = _each(lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry), content)
-        self._kept[iteration] = _MemoryCopy(kept, origin, memory)  # only now: a copy that broke off is not there
+        kept = _each(
+            lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry),
+            content,
+        )
+        self._kept[iteration] = _MemoryCopy(
+            kept, origin, memory
+        )  # only now: a copy that broke off is not there
 
     def verify(self, iteration: int, mode: VerifyMode) -> None:
         pass  # no disk has had it

@@ -39,11 +39,16 @@ def distribute_replicas(state: dict[str, Any]) -> None:
     """
     group = _data_parallel_group()
     entries = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
-    shards = [(digest(repr((it.key, tuple(it.global_offset), it.flattened_range))), it) for it in entries]
+    shards = [
+        (digest(repr((it.key, tuple(it.global_offset), it.flattened_range))), it) for it in entries
+    ]
     main = {number: shard for number, shard in shards if is_main_replica(shard.replica_id)}
     others = np.array(sorted({number for number, _ in shards} - main.keys()), dtype=np.int64)
     holders = shard_holders(distributed.all_gather_object(others, group))
-    sizes = {number: math.prod(shard.local_shape) * shard.dtype.itemsize for number, shard in main.items()}
+    sizes = {
+        number: math.prod(shard.local_shape) * shard.dtype.itemsize
+        for number, shard in main.items()
+    }
     shared = {number: size for number, size in sizes.items() if number in holders}
     mine = MainShards(sum(sizes.values()) - sum(shared.values()), shared)
     writers = assign_writers(distributed.all_gather_object(mine, group), holders)
@@ -60,10 +65,14 @@ def shard_holders(others: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
     order = np.argsort(digests, kind="stable")
     found, starts = np.unique(digests[order], return_index=True)
     parts = np.split(ranks[order], starts[1:])
-    return {number: tuple(part.tolist()) for number, part in zip(found.tolist(), parts, strict=False)}
+    return {
+        number: tuple(part.tolist()) for number, part in zip(found.tolist(), parts, strict=False)
+    }
 
 
-def assign_writers(main: Sequence[MainShards], holders: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+def assign_writers(
+    main: Sequence[MainShards], holders: Mapping[int, tuple[int, ...]]
+) -> dict[int, int]:
     """Shared shard -> the rank that writes it; the next largest shard goes to the rank with the fewest bytes."""
     written = [rank.unshared for rank in main]
     together: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)

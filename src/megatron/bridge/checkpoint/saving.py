@@ -31,7 +31,12 @@ from megatron.bridge.checkpoint.collective import (
     out_of_space,
     root_cause,
 )
-from megatron.bridge.checkpoint.hashing_writer import PreparedSave, WrittenFiles, collective_steps, prepare_save
+from megatron.bridge.checkpoint.hashing_writer import (
+    PreparedSave,
+    WrittenFiles,
+    collective_steps,
+    prepare_save,
+)
 from megatron.bridge.checkpoint.host_buffers import copy_size
 from megatron.bridge.checkpoint.loading import COMMON_STATE, FORMAT, without_torch_warnings
 from megatron.bridge.checkpoint.replicas import distribute_replicas
@@ -70,7 +75,9 @@ def save(
     if background is None:
         attempt.run(lambda: attempt.finish(attempt.prepared.write_files))
     else:
-        background.start(attempt.prepared, lambda outcome: attempt.run(lambda: attempt.finish(outcome)))
+        background.start(
+            attempt.prepared, lambda outcome: attempt.run(lambda: attempt.finish(outcome))
+        )
 
 
 def host_buffer_size(state: dict[str, Any]) -> int:
@@ -79,7 +86,9 @@ def host_buffer_size(state: dict[str, Any]) -> int:
     return sum(
         copy_size(entry.data)
         for entry in nested_values(sharded)
-        if isinstance(entry, ShardedTensor) and is_main_replica(entry.replica_id) and entry.data is not None
+        if isinstance(entry, ShardedTensor)
+        and is_main_replica(entry.replica_id)
+        and entry.data is not None
     )
 
 
@@ -89,7 +98,11 @@ class _SaveAttempt:
     prepared: PreparedSave
 
     def __init__(
-        self, directory: Path, write_extra: ExtraFiles | None, overwrite: bool, published: Callable[[], None]
+        self,
+        directory: Path,
+        write_extra: ExtraFiles | None,
+        overwrite: bool,
+        published: Callable[[], None],
     ) -> None:
         self._directory = directory
         self._write_extra = write_extra
@@ -115,10 +128,14 @@ class _SaveAttempt:
         """Create the staging directory and agree on who writes what."""
         on_first_rank(self._create)
         if self._in_bucket:
-            on_every_rank(lambda: self._staging.mkdir(parents=True, exist_ok=True))  # on each machine
+            on_every_rank(
+                lambda: self._staging.mkdir(parents=True, exist_ok=True)
+            )  # on each machine
         save_id = on_first_rank(manifest.new_save_id)
         with without_torch_warnings():
-            self.prepared = prepare_save(torch_state(state), self._staging, planner or save_planner(), save_id)
+            self.prepared = prepare_save(
+                torch_state(state), self._staging, planner or save_planner(), save_id
+            )
 
     def finish(self, outcome: Callable[[], WrittenFiles]) -> None:
         """Publish what all ranks have written; ``outcome`` returns what this rank has written."""
@@ -131,10 +148,14 @@ class _SaveAttempt:
         if not self._overwrite:
             atomic.refuse_existing(self._directory)
         if self._in_bucket and not self._overwrite and storage.listing(self._directory):
-            raise UserError(f"output directory {self._directory} exists: remove it or choose another one")
+            raise UserError(
+                f"output directory {self._directory} exists: remove it or choose another one"
+            )
         if self._in_bucket:
             bucket.begin(self._directory)
-        atomic.create_staging(self._staging.with_name(self._staging.name.removesuffix(atomic.STAGING_SUFFIX)))
+        atomic.create_staging(
+            self._staging.with_name(self._staging.name.removesuffix(atomic.STAGING_SUFFIX))
+        )
 
     def _publish(self, written: list[WrittenFiles]) -> None:
         records = self.prepared.finish(written)
@@ -146,7 +167,9 @@ class _SaveAttempt:
         if self._in_bucket:
             small = [name for name in saved.files if bucket.is_small(name)]
             storage.push(self._staging, [*small, manifest.NAME], self._directory)
-            bucket.publish(self._directory, {name: record.size for name, record in saved.files.items()})
+            bucket.publish(
+                self._directory, {name: record.size for name, record in saved.files.items()}
+            )
             bucket.keep(self._staging)
         else:
             atomic.publish(self._staging, self._directory)
@@ -154,13 +177,17 @@ class _SaveAttempt:
 
 
 def save_planner() -> MCoreSavePlanner:
-    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False)
+    return MCoreSavePlanner(
+        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+    )
 
 
 def torch_state(state: dict[str, Any]) -> dict[str, Any]:
     """What this rank writes of Megatron's state dict, in the form of torch's writer; the common state is one object."""
     sharded, common = _distribute_replicas(state)
-    sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=distributed.rank())
+    sharded[COMMON_STATE] = ShardedObject(
+        COMMON_STATE, common, (1,), (0,), replica_id=distributed.rank()
+    )
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     return mcore_to_pyt_state_dict(flat)
 
@@ -178,6 +205,10 @@ def save_error(error: BaseException, directory: Path) -> BaseException:
     """A failed save as a ``UserError`` if the user can fix it, else the error itself."""
     cause = root_cause(error)
     if isinstance(cause, OSError):
-        way_out = "free some space or choose another disk" if out_of_space(cause) else "choose a folder that can be"
+        way_out = (
+            "free some space or choose another disk"
+            if out_of_space(cause)
+            else "choose a folder that can be"
+        )
         return UserError(f"{directory} cannot be written: {cause.strerror or cause}; {way_out}")
     return cause

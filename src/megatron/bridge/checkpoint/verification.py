@@ -28,7 +28,8 @@ def verify(directory: Path, mode: VerifyMode = "full") -> None:
     mine = manifest.shares(found, distributed.world_size())[distributed.rank()]
     sentences = on_every_rank(lambda: manifest.problems(directory, found, mine, "full"))
     raise_if_damaged(
-        directory, sorted(sentence for part in distributed.all_gather_object(sentences) for sentence in part)
+        directory,
+        sorted(sentence for part in distributed.all_gather_object(sentences) for sentence in part),
     )
 
 

@@ -51,7 +51,9 @@ def unmerge(args: argparse.Namespace) -> None:
 
     bridge, model = _adapted(args, check_base=False)
     subtract(model)
-    history = History(note="Adapters that had been merged into it were subtracted again, up to rounding.")
+    history = History(
+        note="Adapters that had been merged into it were subtracted again, up to rounding."
+    )
     bridge.save_hf_pretrained(model, args.hf_path, merge_adapter_weights=True, history=history)
 
 
@@ -62,5 +64,7 @@ def _adapted(args: argparse.Namespace, check_base: bool = True) -> "tuple[AutoBr
     source: Any = hf_adapter if hub.is_peft_adapter(args.adapter) else checkpoint
     name = args.hf_model or source.base_name(args.adapter)
     if not name:
-        raise UserError(f"the adapter {args.adapter} does not name its base: give it with --hf-model")
+        raise UserError(
+            f"the adapter {args.adapter} does not name its base: give it with --hf-model"
+        )
     return source.adapted_model(args.adapter, str(name), args.trust_remote_code, check=check_base)

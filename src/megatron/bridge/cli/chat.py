@@ -21,7 +21,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge.inference.requests import Sampling
 
     if "RANK" in os.environ:
-        raise UserError("chat reads from a terminal: start it without torchrun; --tp and --pp start the processes")
+        raise UserError(
+            "chat reads from a terminal: start it without torchrun; --tp and --pp start the processes"
+        )
     sampling = Sampling(**model_options.sampling_values(args))
     model_options.check_paths(args)
     with model_options.load(args) as llm:
@@ -53,7 +55,9 @@ class Conversation:
     def run(self, ask: Callable[[], str | None], write: Callable[[str], object]) -> None:
         while (line := ask()) is not None and line.strip() != "/quit":
             try:
-                self._command(line.strip(), write) if line.startswith("/") else self._answer(line, write)
+                self._command(line.strip(), write) if line.startswith("/") else self._answer(
+                    line, write
+                )
             except UserError as error:
                 write(f"error: {error}\n")
 
@@ -85,7 +89,9 @@ class Conversation:
         elif name == "/image":
             self._show(value.strip())
         elif name == "/undo":
-            users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+            users = [
+                index for index, message in enumerate(self.messages) if message["role"] == "user"
+            ]
             self.messages = self.messages[: users[-1]] if users else self.messages
         elif name == "/seed":
             if not value.strip().isdecimal():
@@ -103,7 +109,9 @@ class Conversation:
 
     def _save(self, name: str) -> None:
         try:
-            Path(name).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            Path(name).write_text(
+                json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
+            )
         except OSError as error:
             raise UserError(f"/save {name}: {error.strerror}") from error
 

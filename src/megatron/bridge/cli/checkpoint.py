@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    commands = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff, "convert": _convert}
+    commands = {
+        "list": _list,
+        "inspect": _inspect,
+        "verify": _verify,
+        "diff": _diff,
+        "convert": _convert,
+    }
     return commands[args.subcommand](args)
 
 
@@ -35,15 +41,25 @@ def _list(args: argparse.Namespace) -> int:
     for number in found:
         directory = paths.iteration_dir(root, number)
         storage.pull(directory, bucket.is_small)
-        when = datetime.fromtimestamp(directory.stat().st_mtime).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        when = (
+            datetime.fromtimestamp(directory.stat().st_mtime)
+            .astimezone()
+            .strftime("%Y-%m-%d %H:%M:%S")
+        )
         mark = "  newest" if number == newest else ""
-        say(f"{directory.name}  {when}  {size(folder_size(directory)):>9}  {_state(directory)}{mark}")
+        say(
+            f"{directory.name}  {when}  {size(folder_size(directory)):>9}  {_state(directory)}{mark}"
+        )
     if not found:
         say("no checkpoints")
     for path in sorted(root.glob("iter_*.incomplete")):
         say(f"{path.name}  left by an interrupted save; the next run removes it")
     if (holder := lock.holder(root)) is not None:
-        say(f"being written by {holder}" if holder.is_here and holder.is_alive else f"last written by {holder}")
+        say(
+            f"being written by {holder}"
+            if holder.is_here and holder.is_alive
+            else f"last written by {holder}"
+        )
     if trouble:
         say(trouble)
     return int(trouble is not None)
@@ -86,7 +102,10 @@ def _verify(args: argparse.Namespace) -> int:
         try:
             verify(directory, "fast" if args.fast else "full")
             hashed = (directory / manifest.NAME).is_file()
-            say(f"{directory}: " + ("as it was saved" if hashed else "no manifest, so only sizes were compared"))
+            say(
+                f"{directory}: "
+                + ("as it was saved" if hashed else "no manifest, so only sizes were compared")
+            )
         except manifest.DamagedError as error:
             damaged += 1
             say(str(error))
@@ -96,7 +115,9 @@ def _verify(args: argparse.Namespace) -> int:
 def _to_verify(args: argparse.Namespace) -> list[Path]:
     if not args.all:
         return [paths.resolve(args.path)]
-    found = [paths.iteration_dir(args.path, number) for number in paths.published_iterations(args.path)]
+    found = [
+        paths.iteration_dir(args.path, number) for number in paths.published_iterations(args.path)
+    ]
     if not found:
         raise UserError(f"{args.path} has no iter_* directory: give the folder of a run")
     return found
@@ -108,7 +129,9 @@ def _diff(args: argparse.Namespace) -> int:
         lines += 1
         say(line)
     if not lines:
-        say(f"no difference in names, shapes{', dtypes and values' if args.values else ' and dtypes'}")
+        say(
+            f"no difference in names, shapes{', dtypes and values' if args.values else ' and dtypes'}"
+        )
     return int(lines > 0)
 
 
@@ -124,7 +147,9 @@ def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
             yield f"{name}: {_describe(one[name])} and {_describe(other[name])}"
     same = [name for name in both if one[name] == other[name]] if values else []
     wanted = [one[name] for name in same]
-    for (tensor, a), (_, b) in zip(read_tensors(first, wanted), read_tensors(second, wanted), strict=True):
+    for (tensor, a), (_, b) in zip(
+        read_tensors(first, wanted), read_tensors(second, wanted), strict=True
+    ):
         if not a.equal(b):
             most = (a.double() - b.double()).abs().max()
             yield f"{tensor.name}: {int((a != b).sum()):,} of {a.numel():,} values differ, by at most {most:.3g}"

@@ -13,10 +13,14 @@ def run(args: argparse.Namespace) -> int:
     hub.local_folder(args.hf_model)  # before anything slow is imported
     sizes = model_options.parallel_sizes(args)
     if hub.is_hf_model(args.megatron_path):
-        raise UserError(f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder")
+        raise UserError(
+            f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder"
+        )
     from megatron.bridge import AutoBridge
 
-    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype)
+    bridge = AutoBridge.from_hf_pretrained(
+        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
+    )
     provider = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(provider, sizes)
     bridge.save_megatron_checkpoint(provider, args.megatron_path, not args.no_progress)

@@ -57,7 +57,9 @@ def _run_prepare(args: argparse.Namespace) -> int:
     for part in parts:
         for split in SPLITS if config.validation.eval_iters else SPLITS[:1]:
             if (prepared := prepare_split(part, split, tokenizer)) is not None:
-                console().print(f"{prepared.name}: {'; '.join(prepared.report.lines())}", markup=False)
+                console().print(
+                    f"{prepared.name}: {'; '.join(prepared.report.lines())}", markup=False
+                )
     return 0
 
 
@@ -67,14 +69,22 @@ def _resolved(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, in
 
     job = train_job.prepare(_as_training(args))
     resolved = add_tokenizer(job.resolve(args.world_size or job.world_size or 1))
-    return resolved.config, resolved.tokenizer, resolved.config.data_parallel_size(resolved.world_size)
+    return (
+        resolved.config,
+        resolved.tokenizer,
+        resolved.config.data_parallel_size(resolved.world_size),
+    )
 
 
 def _as_training(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of ``train`` that give the same config, from its own parser."""
     parser = Parser(prog="megatron-bridge data preview")
     add_shared(parser, "job")
-    source = {"config": Path(args.source)} if args.source.endswith((".yaml", ".yml")) else {"recipe": args.source}
+    source = (
+        {"config": Path(args.source)}
+        if args.source.endswith((".yaml", ".yml"))
+        else {"recipe": args.source}
+    )
     data = [args.data] if args.data else None
     same = {"hf_model": args.hf_model, "trust_config": args.trust_config}
     return parser.parse_args(args.overrides, argparse.Namespace(data=data, **source, **same))
@@ -84,11 +94,15 @@ def _run_preprocess(args: argparse.Namespace) -> int:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 
     args.workers = (args.workers or os.cpu_count() or 1) * (args.partitions or 1)
-    config = PreprocessConfig(**{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)})
+    config = PreprocessConfig(
+        **{field.name: getattr(args, field.name) for field in fields(PreprocessConfig)}
+    )
     if args.executor:
         return _run_shards(args, config)
     if args.shard_mb or args.sbatch:
-        raise UserError("--shard-mb and --sbatch are for shards: add --executor local, slurm or ray")
+        raise UserError(
+            "--shard-mb and --sbatch are for shards: add --executor local, slurm or ray"
+        )
     for part in _for_each_key(config, args.json_keys):
         console().print(f"{part.output_prefix}.bin and .idx: {preprocess(part).summary()}")
     return 0
@@ -101,13 +115,17 @@ def _run_shards(args: argparse.Namespace, config: "PreprocessConfig") -> int:
     for part in _for_each_key(config, args.json_keys):
         made = preprocess_shards(part, args.executor, (args.shard_mb or 256) * 10**6, sbatch)
         counts = f"{made['documents']:,} documents, {made['tokens']:,} tokens in {len(made['shards']):,} shards"
-        console().print(f"{part.output_prefix}.manifest.json: {counts}; train on it with --data {part.output_prefix}")
+        console().print(
+            f"{part.output_prefix}.manifest.json: {counts}; train on it with --data {part.output_prefix}"
+        )
     return 0
 
 
 def _for_each_key(config: "PreprocessConfig", keys: list[str] | None) -> "list[PreprocessConfig]":
     prefix = config.output_prefix
     return [
-        replace(config, json_key=key, output_prefix=prefix.with_name(f"{prefix.name}_{key}_document"))
+        replace(
+            config, json_key=key, output_prefix=prefix.with_name(f"{prefix.name}_{key}_document")
+        )
         for key in keys or ()
     ] or [config]

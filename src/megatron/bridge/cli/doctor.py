@@ -50,7 +50,9 @@ def _leave() -> None:
 def _model(args: argparse.Namespace) -> "ModelProvider | None":
     if args.recipe is None and args.config is None and args.hf_model is None:
         if args.overrides:
-            raise UserError(f"{args.overrides[0]} changes a run: give the run with --recipe or --config")
+            raise UserError(
+                f"{args.overrides[0]} changes a run: give the run with --recipe or --config"
+            )
         return None
     job = train_job.prepare(args)
     return job.resolve(job.world_size or 1).config.model
@@ -91,7 +93,9 @@ def _kernels() -> Iterator[str]:
     yield f"layer spec of backend=auto: {spec} ({why})"
     if hardware.cuda:
         reason = compiler.why_not_compiled()
-        yield "norms, rotary embeddings, cross entropy: " + ("compiled" if reason is None else f"eager ({reason})")
+        yield "norms, rotary embeddings, cross entropy: " + (
+            "compiled" if reason is None else f"eager ({reason})"
+        )
         flash = torch.backends.cuda.is_flash_attention_available() and hardware.capability >= (8, 0)
         yield f"attention: {'flash kernels' if flash else 'scaled_dot_product_attention'} in bf16 and fp16"
     else:
@@ -129,7 +133,9 @@ def _parts(model: Any) -> Iterator[str]:
         yield f"experts of the torch spec: {'one grouped kernel' if grouped else 'one product per expert'}{reason}"
     if getattr(model, "attn_logit_softcapping", None) is not None:
         yield "attention with soft-capping: tiles without a fused kernel, computed again in the backward pass"
-    if getattr(model, "hybrid_layer_pattern", None) or getattr(model, "hybrid_override_pattern", None):
+    if getattr(model, "hybrid_layer_pattern", None) or getattr(
+        model, "hybrid_override_pattern", None
+    ):
         yield f"Mamba layers: {mamba.mixer_class().__name__}"
     if getattr(model, "linear_attention_freq", None):
         fast = common.HAVE_FLA and hardware.cuda
@@ -150,7 +156,9 @@ def _measure(speaks: bool) -> None:
     flops, peak = speed.matmul_flops() / 1e12, device_tflops()
     share = "" if peak is None else f", {flops / peak:.0%} of the data sheet's {peak:,.0f}"
     say(f"matrix products in bf16: {flops:,.2f} TFLOP/s{share}")
-    say(f"copies in the device's memory: {speed.copy_bandwidth() / 1e9:,.1f} GB/s, read and written")
+    say(
+        f"copies in the device's memory: {speed.copy_bandwidth() / 1e9:,.1f} GB/s, read and written"
+    )
     where = "pinned memory to the device" if has_cuda() else "host memory to host memory"
     say(f"copies from {where}: {speed.host_bandwidth() / 1e9:,.1f} GB/s")
     reduced = speed.all_reduce_bandwidth()

@@ -15,7 +15,11 @@ def run(args: argparse.Namespace) -> int:
     found = translate(command, args.world_size)
     from megatron.bridge.cli.migrate.megatron_lm_config import build
 
-    text = "".join(f"{line}\n" for line in found.translation.overrides()) if args.overrides else build(found).to_yaml()
+    text = (
+        "".join(f"{line}\n" for line in found.translation.overrides())
+        if args.overrides
+        else build(found).to_yaml()
+    )
     found.translation.show(text, args.output)
     return 0
 

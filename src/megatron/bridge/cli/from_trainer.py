@@ -22,9 +22,13 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(values, dict):
         raise UserError(f"{args.source} holds no settings: give a file with key: value lines")
     found = translate(values, args.ranks)
-    text = yaml_text.write({key: yaml_text.read(value) for key, value in found.translation.settings.items()})
+    text = yaml_text.write(
+        {key: yaml_text.read(value) for key, value in found.translation.settings.items()}
+    )
     found.translation.show(text, args.output)
-    options = [word for name, value in found.options.items() for word in (f"--{name}", value) if word]
+    options = [
+        word for name, value in found.options.items() for word in (f"--{name}", value) if word
+    ]
     file = str(args.output or "FILE")
     words = ["megatron-bridge", "train", "--recipe", args.recipe, "--config", file, *options]
     sys.stderr.write(f"{shlex.join(words)}\n")
@@ -33,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
 _TABLES = yaml_text.tables_beside(__file__)
 _ALIASES = _TABLES["aliases"]
-_TARGETS = [(key, f"{group}.{name}") for group, pairs in _TABLES["settings"].items() for key, name in pairs.items()]
+_TARGETS = [
+    (key, f"{group}.{name}")
+    for group, pairs in _TABLES["settings"].items()
+    for key, name in pairs.items()
+]
 _SETTINGS = {key: [target for name, target in _TARGETS if name == key] for key, _ in _TARGETS}
 _REASONS = {name: reason for reason, names in _TABLES["missing"].items() for name in names}
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
@@ -60,7 +68,9 @@ def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
         _translate(key, value, run)
     if _BATCH.keys() & given.keys():
         size = math.prod(given.get(key, default) for key, default in _BATCH.items()) * ranks
-        run.translation.set("train.global_batch_size", size, f"{' x '.join(_BATCH)} x {ranks} ranks")
+        run.translation.set(
+            "train.global_batch_size", size, f"{' x '.join(_BATCH)} x {ranks} ranks"
+        )
     return run
 
 
@@ -68,13 +78,17 @@ def _unknown(key: str) -> list[str]:
     known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *_TABLES["implied"], *_REASONS]
     if key in known:
         return []
-    return [f"{key} is not a setting that this command knows{misspelling(key, known) or ': leave it out'}"]
+    return [
+        f"{key} is not a setting that this command knows{misspelling(key, known) or ': leave it out'}"
+    ]
 
 
 def _translate(key: str, value: Any, run: TrainerRun) -> None:
     found = run.translation
     if value is False or key in _TABLES["implied"]:
-        found.implied[key] = "it is off" if value is False else "it is always on here, or not needed"
+        found.implied[key] = (
+            "it is off" if value is False else "it is always on here, or not needed"
+        )
     elif key in _SPECIAL:
         if (reason := _SPECIAL[key](value, run)) is not None:
             found.missing[key] = reason
@@ -88,7 +102,9 @@ def _translate(key: str, value: Any, run: TrainerRun) -> None:
 def _choose(target: str, known: Mapping[str, str], value: Any, run: TrainerRun) -> str | None:
     """Set ``target``, a key or an option (without a dot), to this package's name of the value."""
     if value not in known:
-        return f"{value} has no counterpart: choose one of {', '.join(dict.fromkeys(known.values()))}"
+        return (
+            f"{value} has no counterpart: choose one of {', '.join(dict.fromkeys(known.values()))}"
+        )
     if "." in target:
         run.translation.set(target, known[value], value)
     elif run.options.get(target) in (None, "sft"):  # an adapter or another loss overrides it

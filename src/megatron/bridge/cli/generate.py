@@ -13,7 +13,9 @@ def run(args: argparse.Namespace) -> int:
     if (args.prompts is None) == (args.out is not None):
         raise UserError("--prompts and --out belong together: give both, or --prompt alone")
     if args.media_root and args.prompts is None:
-        raise UserError("--media-root is for the images of --prompts: leave it out, --image takes any path")
+        raise UserError(
+            "--media-root is for the images of --prompts: leave it out, --image takes any path"
+        )
     if args.image and args.prompts is not None:
         raise UserError("--image is for --prompt: name the images of --prompts in its messages")
     sampling = model_options.sampling_values(args)
@@ -26,7 +28,9 @@ def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.inference.requests import Sampling
     from megatron.bridge.utils import distributed
 
-    prompt: Any = as_messages(args.prompt, args.image or ()) if args.chat or args.image else args.prompt
+    prompt: Any = (
+        as_messages(args.prompt, args.image or ()) if args.chat or args.image else args.prompt
+    )
     with model_options.load(args) as llm:
         for completions in llm.generate_each([prompt], Sampling(**values), ["--prompt"]):
             if distributed.rank() == 0:
@@ -48,7 +52,9 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
         file = CompletionFile(args.out, lines) if first else None
         done = on_first_rank(lambda: file.done if file else 0)
         left = lines[done:]
-        found = llm.generate_each([it.prompt for it in left], [it.sampling for it in left], [it.where for it in left])
+        found = llm.generate_each(
+            [it.prompt for it in left], [it.sampling for it in left], [it.where for it in left]
+        )
         for line, completions in zip(left, found, strict=True):
             if file is not None:
                 file.append(line, completions)

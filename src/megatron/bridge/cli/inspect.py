@@ -61,7 +61,9 @@ def _hugging_face(path: Path) -> Contents:
     pretrained = PreTrainedCausalLM(path)
     config = pretrained.raw_config
     tensors = tuple(
-        ListedTensor(entry.name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.file.name)
+        ListedTensor(
+            entry.name, entry.shape, str(entry.dtype).removeprefix("torch."), entry.file.name
+        )
         for entry in pretrained.state.entries.values()
     )
     facts = {
@@ -70,7 +72,11 @@ def _hugging_face(path: Path) -> Contents:
         **_sizes(config, "num_hidden_layers"),
     }
     return Contents(
-        "Hugging Face", facts, tensors, text_format.folder_size(path), len({tensor.file for tensor in tensors})
+        "Hugging Face",
+        facts,
+        tensors,
+        text_format.folder_size(path),
+        len({tensor.file for tensor in tensors}),
     )
 
 
@@ -82,12 +88,17 @@ def _megatron(path: Path) -> Contents:
     files = _files_by_tensor(directory)
     weights = tuple(
         ListedTensor(
-            tensor.name, tensor.shape, str(tensor.dtype).removeprefix("torch."), first_few(files[tensor.name], 1)
+            tensor.name,
+            tensor.shape,
+            str(tensor.dtype).removeprefix("torch."),
+            first_few(files[tensor.name], 1),
         )
         for tensor in found.values()
         if inspection.is_weight(tensor.name)
     )
-    published = ", ".join(map(str, paths.published_iterations(directory.parent))) or "none published"
+    published = (
+        ", ".join(map(str, paths.published_iterations(directory.parent))) or "none published"
+    )
     facts = {
         "iteration": f"{paths.iteration_of(directory)} (published: {published})",
         **_facts_of_model(directory),
@@ -95,7 +106,11 @@ def _megatron(path: Path) -> Contents:
         "tokenizer": "yes" if model_io.tokenizer_dir(directory) else "no",
     }
     return Contents(
-        "Megatron", facts, weights, text_format.folder_size(directory), len(list(directory.glob("*.distcp")))
+        "Megatron",
+        facts,
+        weights,
+        text_format.folder_size(directory),
+        len(list(directory.glob("*.distcp"))),
     )
 
 
@@ -106,7 +121,11 @@ def _facts_of_model(directory: Path) -> dict[str, str]:
     if not (directory / paths.RUN_CONFIG).is_file():
         return {"model": f"unknown: there is no {paths.RUN_CONFIG}"}
     model = model_io.read_run_config(directory)["model"]
-    return {"provider": str(model.get("_target_")), **_sizes(model, "num_layers"), "layout of the run": _layout(model)}
+    return {
+        "provider": str(model.get("_target_")),
+        **_sizes(model, "num_layers"),
+        "layout of the run": _layout(model),
+    }
 
 
 def _sizes(config: Any, layers: str) -> dict[str, str]:

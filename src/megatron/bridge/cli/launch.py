@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     say(f"scripts, config and logs are in {done.folder}")
     ended = sorted({state for state in done.states if state != "SUCCEEDED"})
     if ended:
-        raise UserError(f"the run ended with state {', '.join(ended)}: see its log in {done.folder}")
+        raise UserError(
+            f"the run ended with state {', '.join(ended)}: see its log in {done.folder}"
+        )
     return 0
 
 
@@ -92,16 +94,21 @@ def _refuse(args: argparse.Namespace) -> None:
 
 def _write_manifest(args: argparse.Namespace) -> int:
     if args.container_image is None:
-        raise UserError("--on kubernetes needs --container-image: name an image that has this package")
+        raise UserError(
+            "--on kubernetes needs --container-image: name an image that has this package"
+        )
     own_script = args.script != RUN_RECIPE
     program = [args.script] if own_script else ["-m", "megatron.bridge.cli.main", "train"]
     own = {
         "kind": args.kind or "jobset",
         "program": (*program, *_forwarded(args)),
-        "experiment_name": args.experiment_name or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
+        "experiment_name": args.experiment_name
+        or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
         "resource": dict(_variable(item, "--resource") for item in args.resource or ()),
     }
-    text = yaml.safe_dump(manifest(KubernetesOptions(**_options_of(KubernetesOptions, args, own))), sort_keys=False)
+    text = yaml.safe_dump(
+        manifest(KubernetesOptions(**_options_of(KubernetesOptions, args, own))), sort_keys=False
+    )
     if not own_script:
         train_job.prepare(args).resolve(args.nodes * args.devices)
     if args.output is None:
@@ -128,7 +135,9 @@ def _options(args: argparse.Namespace) -> LaunchOptions:
 def _options_of(kind: Any, args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of dataclass ``kind``: the values in ``own``, and the options with the fields' names."""
     own = own | {"env": dict(_variable(item) for item in args.env), "mount": tuple(args.mount)}
-    return own | {field.name: getattr(args, field.name) for field in fields(kind) if field.name not in own}
+    return own | {
+        field.name: getattr(args, field.name) for field in fields(kind) if field.name not in own
+    }
 
 
 def _script(name: str) -> Path:

@@ -28,7 +28,17 @@ SUBCOMMANDS = yaml_text.tables_beside(__file__)
 
 
 # the options that can be URLs of object storage
-URLS = {"megatron_path", "hf_path", "hf_model", "adapter", "model", "path", "first", "second", "target"}
+URLS = {
+    "megatron_path",
+    "hf_path",
+    "hf_model",
+    "adapter",
+    "model",
+    "path",
+    "first",
+    "second",
+    "target",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,11 +56,15 @@ def _run(arguments: list[str]) -> int:
     module = _load(name) if name in SUBCOMMANDS else None
     parser, commands = _parsers(name)
     if name is not None and name not in SUBCOMMANDS:
-        parser.error(f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}")
+        parser.error(
+            f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}"
+        )
     args, extra = parser.parse_known_args(arguments)
     if extra and not _take_overrides(args, extra):
         command = commands.get(name, parser)
-        hint = _without_dashes(extra[0]) or did_you_mean(extra[0], _options(command) - {"-h", "--help"})
+        hint = _without_dashes(extra[0]) or did_you_mean(
+            extra[0], _options(command) - {"-h", "--help"}
+        )
         command.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
     if module is None:
         parser.print_help()
@@ -82,10 +96,14 @@ def _load(name: str) -> ModuleType:
         return importlib.import_module(f"megatron.bridge.cli.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
         missing = error.name or str(error)
-        raise UserError(f"megatron-bridge {name} cannot run: install the missing module {missing}") from error
+        raise UserError(
+            f"megatron-bridge {name} cannot run: install the missing module {missing}"
+        ) from error
 
 
-def _parsers(name: str | None) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
+def _parsers(
+    name: str | None,
+) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
     """Return the parser of the command and the parsers of its subcommands; only subcommand ``name`` gets options."""
     parser = Parser(
         prog="megatron-bridge",
@@ -113,7 +131,11 @@ def describe(parser: argparse.ArgumentParser, entry: dict[str, Any]) -> None:
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
     found = set(parser._option_string_actions)
-    deeper = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    deeper = (
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     return found.union(*(_options(child) for choices in deeper for child in choices.values()))
 
 

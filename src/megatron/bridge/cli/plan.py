@@ -13,7 +13,9 @@ from megatron.bridge.models.hf_pretrained import hub
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # of a layer or an expert
+_NUMBER = re.compile(
+    r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$"
+)  # of a layer or an expert
 
 
 class Kind(NamedTuple):
@@ -60,13 +62,21 @@ def run(args: argparse.Namespace) -> int:
     if args.full:
         text_format.say(str(plan))
         return 0
-    names = (Column(title, overflow="fold") for title in ("Megatron parameter", "Hugging Face tensors"))
+    names = (
+        Column(title, overflow="fold") for title in ("Megatron parameter", "Hugging Face tensors")
+    )
     table = Table(next(names), "shard", "split", "mapping", next(names), "count")
     for kind, count in count_kinds(plan.tasks).items():
         table.add_row(*kind, str(count))
     output = text_format.table_console()
     output.print(table)
     ties = f", {len(plan.ties)} of them tied" if plan.ties else ""
-    result = "every one is mapped once" if has_weights else "there are no weights to compare the names with"
-    output.print(f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: {result}")
+    result = (
+        "every one is mapped once"
+        if has_weights
+        else "there are no weights to compare the names with"
+    )
+    output.print(
+        f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: {result}"
+    )
     return 0

@@ -19,7 +19,9 @@ def run(args: argparse.Namespace) -> int:
     panels: dict[str, list[loss_curves.Curve]] = {}
     for metric in dict.fromkeys(metrics):
         for path, label, found in zip(args.runs, _labels(args.runs), rows, strict=True):
-            panels.setdefault(metric, []).extend(loss_curves.curves(found, metric, label, args.x, str(path)))
+            panels.setdefault(metric, []).extend(
+                loss_curves.curves(found, metric, label, args.x, str(path))
+            )
     picture = _file(args.output)
     loss_curves.draw(picture, panels, loss_curves.AXES[args.x], args.smooth)
     text_format.say(f"{picture}: {', '.join(panels)} of {text_format.many(len(args.runs), 'run')}")

@@ -32,13 +32,19 @@ def run(args: argparse.Namespace) -> int:
     experts = ("ep2",) if any("experts" in key for key in row.config) else ()
     about = {"kind": kind, "name": found.architecture, "model": args.model, "tiny": row.config}
     about |= {"layouts": ("tp2", "pp2", *experts), "config": json.loads(config.to_json_string())}
-    for path, text in zip(paths, (found.source, *(text.format(**about) for text in _FILES.values())), strict=False):
+    for path, text in zip(
+        paths, (found.source, *(text.format(**about) for text in _FILES.values())), strict=False
+    ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         say(f"written: {path}")
     passed = "the draft passes on one process: logits, gradients, bytes, config"
     passed += f"; prove it under layouts: python -m pytest {paths[1]}" if paths else ""
-    say("the draft does not pass yet: docs/adding-a-family.md describes the next steps" if problems else passed)
+    say(
+        "the draft does not pass yet: docs/adding-a-family.md describes the next steps"
+        if problems
+        else passed
+    )
     return 1 if problems else 0
 
 
@@ -57,5 +63,7 @@ def _config(name: str) -> Any:
         except UserError as error:
             raise UserError(str(error).replace(str(copy), name)) from error
     if AutoBridge.supports(config):
-        raise UserError(f"{config.architectures[0]} is supported: AutoBridge.from_hf_pretrained({name!r}) converts it")
+        raise UserError(
+            f"{config.architectures[0]} is supported: AutoBridge.from_hf_pretrained({name!r}) converts it"
+        )
     return config

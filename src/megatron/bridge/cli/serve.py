@@ -21,7 +21,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge.inference.server.run import ServeConfig, serve
 
     if "RANK" in os.environ:
-        raise UserError("serve starts its own processes: start it without torchrun, with --tp, --pp and --ep")
+        raise UserError(
+            "serve starts its own processes: start it without torchrun, with --tp, --pp and --ep"
+        )
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port} must be from 0 to 65535: 0 takes a free one")
     config = ServeConfig(

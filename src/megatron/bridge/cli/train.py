@@ -35,7 +35,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    given = {"--dry-run": args.dry_run or None, "--rehearse": args.rehearse, "--rehearse-rank": args.rehearse_rank}
+    given = {
+        "--dry-run": args.dry_run or None,
+        "--rehearse": args.rehearse,
+        "--rehearse-rank": args.rehearse_rank,
+    }
     modes = [option for option, value in given.items() if value is not None]
     if args.world_size is not None and not modes:
         raise UserError(
@@ -45,7 +49,9 @@ def _check_options(args: argparse.Namespace) -> None:
         if value is not None and not args.dry_run:
             raise UserError(f"{option} needs --dry-run: add it, or leave {option} out")
     if args.messages is not None and args.rehearse_rank is None:
-        raise UserError(f"--messages {args.messages} needs --rehearse-rank: add it, or leave --messages out")
+        raise UserError(
+            f"--messages {args.messages} needs --rehearse-rank: add it, or leave --messages out"
+        )
     if len(modes) > 1:
         raise UserError(f"{' and '.join(modes[:2])} cannot be used together: leave one out")
 
@@ -95,7 +101,10 @@ def _train(job: Job, args: argparse.Namespace) -> int:
     resolved = resolve_run(job.config, job.origins)
     config = resolved.config
     check_sticks(config, job.changes)
-    for line in [*describe(config, resolved.world_size), *(f"note: {line}" for line in warnings(config))]:
+    for line in [
+        *describe(config, resolved.world_size),
+        *(f"note: {line}" for line in warnings(config)),
+    ]:
         print_rank_0(line)
     if job.mode in ("distill", "dpo"):
         (distill if job.mode == "distill" else dpo)(resolved)

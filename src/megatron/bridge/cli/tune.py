@@ -30,12 +30,18 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--fix-oom and --explain cannot be used together: leave one out")
     if "=" in str(args.fix_oom):
         args.overrides, args.fix_oom = [*args.overrides, args.fix_oom], True
-    for words in (args.fixed, args.explain or [], args.free):  # these options take all words up to the next option
+    for words in (
+        args.fixed,
+        args.explain or [],
+        args.free,
+    ):  # these options take all words up to the next option
         args.overrides += [word for word in words if "." in word.partition("=")[0]]
         words[:] = [word for word in words if word not in args.overrides]
     is_rl, args.mode = args.mode == "rl", None if args.mode == "rl" else args.mode
     if args.calibrated and not args.ledger:
-        raise UserError("--calibrated needs measured runs: add --ledger DIR, or leave --calibrated out")
+        raise UserError(
+            "--calibrated needs measured runs: add --ledger DIR, or leave --calibrated out"
+        )
     if args.ledger and not args.calibrated:
         return _ledger(args)
     _check_words(args)
@@ -66,7 +72,9 @@ def _check_words(args: argparse.Namespace) -> None:
         if name not in FREE:
             raise UserError(f"--free {name}: unknown dimension; known: {', '.join(FREE)}")
     if not 1 <= args.imbalance <= 100:
-        raise UserError(f"--imbalance {args.imbalance:g} must be from 1 to 100: 1.3 is 30 % more than the average")
+        raise UserError(
+            f"--imbalance {args.imbalance:g} must be from 1 to 100: 1.3 is 30 % more than the average"
+        )
     _budgets(args.budget)
     _values(args.fixed, "--fixed")
 
@@ -83,7 +91,9 @@ def _ledger(args: argparse.Namespace) -> int:
         times = (f"{each.measured:.3f} s", f"{each.predicted:.3f} s", f"{each.error:+.1%}")
         rows.append((each.run, each.device, str(each.processes), each.layout, *times))
     notes = [f"not compared: {problem}" for problem in problems]
-    sys.stdout.write("\n".join([*columns(rows), *notes, *([summary(entries)] if entries else [])]) + "\n")
+    sys.stdout.write(
+        "\n".join([*columns(rows), *notes, *([summary(entries)] if entries else [])]) + "\n"
+    )
     return 0 if entries else 1
 
 
@@ -93,7 +103,9 @@ def _entries(args: argparse.Namespace) -> tuple[list["Entry"], list[str]]:
     from megatron.bridge.autotune.profile import read
 
     found = list(read_entries(args.ledger, None if args.profile is None else read(args.profile)))
-    return [each for each in found if isinstance(each, Entry)], [each for each in found if isinstance(each, str)]
+    return [each for each in found if isinstance(each, Entry)], [
+        each for each in found if isinstance(each, str)
+    ]
 
 
 def _measure(job: Job, args: argparse.Namespace) -> int:
@@ -109,7 +121,9 @@ def _measure(job: Job, args: argparse.Namespace) -> int:
     profile = measure(search.config, shapes, _budgets(args.budget)["seconds"] or 120.0)
     if distributed.rank() == 0:
         write(profile, args.measure)
-        sys.stdout.write(f"{args.measure}: {len(profile.shapes)} of {len(shapes)} products of {profile.device}\n")
+        sys.stdout.write(
+            f"{args.measure}: {len(profile.shapes)} of {len(shapes)} products of {profile.device}\n"
+        )
     if distributed.is_initialized():
         dist.destroy_process_group()
     return 0
@@ -125,13 +139,20 @@ def _search(job: Job, args: argparse.Namespace) -> "Search":
         raise UserError(f"--cluster {args.cluster} names the GPUs: leave out --gpu {args.gpu}")
     cluster, count = read_cluster(args.cluster) if args.cluster else (None, None)
     gpus = args.gpus or count or job.world_size
-    name = cluster or args.gpu or (profile.device if profile else job.gpu_kind) or ("h100" if args.measure else "")
+    name = (
+        cluster
+        or args.gpu
+        or (profile.device if profile else job.gpu_kind)
+        or ("h100" if args.measure else "")
+    )
     if not gpus or not name:
         raise UserError(f"{job.source} names no GPUs: give --gpus N and --gpu NAME")
     config = _resolved(job, gpus)
     kind = profile.device if profile else gpu_name(name)
     if profile and args.gpu and gpu_name(args.gpu).split()[0] not in kind:
-        raise UserError(f"--profile {args.profile} is a profile of {kind}, not of --gpu {args.gpu}: leave one out")
+        raise UserError(
+            f"--profile {args.profile} is a profile of {kind}, not of --gpu {args.gpu}: leave one out"
+        )
     budget = _budget(args.budget, kind, profile.memory if profile else gpu(kind).memory)
     search = Search(config, gpus, kind, budget, _values(args.fixed, "--fixed"), profile, args.free)
     search.pricer.imbalance = args.imbalance
@@ -153,7 +174,9 @@ def _budget(words: list[str], kind: str, memory: int) -> int | None:
     """Return the bytes of a GPU that the layout may use."""
     given = _budgets(words)["memory"]
     if given is not None and not 0 < given * 1e9 <= memory:
-        raise UserError(f"--budget memory={given:g}GB: {kind} has {memory / 1e9:.0f} GB, give at most this")
+        raise UserError(
+            f"--budget memory={given:g}GB: {kind} has {memory / 1e9:.0f} GB, give at most this"
+        )
     return None if given is None else int(given * 1e9)
 
 
@@ -163,7 +186,9 @@ def _budgets(words: list[str]) -> dict[str, float | None]:
         key, _, size = word.partition("=")
         digits = size.upper().removesuffix("GB")
         if key not in found or not digits.replace(".", "", 1).isdecimal():
-            raise UserError(f"--budget {word}: write memory=SIZE in GB, such as memory=72GB, or seconds=120")
+            raise UserError(
+                f"--budget {word}: write memory=SIZE in GB, such as memory=72GB, or seconds=120"
+            )
         found[key] = float(digits)
     return found
 
@@ -180,9 +205,13 @@ def _values(words: Iterable[str], option: str) -> dict[str, Any]:
                 f"{option} {word}: unknown dimension {name}{did_you_mean(name, NAMES)}; known: {', '.join(NAMES)}"
             )
         if not value.isdecimal() or not int(value):
-            raise UserError(f"{option} {word}: {name} must be a number of at least 1, such as {name}=2")
+            raise UserError(
+                f"{option} {word}: {name} must be a number of at least 1, such as {name}=2"
+            )
         if found.get(name, int(value)) != int(value):
-            raise UserError(f"{option} {word}: {name} is already fixed at {found[name]}: give one value")
+            raise UserError(
+                f"{option} {word}: {name} is already fixed at {found[name]}: give one value"
+            )
         found[name] = int(value)
     return found
 
@@ -196,7 +225,9 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     valid = (each for price in found.best if (each := _valid(job, search, price)))
     best = [*islice(valid, args.top)]
     if found.best and not best:
-        tune_probe.with_layout(job, search, found.best[0]).resolve(search.world_size)  # raises the error
+        tune_probe.with_layout(job, search, found.best[0]).resolve(
+            search.world_size
+        )  # raises the error
     found = replace(found, best=best)
     if args.probe:
         found = replace(found, best=tune_probe.run(job, search, found.best[: args.probe]))
@@ -210,7 +241,12 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     if args.json:
         return json.dumps(_as_json(job, search, found), indent=2) + "\n"
     probed = bool(args.probe)
-    return "\n".join([*_ranking(search, found, probed), "", *_advice(job, search, found.best[0], probed)]) + "\n"
+    return (
+        "\n".join(
+            [*_ranking(search, found, probed), "", *_advice(job, search, found.best[0], probed)]
+        )
+        + "\n"
+    )
 
 
 def _correction(args: argparse.Namespace) -> float:
@@ -263,7 +299,9 @@ def _origin(search: "Search", probed: bool) -> str:
     if probed:
         return "Measured in short runs on this machine"
     factor = search.pricer.factor
-    return "Predicted, not measured" + (f", times {factor:.3f} of the ledger" if factor != 1.0 else "")
+    return "Predicted, not measured" + (
+        f", times {factor:.3f} of the ledger" if factor != 1.0 else ""
+    )
 
 
 def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator[str]:
@@ -272,8 +310,9 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
     current = None if probed or search.problems(search.current) else search.price(search.current)
     if current is not None:
         state = "fits" if current.fullest <= search.budget else "does not fit"
-        change = f"{best.seconds_per_token / current.seconds_per_token - 1:+.1%} time" + " of a token" * bool(
-            best.candidate.batch
+        change = (
+            f"{best.seconds_per_token / current.seconds_per_token - 1:+.1%} time"
+            + " of a token" * bool(best.candidate.batch)
         )
         yield (
             f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
@@ -328,10 +367,16 @@ def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
 
 
 def _change(step: "Step") -> str:
-    value = "+".join(step.value[3] or (str(step.value[0]),)) if isinstance(step.value, tuple) else step.value
+    value = (
+        "+".join(step.value[3] or (str(step.value[0]),))
+        if isinstance(step.value, tuple)
+        else step.value
+    )
     if step.saved is None or step.lost is None:
         return f"  {step.name}={value}"
-    return f"  {step.name}={value}: saves {step.saved / 1e9:.1f} GB, costs {step.lost:+.3f} s per step"
+    return (
+        f"  {step.name}={value}: saves {step.saved / 1e9:.1f} GB, costs {step.lost:+.3f} s per step"
+    )
 
 
 def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
@@ -379,9 +424,16 @@ def _page(job: Job, search: "Search", found: "Found") -> str:
 
     best, front = found.best[0], pareto(found.best)
     others = [price for price in found.best if price not in front]
-    points = [(price.fullest / 1e9, price.seconds, price.candidate.label()) for price in (*front, *others)]
+    points = [
+        (price.fullest / 1e9, price.seconds, price.candidate.label()) for price in (*front, *others)
+    ]
     rows = [
-        (price.candidate.label(), f"{price.seconds:.3f}", f"{price.fullest / 1e9:.1f}", f"{price.prediction.mfu:.1%}")
+        (
+            price.candidate.label(),
+            f"{price.seconds:.3f}",
+            f"{price.fullest / 1e9:.1f}",
+            f"{price.prediction.mfu:.1%}",
+        )
         for price in found.best
     ]
     memory = [(f"stage {stage}", f"{size / 1e9:.1f}") for stage, size in enumerate(best.memory)]
@@ -391,4 +443,6 @@ def _page(job: Job, search: "Search", found: "Found") -> str:
         ("Memory of the best layout", table(("", "GB"), memory)),
         ("Settings", f"<pre>{' '.join(tune_probe.overrides(search, best))}</pre>"),
     ]
-    return page(f"{job.source} on {search.world_size} x {search.pricer.card}", best.prediction, sections)
+    return page(
+        f"{job.source} on {search.world_size} x {search.pricer.card}", best.prediction, sections
+    )

@@ -51,7 +51,9 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     from megatron.bridge.models.conversion.mappings import patterns
 
     def load(**options: Any) -> list[Any]:
-        return bridge.load_megatron_model(args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **options)
+        return bridge.load_megatron_model(
+            args.megatron_path, mp_overrides=sizes, wrap_with_ddp=False, **options
+        )
 
     model = None
     if args.skip_logits:
@@ -63,8 +65,14 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     compared = track(weights, "Comparing", total=len(source), show=not args.no_progress)
     proofs, missing = prove(compared, source)
     expected = bridge.not_converted(stored_provider.read_for_layout(args.megatron_path, sizes))
-    missing = tuple(name for name in missing if not any(patterns.match(it, name) is not None for it in expected))
-    compared, tolerance = (None, 0.0) if model is None else _logits(bridge, model, lambda: load(bf16=False, fp16=False))
+    missing = tuple(
+        name for name in missing if not any(patterns.match(it, name) is not None for it in expected)
+    )
+    compared, tolerance = (
+        (None, 0.0)
+        if model is None
+        else _logits(bridge, model, lambda: load(bf16=False, fp16=False))
+    )
     return Certificate(
         hf_model=args.hf_model,
         megatron=str(args.megatron_path),
@@ -75,7 +83,9 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     )
 
 
-def _logits(bridge: Any, model: list[Any], in_float32: Callable[[], list[Any]]) -> "tuple[LogitComparison, float]":
+def _logits(
+    bridge: Any, model: list[Any], in_float32: Callable[[], list[Any]]
+) -> "tuple[LogitComparison, float]":
     from megatron.bridge.models.conversion.check import compare_logits
 
     ids, _ = logits.tokens(bridge, None)
@@ -100,7 +110,9 @@ def _report(certificate: "Certificate") -> None:
         if len(names) > _SHOWN:
             terminal.print(f"... and {len(names) - _SHOWN} more")
     equal = len(certificate.tensors) - len(certificate.different)
-    terminal.print(f"{equal} of {len(certificate.tensors) + len(certificate.missing)} tensors are bitwise equal")
+    terminal.print(
+        f"{equal} of {len(certificate.tensors) + len(certificate.missing)} tensors are bitwise equal"
+    )
     if certificate.logits is not None:
         terminal.print(
             f"largest difference of logits: {certificate.logits.relative:.3g} of their standard deviation "

@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _metrics(status: RunStatus, asked: list[str] | None) -> list[str]:
-    known = list(dict.fromkeys(name for row in status.rows for name in row if name not in ("step", "kind")))
+    known = list(
+        dict.fromkeys(name for row in status.rows for name in row if name not in ("step", "kind"))
+    )
     for name in asked or ():
         if known and name not in known:
             hint = did_you_mean(name, known) or f"; it has {', '.join(known)}"
@@ -81,7 +83,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
         >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8), sparkline([2, 4, 0, 0], 2)
         ('▁▂▃▄▅▆▇█', '█▁')
     """
-    edges = [len(values) * place // min(width, len(values)) for place in range(min(width, len(values)) + 1)]
+    edges = [
+        len(values) * place // min(width, len(values))
+        for place in range(min(width, len(values)) + 1)
+    ]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     finite = [mean for mean in means if isfinite(mean)]
     least, most = min(finite, default=0.0), max(finite, default=0.0)
@@ -118,7 +123,10 @@ def page(status: RunStatus, metrics: Sequence[str], now: datetime) -> str:
 
 
 def _picture(status: RunStatus, metrics: Sequence[str]) -> str:
-    panels = {metric: loss_curves.curves(status.rows, metric, "", source=str(status.folder)) for metric in metrics}
+    panels = {
+        metric: loss_curves.curves(status.rows, metric, "", source=str(status.folder))
+        for metric in metrics
+    }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "curves.svg")
         loss_curves.draw(file, panels)

@@ -97,7 +97,10 @@ class DatasetConfig(ABC):
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the values, as one sentence each."""
-        found = [*too_small(self, "seq_length"), *unknown(self, "dataloader_type", get_args(DataloaderType))]
+        found = [
+            *too_small(self, "seq_length"),
+            *unknown(self, "dataloader_type", get_args(DataloaderType)),
+        ]
         if self.num_workers < 0:
             found.append(f"dataset.num_workers={self.num_workers}: it cannot be negative")
         if self.data_sharding and self.dataloader_type != "cyclic":
@@ -118,7 +121,9 @@ class StreamingDatasetConfig(DatasetConfig):
     """A dataset that can only be read from beginning to end: its samples have no indices."""
 
     @abstractmethod
-    def iterators(self, request: DatasetRequest, shard: "BatchShard", consumed: tuple[int, int]) -> "Iterators":
+    def iterators(
+        self, request: DatasetRequest, shard: "BatchShard", consumed: tuple[int, int]
+    ) -> "Iterators":
         """The microbatches of one data-parallel rank. All ranks must call this.
 
         Args:

@@ -10,7 +10,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits, StreamingDatasetConfig
+from megatron.bridge.data.dataset_config import (
+    SPLITS,
+    DatasetConfig,
+    DatasetRequest,
+    Splits,
+    StreamingDatasetConfig,
+)
 from megatron.bridge.data.media.processing import join_media
 from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 from megatron.bridge.data.samplers import (
@@ -23,11 +29,19 @@ from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.prefetch import PrefetchIterator
 
-__all__ = ["BatchIterator", "DataIterator", "Iterators", "build_iterators", "get_blend_and_blend_per_split"]
+__all__ = [
+    "BatchIterator",
+    "DataIterator",
+    "Iterators",
+    "build_iterators",
+    "get_blend_and_blend_per_split",
+]
 
 Batch = dict[str, Any]
 LocatedSample = tuple[int, Batch]  # the index of a sample, and the sample
-Sampler = MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
+Sampler = (
+    MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
+)
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 OF_ANSWERS = ("desirable",)  # what rows of ``LabeledRows`` say of each token besides
 
@@ -135,7 +149,10 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
     if "cu_seqlens" in rows[0]:
         return ids, _concatenate(rows) | _media(rows)
     # before the sequence: positions may have three axes in front
-    batch: Batch = {key: torch.stack([row[key] for row in rows], dim=rows[0][key].dim() - 1) for key in BATCH_KEYS}
+    batch: Batch = {
+        key: torch.stack([row[key] for row in rows], dim=rows[0][key].dim() - 1)
+        for key in BATCH_KEYS
+    }
     masks = [row.get("attention_mask") for row in rows]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
     return ids, batch | _media(rows)
@@ -150,17 +167,25 @@ def _media(rows: list[Batch]) -> Batch:
         return {"media": join_media(found)}
     if found[0].media.share is None:
         return {}
-    return {"media": found[0].media.pixels([image for images in found for image in images.references])}
+    return {
+        "media": found[0].media.pixels([image for images in found for image in images.references])
+    }
 
 
 def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
     """The batch in pinned memory, from which a GPU copies asynchronously."""
-    return tree_map_only(torch.Tensor, torch.Tensor.pin_memory, drawn) if torch.cuda.is_available() else drawn
+    return (
+        tree_map_only(torch.Tensor, torch.Tensor.pin_memory, drawn)
+        if torch.cuda.is_available()
+        else drawn
+    )
 
 
 def _concatenate(rows: list[Batch]) -> Batch:
     keys = [*BATCH_KEYS, *(key for key in OF_ANSWERS if key in rows[0])]
-    batch: Batch = {key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in keys}
+    batch: Batch = {
+        key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in keys
+    }
     lengths = np.concatenate([np.diff(row["cu_seqlens"].numpy()) for row in rows])
     bounds = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))
     return batch | {
@@ -209,7 +234,11 @@ def build_iterators(
         vocab_size: of the model, whose ids are below it; None checks none.
         balance: give all ranks about as many tokens of images in a global batch, all of which have one size.
     """
-    assert global_batch_size % (micro_batch_size * dp_size) == 0, (global_batch_size, micro_batch_size, dp_size)
+    assert global_batch_size % (micro_batch_size * dp_size) == 0, (
+        global_batch_size,
+        micro_batch_size,
+        dp_size,
+    )
     request = DatasetRequest(sizes, tokenizer, image_share)
     shard = BatchShard(micro_batch_size, global_batch_size, dp_rank, dp_size)
     if isinstance(dataset_config, StreamingDatasetConfig):
@@ -220,7 +249,9 @@ def build_iterators(
         if dataset is None:
             return None
         _check_length(split, len(dataset), size, dataset_config, global_batch_size)
-        return make_iterator(dataset, dataset_config, shard, consumed, vocab_size=vocab_size, balance=balance)
+        return make_iterator(
+            dataset, dataset_config, shard, consumed, vocab_size=vocab_size, balance=balance
+        )
 
     return Iterators(*map(iterator, SPLITS, sizes, splits, (consumed_train, consumed_valid, 0)))
 
@@ -239,21 +270,36 @@ def make_iterator(
     common = (len(dataset), consumed, micro, rank, ranks)
 
     def make_sampler() -> Sampler:
-        if balance and config.dataloader_type != "cyclic" and ranks > 1 and getattr(dataset, "has_images", False):
-            return BalancedSampler(dataset.image_tokens, len(dataset), consumed, micro, whole, rank, ranks)
+        if (
+            balance
+            and config.dataloader_type != "cyclic"
+            and ranks > 1
+            and getattr(dataset, "has_images", False)
+        ):
+            return BalancedSampler(
+                dataset.image_tokens, len(dataset), consumed, micro, whole, rank, ranks
+            )
         if config.dataloader_type == "single":
             return MegatronPretrainingSampler(*common)
         if config.dataloader_type == "batch":
-            return MegatronPretrainingBatchSampler(len(dataset), consumed, micro, whole, rank, ranks)
+            return MegatronPretrainingBatchSampler(
+                len(dataset), consumed, micro, whole, rank, ranks
+            )
         return MegatronPretrainingRandomSampler(
-            dataset, *common, data_sharding=config.data_sharding, seed=config.shuffle_seed, global_batch_size=whole
+            dataset,
+            *common,
+            data_sharding=config.data_sharding,
+            seed=config.shuffle_seed,
+            global_batch_size=whole,
         )
 
     workers, read_ahead = config.num_workers * prefetch, config.read_ahead and prefetch
     return BatchIterator(dataset, make_sampler, workers, read_ahead, vocab_size)
 
 
-def _check_length(split: str, length: int, needed: int, config: DatasetConfig, global_batch_size: int) -> None:
+def _check_length(
+    split: str, length: int, needed: int, config: DatasetConfig, global_batch_size: int
+) -> None:
     if length < global_batch_size:
         raise UserError(
             f"the {split} data has {length} samples, less than train.global_batch_size={global_batch_size}: use a "

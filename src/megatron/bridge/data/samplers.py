@@ -25,7 +25,10 @@ class _Sampler:
         assert self.total_samples > 0, f"no sample to draw from: {self.total_samples}"
         assert self.consumed_samples >= 0, self.consumed_samples
         assert self.micro_batch_size > 0, self.micro_batch_size
-        assert 0 <= self.data_parallel_rank < self.data_parallel_size, (self.data_parallel_rank, self)
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size, (
+            self.data_parallel_rank,
+            self,
+        )
 
     def __len__(self) -> int:
         return self.total_samples
@@ -74,7 +77,13 @@ class MegatronPretrainingBatchSampler(_Sampler):
         data_parallel_rank: int,
         data_parallel_size: int,
     ) -> None:
-        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(
+            total_samples,
+            consumed_samples,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        )
         assert global_batch_size % self._stride == 0, (global_batch_size, self._stride)
         self.global_batch_size = global_batch_size
 
@@ -143,7 +152,13 @@ class MegatronPretrainingRandomSampler(_Sampler):
         seed: int = 1234,
         global_batch_size: int | None = None,
     ) -> None:
-        super().__init__(total_samples, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(
+            total_samples,
+            consumed_samples,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        )
         assert dataset is None or len(dataset) == total_samples, (dataset, total_samples)
         unit = global_batch_size or self._stride
         assert unit % self._stride == 0, (unit, self._stride)
@@ -156,7 +171,9 @@ class MegatronPretrainingRandomSampler(_Sampler):
         position = self.consumed_samples
         while True:
             epoch, offset = divmod(position, self.samples_per_epoch)
-            yield from self._sharded(epoch, offset) if self.data_sharding else self._shared(epoch, offset)
+            yield from (
+                self._sharded(epoch, offset) if self.data_sharding else self._shared(epoch, offset)
+            )
             position = (epoch + 1) * self.samples_per_epoch
 
     def _shared(self, epoch: int, offset: int) -> Iterator[list[int]]:

@@ -40,7 +40,9 @@ class StreamingBatchIterator:
     open_reader: Callable[[int], StreamReader]  # opens the reader with the given index
     readers: int  # number of readers of all ranks; a multiple of the number of ranks that divides a global batch
     shard: BatchShard  # the part of each batch that this rank draws
-    fingerprint: dict[str, Any]  # everything that must be unchanged for a saved position to be valid, by key
+    fingerprint: dict[
+        str, Any
+    ]  # everything that must be unchanged for a saved position to be valid, by key
     consumed: int = 0  # samples that all ranks together have already drawn; the state of the readers must be loaded
     sample_ids: list[int] = field(default_factory=list[int], init=False)
     _mine: dict[int, StreamReader] = field(default_factory=dict[int, StreamReader], init=False)
@@ -64,7 +66,9 @@ class StreamingBatchIterator:
         self.sample_ids = [self._drawn + rank + place * ranks for place in range(micro)]
         self._drawn += micro * ranks
         opened = self._opened()
-        _, batch = collate([(place, next(opened[place % self.readers])) for place in self.sample_ids])
+        _, batch = collate(
+            [(place, next(opened[place % self.readers])) for place in self.sample_ids]
+        )
         return batch
 
     def replicate(self, shard: BatchShard | None = None) -> "StreamingBatchIterator":

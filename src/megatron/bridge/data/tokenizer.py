@@ -95,7 +95,9 @@ class HuggingFaceTokenizer:
         """
         token = self.hf.eos_token_id
         if not isinstance(token, int):
-            raise UserError(f"the tokenizer {self.path} defines no eos_token: set one in its tokenizer_config.json")
+            raise UserError(
+                f"the tokenizer {self.path} defines no eos_token: set one in its tokenizer_config.json"
+            )
         return token
 
     @property
@@ -161,7 +163,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     if config.tokenizer_type == "NullTokenizer":
         if config.vocab_size is None or config.vocab_size < 1:
-            raise UserError(f"tokenizer.vocab_size={config.vocab_size}: a NullTokenizer needs a positive number")
+            raise UserError(
+                f"tokenizer.vocab_size={config.vocab_size}: a NullTokenizer needs a positive number"
+            )
         return NullTokenizer(config.vocab_size)
     if config.tokenizer_type != "HuggingFaceTokenizer":
         raise UserError(
@@ -169,7 +173,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"NullTokenizer"
         )
     if config.tokenizer_model is None:
-        raise UserError("tokenizer.tokenizer_model is not set: give a directory or hub id of a tokenizer")
+        raise UserError(
+            "tokenizer.tokenizer_model is not set: give a directory or hub id of a tokenizer"
+        )
     if config.vocab_size is not None:
         raise UserError(
             f"tokenizer.vocab_size={config.vocab_size} is only for the NullTokenizer: remove it, because a "
@@ -184,8 +190,12 @@ def tokenizer_key(tokenizer: Tokenizer) -> str:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return json.dumps(tokenizer.unique_identifiers)
     hf: Any = tokenizer.hf
-    model = hf.backend_tokenizer.to_str() if hf.is_fast else json.dumps(hf.get_vocab(), sort_keys=True)
-    return json.dumps([type(hf).__name__, model, hf.chat_template, hf.special_tokens_map], sort_keys=True)
+    model = (
+        hf.backend_tokenizer.to_str() if hf.is_fast else json.dumps(hf.get_vocab(), sort_keys=True)
+    )
+    return json.dumps(
+        [type(hf).__name__, model, hf.chat_template, hf.special_tokens_map], sort_keys=True
+    )
 
 
 def bos_token(tokenizer: Tokenizer) -> int | None:
@@ -194,10 +204,19 @@ def bos_token(tokenizer: Tokenizer) -> int | None:
     return token if isinstance(token, int) else None
 
 
-_ENDINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # of a tokenizer's files in a bucket
+_ENDINGS = (
+    ".json",
+    ".jinja",
+    ".model",
+    ".txt",
+    ".tiktoken",
+    ".py",
+)  # of a tokenizer's files in a bucket
 
 
-def load_hf_tokenizer(path: str, trust_remote_code: bool = False, **options: Any) -> "PreTrainedTokenizerBase":
+def load_hf_tokenizer(
+    path: str, trust_remote_code: bool = False, **options: Any
+) -> "PreTrainedTokenizerBase":
     """``AutoTokenizer.from_pretrained``, with one sentence for whatever goes wrong."""
     from transformers import AutoTokenizer
 
@@ -215,7 +234,9 @@ def load_hf_tokenizer(path: str, trust_remote_code: bool = False, **options: Any
         else:
             rule = "it is not a directory, and not a hub id that can be loaded: give a directory with tokenizer files"
         reason = shorten(str(error).split(". ")[0], 200, placeholder=" ...")
-        raise UserError(f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})") from error
+        raise UserError(
+            f"cannot load a tokenizer from {path}: {rule} ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def _name_damaged_file(folder: Path) -> None:
@@ -234,8 +255,13 @@ def encode_many(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[l
     """
     backend = _fast_backend(tokenizer.hf) if isinstance(tokenizer, HuggingFaceTokenizer) else None
     if backend is None:
-        return [tokenizer.tokenize(text) if special else tokenizer.continue_tokens(text) for text in texts]
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+        return [
+            tokenizer.tokenize(text) if special else tokenizer.continue_tokens(text)
+            for text in texts
+        ]
+    return [
+        encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)
+    ]
 
 
 def encode_with_offsets(

@@ -14,22 +14,30 @@ from typing import Any
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.processes import die_with_parent
 
-_function: Callable[[Any], Any] | None = None  # inherited by forked workers, so that none loads a tokenizer again
+_function: Callable[[Any], Any] | None = (
+    None  # inherited by forked workers, so that none loads a tokenizer again
+)
 
 
 @contextmanager
-def ordered_map[T, R](function: Callable[[T], R], workers: int) -> Iterator[Callable[[Iterable[T]], Iterator[R]]]:
+def ordered_map[T, R](
+    function: Callable[[T], R], workers: int
+) -> Iterator[Callable[[Iterable[T]], Iterator[R]]]:
     """Yield a ``map`` for ``function`` that uses ``workers`` processes. One worker stands for this process."""
     if workers == 1:
         yield lambda items: map(function, items)
         return
     global _function  # noqa: PLW0603
     _function = function
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_start) as pool:
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("fork"), initializer=_start
+    ) as pool:
         try:
             yield lambda items: _in_order(pool, items, 2 * workers)
         except BrokenProcessPool as error:
-            raise UserError("a worker process was killed, probably for memory: use fewer workers") from error
+            raise UserError(
+                "a worker process was killed, probably for memory: use fewer workers"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
             _function = None

@@ -28,7 +28,11 @@ class AdapterNames:
 
     def check(self, name: str | None) -> None:
         if name is not None and name not in self.names:
-            have = f"one of {', '.join(self.names)}" if self.names else "none: this model has no named adapters"
+            have = (
+                f"one of {', '.join(self.names)}"
+                if self.names
+                else "none: this model has no named adapters"
+            )
             raise UserError(f"adapter_name={name!r}{did_you_mean(name, self.names)}: give {have}")
 
     def begin(self, plan: Plan, device: torch.device) -> None:
@@ -60,7 +64,9 @@ class AdapterBank(nn.Module):
         self._index = {name: index for index, name in enumerate(adapters)}
         self._adapters = nn.ModuleList(adapters.values())
 
-    def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
+    ) -> Tensor:
         """Add each row's adapter to ``base``, the layer's outputs [rows, 1, outputs] without adapters."""
         # PyTorch uses different kernels for a transposed view and for rows selected from it
         x = x.reshape(len(x), -1)[:, None]
@@ -75,7 +81,9 @@ class AdapterBank(nn.Module):
         return base
 
 
-def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]) -> AdapterNames:
+def add_adapters(
+    chunks: Sequence[Any], adapters: Mapping[str, str], add: Callable[[Path], None]
+) -> AdapterNames:
     """Attach several adapters (directories by name) to this rank's chunks; ``add`` attaches and loads one."""
     names = AdapterNames(tuple(adapters))
     found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
@@ -85,21 +93,30 @@ def add_adapters(chunks: Sequence[Any], adapters: Mapping[str, str], add: Callab
             info = chunk_info(chunk)
             method, info.peft = info.peft, None
             if not isinstance(method, LowRankPEFT) or method.modules_to_save:
-                raise UserError(f"adapter {name} replaces whole layers: merge it, or load it alone with --adapter")
+                raise UserError(
+                    f"adapter {name} replaces whole layers: merge it, or load it alone with --adapter"
+                )
             for module in list(layers.adapted(chunk)):
                 _refuse_alone(name, module)
                 found.setdefault(module, {})[name] = (module.adapted_site, module.adapter)
                 layers.detach(module)
     for one in found.values():
         site = next(iter(one.values()))[0]
-        layers.attach(site, AdapterBank(names, {name: adapter for name, (_, adapter) in one.items()}))
+        layers.attach(
+            site, AdapterBank(names, {name: adapter for name, (_, adapter) in one.items()})
+        )
     return names
 
 
 def _refuse_alone(name: str, module: Any) -> None:
     site = module.adapted_site
     biased = module.adapter.scales_outputs and getattr(module, "bias", None) is not None
-    if site.experts is not None or ".layers." not in site.name or site.name.startswith(TOWER) or biased:
+    if (
+        site.experts is not None
+        or ".layers." not in site.name
+        or site.name.startswith(TOWER)
+        or biased
+    ):
         what = "experts" if site.experts is not None else "this layer"
         raise UserError(
             f"adapter {name} changes {site.name}, and {what} cannot have a different adapter for each text: load it "

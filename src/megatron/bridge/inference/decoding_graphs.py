@@ -38,13 +38,17 @@ class DecodingGraphs:
 
     def can_run(self, plan: Plan) -> bool:
         """Return whether every text gets exactly one new token."""
-        return bool(plan.work) and all(work.count == 1 and work.samples and not work.scored for work in plan.work)
+        return bool(plan.work) and all(
+            work.count == 1 and work.samples and not work.scored for work in plan.work
+        )
 
     def run(self, plan: Plan) -> Tensor:
         """Return the logits [rows, vocabulary], text after text."""
         rows = self._rows(len(plan.work))
         if rows not in self._graphs:
-            self._graphs[rows] = _Graph(rows, self._state, self._longest, self._chunk, self._capture)
+            self._graphs[rows] = _Graph(
+                rows, self._state, self._longest, self._chunk, self._capture
+            )
         return self._graphs[rows].run(plan)
 
     def _rows(self, texts: int) -> int:
@@ -78,7 +82,12 @@ class _Graph:
     """A captured forward pass over ``rows`` texts; its input [3, rows] has tokens, positions, and starts of keys."""
 
     def __init__(
-        self, rows: int, state: DecodingState, longest: int, chunk: nn.Module, capture: Callable[[_Forward], _Forward]
+        self,
+        rows: int,
+        state: DecodingState,
+        longest: int,
+        chunk: nn.Module,
+        capture: Callable[[_Forward], _Forward],
     ) -> None:
         self._numbers = torch.zeros(3, rows, dtype=torch.long, device=state.device)
         self._numbers[2] = self._spare = state.spare

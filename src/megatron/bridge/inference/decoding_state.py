@@ -23,8 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron.bridge.backends.attention.sparse_attention import Indexer
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
-from megatron.bridge.backends.decoding.attention_cache import AttentionCache, LatentCache, WindowCache
-from megatron.bridge.backends.decoding.packed_linear import PackedForward, PackedLayer, PackedWeight, can_pack
+from megatron.bridge.backends.decoding.attention_cache import (
+    AttentionCache,
+    LatentCache,
+    WindowCache,
+)
+from megatron.bridge.backends.decoding.packed_linear import (
+    PackedForward,
+    PackedLayer,
+    PackedWeight,
+    can_pack,
+)
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
 from megatron.bridge.backends.moe.grouped_experts import (
@@ -55,7 +64,12 @@ class DecodingState:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], tokens: int, requests: int, pack: bool = False, rings: bool = False
+        self,
+        chunks: Sequence[nn.Module],
+        tokens: int,
+        requests: int,
+        pack: bool = False,
+        rings: bool = False,
     ) -> None:
         self._pack = pack
         self.bare: list[Any] = [unwrap(chunk) for chunk in chunks]
@@ -96,7 +110,9 @@ class DecodingState:
             if self._pack:
                 self._pack_weights(self._packing)
             for module in _modules(self.bare, SharedExpertMLP):
-                plain = module.use_shared_expert_gate and not isinstance(module.gate_weight, DTensor)
+                plain = module.use_shared_expert_gate and not isinstance(
+                    module.gate_weight, DTensor
+                )
                 if plain and not module.config.moe_shared_expert_overlap:
                     changes.set(module, "use_shared_expert_gate", False)
                     changes.callback(module.register_forward_hook(_apply_shared_gate).remove)
@@ -104,8 +120,12 @@ class DecodingState:
                 changes.set(chunk, "mtp_process", False)
                 changes.set(chunk.config, "mtp_num_layers", None)
                 if getattr(chunk, "output_layer", None) is not None:
-                    changes.callback(chunk.output_layer.register_forward_pre_hook(self._select_rows).remove)
-                    changes.set(chunk.output_layer, "sequence_parallel", False)  # the hook has already gathered them
+                    changes.callback(
+                        chunk.output_layer.register_forward_pre_hook(self._select_rows).remove
+                    )
+                    changes.set(
+                        chunk.output_layer, "sequence_parallel", False
+                    )  # the hook has already gathered them
             yield
 
     @contextmanager
@@ -170,18 +190,27 @@ class DecodingState:
     def repeats_kernels(self) -> bool:
         """Return whether single-token steps always launch the same kernels, so that they can be replayed."""
         plain = all(
-            type(cache) is AttentionCache and isinstance(core, TorchAttention) and cache.repeats_kernels(core)
+            type(cache) is AttentionCache
+            and isinstance(core, TorchAttention)
+            and cache.repeats_kernels(core)
             for core, cache in self._caches
         )
         config: Any = self.bare[0].config
         same_angles = switch_length(self.bare) is None
-        return plain and same_angles and not config.num_moe_experts and getattr(config, "vision", None) is None
+        return (
+            plain
+            and same_angles
+            and not config.num_moe_experts
+            and getattr(config, "vision", None) is None
+        )
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Select the hidden states of the rows whose logits are needed; most rows of a prompt are not needed."""
         hidden, *others = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=module.tp_group)
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, group=module.tp_group
+            )
         return hidden if self._rows is None else hidden[self._rows], *others
 
 
@@ -192,7 +221,9 @@ class _Changes(ExitStack):
         """Set an attribute of the instance; closing restores the old value, or removes the attribute if it was new."""
         had, old = name in vars(thing), vars(thing).get(name)
         object.__setattr__(thing, name, value)
-        self.callback(lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name))
+        self.callback(
+            lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name)
+        )
 
     def empty(self, weight: nn.Parameter, packed: PackedWeight) -> None:
         """Free the memory of a weight that is stored in packed format."""
@@ -206,7 +237,9 @@ class _Changes(ExitStack):
             with tempfile.NamedTemporaryFile() as file:
                 file.write(kept.contiguous().view(torch.uint8).numpy())
                 file.flush()
-                mapped = torch.from_file(file.name, shared=True, size=kept.numel(), dtype=kept.dtype).view_as(kept)
+                mapped = torch.from_file(
+                    file.name, shared=True, size=kept.numel(), dtype=kept.dtype
+                ).view_as(kept)
         except OSError:  # the disk is full
             return
         weight.data = mapped
@@ -252,14 +285,18 @@ class _Angles:
 
     def _compute(self, step: Step) -> Any:
         if self._unit is None:
-            found = self._module.get_emb(1, 1)  # [1, 1, 1, d], including YaRN's factor if there is one
+            found = self._module.get_emb(
+                1, 1
+            )  # [1, 1, 1, d], including YaRN's factor if there is one
             self._unit = found if isinstance(found, tuple) else (found, None)
         unit, factor = self._unit
         positions = step.positions.float().view(-1, 1, 1, 1)
         angles = positions * unit
         limit = original_length(self._module)
         if limit is not None and any(span.long for span in step.spans):
-            frequencies = frequencies_and_factor(self._module._reference, limit + 1)[0].to(self._state.device)
+            frequencies = frequencies_and_factor(self._module._reference, limit + 1)[0].to(
+                self._state.device
+            )
             long_unit = torch.cat((frequencies, frequencies)).view(1, 1, 1, -1)
             angles = torch.where(step.long_rows, positions * long_unit, angles)
         return angles if factor is None else (angles, factor)
@@ -278,10 +315,14 @@ class Kept:
     """A cache and the layers that share it."""
 
     modules: tuple[Any, ...]  # layers whose ``cache`` attribute it becomes
-    make: Callable[[int, int, torch.device], Any]  # creates the cache from (tokens of all texts, texts, device)
+    make: Callable[
+        [int, int, torch.device], Any
+    ]  # creates the cache from (tokens of all texts, texts, device)
     per_token: int = 0  # bytes per token
     per_request: int = 0
-    replaces: tuple[Any, TorchAttention] | None = None  # a layer, and the core attention that replaces the layer's own
+    replaces: tuple[Any, TorchAttention] | None = (
+        None  # a layer, and the core attention that replaces the layer's own
+    )
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
@@ -290,11 +331,18 @@ class Kept:
         latent = [_latent(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for kept in latent for module in kept.modules}
         foreign = [(layer, _torch_core(layer)) for layer in _foreign_layers(bare)]
-        own = [(layer, getattr(layer, "core_attention", None)) for chunk in bare for layer in chunk.modules()]
+        own = [
+            (layer, getattr(layer, "core_attention", None))
+            for chunk in bare
+            for layer in chunk.modules()
+        ]
         return [
             *(_attention(layer, core, rings, (layer, core)) for layer, core in foreign),
             *latent,
-            *(_plain(layer, (1, (layer.linear_wk.out_features, 0))) for layer in _modules(bare, Indexer)),
+            *(
+                _plain(layer, (1, (layer.linear_wk.out_features, 0)))
+                for layer in _modules(bare, Indexer)
+            ),
             *(
                 _attention(layer, core, rings)
                 for layer, core in own
@@ -388,7 +436,9 @@ def _torch_core(layer: Any) -> TorchAttention:
     """Return a core attention for decoding that replaces the layer's own, with the same sinks and hooks."""
     own = layer.core_attention
     scale = getattr(own, "softmax_scale", None)
-    made = TorchAttention(layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale)
+    made = TorchAttention(
+        layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale
+    )
     made.eval()
     made.softmax_offset = getattr(own, "softmax_offset", None)
     made._forward_pre_hooks = own._forward_pre_hooks

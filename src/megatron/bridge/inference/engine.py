@@ -42,7 +42,9 @@ class Detokenizer:
         self._hf = hf
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._first = 0  # tokens from here on are decoded together, so that spaces between words are correct
+        self._first = (
+            0  # tokens from here on are decoded together, so that spaces between words are correct
+        )
         self._read = 0  # number of tokens whose text is known
         self._held = ""
         self.text = ""
@@ -111,7 +113,9 @@ class EngineConfig:
     max_requests: int = 32  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that one step computes together
     rows: int = 1024  # maximum new tokens in a step
-    window_rings: bool = False  # layers with a window cache only the window; texts then do not share caches
+    window_rings: bool = (
+        False  # layers with a window cache only the window; texts then do not share caches
+    )
     graphs: bool = False  # on one rank, replay single-token steps if the model's kernels allow it
     pack: bool = False  # on CPUs, store weights in oneDNN's packed format: about twice as fast
 
@@ -152,13 +156,17 @@ class Engine(AbstractContextManager["Engine"]):
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
         limits = _limits(chunks, config, reuses=self._switch is None)
-        self._state = DecodingState(chunks, limits.tokens, limits.requests, config.pack, config.window_rings)
+        self._state = DecodingState(
+            chunks, limits.tokens, limits.requests, config.pack, config.window_rings
+        )
         graphs = None
         if config.graphs and not self.adapters.names:
             graphs = DecodingGraphs.of(chunks, self._state, config.max_context)
         self._runner = Runner(chunks, self._state, config.vocabulary, self.adapters, pixels, graphs)
         self._sight = PromptSight(bare[0].config, pixels is not None)
-        self.lanes = [Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())]
+        self.lanes = [
+            Scheduler(limits) for _ in range(parallel_state.get_data_parallel_world_size())
+        ]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, Job] = {}
         self._attached = self._state.attached()
@@ -181,16 +189,27 @@ class Engine(AbstractContextManager["Engine"]):
         seed = sampling.seed
         if seed is None:
             seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
-        lane = min(range(len(self.lanes)), key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running))
+        lane = min(
+            range(len(self.lanes)),
+            key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running),
+        )
         seen = self._sight.facts(prompt)
-        return [self._submit(prompt, sampling, seed, choice, lane, seen) for choice in range(sampling.n)]
+        return [
+            self._submit(prompt, sampling, seed, choice, lane, seen) for choice in range(sampling.n)
+        ]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse a prompt that cannot be computed."""
         if not prompt:
-            raise UserError("the prompt has no tokens: give at least one, such as the tokenizer's bos_token")
+            raise UserError(
+                "the prompt has no tokens: give at least one, such as the tokenizer's bos_token"
+            )
         self._sight.check(prompt, sampling)
-        for token in (*set(prompt) - self._sight.placeholders, *sampling.stop_ids, *sampling.logit_bias):
+        for token in (
+            *set(prompt) - self._sight.placeholders,
+            *sampling.stop_ids,
+            *sampling.logit_bias,
+        ):
             if not 0 <= token < self.config.vocabulary:
                 raise UserError(
                     f"token {token} is not in the vocabulary of {self.config.vocabulary}: use its own tokenizer"
@@ -202,7 +221,9 @@ class Engine(AbstractContextManager["Engine"]):
                 f"context of {self.config.max_context}: shorten the prompt, or generate fewer tokens"
             )
         if sampling.stop and self.hf is None:
-            raise UserError(f"stop={sampling.stop!r} needs a tokenizer: give stop_ids, or a tokenizer")
+            raise UserError(
+                f"stop={sampling.stop!r} needs a tokenizer: give stop_ids, or a tokenizer"
+            )
         self.adapters.check(sampling.adapter_name)
         self._check_memory(longest)
 
@@ -214,7 +235,13 @@ class Engine(AbstractContextManager["Engine"]):
             )
 
     def _submit(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, choice: int, lane: int, seen: Mapping[str, Any]
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        choice: int,
+        lane: int,
+        seen: Mapping[str, Any],
     ) -> Job:
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
@@ -251,7 +278,9 @@ class Engine(AbstractContextManager["Engine"]):
             while any(lane.running for lane in self.lanes):
                 self.step()
         if running == "abort":
-            for job in [job for job in self._jobs.values() if job.completion.tokens or job.text.computed]:
+            for job in [
+                job for job in self._jobs.values() if job.completion.tokens or job.text.computed
+            ]:
                 self.cancel(job)
         for lane in self.lanes:
             lane.forget_caches()
@@ -359,7 +388,9 @@ def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> 
     each, states = sum(it.per_token for it in kept), sum(it.per_request for it in kept)
     most = config.max_requests * -(-config.max_context // 16) * 16
     room = config.kv_memory - config.max_requests * states
-    tokens = min(most, room // each - 1) if each else most * (room >= 0)  # one token is reserved for idle ranks
+    tokens = (
+        min(most, room // each - 1) if each else most * (room >= 0)
+    )  # one token is reserved for idle ranks
     if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks must make the same plans
         least = torch.tensor([tokens, -states], device=torch.cuda.current_device())
         dist.all_reduce(least, dist.ReduceOp.MIN)

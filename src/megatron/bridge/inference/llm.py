@@ -85,7 +85,9 @@ class LLM:
             from megatron.bridge.inference.workers import Workers
 
             self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
-            ((self.reader, self.max_context, self.declared_ends),) = self._workers.iterate("facts", ())
+            ((self.reader, self.max_context, self.declared_ends),) = self._workers.iterate(
+                "facts", ()
+            )
             return
         self._load(path, options)
 
@@ -107,7 +109,9 @@ class LLM:
             model = load(path, _sizes(options), **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
-            raise UserError(f"max_context={context} must be from 2 to {model.max_context}, the model's maximum")
+            raise UserError(
+                f"max_context={context} must be from 2 to {model.max_context}, the model's maximum"
+            )
         share = rank_share(unwrap(model.chunks[0]).config)
         reader = PromptReader(model.hf, options["template"], model.media, share, context)
         ends = end_tokens(model.hf, model.folder)
@@ -116,7 +120,11 @@ class LLM:
         same = {name: options[name] for name in _ENGINE}
         same["rows"] = same["rows"] or (8192 if has_cuda() else 1024)
         config = EngineConfig(context, model.vocabulary, frozenset(ends), pack=True, **same)
-        self.reader, self.max_context, self.declared_ends = reader, context, declared_ends(model.folder)
+        self.reader, self.max_context, self.declared_ends = (
+            reader,
+            context,
+            declared_ends(model.folder),
+        )
         pixels = reader.pixels if model.media else None
         engine = Engine(model.chunks, config, model.hf, model.adapters, pixels)
         self.engine = self._cleanup.enter_context(engine)
@@ -143,7 +151,9 @@ class LLM:
         self._cleanup.close()
 
     def generate(
-        self, prompts: "Prompt | Sequence[Prompt]", sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: "Prompt | Sequence[Prompt]",
+        sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[list[Completion]]:
         """Return ``n`` completions for each text or list of token ids; ``sampling`` is shared or one per prompt."""
         from megatron.bridge.inference.prompts import as_list
@@ -164,9 +174,15 @@ class LLM:
         if self._workers is not None:
             yield from self._workers.iterate("generate_each", (prompts, sampling, places))
             return
-        how = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        how = (
+            [sampling or Sampling()] * len(prompts)
+            if not isinstance(sampling, Sequence)
+            else list(sampling)
+        )
         if len(how) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts and {len(how)} samplings: give one for each, or one for all")
+            raise UserError(
+                f"{len(prompts)} prompts and {len(how)} samplings: give one for each, or one for all"
+            )
         tokens = [
             self._tokens(prompt, places[index] if places else f"prompt {index}", one)
             for index, (prompt, one) in enumerate(zip(prompts, how, strict=True))
@@ -178,7 +194,10 @@ class LLM:
         return next(iter(self.generate_each([messages], sampling)))[0]
 
     def stream(
-        self, prompt: "Prompt | Messages", sampling: Sampling | None = None, stopped: Callable[[], bool] = lambda: False
+        self,
+        prompt: "Prompt | Messages",
+        sampling: Sampling | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[str | Completion]:
         """Yield pieces of a completion, then the completion; rank 0 calls ``stopped`` at each step to end it early."""
         if self._workers is not None:
@@ -197,14 +216,20 @@ class LLM:
             self.engine.cancel(job)
         yield job.completion
 
-    def logprobs(self, texts: "Prompt | Sequence[Prompt]", top: int = 0) -> list[list[TokenLogprob]]:
+    def logprobs(
+        self, texts: "Prompt | Sequence[Prompt]", top: int = 0
+    ) -> list[list[TokenLogprob]]:
         """Return the log-probability of each token after the first, with the ``top`` most likely tokens there."""
         scoring = Sampling(max_new_tokens=0, prompt_logprobs=top)
         return [completions[0].prompt_logprobs for completions in self.generate(texts, scoring)]
 
     def replace_weights(self, step: "WeightStep") -> None:
         """Apply one step of a weight update on all ranks; ``refit.sender.Refit`` sends all steps."""
-        steps = self.weight_step(step) if self._workers is None else self._workers.iterate("weight_step", (step,))
+        steps = (
+            self.weight_step(step)
+            if self._workers is None
+            else self._workers.iterate("weight_step", (step,))
+        )
         for _ in steps:
             pass
 
@@ -213,7 +238,9 @@ class LLM:
         from megatron.bridge.inference.refit.replacement import Replacement
 
         if self._bridge is None:
-            raise UserError("this engine was loaded from a Megatron checkpoint: load a Hugging Face model to refit it")
+            raise UserError(
+                "this engine was loaded from a Megatron checkpoint: load a Hugging Face model to refit it"
+            )
         if self._replacement is None:
             self._replacement = Replacement(self.engine, self._bridge, self._chunks)
         self._replacement.take(step)
@@ -228,8 +255,13 @@ class LLM:
             raise UserError(f"{where}: {error}") from error
         return tokens
 
-    def _complete(self, prompts: list[list[int]], how: list[Sampling]) -> Iterator[list[Completion]]:
-        jobs = [self.engine.enqueue(prompt, sampling) for prompt, sampling in zip(prompts, how, strict=True)]
+    def _complete(
+        self, prompts: list[list[int]], how: list[Sampling]
+    ) -> Iterator[list[Completion]]:
+        jobs = [
+            self.engine.enqueue(prompt, sampling)
+            for prompt, sampling in zip(prompts, how, strict=True)
+        ]
         try:
             for choices in jobs:
                 while not all(job.is_over for job in choices):

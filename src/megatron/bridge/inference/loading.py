@@ -35,7 +35,9 @@ class LoadedModel:
     max_context: int  # maximum number of tokens of a text
     bridge: AutoBridge | None = None  # bridge of the architecture; None for a Megatron checkpoint
     adapters: AdapterNames | None = None  # adapters that requests choose by name
-    media: MediaRules | None = None  # how images are processed; None for a model without a vision tower
+    media: MediaRules | None = (
+        None  # how images are processed; None for a model without a vision tower
+    )
 
 
 def load(
@@ -64,7 +66,9 @@ def load(
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
     path, adapter, run = _on_base(path, adapter)
     if adapter is not None and adapters:
-        raise UserError(f"--adapter {adapter} applies to all requests: remove it, or remove --adapters")
+        raise UserError(
+            f"--adapter {adapter} applies to all requests: remove it, or remove --adapters"
+        )
     for folder in (adapter, *(adapters or {}).values()):
         if folder is not None and not hub.is_peft_adapter(folder):
             paths.resolve(folder)
@@ -78,16 +82,22 @@ def load(
     hf = _tokenizer(source.folder, used, trust_remote_code)
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
-    chunks = provider.provide_distributed_model(wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision)
+    chunks = provider.provide_distributed_model(
+        wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision
+    )
     if adapter is not None:
         _add_adapter(bridge, chunks, Path(adapter))
-    names = add_adapters(chunks, adapters, partial(_add_adapter, bridge, chunks)) if adapters else None
+    names = (
+        add_adapters(chunks, adapters, partial(_add_adapter, bridge, chunks)) if adapters else None
+    )
     for chunk in chunks:
         chunk.eval()
     media = None
     if getattr(provider, "vision", None) is not None:
         media = _media_rules(run, (tokenizer, source.folder, used), media_root or "/")
-    return LoadedModel(chunks, hf, source.folder, provider.vocab_size, _context(provider), bridge, names, media)
+    return LoadedModel(
+        chunks, hf, source.folder, provider.vocab_size, _context(provider), bridge, names, media
+    )
 
 
 @dataclass(frozen=True)
@@ -103,12 +113,16 @@ class _Source:
     def of(cls, path: str | Path, sizes: Mapping[str, Any], trust_remote_code: bool) -> "_Source":
         if hub.is_megatron(path):
             provider = stored_provider.read_for_layout(path, sizes)
-            return cls(None, provider, model_io.tokenizer_dir(path), stored_provider.load_hook(path))
+            return cls(
+                None, provider, model_io.tokenizer_dir(path), stored_provider.load_hook(path)
+            )
         bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
         return cls(bridge, bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None)
 
 
-def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, str | Path | None, str | Path | None]:
+def _on_base(
+    path: str | Path, adapter: str | Path | None
+) -> tuple[str | Path, str | Path | None, str | Path | None]:
     """Return the paths of model, adapter and run for a path that may be a checkpoint of adapters."""
     if not hub.is_megatron(path):
         return path, adapter, None
@@ -116,19 +130,27 @@ def _on_base(path: str | Path, adapter: str | Path | None) -> tuple[str | Path, 
     if base is None:
         return path, adapter, path
     if adapter is not None:
-        raise UserError(f"{path} holds adapters itself: remove --adapter {adapter}, or give their base model")
+        raise UserError(
+            f"{path} holds adapters itself: remove --adapter {adapter}, or give their base model"
+        )
     return base["name"], path, path
 
 
-def _media_rules(run: str | Path | None, beside: Sequence[str | Path | None], root: str) -> MediaRules | None:
+def _media_rules(
+    run: str | Path | None, beside: Sequence[str | Path | None], root: str
+) -> MediaRules | None:
     """Return the image processor next to a tokenizer, or else the run's, with the image limits of the run."""
     data: dict[str, Any] = {}
     if run is not None and model_io.has_run_config(paths.resolve(run)):
         data = model_io.read_run_config(run).get("dataset") or {}
     given, *others = beside
-    candidates = (str(it) for it in (given, data.get("hf_processor_path"), *others) if it is not None)
+    candidates = (
+        str(it) for it in (given, data.get("hf_processor_path"), *others) if it is not None
+    )
     path = next(filter(has_processor, candidates), None)
-    limits: dict[str, Any] = {name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
+    limits: dict[str, Any] = {
+        name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")
+    }
     return None if path is None else MediaRules(path, root, **limits)
 
 
@@ -163,7 +185,9 @@ def _add_adapter(bridge: AutoBridge | None, chunks: list[Any], path: Path) -> No
     path = storage.local(path)
     if hub.is_peft_adapter(path):
         if bridge is None:
-            raise UserError(f"the adapter {path} is in the format of peft, which needs a Hugging Face base model")
+            raise UserError(
+                f"the adapter {path} is in the format of peft, which needs a Hugging Face base model"
+            )
         hf_adapter.peft_for(bridge, path)(chunks, training=False)
         bridge.load_hf_adapter(chunks, path)
         return

@@ -16,7 +16,9 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PROMPTS = ("prompt", "text", "input", "messages")
 _OVERRIDES = tuple(field.name for field in fields(Sampling))
-_SEEDS = 1_000_003  # distance between seeds of the command, from which each line derives its own seed
+_SEEDS = (
+    1_000_003  # distance between seeds of the command, from which each line derives its own seed
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     seen: dict[str | int, str] = {}
     for line in lines:
         if line.id in seen:
-            raise UserError(f"{line.where}: {seen[line.id]} has the same id={line.id!r}: ids must differ")
+            raise UserError(
+                f"{line.where}: {seen[line.id]} has the same id={line.id!r}: ids must differ"
+            )
         seen[line.id] = line.where
     return lines
 
@@ -50,7 +54,11 @@ def _lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[Prom
             where = f"{path}:{number}"
             if not raw.strip():
                 continue
-            record = parse_record(raw, where) if path.suffix == ".jsonl" else {"prompt": _text(raw, where)}
+            record = (
+                parse_record(raw, where)
+                if path.suffix == ".jsonl"
+                else {"prompt": _text(raw, where)}
+            )
             yield _line(record, where, number, defaults, chat)
 
 
@@ -61,20 +69,28 @@ def _text(raw: bytes, where: str) -> str:
         raise UserError(f"{where}: the line is not UTF-8 ({error.reason})") from error
 
 
-def _line(record: dict[str, Any], where: str, number: int, defaults: Mapping[str, Any], chat: bool) -> PromptLine:
+def _line(
+    record: dict[str, Any], where: str, number: int, defaults: Mapping[str, Any], chat: bool
+) -> PromptLine:
     given = [key for key in _PROMPTS if key in record]
     if len(given) != 1:
-        raise UserError(f"{where}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}")
+        raise UserError(
+            f"{where}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}"
+        )
     media = MEDIA_KEYS if given == ["messages"] else ()
     known = (*given, "id", *_OVERRIDES, *media)
     for key in record:
         if key not in known:
             raise UserError(f"{where}: unknown key {key}{did_you_mean(key, known)}")
     prompt = record[given[0]]
-    if given == ["messages"] and not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+    if given == ["messages"] and not (
+        isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+    ):
         raise UserError(f"{where}: messages must be a list with at least one message")
     if given != ["messages"] and not _is_prompt(prompt):
-        raise UserError(f"{where}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}")
+        raise UserError(
+            f"{where}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}"
+        )
     if beside := {key: record[key] for key in media if key in record}:
         prompt = {"messages": prompt, **beside}
     if chat and isinstance(prompt, str):
@@ -85,11 +101,15 @@ def _line(record: dict[str, Any], where: str, number: int, defaults: Mapping[str
     seed = defaults.get("seed")
     seeded = {} if seed is None else {"seed": seed * _SEEDS + number}
     own = {key: record[key] for key in _OVERRIDES if key in record}
-    return PromptLine(name, prompt, Sampling.from_dict({**defaults, **seeded, **own}, f"{where}: "), where)
+    return PromptLine(
+        name, prompt, Sampling.from_dict({**defaults, **seeded, **own}, f"{where}: "), where
+    )
 
 
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(type(token) is int for token in value)
+    )
 
 
 class CompletionFile:
@@ -109,7 +129,9 @@ class CompletionFile:
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
         """Write one line and flush it to disk."""
-        self._file.write((json.dumps(as_record(line, completions), ensure_ascii=False) + "\n").encode())
+        self._file.write(
+            (json.dumps(as_record(line, completions), ensure_ascii=False) + "\n").encode()
+        )
         self._file.flush()
         os.fsync(self._file.fileno())
 

@@ -35,7 +35,9 @@ from megatron.bridge.utils.errors import UserError
 @dataclass(frozen=True)
 class PromptImages:
     references: tuple[MediaReference, ...]
-    rows: NDArray[np.int64]  # [prompt], index of the feature row that replaces each embedding; -1 for text
+    rows: NDArray[
+        np.int64
+    ]  # [prompt], index of the feature row that replaces each embedding; -1 for text
     positions: Positions | None = None  # [3, prompt], for models with three position axes
 
     def positions_of(self, start: int, count: int) -> Positions:
@@ -75,7 +77,9 @@ class PromptSight:
                 f"the prompt has the image token {min(found)}, but no images: give a conversation with image parts, or "
                 "remove the token"
             )
-        if sampling.prompt_logprobs is not None and getattr(self._config, "bidirectional_prompt", False):
+        if sampling.prompt_logprobs is not None and getattr(
+            self._config, "bidirectional_prompt", False
+        ):
             raise UserError(
                 "prompt_logprobs: the prompt has bidirectional attention, so earlier tokens alone do not predict its "
                 "tokens: remove it"
@@ -92,7 +96,9 @@ class PromptSight:
         if getattr(self._config, "bidirectional_prompt", False):
             return list(range(len(prompt)))[::-1]
         if getattr(self._config, "bidirectional_images", False) and hasattr(prompt, "images"):
-            found: list[int] = look_ahead(torch.tensor([prompt]), self._config.image_token_id)[0].tolist()
+            found: list[int] = look_ahead(torch.tensor([prompt]), self._config.image_token_id)[
+                0
+            ].tolist()
             return found
         return None
 
@@ -112,7 +118,12 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[str, Any]]:
     """Return a user message with a question about the images at the given paths."""
     parts = [{"type": "image", "image": str(Path(image).absolute())} for image in images]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}] if parts else question}]
+    return [
+        {
+            "role": "user",
+            "content": [*parts, {"type": "text", "text": question}] if parts else question,
+        }
+    ]
 
 
 class PromptReader:
@@ -143,25 +154,35 @@ class PromptReader:
 
     def tokens(self, prompt: Prompt | Messages, where: str) -> list[int]:
         """Return the token ids of a text with special tokens, or of a conversation; ``where`` is for error messages."""
-        if isinstance(prompt, Mapping) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+        if isinstance(prompt, Mapping) or (
+            isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
+        ):
             return self._of_chat(prompt, where)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt  # type: ignore[return-value]
         if not isinstance(prompt, str):
-            raise UserError(f"{where} is a {type(prompt).__name__}: give a text or a list of token ids")
+            raise UserError(
+                f"{where} is a {type(prompt).__name__}: give a text or a list of token ids"
+            )
         if self.hf is None:
-            raise UserError(f"{where} is a text, but the model has no tokenizer: give token ids, or --tokenizer")
+            raise UserError(
+                f"{where} is a text, but the model has no tokenizer: give token ids, or --tokenizer"
+            )
         bos = self.hf.bos_token
         # a rendered template may already begin with the BOS token
         return self.hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
 
     def _of_chat(self, messages: Messages, where: str) -> list[int]:
         if self.hf is None:
-            raise UserError(f"{where}: a conversation needs a tokenizer, which the model does not have")
+            raise UserError(
+                f"{where}: a conversation needs a tokenizer, which the model does not have"
+            )
         chat = parse_chat(messages, where)
         if chat.images:
             return self._with_images(chat, where)
-        text = ChatTemplate(self.hf, self.template, parts=self.media is not None).prompt(chat, where)
+        text = ChatTemplate(self.hf, self.template, parts=self.media is not None).prompt(
+            chat, where
+        )
         return self.hf.encode(text, add_special_tokens=False)
 
     def _with_images(self, chat: Chat, where: str) -> TokensWithImages:
@@ -171,7 +192,9 @@ class PromptReader:
                 "folder of a vision-language model with its preprocessor_config.json"
             )
         found = self.processor.references(((item.kind, item.raw) for item in chat.images), where)
-        text = ChatTemplate(self.hf, self.template or self.processor.chat_template, parts=True).prompt(chat, where)
+        text = ChatTemplate(
+            self.hf, self.template or self.processor.chat_template, parts=True
+        ).prompt(chat, where)
         text = expand(RenderedChat(text, [], []), found, self.processor, where).text
         tokens = np.array(self.hf.encode(text, add_special_tokens=False))
         rows = media_rows(torch.from_numpy(tokens), *self.processor.token_ids).numpy()
@@ -179,7 +202,9 @@ class PromptReader:
         positions = self.processor.positions(tokens, found) if self.processor.has_grids else None
         return TokensWithImages(tokens.tolist(), PromptImages(tuple(found), rows, positions))
 
-    def _check_images(self, media: Sequence[MediaReference], length: int, placeholders: int, where: str) -> None:
+    def _check_images(
+        self, media: Sequence[MediaReference], length: int, placeholders: int, where: str
+    ) -> None:
         """Refuse invalid images now and on all ranks, not during a step; check the cheap limits first."""
         if self.max_context is not None and length > self.max_context:
             raise UserError(
@@ -187,7 +212,9 @@ class PromptReader:
                 f"{self.max_context}: use fewer or smaller images"
             )
         if (size := sum(item.height * item.width for item in media)) > MAX_PIXELS:
-            raise UserError(f"{where}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller")
+            raise UserError(
+                f"{where}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller"
+            )
         if placeholders != (wanted := self.processor.total_tokens(media)):
             raise UserError(
                 f"{where}: the prompt has {placeholders} image tokens, but its images need {wanted}: remove image "
@@ -228,9 +255,13 @@ def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
 def declared_ends(folder: Path | None) -> set[int]:
     """Return the end tokens of ``generation_config.json``, or else of ``config.json``, as transformers does."""
     names = ("generation_config.json", "config.json")
-    files = [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
+    files = (
+        [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
+    )
     try:
-        value = json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id") if files else None
+        value = (
+            json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id") if files else None
+        )
     except (OSError, ValueError, AttributeError):
         return set()
     values = value if isinstance(value, list) else [value]
@@ -238,12 +269,18 @@ def declared_ends(folder: Path | None) -> set[int]:
 
 
 def end_of_turn(
-    hf: Any, template: str | None = None, before: list[dict[str, Any]] | None = None, parts: bool = False
+    hf: Any,
+    template: str | None = None,
+    before: list[dict[str, Any]] | None = None,
+    parts: bool = False,
 ) -> set[int]:
     """Return the special token that the chat template writes after an answer to ``before``, by rendering one."""
     if template is None and not hf.chat_template:
         return set()
-    messages = [*(before or [{"role": "user", "content": "Hi"}]), {"role": "assistant", "content": _MARKER}]
+    messages = [
+        *(before or [{"role": "user", "content": "Hi"}]),
+        {"role": "assistant", "content": _MARKER},
+    ]
     try:
         chat = parse_chat(messages, "a sample")
         text = ChatTemplate(hf, template, parts=parts).render(chat, "everything", "a sample").text

@@ -16,20 +16,32 @@ MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
 class Sampling:
     """How to continue a prompt; the defaults are greedy."""
 
-    max_new_tokens: int = 256  # maximum tokens to generate; 0 only computes log-probabilities of the prompt
+    max_new_tokens: int = (
+        256  # maximum tokens to generate; 0 only computes log-probabilities of the prompt
+    )
     temperature: float = 0.0  # divides the logits; below 1e-6, the most likely token is chosen
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the most likely tokens with this total probability
     min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely one
-    repetition_penalty: float = 1.0  # divides positive logits and multiplies negative logits of tokens in the text
+    repetition_penalty: float = (
+        1.0  # divides positive logits and multiplies negative logits of tokens in the text
+    )
     presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
-    frequency_penalty: float = 0.0  # subtracted from the logits of generated tokens, once per occurrence
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
-    adapter_name: str | None = None  # name of an adapter; None uses the base model or its only adapter
+    frequency_penalty: float = (
+        0.0  # subtracted from the logits of generated tokens, once per occurrence
+    )
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict
+    )  # added to the logits of these tokens
+    adapter_name: str | None = (
+        None  # name of an adapter; None uses the base model or its only adapter
+    )
     seed: int | None = None  # reproduces the text in any batch and layout; None draws a random seed
     n: int = 1  # number of completions of the prompt
     stop: Sequence[str] = ()  # end at one of these texts, which the completion does not include
-    stop_ids: Sequence[int] = ()  # end at one of these tokens, in addition to the model's own end tokens
+    stop_ids: Sequence[
+        int
+    ] = ()  # end at one of these tokens, in addition to the model's own end tokens
     ignore_eos: bool = False  # continue after the model's own end tokens
     # return log-probabilities of generated tokens, and of this many most likely tokens at each position
     logprobs: int | None = None
@@ -37,7 +49,9 @@ class Sampling:
     score_from: int = 1  # index of the first token of the prompt whose log-probability is returned
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        )
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         for name, (kinds, rule, holds) in _RULES.items():
             value = getattr(self, name)
@@ -52,7 +66,9 @@ class Sampling:
             raise UserError(f"stop has {len(self.stop)} texts: give at most {MOST_STOPS}")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
-                raise UserError(f"stop={text!r:.60} must be a text of 1 to {LONGEST_STOP} characters")
+                raise UserError(
+                    f"stop={text!r:.60} must be a text of 1 to {LONGEST_STOP} characters"
+                )
         for token in self.stop_ids:
             if not isinstance(token, int):
                 raise UserError(f"stop_ids={token!r} must be a token id: put texts into stop")
@@ -67,7 +83,11 @@ class Sampling:
     @property
     def changes_logits(self) -> bool:
         """Whether penalties or biases change the logits."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
+            1.0,
+            0.0,
+            0.0,
+        )
         return penalties or bool(self.logit_bias)
 
     @classmethod
@@ -76,7 +96,9 @@ class Sampling:
         names = [it.name for it in fields(cls)]
         for name in values:
             if name not in names:
-                raise UserError(f"{where}{name} is not a sampling parameter{did_you_mean(name, names)}")
+                raise UserError(
+                    f"{where}{name} is not a sampling parameter{did_you_mean(name, names)}"
+                )
         try:
             return cls(**values)
         except UserError as error:
@@ -95,7 +117,11 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
     "top_k": (int, "a number of at least 0: 0 keeps all tokens", _at_least(0)),
     "top_p": (_NUMBER, "above 0 and at most 1: 1 keeps all tokens", lambda value: 0 < value <= 1),
     "min_p": (_NUMBER, "from 0 to 1: 0 keeps all tokens", lambda value: 0 <= value <= 1),
-    "repetition_penalty": (_NUMBER, "above 0: 1 changes nothing", lambda value: 0 < value < math.inf),
+    "repetition_penalty": (
+        _NUMBER,
+        "above 0: 1 changes nothing",
+        lambda value: 0 < value < math.inf,
+    ),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logit_bias": (Mapping, "a mapping of token ids to numbers", lambda _: True),
@@ -103,7 +129,11 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
     "n": (int, f"from 1 to {MOST_CHOICES}", lambda value: 1 <= value <= MOST_CHOICES),
     "logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
     "score_from": (int, "a number of at least 1", _at_least(1)),
-    "prompt_logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),
+    "prompt_logprobs": (
+        int,
+        f"from 0 to {MOST_LOGPROBS}",
+        lambda value: 0 <= value <= MOST_LOGPROBS,
+    ),
 }
 
 
@@ -120,11 +150,19 @@ class TokenLogprob:
 @dataclass
 class Completion:
     prompt_tokens: list[int]
-    tokens: list[int] = field(default_factory=list)  # generated tokens, including the token that ended the text
+    tokens: list[int] = field(
+        default_factory=list
+    )  # generated tokens, including the token that ended the text
     text: str = ""  # text without special tokens, up to a stop text
-    finish_reason: FinishReason | None = None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``
+    finish_reason: FinishReason | None = (
+        None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``
+    )
     seed: int = 0
     choice: int = 0  # index among the ``n`` completions of the prompt
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of ``tokens``, if requested
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on, if requested
-    weight_versions: list[int] = field(default_factory=list)  # number of weight updates before each of ``tokens``
+    prompt_logprobs: list[TokenLogprob] = field(
+        default_factory=list
+    )  # from the second token on, if requested
+    weight_versions: list[int] = field(
+        default_factory=list
+    )  # number of weight updates before each of ``tokens``

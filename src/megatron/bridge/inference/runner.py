@@ -65,10 +65,14 @@ class Runner:
         for copy in plan.copies:
             self._state.copy(copy.source, copy.target, copy.count)
         if self._graphs is not None and self._graphs.can_run(plan):
-            return choose_outputs(self._graphs.run(plan)[: len(outputs), : self._vocabulary], outputs, width)
+            return choose_outputs(
+                self._graphs.run(plan)[: len(outputs), : self._vocabulary], outputs, width
+            )
         tokens, spans = self._packed(plan)
         step = Step(spans or [Span(0, 1, 0, self._state.spare, 0)], self._state.device)
-        ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[None]
+        ids = torch.tensor(tokens + [0] * (step.rows - len(tokens)), device=self._state.device)[
+            None
+        ]
         self._state.begin(step, [output.row for output in outputs])
         self._adapters.begin(plan, self._state.device)
         logits = self._forward(ids, step, self._inputs(plan, step))
@@ -91,7 +95,9 @@ class Runner:
             if text.ahead is not None and work.start == 0:
                 seen = text.ahead + [0] * (work.count - len(text.ahead))
                 ahead = remember_on_host(torch.tensor([seen], device=self._state.device), seen)
-            spans.append(Span(work.row, work.count, work.start, text.extent, text.slot, text.long, ahead))
+            spans.append(
+                Span(work.row, work.count, work.start, text.extent, text.slot, text.long, ahead)
+            )
         return tokens, spans
 
     def _inputs(self, plan: Plan, step: Step) -> dict[str, Any]:
@@ -104,8 +110,12 @@ class Runner:
             if images is not None and work.start == 0:
                 rows[0, work.row : work.row + len(images.rows)] = images.rows
         return {
-            "position_ids": _three_axes(plan, step) if self._config.mrope_section else step.positions[None],
-            "attention_mask": torch.zeros_like(step.positions)[None] if self._config.looks_ahead else None,
+            "position_ids": _three_axes(plan, step)
+            if self._config.mrope_section
+            else step.positions[None],
+            "attention_mask": torch.zeros_like(step.positions)[None]
+            if self._config.looks_ahead
+            else None,
             "media": self._media(plan.images),
             "media_rows": torch.from_numpy(rows),
         }
@@ -117,7 +127,10 @@ class Runner:
         assert self._pixels is not None, "Engine.check has refused images"
         device, dtype = self._state.device, self._config.params_dtype
         found = self._pixels(images.references)
-        return {name: it.to(device, dtype) if it.is_floating_point() else it for name, it in found.items()}
+        return {
+            name: it.to(device, dtype) if it.is_floating_point() else it
+            for name, it in found.items()
+        }
 
     def _forward(self, ids: Tensor, step: Step, inputs: dict[str, Any]) -> Tensor | None:
         """Return the logits [1, rows, vocabulary] on the last stage, and None on the others."""
@@ -135,7 +148,9 @@ class Runner:
 
     def _receive(self, step: Step) -> Tensor:
         width, dtype = self._hidden
-        hidden = torch.empty(step.rows // self._split, 1, width, dtype=dtype, device=self._state.device)
+        hidden = torch.empty(
+            step.rows // self._split, 1, width, dtype=dtype, device=self._state.device
+        )
         dist.recv(hidden, self._neighbor(-1), group=self._stages)
         return hidden
 
@@ -147,7 +162,11 @@ class Runner:
 def _three_axes(plan: Plan, step: Step) -> Tensor:
     """Return positions [3, 1, rows] for text (equal on all axes) and prompts with images, in one transfer."""
     positions = step.positions.expand(3, 1, -1)
-    work = [it for it in plan.work if it.text.images is not None and it.text.images.positions is not None]
+    work = [
+        it
+        for it in plan.work
+        if it.text.images is not None and it.text.images.positions is not None
+    ]
     if not work:
         return positions
     known = np.concatenate([it.text.images.positions_of(it.start, it.count) for it in work], axis=1)
@@ -159,7 +178,10 @@ def _three_axes(plan: Plan, step: Step) -> Tensor:
 
 def _answers() -> bool:
     """Return whether this rank of the last stage samples; context-parallel ranks have the same logits."""
-    return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
+    return (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
 
 
 def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:

@@ -31,7 +31,12 @@ def uniform(seed: int, position: int, choice: int) -> float:
 
 
 def choose(
-    logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int, seed: int, choice: int
+    logits: Tensor,
+    sampling: Sampling,
+    tokens: Sequence[int],
+    prompt_length: int,
+    seed: int,
+    choice: int,
 ) -> Tensor:
     """Sample the next token [] after ``tokens``, which begin with the prompt; does not synchronize a GPU."""
     if sampling.changes_logits:
@@ -46,13 +51,17 @@ def choose(
     return torch.minimum(token, last)
 
 
-def penalized(logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int) -> Tensor:
+def penalized(
+    logits: Tensor, sampling: Sampling, tokens: Sequence[int], prompt_length: int
+) -> Tensor:
     """Return the logits [vocabulary] with biases and penalties."""
     logits = logits.clone()
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(it for it in set(tokens) if it < len(logits)), device=logits.device)
+        seen = torch.tensor(
+            sorted(it for it in set(tokens) if it < len(logits)), device=logits.device
+        )
         old = logits[seen]
         penalty = sampling.repetition_penalty
         logits[seen] = torch.where(old < 0, old * penalty, old / penalty)
@@ -73,10 +82,14 @@ def truncated(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered, index = logits.sort(descending=False)
         left_out = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         left_out[-1] = False
-        logits = logits.masked_fill(torch.empty_like(left_out).scatter_(0, index, left_out), -torch.inf)
+        logits = logits.masked_fill(
+            torch.empty_like(left_out).scatter_(0, index, left_out), -torch.inf
+        )
     if sampling.min_p > 0.0:
         probabilities = logits.softmax(-1)
-        logits = logits.masked_fill(probabilities < sampling.min_p * probabilities.max(), -torch.inf)
+        logits = logits.masked_fill(
+            probabilities < sampling.min_p * probabilities.max(), -torch.inf
+        )
     return logits
 
 
@@ -140,4 +153,6 @@ def read_logprob(row: Sequence[float], top: int, width: int) -> TokenLogprob:
     most = (width - FIXED) // 2
     pairs = zip(row[FIXED : FIXED + top], row[FIXED + most : FIXED + most + top], strict=True)
     token = int(row[0])
-    return TokenLogprob(token, row[1], token == int(row[2]), {int(one): value for one, value in pairs})
+    return TokenLogprob(
+        token, row[1], token == int(row[2]), {int(one): value for one, value in pairs}
+    )

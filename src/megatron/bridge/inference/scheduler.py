@@ -53,7 +53,11 @@ class Arena:
         end = start + length
         index = bisect_left(self._holes, (end, 0))
         missing = wanted - length
-        if index == len(self._holes) or self._holes[index][0] != end or self._holes[index][1] < missing:
+        if (
+            index == len(self._holes)
+            or self._holes[index][0] != end
+            or self._holes[index][1] < missing
+        ):
             return False
         self._shrink(index, missing)
         self._taken[start] = wanted
@@ -63,7 +67,10 @@ class Arena:
         insort(self._holes, (start, self._taken.pop(start)))
         index = bisect_left(self._holes, (start, 0))
         for left in (index, index - 1):  # join with the hole after it, then with the hole before it
-            if 0 <= left < len(self._holes) - 1 and sum(self._holes[left]) == self._holes[left + 1][0]:
+            if (
+                0 <= left < len(self._holes) - 1
+                and sum(self._holes[left]) == self._holes[left + 1][0]
+            ):
                 joined = self._holes[left][0], self._holes[left][1] + self._holes[left + 1][1]
                 self._holes[left : left + 2] = [joined]
 
@@ -88,17 +95,23 @@ class Text:
     prompt_length: int  # number of prompt tokens
     limit: int  # maximum length of the text
     wants_prompt: bool = False  # whether the logits of the prompt's tokens are needed
-    switch: int | None = None  # length above which rotary frequencies differ; None if they never change
+    switch: int | None = (
+        None  # length above which rotary frequencies differ; None if they never change
+    )
     long: bool = False  # whether the text has the frequencies of long texts
     scored: int = 0  # number of prompt tokens whose successor has a log-probability
-    chunked: int = 0  # number of tokens at the start that are computed in chunks instead of one by one
+    chunked: int = (
+        0  # number of tokens at the start that are computed in chunks instead of one by one
+    )
     computed: int = 0  # number of tokens in the caches
     extent: int | None = None  # first token in the caches; None without memory
     slot: int | None = None  # index of recurrent states; None without memory
     shares: bool = True  # whether other texts may reuse its caches
     adapter: str | None = None  # name of its adapter
     images: Any = None  # images of the prompt
-    ahead: list[int] | None = None  # number of later tokens that each prompt token attends to; None if causal
+    ahead: list[int] | None = (
+        None  # number of later tokens that each prompt token attends to; None if causal
+    )
 
     def __post_init__(self) -> None:
         # if a text is only scored, its last token has no successor
@@ -142,7 +155,11 @@ class Work:
     def scored(self) -> range:
         """Positions whose next token is a prompt token with a requested log-probability."""
         start = max(self.start, self.text.scored)
-        stop = min(self.start + self.count, self.text.prompt_length - 1) if self.text.wants_prompt else 0
+        stop = (
+            min(self.start + self.count, self.text.prompt_length - 1)
+            if self.text.wants_prompt
+            else 0
+        )
         return range(start, max(start, stop))
 
 
@@ -171,7 +188,14 @@ class Plan:
     @property
     def images(self) -> Any:
         """The images of the only text with images, if there is one."""
-        return next((work.text.images for work in self.work if work.start == 0 and work.text.images is not None), None)
+        return next(
+            (
+                work.text.images
+                for work in self.work
+                if work.start == 0 and work.text.images is not None
+            ),
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -181,8 +205,12 @@ class Limits:
     tokens: int  # tokens of the caches
     requests: int  # texts that are computed at the same time
     chunk: int = 256  # tokens of a prompt that one step computes together
-    rows: int = 1024  # maximum new tokens in a step, but one chunk fits beside any number of single tokens
-    reserve: int = 256  # generated tokens for which a text initially gets memory; it grows when needed
+    rows: int = (
+        1024  # maximum new tokens in a step, but one chunk fits beside any number of single tokens
+    )
+    reserve: int = (
+        256  # generated tokens for which a text initially gets memory; it grows when needed
+    )
     reuses: bool = True  # whether a text can reuse the caches of another text with the same prefix
 
 
@@ -196,10 +224,14 @@ class Scheduler:
         self.running: list[Text] = []
         self._slots = list(range(limits.requests))[::-1]
         self._over: OrderedDict[int, Text] = OrderedDict()  # by extent, oldest first
-        self._chunks: dict[int, Text] = {}  # hash of a prompt's prefix -> a text whose caches begin with it
+        self._chunks: dict[
+            int, Text
+        ] = {}  # hash of a prompt's prefix -> a text whose caches begin with it
 
     def add(self, text: Text) -> None:
-        assert text.limit <= self.arena.size, "Engine.check refuses texts that do not fit into the caches"
+        assert text.limit <= self.arena.size, (
+            "Engine.check refuses texts that do not fit into the caches"
+        )
         self.waiting.append(text)
 
     def remove(self, text: Text) -> None:
@@ -225,13 +257,17 @@ class Scheduler:
     @property
     def held_tokens(self) -> int:
         """Number of tokens in the extents of running texts."""
-        return sum(self.arena.length(text.extent) for text in self.running if text.extent is not None)
+        return sum(
+            self.arena.length(text.extent) for text in self.running if text.extent is not None
+        )
 
     def plan(self) -> Plan:
         """Return the next step, which is empty only if no text waits or runs."""
         plan = Plan()
         for text in list(self.running):
-            decodes = text.slot is not None and text.computed >= text.chunked and not text.begin_again()
+            decodes = (
+                text.slot is not None and text.computed >= text.chunked and not text.begin_again()
+            )
             if decodes and self._fits(text, text.computed + 1, plan):
                 self._append(plan, text, text.computed, 1)
         for text in self.running:
@@ -255,9 +291,14 @@ class Scheduler:
 
     def _has_room(self, plan: Plan, text: Text, start: int) -> bool:
         """Return whether the tokens of a prompt from ``start`` on join the step; one chunk joins any single tokens."""
-        if text.images is not None and plan.images is not None:  # a step encodes the images of only one text
+        if (
+            text.images is not None and plan.images is not None
+        ):  # a step encodes the images of only one text
             return False
-        return plan.rows <= len(self.running) or plan.rows + self._chunk(text, start) <= self.limits.rows
+        return (
+            plan.rows <= len(self.running)
+            or plan.rows + self._chunk(text, start) <= self.limits.rows
+        )
 
     def _chunk(self, text: Text, start: int) -> int:
         """Return the number of tokens of a prompt that are computed together from ``start`` on."""
@@ -367,7 +408,11 @@ class Scheduler:
         found: tuple[Text | None, int] = None, 0
         if not (self.limits.reuses and text.shares):
             return found
-        needed = min(text.scored, text.prompt_length - 1) if text.wants_prompt else text.prompt_length - 1
+        needed = (
+            min(text.scored, text.prompt_length - 1)
+            if text.wants_prompt
+            else text.prompt_length - 1
+        )
         for stop, key in _prefixes(text, needed, self.limits.chunk):
             donor = self._chunks.get(key)
             if donor is None or donor.extent is None or donor.adapter != text.adapter:

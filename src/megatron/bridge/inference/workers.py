@@ -22,7 +22,9 @@ SILENT_SECONDS = 25.0  # a rank without a heartbeat for this long is considered 
 class Workers(AbstractContextManager["Workers"]):
     """Processes that each call ``make(path, **options)``, usually ``LLM``, for one rank of a model."""
 
-    def __init__(self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, size: int, make: Callable[..., Any], path: str, options: dict[str, Any]
+    ) -> None:
         context = get_context("spawn")
         port = free_port()
         self._pipes: list[Any] = []
@@ -30,7 +32,9 @@ class Workers(AbstractContextManager["Workers"]):
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, port, partial(make, path, **options), theirs), daemon=True
+                target=_serve,
+                args=(rank, size, port, partial(make, path, **options), theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -48,7 +52,9 @@ class Workers(AbstractContextManager["Workers"]):
         for process in self._processes:
             process.join()
 
-    def iterate(self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None) -> Iterator[Any]:
+    def iterate(
+        self, method: str, args: tuple[Any, ...], stopped: Callable[[], bool] | None = None
+    ) -> Iterator[Any]:
         """Yield the results of a method of ``LLM`` on rank 0; ``stopped`` returns whether to end early."""
         for rank in range(len(self._pipes)):
             self._send(rank, (method, args, stopped is not None))
@@ -86,7 +92,9 @@ class Workers(AbstractContextManager["Workers"]):
         """
         heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
         while heard:
-            ready = connection.wait([*self._pipes, *(it.sentinel for it in self._processes)], timeout=1.0)
+            ready = connection.wait(
+                [*self._pipes, *(it.sentinel for it in self._processes)], timeout=1.0
+            )
             for rank in [rank for rank in heard if self._pipes[rank] in ready]:
                 kind, value = self._next(rank)
                 heard[rank] = time.monotonic()
@@ -123,7 +131,10 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def _answers(self, first: tuple[str, Any] | None = None) -> Any:
-        found = [first or self._receive(0), *(self._receive(rank) for rank in range(1, len(self._pipes)))]
+        found = [
+            first or self._receive(0),
+            *(self._receive(rank) for rank in range(1, len(self._pipes))),
+        ]
         for kind, value in found:
             if kind == "refused":
                 raise UserError(value)
@@ -143,7 +154,10 @@ class Workers(AbstractContextManager["Workers"]):
             if pipe in ready:
                 try:
                     return pipe.recv()
-                except (EOFError, OSError):  # the connection is reset if the rank left messages unread
+                except (
+                    EOFError,
+                    OSError,
+                ):  # the connection is reset if the rank left messages unread
                     pass
             self._refuse_ended()
 
@@ -160,7 +174,13 @@ class Workers(AbstractContextManager["Workers"]):
 def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script handles Ctrl-C
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ |= {name: str(value) for name, value in place.items()}
     llm: Any = None
 
@@ -187,7 +207,9 @@ def _answer(pipe: Any, function: Callable[[], Any]) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-def _iterate(llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool) -> None:
+def _iterate(
+    llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool
+) -> None:
     """Send the values that the method or function yields on rank 0."""
     if callable(method):
         _converse(llm, pipe, rank, method, args)
@@ -202,7 +224,9 @@ def _iterate(llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...],
             pipe.send(("piece", piece))
 
 
-def _converse(llm: Any, pipe: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _converse(
+    llm: Any, pipe: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     lock, over = threading.Lock(), threading.Event()
 
     def send(kind: str, value: Any = None) -> None:

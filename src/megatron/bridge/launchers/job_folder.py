@@ -16,7 +16,9 @@ from megatron.bridge.utils.environment import CHANGES, SOURCES, git
 RECORD, AGAIN, CONFIG, VERSIONS = "launch.yaml", "launch_again.sh", "config.yaml", "versions.txt"
 
 
-def write_job_folder(folder: Path, options: LaunchOptions, jobs: tuple[str, ...], config: str | None) -> None:
+def write_job_folder(
+    folder: Path, options: LaunchOptions, jobs: tuple[str, ...], config: str | None
+) -> None:
     """Write the options, the config, the commit, the versions, and a script that launches the same once more."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {

@@ -13,7 +13,9 @@ Kind = Literal["jobset", "pytorchjob"]
 PORT = 29500
 GPU = "nvidia.com/gpu"
 REPLICATED_JOB = "node"
-_LONGEST_NAME = 40  # pods append the name of their job and their index, and a host name has 63 characters
+_LONGEST_NAME = (
+    40  # pods append the name of their job and their index, and a host name has 63 characters
+)
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
 _RESOURCE = re.compile(r"([a-z0-9.-]+/)?[A-Za-z0-9][\w.-]*")
@@ -66,7 +68,9 @@ def _volume_problems(volumes: tuple[str, ...]) -> list[str]:
     ]
     places = [volume.partition(":")[2] for volume in volumes]
     twice = sorted({place for place in places if places.count(place) > 1})
-    return problems + [f"--mount has {place} twice: mount each volume at its own path" for place in twice]
+    return problems + [
+        f"--mount has {place} twice: mount each volume at its own path" for place in twice
+    ]
 
 
 def _resource_problems(options: KubernetesOptions) -> list[str]:
@@ -75,10 +79,16 @@ def _resource_problems(options: KubernetesOptions) -> list[str]:
         for name, quantity in options.resource.items()
         if not (_RESOURCE.fullmatch(name) and _QUANTITY.fullmatch(quantity))
     ]
-    if options.rdma is not None and not re.fullmatch(rf"{_RESOURCE.pattern}=[1-9]\d*", options.rdma):
-        problems.append(f"--rdma {options.rdma} is not a resource: write NAME=COUNT, such as rdma/ib=8")
+    if options.rdma is not None and not re.fullmatch(
+        rf"{_RESOURCE.pattern}=[1-9]\d*", options.rdma
+    ):
+        problems.append(
+            f"--rdma {options.rdma} is not a resource: write NAME=COUNT, such as rdma/ib=8"
+        )
     if GPU in options.resource:
-        problems.append(f"--resource {GPU}={options.resource[GPU]}: give the number of GPUs with --devices")
+        problems.append(
+            f"--resource {GPU}={options.resource[GPU]}: give the number of GPUs with --devices"
+        )
     return problems
 
 
@@ -96,7 +106,11 @@ def _jobset(options: KubernetesOptions) -> dict[str, Any]:
     # JobSet gives each pod this host name, with the name of the set as its domain
     first = f"{options.experiment_name}-{REPLICATED_JOB}-0-0.{options.experiment_name}"
     words = [f"--nnodes={options.nodes}", f"--nproc-per-node={options.devices}"]
-    words += ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={first}", f"--master-port={PORT}"]
+    words += [
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        f"--master-addr={first}",
+        f"--master-port={PORT}",
+    ]
     job = {
         "parallelism": options.nodes,
         "completions": options.nodes,
@@ -119,7 +133,11 @@ def _jobset(options: KubernetesOptions) -> dict[str, Any]:
 def _pytorchjob(options: KubernetesOptions) -> dict[str, Any]:
     def replicas(count: int) -> dict[str, Any]:
         # the operator tells torchrun the nodes and their order in variables
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": _pod(options, [])}}
+        return {
+            "replicas": count,
+            "restartPolicy": "OnFailure",
+            "template": {"spec": _pod(options, [])},
+        }
 
     workers = {"Worker": replicas(options.nodes - 1)} if options.nodes > 1 else {}
     return {
@@ -140,7 +158,10 @@ def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         # the data loaders and NCCL share memory, and a container has 64 MB by default
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        *({"name": name, "persistentVolumeClaim": {"claimName": claim}} for claim, name in names.items()),
+        *(
+            {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+            for claim, name in names.items()
+        ),
     ]
     parts = [volume.partition(":") for volume in options.mount]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
@@ -152,12 +173,20 @@ def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
         "volumeMounts": mounts,
     }
     if options.env:
-        container["env"] = [{"name": name, "value": _literal(value)} for name, value in options.env.items()]
+        container["env"] = [
+            {"name": name, "value": _literal(value)} for name, value in options.env.items()
+        ]
     if resources := _resources(options):
         container["resources"] = {"requests": resources, "limits": dict(resources)}
     if options.rdma is not None:
-        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # adapters need pinned memory
-    return {"terminationGracePeriodSeconds": options.preempt_time, "containers": [container], "volumes": volumes}
+        container["securityContext"] = {
+            "capabilities": {"add": ["IPC_LOCK"]}
+        }  # adapters need pinned memory
+    return {
+        "terminationGracePeriodSeconds": options.preempt_time,
+        "containers": [container],
+        "volumes": volumes,
+    }
 
 
 def _literal(text: str) -> str:

@@ -79,7 +79,9 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
             found = {options.on: _request(experiment.jobs[0]._dryrun_info)}
         shutil.rmtree(folder)
     for variable in TARGETS[options.on].get("secrets", {}).values():
-        found = {name: text.replace(os.environ[variable], f"${variable}") for name, text in found.items()}
+        found = {
+            name: text.replace(os.environ[variable], f"${variable}") for name, text in found.items()
+        }
     return found or {"command": shlex.join(_command(options))}
 
 
@@ -89,7 +91,9 @@ def _request(info: Any) -> str:
     if hasattr(request, "task"):
         return yaml.safe_dump(request.task.to_yaml_config(), sort_keys=False)
     if hasattr(getattr(request, "executor", None), "get_job_body"):
-        return yaml.safe_dump(request.executor.get_job_body(request.name, request.cmd), sort_keys=False)
+        return yaml.safe_dump(
+            request.executor.get_job_body(request.name, request.cmd), sort_keys=False
+        )
     return str(info)
 
 
@@ -100,7 +104,9 @@ def remote_shell(options: LaunchOptions) -> Shell:
     try:
         tunnel.connect()
     except (SystemExit, OSError) as error:
-        raise UserError(f"--host {options.host} does not let {options.user} in: check --user and --identity") from error
+        raise UserError(
+            f"--host {options.host} does not let {options.user} in: check --user and --identity"
+        ) from error
 
     def remote(command: str) -> ShellResult:
         done = tunnel.run(command, hide=True, warn=True)
@@ -114,11 +120,18 @@ def launch(options: LaunchOptions) -> LaunchResult:
     started: list[Any] = []
     with _signals_to(started), _experiment(options) as experiment:
         started += [experiment] if options.local else []  # jobs in a queue stay there
-        experiment.run(detach=options.detach and not options.local, tail_logs=options.tail_logs or options.local)
+        experiment.run(
+            detach=options.detach and not options.local,
+            tail_logs=options.tail_logs or options.local,
+        )
         # a handle is slurm_tunnel://nemo_run/12/master/0, where 12 is the job
         handles = [] if options.local else [job.handle for job in experiment.jobs]
         jobs = tuple(handle.partition("://")[2].split("/")[1] for handle in handles)
-    states = () if options.detach and not options.local else tuple(str(job.state) for job in experiment.jobs)
+    states = (
+        ()
+        if options.detach and not options.local
+        else tuple(str(job.state) for job in experiment.jobs)
+    )
     return LaunchResult(Path(experiment._exp_dir), jobs, states)
 
 
@@ -126,7 +139,9 @@ def launch(options: LaunchOptions) -> LaunchResult:
 def _experiment(options: LaunchOptions) -> Iterator[Any]:
     with run.Experiment(
         options.experiment_name,
-        base_dir=None if options.ssh_tunnel or options.remote_job_dir is None else str(options.remote_job_dir),
+        base_dir=None
+        if options.ssh_tunnel or options.remote_job_dir is None
+        else str(options.remote_job_dir),
         clean_mode=True,
         enable_goodbye_message=False,
         skip_status_at_exit=True,
@@ -134,9 +149,13 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
     ) as experiment:
         before: list[str] = []
         for number in range(options.chain):
-            executor = (_local if options.local else _slurm if options.on == "slurm" else _other)(options)
+            executor = (_local if options.local else _slurm if options.on == "slurm" else _other)(
+                options
+            )
             if before:
-                executor.dependency_type = "afterany"  # the one before may end with "start me again"
+                executor.dependency_type = (
+                    "afterany"  # the one before may end with "start me again"
+                )
             name = TASK if options.chain == 1 else f"{TASK}-{number + 1}"
             before = [experiment.add(_task(options), executor, name, dependencies=before)]
         yield experiment
@@ -166,7 +185,11 @@ def _task(options: LaunchOptions) -> run.Script:
     if options.launcher == "torchrun":
         return run.Script(path=_script(options), entrypoint="python", args=list(options.arguments))
     program, *arguments = _program(options)
-    words = list(options.arguments) if options.local else [shlex.quote(word) for word in options.arguments]
+    words = (
+        list(options.arguments)
+        if options.local
+        else [shlex.quote(word) for word in options.arguments]
+    )
     first, *rest = [*arguments, _script(options), *words]
     return run.Script(path=first, entrypoint=program, args=rest)
 
@@ -219,7 +242,9 @@ def _performance_env(options: LaunchOptions) -> dict[str, str]:
 def _local(options: LaunchOptions) -> run.LocalExecutor:
     binaries = str(Path(sys.executable).parent)
     env = {**_performance_env(options), "PATH": f"{binaries}:{os.environ['PATH']}", **options.env}
-    return run.LocalExecutor(ntasks_per_node=options.devices, launcher=_launcher(options), env_vars=env)
+    return run.LocalExecutor(
+        ntasks_per_node=options.devices, launcher=_launcher(options), env_vars=env
+    )
 
 
 def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
@@ -258,8 +283,13 @@ def _other(options: LaunchOptions) -> Any:
     secrets: dict[str, str] = row.get("secrets", {})
     known = [field.name for field in fields(kind) if field.init and field.name not in secrets]
     if unknown := [name for name in options.executor if name not in known]:
-        raise UserError(f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}")
-    own = vars(options) | {"gpus": 0 if options.cpu else options.devices, "mount": list(options.mount)}
+        raise UserError(
+            f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}"
+        )
+    own = vars(options) | {
+        "gpus": 0 if options.cpu else options.devices,
+        "mount": list(options.mount),
+    }
     own["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
     given = {theirs: own[ours] for ours, theirs in row["options"].items()} | row["fixed"]
     given |= {"launcher": _launcher(options), "packager": _packager(options)} | options.executor
@@ -269,7 +299,9 @@ def _other(options: LaunchOptions) -> Any:
     try:
         return kind(**given)
     except Exception as error:  # the one for Kubeflow reads the configuration of a cluster
-        raise UserError(f"--on {options.on}: NeMo-Run's {kind.__name__} says: {one_line(error)}") from error
+        raise UserError(
+            f"--on {options.on}: NeMo-Run's {kind.__name__} says: {one_line(error)}"
+        ) from error
 
 
 def _cpus(options: LaunchOptions) -> int | None:
@@ -279,7 +311,9 @@ def _cpus(options: LaunchOptions) -> int | None:
 
 def _srun_arguments(options: LaunchOptions) -> list[str]:
     cpus = _cpus(options)
-    arguments = [f"--cpus-per-task={cpus}"] if cpus else []  # since 22.05 srun does not take over that of the job
+    arguments = (
+        [f"--cpus-per-task={cpus}"] if cpus else []
+    )  # since 22.05 srun does not take over that of the job
     if options.container_image is None and not options.ssh_tunnel:
         # relative paths mean what they mean where the launch was typed
         arguments.append(f"--chdir={Path.cwd()}")
@@ -311,4 +345,8 @@ def _tunnel(options: LaunchOptions) -> LocalTunnel | SSHTunnel:
 def _command(options: LaunchOptions) -> list[str]:
     """What a local run comes to."""
     program = ["torchrun", f"--nproc-per-node={options.devices}"]
-    return [*(program if options.launcher == "torchrun" else _program(options)), _script(options), *options.arguments]
+    return [
+        *(program if options.launcher == "torchrun" else _program(options)),
+        _script(options),
+        *options.arguments,
+    ]

@@ -12,10 +12,21 @@ from megatron.bridge.utils.errors import refuse
 Launcher = Literal["torchrun", "ft", "default"]
 PackagerName = Literal["pattern", "git", "none"]
 
-TARGETS: dict[str, dict[str, Any]] = yaml_text.tables_beside(str(Path(__file__).with_name("targets")))
+TARGETS: dict[str, dict[str, Any]] = yaml_text.tables_beside(
+    str(Path(__file__).with_name("targets"))
+)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
-_CLUSTER_ONLY = ("partition", "account", "gres", "cpus_per_task", "ssh_tunnel", "container_image", "chain", "retries")
+_CLUSTER_ONLY = (
+    "partition",
+    "account",
+    "gres",
+    "cpus_per_task",
+    "ssh_tunnel",
+    "container_image",
+    "chain",
+    "retries",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +75,21 @@ class LaunchOptions:
         return self.nodes * self.devices
 
     def validate(self) -> None:
-        least = {"devices": 1, "nodes": 1, "chain": 1, "retries": 0, "preempt_time": 0, "cpus_per_task": 0}
-        refuse([*too_small(self, least), *_texts(self), *(_local(self) if self.local else _remote(self))])
+        least = {
+            "devices": 1,
+            "nodes": 1,
+            "chain": 1,
+            "retries": 0,
+            "preempt_time": 0,
+            "cpus_per_task": 0,
+        }
+        refuse(
+            [
+                *too_small(self, least),
+                *_texts(self),
+                *(_local(self) if self.local else _remote(self)),
+            ]
+        )
 
 
 def too_small(options: object, least: dict[str, int]) -> list[str]:
@@ -84,7 +108,9 @@ def _texts(options: LaunchOptions) -> list[str]:
             f"--experiment-name {options.experiment_name!r} names a folder: use letters, digits, '.', '-' and '_'"
         )
     if not _TIME.fullmatch(options.time):
-        problems.append(f"--time {options.time} is not a duration: write hours:minutes:seconds, such as 04:00:00")
+        problems.append(
+            f"--time {options.time} is not a duration: write hours:minutes:seconds, such as 04:00:00"
+        )
     # NeMo-Run writes the names in capitals, so another spelling would set another variable
     problems += [
         f"--env {name}: the name must be capital letters, digits and '_'"
@@ -102,9 +128,13 @@ def _local(options: LaunchOptions) -> list[str]:
         if getattr(options, name) != getattr(LaunchOptions, name)  # its default
     ]
     if options.nodes > 1:
-        problems.append(f"--nodes {options.nodes}: --local runs on this machine alone; leave one of them out")
+        problems.append(
+            f"--nodes {options.nodes}: --local runs on this machine alone; leave one of them out"
+        )
     if options.nsys:
-        problems.append("--nsys profiles jobs of a cluster: for --local put `nsys profile` before torchrun")
+        problems.append(
+            "--nsys profiles jobs of a cluster: for --local put `nsys profile` before torchrun"
+        )
     if options.launcher == "default" and options.devices > 1:
         problems.append(
             f"--launcher default starts one process here, not --devices {options.devices}: use --launcher torchrun"
@@ -116,10 +146,16 @@ def _remote(options: LaunchOptions) -> list[str]:
     problems: list[str] = []
     wanted = {"host": options.host, "user": options.user, "remote_job_dir": options.remote_job_dir}
     if options.ssh_tunnel:
-        problems += [f"--ssh-tunnel needs {_flag(name)}" for name, value in wanted.items() if value is None]
+        problems += [
+            f"--ssh-tunnel needs {_flag(name)}" for name, value in wanted.items() if value is None
+        ]
     else:
         given = {"host": options.host, "user": options.user, "identity": options.identity}
-        problems += [f"{_flag(name)} needs --ssh-tunnel" for name, value in given.items() if value is not None]
+        problems += [
+            f"{_flag(name)} needs --ssh-tunnel"
+            for name, value in given.items()
+            if value is not None
+        ]
     if options.mount and options.container_image is None:
         problems.append("--mount needs --container-image")
     if options.venv is not None and options.container_image is not None:

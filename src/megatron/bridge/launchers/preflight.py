@@ -38,7 +38,9 @@ def check(options: LaunchOptions) -> None:
     """Refuse what this machine already knows to fail."""
     row = TARGETS[options.on]
     if "module" in row and importlib.util.find_spec(row["module"]) is None:
-        raise UserError(f"--on {options.on} needs the module {row['module']}, which is not installed: {row['install']}")
+        raise UserError(
+            f"--on {options.on} needs the module {row['module']}, which is not installed: {row['install']}"
+        )
     if not (options.dry_run or options.on == "ray" or has_nemo_run()):
         raise UserError(
             f"launching needs NeMo-Run, which is not installed: {INSTALL}, or use torchrun or "
@@ -52,8 +54,14 @@ def check(options: LaunchOptions) -> None:
                 "--launcher ft needs ft_launcher on the path: pip install 'hf-megatron-bridge[resiliency]', or "
                 "use --launcher torchrun"
             )
-    elif options.on == "slurm" and not (options.ssh_tunnel or options.dry_run) and shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch on this machine: use --local, or --ssh-tunnel --host LOGIN_NODE")
+    elif (
+        options.on == "slurm"
+        and not (options.ssh_tunnel or options.dry_run)
+        and shutil.which("sbatch") is None
+    ):
+        raise UserError(
+            "there is no sbatch on this machine: use --local, or --ssh-tunnel --host LOGIN_NODE"
+        )
 
 
 def check_host(host: str) -> None:
@@ -62,7 +70,9 @@ def check_host(host: str) -> None:
         socket.create_connection((host, SSH_PORT), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"--host {host} cannot be reached by SSH: {reason}; check the name and your VPN") from error
+        raise UserError(
+            f"--host {host} cannot be reached by SSH: {reason}; check the name and your VPN"
+        ) from error
 
 
 def check_cluster(options: LaunchOptions, shell: Shell) -> None:
@@ -70,7 +80,9 @@ def check_cluster(options: LaunchOptions, shell: Shell) -> None:
     if options.remote_job_dir is not None:
         _check_folder(str(options.remote_job_dir), shell)
     if not options.detach and (answer := shell("sacct --noheader --allocations")).code:
-        raise UserError(f"--no-detach follows jobs through sacct, which says: {answer.text.strip()}; use --detach")
+        raise UserError(
+            f"--no-detach follows jobs through sacct, which says: {answer.text.strip()}; use --detach"
+        )
     answer = shell("sinfo --noheader --format='%P %l'")
     if answer.code:
         raise UserError(f"Slurm does not answer: {answer.text.strip()}")
@@ -79,13 +91,17 @@ def check_cluster(options: LaunchOptions, shell: Shell) -> None:
     limits = {name.rstrip("*"): limit for name, limit in limits.items()}
     name = options.partition or (default and default.rstrip("*"))
     if name is None:
-        raise UserError(f"this cluster has no default partition: name one with --partition: {', '.join(limits)}")
+        raise UserError(
+            f"this cluster has no default partition: name one with --partition: {', '.join(limits)}"
+        )
     if name not in limits:
         hint = did_you_mean(name, limits) or f": there are {', '.join(limits)}"
         raise UserError(f"--partition {name} does not exist{hint}")
     if seconds(options.time) > seconds(limits[name]):
         # Slurm takes such a job, and never starts it
-        raise UserError(f"--time {options.time} is more than partition {name} allows, which is {limits[name]}")
+        raise UserError(
+            f"--time {options.time} is more than partition {name} allows, which is {limits[name]}"
+        )
 
 
 def check_scripts(scripts: dict[str, str], shell: Shell) -> None:
@@ -124,12 +140,19 @@ def _check_folder(folder: str, shell: Shell) -> None:
     answer = shell(f"mkdir -p {name} && test -w {name}")
     if answer.code:
         reason = answer.text.strip() or "it is read-only"
-        raise UserError(f"--remote-job-dir {folder} cannot be written: {reason}; name another folder")
+        raise UserError(
+            f"--remote-job-dir {folder} cannot be written: {reason}; name another folder"
+        )
 
 
 def _reason(text: str) -> str:
     """The last line of sbatch, without its prefixes."""
-    return text.strip().splitlines()[-1].removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
+    return (
+        text.strip()
+        .splitlines()[-1]
+        .removeprefix("allocation failure: ")
+        .removeprefix("sbatch: error: ")
+    )
 
 
 def _hint(text: str) -> str:
@@ -147,7 +170,9 @@ def _check_git(script: Path) -> None:
     folder = script.absolute().parent
     changed = git(folder, *CHANGES)
     if changed is None:
-        raise UserError(f"--packager git: {folder} is not in a git repository; use --packager pattern")
+        raise UserError(
+            f"--packager git: {folder} is not in a git repository; use --packager pattern"
+        )
     if changed:
         first = changed.splitlines()[0][3:]
         raise UserError(

@@ -23,21 +23,42 @@ def launch(options: LaunchOptions) -> int:
     cpus, gpus = options.devices, 0 if options.cpu else options.devices
     tasks: list[Any] = []
     try:
-        ray.init(os.environ.get("RAY_ADDRESS", "auto"), logging_level="WARNING", runtime_env={"env_vars": options.env})
-        group = placement_group([{"CPU": cpus, "GPU": gpus}] * options.nodes, strategy="STRICT_SPREAD")
-        print_rank_0(f"waiting for {options.nodes} nodes with {cpus} CPUs and {gpus} GPUs: see `ray status`")
+        ray.init(
+            os.environ.get("RAY_ADDRESS", "auto"),
+            logging_level="WARNING",
+            runtime_env={"env_vars": options.env},
+        )
+        group = placement_group(
+            [{"CPU": cpus, "GPU": gpus}] * options.nodes, strategy="STRICT_SPREAD"
+        )
+        print_rank_0(
+            f"waiting for {options.nodes} nodes with {cpus} CPUs and {gpus} GPUs: see `ray status`"
+        )
         places = [PlacementGroupSchedulingStrategy(group, node) for node in range(options.nodes)]
         meeting = ray.remote(lambda: f"{ray.util.get_node_ip_address()}:{free_port()}")
         found = ray.get([meeting.options(scheduling_strategy=place).remote() for place in places])
         words = [f"--nnodes={options.nodes}", f"--nproc-per-node={cpus}"]
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={found[0]}", str(options.script.absolute())]
+        words += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={found[0]}",
+            str(options.script.absolute()),
+        ]
         torchrun = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(main)
         for node, place in enumerate(places):
-            own = [f"--rdzv-conf=is_host={int(node == 0)}", f"--local-addr={found[node].partition(':')[0]}"]
-            tasks.append(torchrun.options(scheduling_strategy=place).remote([*own, *words, *options.arguments]))
+            own = [
+                f"--rdzv-conf=is_host={int(node == 0)}",
+                f"--local-addr={found[node].partition(':')[0]}",
+            ]
+            tasks.append(
+                torchrun.options(scheduling_strategy=place).remote(
+                    [*own, *words, *options.arguments]
+                )
+            )
         ray.get(tasks)
     except (ConnectionError, ray.exceptions.RayError) as error:
-        raise UserError(f"--on ray: see the log above, and repeat the command: {one_line(error, 80)}") from error
+        raise UserError(
+            f"--on ray: see the log above, and repeat the command: {one_line(error, 80)}"
+        ) from error
     finally:
         for task in tasks:
             ray.cancel(task)

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from megatron.bridge.models.mamba_provider import MambaModelProvider
     from megatron.bridge.models.mla_provider import MLAModelProvider
 
-__all__ = ["GPTModelProvider", "HeterogeneousModelProvider", "MLAModelProvider", "MambaModelProvider"]
+__all__ = [
+    "GPTModelProvider",
+    "HeterogeneousModelProvider",
+    "MLAModelProvider",
+    "MambaModelProvider",
+]
 
 # imported on use: reading a Hugging Face checkpoint needs no Megatron-Core
 __getattr__ = lazy_names(

@@ -15,9 +15,15 @@ from megatron.bridge.checkpoint.model_io import unwrap
 class ChunkInfo:
     """A record of one chunk while its process lives; wrappers, optimizers and checkpoints do not see it."""
 
-    peft: Any = None  # the ``peft.base.PEFT`` that added the chunk's adapters; None without adapters
-    trained: frozenset[str] = frozenset()  # names of the parameters that ``peft`` trains, as the chunk calls them
-    base: dict[str, str] | None = None  # name and fingerprint of the weights that the adapters were added to
+    peft: Any = (
+        None  # the ``peft.base.PEFT`` that added the chunk's adapters; None without adapters
+    )
+    trained: frozenset[str] = (
+        frozenset()
+    )  # names of the parameters that ``peft`` trains, as the chunk calls them
+    base: dict[str, str] | None = (
+        None  # name and fingerprint of the weights that the adapters were added to
+    )
     # the checkpoint that the chunk was filled from before it got parameters that the checkpoint lacks
     filled_from: str | None = None
     # the ``training.distillation.student_teacher.ChunkPair`` of a student; None without a teacher

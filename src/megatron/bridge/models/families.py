@@ -17,7 +17,11 @@ from megatron.bridge.models.conversion.declare.mla import *
 from megatron.bridge.models.conversion.declare.moe import *
 from megatron.bridge.models.conversion.declare.vision import *
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, register_bridge
+from megatron.bridge.models.conversion.model_bridge import (
+    DecoderBridge,
+    MegatronModelBridge,
+    register_bridge,
+)
 from megatron.bridge.models.conversion.param_mapping import *
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.heterogeneous_provider import HeterogeneousModelProvider

@@ -43,9 +43,13 @@ _PASSES = 3  # forward, and two for the gradients of inputs and of weights
 DELTA_CHUNK = 64
 
 
-def flops_per_token(chunks: Iterable[nn.Module], length: int, teachers: Iterable[nn.Module] = ()) -> float:
+def flops_per_token(
+    chunks: Iterable[nn.Module], length: int, teachers: Iterable[nn.Module] = ()
+) -> float:
     """Operations of one step for each token, only forward for ``teachers``; all ranks of a replica call this."""
-    here = local_flops_per_token(chunks, length) + local_flops_per_token(teachers, length, backward=False)
+    here = local_flops_per_token(chunks, length) + local_flops_per_token(
+        teachers, length, backward=False
+    )
     if not dist.is_initialized():
         return here
     total = torch.tensor(here, dtype=torch.float64)
@@ -63,7 +67,11 @@ def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float
     config: Any = chunk.config
     for name, module in chunk.named_modules():
         for weight in module.parameters(recurse=False):
-            if weight.dim() > 1 and not name.endswith(_BY_THEMSELVES) and not name.startswith(_TOWER):
+            if (
+                weight.dim() > 1
+                and not name.endswith(_BY_THEMSELVES)
+                and not name.startswith(_TOWER)
+            ):
                 yield _of_weight(weight, backward) * _share(weight, name, config)
         yield (_PASSES if backward else 1) * operations_between(module, length)
     output: Any = getattr(chunk, "output_layer", None)
@@ -97,7 +105,10 @@ def operations_between(module: nn.Module, length: int) -> float:
     if isinstance(module, Indexer):
         return _of_indexer(module, length)
     if isinstance(module, MambaMixer):
-        chunk, states = min(module.chunk_size, length), getattr(module, "state_size", module.d_state)
+        chunk, states = (
+            min(module.chunk_size, length),
+            getattr(module, "state_size", module.d_state),
+        )
         within = module.ngroups_local_tp * module.d_state + module.nheads_local_tp * module.headdim
         return (chunk + 1) * within + 4 * module.nheads_local_tp * module.headdim * states
     if isinstance(module, TensorParallelMixer):
@@ -105,13 +116,19 @@ def operations_between(module: nn.Module, length: int) -> float:
     if isinstance(module, GatedDeltaNet):
         net: Any = module
         keys, values = net.key_head_dim, net.value_head_dim
-        return net.num_value_heads // net.tp_size * (6 * keys * values + DELTA_CHUNK * (3 * keys + 2 * values))
+        return (
+            net.num_value_heads
+            // net.tp_size
+            * (6 * keys * values + DELTA_CHUNK * (3 * keys + 2 * values))
+        )
     return 0.0
 
 
 def _of_attention(module: Any, length: int) -> float:
     keys, values = head_widths(module.config)
-    return 2 * (keys + values) * module.num_attention_heads_per_partition * keys_seen(module, length)
+    return (
+        2 * (keys + values) * module.num_attention_heads_per_partition * keys_seen(module, length)
+    )
 
 
 def head_widths(config: Any) -> tuple[int, int]:

@@ -185,10 +185,14 @@ class GPTModelProvider(ModelProvider):
     """How training with ``head='embedding'`` makes one vector of a text."""
     contrastive_temperature: float = 0.05
     """Divides the similarities of embeddings in the contrastive loss."""
-    cuda_graph_modules: Any = field(default_factory=list)  # Megatron-Core's own default is deprecated
+    cuda_graph_modules: Any = field(
+        default_factory=list
+    )  # Megatron-Core's own default is deprecated
     transformer_layer_spec: ModuleSpec | Callable[..., ModuleSpec] | None = None
     """A spec, or a function from this config to one; None takes ``backend``'s."""
-    _unpadded_heads: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    _unpadded_heads: tuple[int, int] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -210,7 +214,9 @@ class GPTModelProvider(ModelProvider):
     def padded_heads(self) -> tuple[int, int]:
         """(attention heads, query groups) over all ranks, padding included."""
         heads, groups = self.unpadded_heads
-        padded = -(-groups // self.make_query_groups_divisible_by) * self.make_query_groups_divisible_by
+        padded = (
+            -(-groups // self.make_query_groups_divisible_by) * self.make_query_groups_divisible_by
+        )
         return padded * (heads // groups), padded
 
     def derive(self) -> None:
@@ -228,7 +234,9 @@ class GPTModelProvider(ModelProvider):
         per_layer_inputs.check(self)
         routing.check(self)
         # layers that differ are saved one by one; Megatron-Core knows that of its own kinds of layers
-        self.hetereogenous_dist_checkpoint |= any(getattr(self, name) is not None for name in gated_delta_net.LAYERS)
+        self.hetereogenous_dist_checkpoint |= any(
+            getattr(self, name) is not None for name in gated_delta_net.LAYERS
+        )
         self._unpadded_heads = self.unpadded_heads
         if self.make_query_groups_divisible_by > 1:
             self.kv_channels = self.kv_channels or self.hidden_size // self.num_attention_heads
@@ -240,13 +248,23 @@ class GPTModelProvider(ModelProvider):
         if not has_window(self, layer_number):
             config.kv_channels = self.global_kv_channels or self.kv_channels
             config.num_query_groups = self.global_query_groups or self.num_query_groups
-            config._unpadded_heads = (self.num_attention_heads, config.num_query_groups or self.num_attention_heads)
-        if self.shared_kv_wide_mlp and self.shared_kv_layers and self.shared_kv_layers[layer_number - 1]:
+            config._unpadded_heads = (
+                self.num_attention_heads,
+                config.num_query_groups or self.num_attention_heads,
+            )
+        if (
+            self.shared_kv_wide_mlp
+            and self.shared_kv_layers
+            and self.shared_kv_layers[layer_number - 1]
+        ):
             config.ffn_hidden_size = 2 * (self.ffn_hidden_size or 0)
         return config
 
     def provide(
-        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+        self,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
     ) -> GPTModel:
         """Build the ``GPTModel`` chunk of one pipeline stage.
 
@@ -299,8 +317,14 @@ class GPTModelProvider(ModelProvider):
     @property
     def _positions(self) -> int:
         """Rows of the table of learned positions; elsewhere only the length of the training."""
-        learned = self.position_embedding_type == "learned_absolute" and self.max_position_embeddings
-        return (self.max_position_embeddings or 0) + self.position_offset if learned else self.seq_length
+        learned = (
+            self.position_embedding_type == "learned_absolute" and self.max_position_embeddings
+        )
+        return (
+            (self.max_position_embeddings or 0) + self.position_offset
+            if learned
+            else self.seq_length
+        )
 
     def edit_layer_spec(self, spec: ModuleSpec) -> ModuleSpec:
         """The spec of a decoder layer as this model has it; called for each layer of each chunk.
@@ -339,11 +363,16 @@ class GPTModelProvider(ModelProvider):
         """Refuse fields that have no effect ``where`` and are not at their defaults."""
         for name, default in defaults.items():
             if (value := getattr(self, name)) != default:
-                raise UserError(f"{name}={value!r} has no effect {where}: set model.{name}={default!r}")
+                raise UserError(
+                    f"{name}={value!r} has no effect {where}: set model.{name}={default!r}"
+                )
 
     def _check_positions(self) -> None:
         """Refuse sequences that are longer than the table of learned positions."""
-        if self.position_embedding_type != "learned_absolute" or self.max_position_embeddings is None:
+        if (
+            self.position_embedding_type != "learned_absolute"
+            or self.max_position_embeddings is None
+        ):
             return
         if self.seq_length > self.max_position_embeddings:
             raise UserError(
@@ -352,7 +381,12 @@ class GPTModelProvider(ModelProvider):
             )
 
     def _check_layer_lists(self) -> None:
-        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq", *gated_delta_net.LAYERS):
+        for name in (
+            "window_attn_skip_freq",
+            "no_rope_freq",
+            "linear_attention_freq",
+            *gated_delta_net.LAYERS,
+        ):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != self.num_layers:
                 raise UserError(
@@ -362,7 +396,12 @@ class GPTModelProvider(ModelProvider):
     def _check_unlike_layers(self) -> None:
         """Mark layers that differ; query groups of padding, and fewer groups than ranks, are for equal ones."""
         groups, ranks = self.global_query_groups, self.tensor_model_parallel_size
-        unlike = (self.global_kv_channels, groups, self.shared_kv_layers, self.value_norm and self.attention_k_eq_v)
+        unlike = (
+            self.global_kv_channels,
+            groups,
+            self.shared_kv_layers,
+            self.value_norm and self.attention_k_eq_v,
+        )
         self.heterogeneous_block_specs |= any(unlike)
         if self.value_norm and self.backend == "transformer_engine":
             raise UserError(
@@ -395,7 +434,9 @@ class GPTModelProvider(ModelProvider):
             spec = spec(self)
         if isinstance(spec, ModuleSpec):
             return self.edit_layer_spec(spec)
-        return replace(spec, layer_specs=[self.edit_layer_spec(layer) for layer in spec.layer_specs or []])
+        return replace(
+            spec, layer_specs=[self.edit_layer_spec(layer) for layer in spec.layer_specs or []]
+        )
 
     def _mtp_spec(self, decoder: Any, vp_stage: int | None) -> Any:
         if not self.mtp_num_layers:
@@ -405,7 +446,10 @@ class GPTModelProvider(ModelProvider):
 
 def pad_query_groups(provider: Any) -> int | None:
     """Pad heads where tensor parallelism cannot share the query groups; their number without padding, else None."""
-    heads, groups = provider.num_attention_heads, provider.num_query_groups or provider.num_attention_heads
+    heads, groups = (
+        provider.num_attention_heads,
+        provider.num_query_groups or provider.num_attention_heads,
+    )
     ranks = provider.tensor_model_parallel_size
     # Megatron-Core replicates fewer groups than ranks, provided that the numbers divide
     if not (groups % ranks and (ranks % groups or heads % ranks)):
@@ -418,7 +462,9 @@ def drop_mtp_layers(provider: Any) -> None:
     """Leave out the layers of multi-token prediction, also from the layout of the pipeline's stages."""
     provider.mtp_num_layers = None
     if isinstance(provider.pipeline_model_parallel_layout, str):
-        provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace("m", "")
+        provider.pipeline_model_parallel_layout = provider.pipeline_model_parallel_layout.replace(
+            "m", ""
+        )
 
 
 def _offset_positions(model: LanguageModule, offset: int) -> None:

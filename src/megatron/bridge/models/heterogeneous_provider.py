@@ -74,7 +74,9 @@ class HeterogeneousModelProvider(GPTModelProvider):
     def _block(self, index: int, block: Mapping[str, Any]) -> TransformerBlockConfig:
         where = f"block_configs[{index}]"
         if set(block) != {"attention", "ffn"}:
-            raise UserError(f"{where} has the keys {', '.join(sorted(block))}: it must have attention and ffn")
+            raise UserError(
+                f"{where} has the keys {', '.join(sorted(block))}: it must have attention and ffn"
+            )
         sizes = {
             part: _size(f"{where}.{part}", block[part], key)
             for part, key in (("attention", "n_heads_in_group"), ("ffn", "ffn_mult"))
@@ -85,7 +87,11 @@ class HeterogeneousModelProvider(GPTModelProvider):
                 f"{where}.attention.n_heads_in_group={heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}"
             )
-        width = None if mult is None else MLPConfig.ffn_mult_to_intermediate_size(mult, self.hidden_size)
+        width = (
+            None
+            if mult is None
+            else MLPConfig.ffn_mult_to_intermediate_size(mult, self.hidden_size)
+        )
         kinds = {part: {kind: bool(block[part].get(kind)) for kind in _KINDS} for part in sizes}
         groups = None if heads is None else self.num_attention_heads // heads
         return TransformerBlockConfig(
@@ -118,5 +124,7 @@ def _size(where: str, part: Mapping[str, Any], key: str) -> Any:
         raise UserError(f"{where} has no_op and replace_with_linear: it can be one of them")
     size = part.get(key)
     if (size is None) != bool(part.get("no_op") or part.get("replace_with_linear")):
-        raise UserError(f"{where}.{key}={size!r} does not fit no_op and replace_with_linear: give one of them")
+        raise UserError(
+            f"{where}.{key}={size!r} does not fit no_op and replace_with_linear: give one of them"
+        )
     return size

@@ -82,7 +82,10 @@ class MambaModelProvider(GPTModelProvider):
             self.moe_layer_freq = [int(kind == EXPERTS) for kind in self.layer_kinds]
 
     def provide(  # type: ignore[override] - Megatron-Core's hybrid model is no GPTModel
-        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+        self,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
     ) -> HybridModel:
         """Build the ``HybridModel`` chunk of one pipeline stage; see ``GPTModelProvider.provide``."""
         config = self.resolved()
@@ -99,7 +102,11 @@ class MambaModelProvider(GPTModelProvider):
         layers: Any = stack.submodules
         kinds = ("mamba_layer", "attention_layer", "mlp_layer", "moe_layer")
         specs = {kind: getattr(layers, kind) for kind in kinds}
-        edited = {kind: self.edit_layer_spec(spec) for kind, spec in specs.items() if isinstance(spec, ModuleSpec)}
+        edited = {
+            kind: self.edit_layer_spec(spec)
+            for kind, spec in specs.items()
+            if isinstance(spec, ModuleSpec)
+        }
         return replace(stack, submodules=replace(layers, **edited))
 
     def _check_pattern(self) -> None:
@@ -110,7 +117,9 @@ class MambaModelProvider(GPTModelProvider):
             )
         for symbol in self.layer_kinds:
             if symbol not in KINDS:
-                raise UserError(f"hybrid_override_pattern has {symbol!r}: {', '.join(KINDS)} are known")
+                raise UserError(
+                    f"hybrid_override_pattern has {symbol!r}: {', '.join(KINDS)} are known"
+                )
         if len(self.layer_kinds) != self.num_layers:
             raise UserError(
                 f"hybrid_override_pattern has {len(self.layer_kinds)} layers, num_layers={self.num_layers}: make "
@@ -148,7 +157,9 @@ class MambaModelProvider(GPTModelProvider):
         Raises:
             UserError: the stages do not come out even, or are not as many as the pattern has.
         """
-        stages = self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+        stages = self.pipeline_model_parallel_size * (
+            self.virtual_pipeline_model_parallel_size or 1
+        )
         pattern = self.hybrid_override_pattern or ""
         if self.has_own_stages:
             if pattern.count(STAGE) + 1 != stages:
@@ -163,4 +174,6 @@ class MambaModelProvider(GPTModelProvider):
                 "hybrid_override_pattern"
             )
         each = self.num_layers // stages
-        return STAGE.join(pattern[start : start + each] for start in range(0, self.num_layers, each))
+        return STAGE.join(
+            pattern[start : start + each] for start in range(0, self.num_layers, each)
+        )

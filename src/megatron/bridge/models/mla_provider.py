@@ -40,7 +40,9 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
     def derive(self) -> None:
         """Refuse what has no effect on latent attention, and fill in what Megatron-Core reads."""
         super().derive()
-        without = {} if self.position_embedding_type == "none" else {"position_embedding_type": "rope"}
+        without = (
+            {} if self.position_embedding_type == "none" else {"position_embedding_type": "rope"}
+        )
         self._refuse_ineffective({**_WITHOUT_EFFECT, **without}, "with multi-latent attention")
         self.kv_channels = self.v_head_dim  # what a head gives to the output projection
         sparse_attention.check(self)
@@ -61,7 +63,9 @@ class MLAModelProvider(GPTModelProvider, MLATransformerConfig):
         latents["kv_lora_rank + qk_pos_emb_head_dim"] = self.kv_lora_rank + self.qk_pos_emb_head_dim
         for name, width in latents.items():
             if self.backend == "torch" and width % ranks:
-                raise UserError(f"tensor_model_parallel_size={ranks} does not divide {name}={width}: choose another")
+                raise UserError(
+                    f"tensor_model_parallel_size={ranks} does not divide {name}={width}: choose another"
+                )
 
     def finish(self, model: LanguageModule) -> None:
         """Add the positions and the epsilons of latent attention."""

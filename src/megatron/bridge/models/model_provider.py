@@ -16,7 +16,11 @@ from typing import Any, Self, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, distributed_data_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    distributed_data_parallel,
+)
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -94,14 +98,21 @@ class ModelProvider(TransformerConfig):
     """The Hugging Face config that a bridge made this provider from; None for other providers."""
     # neither declared nor written to a file
     _declared: Self | None = field(default=None, init=False, repr=False, compare=False)
-    _pre_wrap_hooks: list[ModelHook] = field(default_factory=list, init=False, repr=False, compare=False)
-    _post_wrap_hooks: list[ModelHook] = field(default_factory=list, init=False, repr=False, compare=False)
+    _pre_wrap_hooks: list[ModelHook] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    _post_wrap_hooks: list[ModelHook] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Do nothing: Megatron-Core's derivations run in ``resolved``, when the values are final."""
 
     def provide(
-        self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
+        self,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
     ) -> MegatronModule:
         """Build the chunk of one (virtual) pipeline stage."""
         raise TypeError(f"{type(self).__name__} is abstract: use a provider of a model family")
@@ -143,7 +154,9 @@ class ModelProvider(TransformerConfig):
         for name in values:
             if not hasattr(self, name):
                 known = [field.name for field in fields(self)]
-                raise UserError(f"{type(self).__name__} has no attribute {name}{did_you_mean(name, known)}")
+                raise UserError(
+                    f"{type(self).__name__} has no attribute {name}{did_you_mean(name, known)}"
+                )
         if dtype is not None:
             precision = {"fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16}
             values = {"params_dtype": dtype, **precision, **values}
@@ -163,7 +176,9 @@ class ModelProvider(TransformerConfig):
         config.derive()
         _report(layer_specs.apply_backend_settings(config, config.backend))
         try:
-            super(ModelProvider, config).__post_init__()  # that of the Megatron config behind the provider
+            super(
+                ModelProvider, config
+            ).__post_init__()  # that of the Megatron config behind the provider
         except (ValueError, NotImplementedError) as error:
             raise UserError(f"Megatron-Core refuses the model's config: {error}") from error
         config._declared = self
@@ -272,8 +287,14 @@ class ModelProvider(TransformerConfig):
                 chunk.cuda(torch.cuda.current_device())  # does nothing on a machine without a GPU
         chunks = to_half_precision(chunks, config, mixed_precision_wrapper)
         if wrap_with_ddp:
-            ddp = _with_megatron_fsdp(ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp)
-            flags = (use_torch_fsdp2, overlap_param_gather_with_optimizer_step, data_parallel_random_init)
+            ddp = _with_megatron_fsdp(
+                ddp_config or DistributedDataParallelConfig(), use_megatron_fsdp
+            )
+            flags = (
+                use_torch_fsdp2,
+                overlap_param_gather_with_optimizer_step,
+                data_parallel_random_init,
+            )
             chunks = _wrap_data_parallel(chunks, config, ddp, *flags)
         return run_hooks([*self._post_wrap_hooks, post_wrap_hook], chunks)
 
@@ -281,14 +302,20 @@ class ModelProvider(TransformerConfig):
         if not parallel_state.model_parallel_is_initialized():
             self.initialize_model_parallel(seed=0)
 
-    def _filled_chunks(self, config: Self, given: ModelHook | Iterable[ModelHook] | None) -> list[MegatronModule]:
+    def _filled_chunks(
+        self, config: Self, given: ModelHook | Iterable[ModelHook] | None
+    ) -> list[MegatronModule]:
         """The bare chunks after the registered and the ``given`` pre-wrap hooks."""
         hooks = [*self._pre_wrap_hooks, *([given] if given is None or callable(given) else given)]
         if any(isinstance(hook, PreWrapHook) and hook.fills_every_parameter for hook in hooks):
-            config.perform_initialization = False  # not on ``self``, which is reused without the hook
+            config.perform_initialization = (
+                False  # not on ``self``, which is reused without the hook
+            )
         return run_hooks(hooks, config.build_chunks())
 
-    def _set_flags(self, fp16: bool | None, bf16: bool | None, use_cpu_initialization: bool | None) -> None:
+    def _set_flags(
+        self, fp16: bool | None, bf16: bool | None, use_cpu_initialization: bool | None
+    ) -> None:
         flags = {"fp16": fp16, "bf16": bf16, "use_cpu_initialization": use_cpu_initialization}
         for name, value in flags.items():
             if value is not None:
@@ -301,7 +328,9 @@ class ModelProvider(TransformerConfig):
         config = self.resolved()
         _check_layout(config)
         stages = config.virtual_pipeline_model_parallel_size
-        chunks = [config.provide(vp_stage=stage) for stage in (range(stages) if stages else (None,))]
+        chunks = [
+            config.provide(vp_stage=stage) for stage in (range(stages) if stages else (None,))
+        ]
         for chunk in chunks:
             for parameter in chunk.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -341,17 +370,27 @@ def _check_layout(config: Any) -> None:
     tensor, frequency = "tensor_model_parallel_size", config.moe_layer_freq
     cuts = {"num_moe_experts": "expert_model_parallel_size"}
     if config.num_moe_experts:
-        cuts |= {"moe_shared_expert_intermediate_size": tensor, "moe_ffn_hidden_size": "expert_tensor_parallel_size"}
+        cuts |= {
+            "moe_shared_expert_intermediate_size": tensor,
+            "moe_ffn_hidden_size": "expert_tensor_parallel_size",
+        }
     if not config.num_moe_experts or (isinstance(frequency, list) and 0 in frequency):
         cuts["ffn_hidden_size"] = tensor
-    sizes = {(part, whole): (getattr(config, part) or 1, getattr(config, whole) or 0) for whole, part in cuts.items()}
+    sizes = {
+        (part, whole): (getattr(config, part) or 1, getattr(config, whole) or 0)
+        for whole, part in cuts.items()
+    }
     even = all(getattr(config, name) == value for name, value in EVEN_STAGES.items())
     if even and not hasattr(config, "has_own_stages"):
-        stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+        stages = config.pipeline_model_parallel_size * (
+            config.virtual_pipeline_model_parallel_size or 1
+        )
         sizes["pipeline_model_parallel_size", "num_layers"] = stages, config.num_layers
     for (part, whole), (parts, size) in sizes.items():
         if size % parts:
-            raise UserError(f"{part}={parts} does not divide {whole}={size}: choose a size that does")
+            raise UserError(
+                f"{part}={parts} does not divide {whole}={size}: choose a size that does"
+            )
 
 
 def refuse_other_groups(groups: Any) -> None:
@@ -369,10 +408,18 @@ def refuse_other_groups(groups: Any) -> None:
 
 def _report(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
-        logger.warning("model.%s=%r is %r on this machine: %s", change.field, change.asked, change.used, change.reason)
+        logger.warning(
+            "model.%s=%r is %r on this machine: %s",
+            change.field,
+            change.asked,
+            change.used,
+            change.reason,
+        )
 
 
-def run_hooks(hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]) -> list[MegatronModule]:
+def run_hooks(
+    hooks: Iterable[ModelHook | None], chunks: list[MegatronModule]
+) -> list[MegatronModule]:
     for hook in hooks:
         if hook is not None:
             chunks = hook(chunks) or chunks
@@ -385,10 +432,14 @@ def _refuse_unsupported(meta_device: bool | None, model_type: ModelType) -> None
             "init_model_with_meta_device=True leaves parameters without values: remove it, or call meta_model()"
         )
     if model_type != ModelType.encoder_or_decoder:
-        raise UserError(f"model_type={model_type} is not supported: use ModelType.encoder_or_decoder")
+        raise UserError(
+            f"model_type={model_type} is not supported: use ModelType.encoder_or_decoder"
+        )
 
 
-def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) -> DistributedDataParallelConfig:
+def _with_megatron_fsdp(
+    ddp: DistributedDataParallelConfig, asked: bool | None
+) -> DistributedDataParallelConfig:
     """``ddp`` with ``use_megatron_fsdp`` as the caller asked for it."""
     if asked is None or asked == bool(ddp.use_megatron_fsdp):
         return ddp
@@ -400,7 +451,9 @@ def _with_megatron_fsdp(ddp: DistributedDataParallelConfig, asked: bool | None) 
 
 
 def to_half_precision(
-    chunks: list[MegatronModule], config: TransformerConfig, wrapper: HalfPrecisionWrapper | None = Float16Module
+    chunks: list[MegatronModule],
+    config: TransformerConfig,
+    wrapper: HalfPrecisionWrapper | None = Float16Module,
 ) -> list[MegatronModule]:
     """The chunks in half precision if ``config`` sets it, except buffers that must be exact."""
     if not (config.fp16 or config.bf16):

@@ -82,7 +82,9 @@ class PEFT:
         if problems := self.problems(training):
             raise UserError("\n".join(problems))
         if any(chunk_info(chunk).peft is not None for chunk in chunks):
-            raise UserError("this model has adapters already: merge them with LoRAMerge, or build it anew")
+            raise UserError(
+                "this model has adapters already: merge them with LoRAMerge, or build it anew"
+            )
         self.prepare(chunks)
         whole = self._modules_to_save(chunks)
         for chunk in chunks:
@@ -129,16 +131,26 @@ class PEFT:
             for path, module in chunk.named_modules()
             if path and next(module.parameters(), None) is not None
         ]
-        names = [name for stage in exchange.all_gather_stages([name for name, _ in named]) for name in stage]
+        names = [
+            name
+            for stage in exchange.all_gather_stages([name for name, _ in named])
+            for name in stage
+        ]
         targets.refuse_unmatched("peft.modules_to_save", self.modules_to_save, names)
-        wanted = {name for name in names if any(targets.matches(key, name) for key in self.modules_to_save)}
+        wanted = {
+            name
+            for name in names
+            if any(targets.matches(key, name) for key in self.modules_to_save)
+        }
         _refuse_half_of_a_tie(chunks, wanted)
         return [module for name, module in named if name in wanted]
 
     def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
         trained = any(True for chunk in chunks for _ in _trainable(chunk))
         if not any(exchange.all_gather_stages(trained)):
-            raise UserError(f"peft: {type(self).__name__} adds nothing to this model that could be trained")
+            raise UserError(
+                f"peft: {type(self).__name__} adds nothing to this model that could be trained"
+            )
 
 
 def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], wanted: set[str]) -> None:
@@ -154,11 +166,16 @@ def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], wanted: set[str]) -> None
 
 
 def _trainable(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in chunk.named_parameters() if parameter.requires_grad)
+    return (
+        (name, parameter) for name, parameter in chunk.named_parameters() if parameter.requires_grad
+    )
 
 
 def _transform_children(
-    chunk: nn.Module, parent: nn.Module, path: str, transform: Callable[[nn.Module, str, str], nn.Module]
+    chunk: nn.Module,
+    parent: nn.Module,
+    path: str,
+    transform: Callable[[nn.Module, str, str], nn.Module],
 ) -> None:
     prefix = global_name(chunk, f"{path}.").removesuffix(".") if path else ""
     for name, child in list(parent.named_children()):

@@ -42,7 +42,9 @@ def rows_of(site: Site) -> dict[str, int]:
 def _roles(site: Site) -> str:
     """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
-    return "qkv"[: 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups]
+    return "qkv"[
+        : 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups
+    ]
 
 
 def _check_queries(site: Site) -> None:
@@ -65,11 +67,15 @@ class CanonicalAdapter(nn.ModuleDict):
 
     def __init__(self, site: Site, shapes: dict[str, Shape]) -> None:
         self.rows = rows_of(site)
-        factors = {role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()}
+        factors = {
+            role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()
+        }
         super().__init__(factors)
         self.head_width = None if site.halves == 2 else site.config.kv_channels
 
-    def forward(self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]) -> Tensor:
+    def forward(
+        self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
+    ) -> Tensor:
         parts = {role: adapter(x, counts) for role, adapter in self._paths()}
         return base + self._fused(parts, base)
 
@@ -88,7 +94,8 @@ class CanonicalAdapter(nn.ModuleDict):
     def _fused(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
         """The parts in the order of the layer's outputs: by key-value group, or gates before values."""
         found = [
-            parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows) for role, rows in self.rows.items()
+            parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows)
+            for role, rows in self.rows.items()
         ]
         if self.head_width is None:
             return torch.cat(found, dim=-1)
@@ -114,7 +121,12 @@ class CanonicalLoRA(LowRankPEFT):
     """
 
     target_modules: list[str] = field(
-        default_factory=lambda: [*QKV.values(), "linear_proj", *reversed(GATED.values()), "linear_fc2"]
+        default_factory=lambda: [
+            *QKV.values(),
+            "linear_proj",
+            *reversed(GATED.values()),
+            "linear_fc2",
+        ]
     )
 
     def names_of(self, site: Site) -> list[str]:
@@ -128,5 +140,7 @@ class CanonicalLoRA(LowRankPEFT):
             return LoRAAdapter(site, self.shape_for(site.name))
         if "q" in parts:
             _check_queries(site)
-        shapes = {role: self.shape_for(name) for role, name in parts.items() if name in self._chosen}
+        shapes = {
+            role: self.shape_for(name) for role, name in parts.items() if name in self._chosen
+        }
         return CanonicalAdapter(site, shapes)

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
@@ -30,7 +34,10 @@ def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict
     whole = model_io.model_state(chunks, metadata)
     trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
     # with FSDP, this rank may have no rows of a parameter
-    return {key: {name: whole[key][name] for name in names if name in whole[key]} for key, names in trained.items()}
+    return {
+        key: {name: whole[key][name] for name in names if name in whole[key]}
+        for key, names in trained.items()
+    }
 
 
 def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
@@ -58,7 +65,9 @@ def load_adapters(chunks: list[Any], checkpoint: Path, check_base: bool = True) 
     """
     directory, base = saved_base(checkpoint)
     if base is None:
-        raise UserError(f"checkpoint {directory} holds no adapters: use it as a model, or export its weights")
+        raise UserError(
+            f"checkpoint {directory} holds no adapters: use it as a model, or export its weights"
+        )
     if check_base and fingerprint(chunks) != base["fingerprint"]:
         raise UserError(
             f"checkpoint {directory} holds adapters of {base['name']}, whose weights differ from those of the given "
@@ -116,7 +125,10 @@ def _positions(shard: ShardedTensor, like: Tensor) -> Tensor:
     """A number of 31 bits for each element, by its place in the whole tensor."""
     place = torch.zeros((), dtype=torch.long, device=like.device)
     for dim, size in enumerate(like.shape):
-        index = torch.arange(size, device=like.device) + shard.global_offset[shard.prepend_axis_num + dim]
+        index = (
+            torch.arange(size, device=like.device)
+            + shard.global_offset[shard.prepend_axis_num + dim]
+        )
         shape = [size if other == dim else 1 for other in range(like.ndim)]
         place = (place * _MULTIPLIER + index.view(shape) + 1) & 0x7FFFFFFF
     for axis in range(shard.prepend_axis_num):
@@ -130,7 +142,9 @@ def base_name(path: Path) -> str | None:
     return None if base is None else base["name"]
 
 
-def adapted_model(path: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
+def adapted_model(
+    path: Path, base: str, trust_remote_code: bool, check: bool
+) -> tuple[AutoBridge, list[Any]]:
     """Load the base model, a directory or hub id, with the adapters of a checkpoint, in one process.
 
     ``check`` refuses a base model on which the adapters were not trained.

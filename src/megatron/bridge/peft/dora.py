@@ -61,7 +61,9 @@ class DoRAAdapter(LoRAAdapter):
     @torch.no_grad()
     def _norms(self, weights: Sequence[Tensor]) -> Tensor:
         """Norms of the rows of ``W + scaling * B A``, [weights, outputs] in fp32."""
-        squares = torch.stack([self.delta_weight(i).add_(w).square_().sum(-1) for i, w in enumerate(weights)])
+        squares = torch.stack(
+            [self.delta_weight(i).add_(w).square_().sum(-1) for i, w in enumerate(weights)]
+        )
         if self.kind == "row" and self.group.size() > 1:
             torch.distributed.all_reduce(squares, group=self.group)
         return squares.sqrt()

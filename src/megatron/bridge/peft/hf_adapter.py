@@ -37,7 +37,9 @@ def base_name(directory: Path) -> str | None:
     return peft_format.read(directory)[0].get("base_model_name_or_path")
 
 
-def adapted_model(directory: Path, base: str, trust_remote_code: bool, check: bool) -> tuple[AutoBridge, list[Any]]:
+def adapted_model(
+    directory: Path, base: str, trust_remote_code: bool, check: bool
+) -> tuple[AutoBridge, list[Any]]:
     """The base model with the adapters of a directory, in one process.
 
     Args:
@@ -89,7 +91,9 @@ def _modules(tensors: Mapping[str, Tensor]) -> list[str]:
     for name in tensors:
         end = next((end for end in ends if name.endswith(end)), None)
         if end is None or not name.startswith(peft_format.PREFIX):
-            raise UserError(f"the adapter holds {name}, which is no factor of LoRA or DoRA: merge it instead")
+            raise UserError(
+                f"the adapter holds {name}, which is no factor of LoRA or DoRA: merge it instead"
+            )
         found[name[len(peft_format.PREFIX) : -len(end)]] = None
     return list(found)
 
@@ -105,12 +109,16 @@ def _place(registry: MegatronMappingRegistry, module: str) -> _Placed:
     return _Placed(module, layer, role, frozenset(mapping.hf_param))
 
 
-def _can_be_fused(placed: list[_Placed], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+def _can_be_fused(
+    placed: list[_Placed], config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> bool:
     """Whether all roles of each layer have adapters of the same shape that share A."""
     parts: dict[str, list[_Placed]] = {}
     for one in placed:
         # experts are apart in Megatron, too: each is a weight of its layer
-        parts.setdefault(one.module.rpartition(".")[0] + one.layer if one.role else one.module, []).append(one)
+        parts.setdefault(
+            one.module.rpartition(".")[0] + one.layer if one.role else one.module, []
+        ).append(one)
     for group in parts.values():
         first = group[0]
         if first.role is None:
@@ -118,12 +126,18 @@ def _can_be_fused(placed: list[_Placed], config: Mapping[str, Any], tensors: Map
         values = {peft_format.rank_and_alpha(config, one.module) for one in group}
         factors = [tensors[f"{peft_format.PREFIX}{one.module}.{peft_format.A}"] for one in group]
         whole = {one.role for one in group} == first.roles
-        if not whole or len(values) > 1 or any(not torch.equal(factors[0], other) for other in factors[1:]):
+        if (
+            not whole
+            or len(values) > 1
+            or any(not torch.equal(factors[0], other) for other in factors[1:])
+        ):
             return False
     return True
 
 
-def _method(kind: type[LowRankPEFT], placed: list[_Placed], config: Mapping[str, Any], fused: bool) -> LowRankPEFT:
+def _method(
+    kind: type[LowRankPEFT], placed: list[_Placed], config: Mapping[str, Any], fused: bool
+) -> LowRankPEFT:
     values = {_target(one, fused): peft_format.rank_and_alpha(config, one.module) for one in placed}
     rank, alpha = config["r"], config["lora_alpha"]
     return kind(

@@ -15,7 +15,11 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
-from megatron.bridge.models.conversion.adapters.adapted_layers import ADAPTER, AdaptedModule, LowRankPart
+from megatron.bridge.models.conversion.adapters.adapted_layers import (
+    ADAPTER,
+    AdaptedModule,
+    LowRankPart,
+)
 from megatron.bridge.peft.targets import Site
 
 
@@ -30,7 +34,9 @@ class _Adapted:
         """The weight of a model without adapters that computes the same; collective over its shards' ranks."""
         index = self._index(weight)
         return (
-            weight if index is None else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)
+            weight
+            if index is None
+            else self.adapter.merged_weights(self.adapted_site.weights)[index].to(weight.dtype)
         )
 
     def low_rank_parts(self, weight: Tensor) -> list[LowRankPart]:
@@ -39,7 +45,12 @@ class _Adapted:
         return [] if index is None else self.adapter.parts(index)
 
     def _outputs(
-        self, base: Tensor, bias: Tensor | None, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
+        self,
+        base: Tensor,
+        bias: Tensor | None,
+        x: Tensor,
+        counts: Sequence[int] | None,
+        weights: Sequence[Tensor],
     ) -> Tensor:
         """Add the adapter to the layer's own outputs, which include ``bias``."""
         if not vars(self).get("adapter_is_on", True):
@@ -68,16 +79,25 @@ class _AdaptedLinear(_Adapted):
         base, bias, seen = _unpack(_base(self).forward(self, x, *args, **options), x)  # type: ignore[misc]
         weight = options.get("weight", args[0] if args and isinstance(args[0], Tensor) else None)
         weights = self.adapted_site.weights if weight is None else [weight]
-        gathered = base.shape[-1] != self.adapted_site.weights[0].shape[0] and self.adapted_site.kind == "column"
+        gathered = (
+            base.shape[-1] != self.adapted_site.weights[0].shape[0]
+            and self.adapted_site.kind == "column"
+        )
         if gathered:
             rows = base.shape[-1] // self.adapted_site.group.size()
             base = base.narrow(-1, self.adapted_site.group.rank() * rows, rows)
         out = self._outputs(base, _included_bias(self, bias), seen, None, weights)
-        return (gather_from_tensor_model_parallel_region(out, self.adapted_site.group) if gathered else out), bias
+        return (
+            gather_from_tensor_model_parallel_region(out, self.adapted_site.group)
+            if gathered
+            else out
+        ), bias
 
 
 class _AdaptedExperts(_Adapted):
-    def forward(self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    def forward(
+        self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any
+    ) -> tuple[Tensor, Any]:
         """(outputs [tokens, out], biases to be added later)."""
         base, later = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
         counts = [int(count) for count in tokens_per_expert]
@@ -97,7 +117,9 @@ class _AdaptedRouter(_Adapted):
     def gating(self, x: Tensor) -> Tensor:
         """Logits [tokens, experts], in the dtype that the router computes in."""
         base = _base(self).gating(self, x)  # type: ignore[misc]
-        return self._outputs(base, getattr(self, "bias", None), x.to(base.dtype), None, self.adapted_site.weights)
+        return self._outputs(
+            base, getattr(self, "bias", None), x.to(base.dtype), None, self.adapted_site.weights
+        )
 
 
 def attach(site: Site, adapter: nn.Module) -> None:
@@ -136,7 +158,9 @@ def adapted(chunk: nn.Module) -> Iterator[Any]:
 
 @cache
 def _adapted_class(kind: type, mixin: type) -> type:
-    gained = {name: value for name, value in {**vars(_Adapted), **vars(mixin)}.items() if callable(value)}
+    gained = {
+        name: value for name, value in {**vars(_Adapted), **vars(mixin)}.items() if callable(value)
+    }
     return type(f"Adapted{kind.__name__}", (kind,), {**gained, "__module__": __name__})
 
 

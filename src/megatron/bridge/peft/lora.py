@@ -47,7 +47,9 @@ class LowRankPEFT(PEFT):
         dim_by_module, alpha_by_module: Pattern -> another value; the first that matches counts.
     """
 
-    target_modules: list[str] = field(default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+    target_modules: list[str] = field(
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
     """Layers to adapt: names (``linear_qkv``) or patterns of whole names (``*.layers.0.*.linear_qkv``). One that
     matches nothing is refused."""
     exclude_modules: list[str] = field(default_factory=list)
@@ -78,10 +80,17 @@ class LowRankPEFT(PEFT):
     def problems(self, training: bool = True) -> list[str]:
         found = []
         if self.a2a_experimental:
-            found.append("peft.a2a_experimental=True is not there: leave it out, the sums are the same")
+            found.append(
+                "peft.a2a_experimental=True is not there: leave it out, the sums are the same"
+            )
         if not self.target_modules:
-            found.append("peft.target_modules is empty: name the layers to adapt, such as linear_qkv")
-        ranks = {"peft.dim": self.dim, **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()}}
+            found.append(
+                "peft.target_modules is empty: name the layers to adapt, such as linear_qkv"
+            )
+        ranks = {
+            "peft.dim": self.dim,
+            **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()},
+        }
         found += [f"{key}={rank}: a rank is at least 1" for key, rank in ranks.items() if rank < 1]
         if not 0 <= self.dropout < 1:
             found.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
@@ -104,9 +113,18 @@ class LowRankPEFT(PEFT):
             UserError: a pattern matches nothing.
         """
         _refuse_other_dtype(chunks, self.lora_dtype)
-        names = [name for chunk in chunks for site in targets.sites(chunk) for name in self.names_of(site)]
+        names = [
+            name
+            for chunk in chunks
+            for site in targets.sites(chunk)
+            for name in self.names_of(site)
+        ]
         self._chosen = targets.chosen(names, self.target_modules, self.exclude_modules)
-        targeted = [name for stage in targets.exchange.all_gather_stages(sorted(self._chosen)) for name in stage]
+        targeted = [
+            name
+            for stage in targets.exchange.all_gather_stages(sorted(self._chosen))
+            for name in stage
+        ]
         for key in ("dim_by_module", "alpha_by_module"):
             targets.refuse_unmatched(f"peft.{key}", getattr(self, key), targeted)
 
@@ -190,7 +208,9 @@ class LoRAMerge:
     """Adds adapters to the weights, and removes them."""
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module | list[nn.Module], training: bool = False) -> nn.Module | list[nn.Module]:
+    def __call__(
+        self, model: nn.Module | list[nn.Module], training: bool = False
+    ) -> nn.Module | list[nn.Module]:
         """Merge in place; sums are computed in fp32 and rounded once.
 
         Args:

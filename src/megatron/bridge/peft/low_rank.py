@@ -61,7 +61,9 @@ class LowRank(nn.Module):
     scales_outputs = False
     """Whether the layer's own outputs are multiplied, so that a bias must be taken out of them before."""
 
-    def __init__(self, site: Site, shape: Shape, part: str = "", outputs: int | None = None) -> None:
+    def __init__(
+        self, site: Site, shape: Shape, part: str = "", outputs: int | None = None
+    ) -> None:
         """Adapt ``site``; ``outputs`` is the number on this rank if only the ``part`` of a fused layer is adapted."""
         super().__init__()
         weight = site.weights[0]
@@ -102,7 +104,9 @@ class LowRank(nn.Module):
                 generator = torch.Generator().manual_seed(
                     zlib.crc32(f"{name}.{kind}.{number}".encode()) + self.shape.seed
                 )
-                local.copy_(self._part(_drawn(self._whole_size(kind, local), init, generator), local))
+                local.copy_(
+                    self._part(_drawn(self._whole_size(kind, local), init, generator), local)
+                )
 
     def _each_expert(self, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(index in the whole model, values) of each local expert; (0, all) for a single weight."""
@@ -162,9 +166,13 @@ class LowRank(nn.Module):
         if self.kind == "column":
             return tensor_parallel.copy_to_tensor_model_parallel_region(middle, group=self.group)
         if self.kind == "row" and self.sequence_parallel:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(middle, group=self.group)
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(
+                middle, group=self.group
+            )
         if self.kind == "row":
-            return tensor_parallel.reduce_from_tensor_model_parallel_region(middle, group=self.group)
+            return tensor_parallel.reduce_from_tensor_model_parallel_region(
+                middle, group=self.group
+            )
         return middle
 
     def _summed_grads(self, parameter: Tensor, cut: str) -> Tensor:
@@ -184,7 +192,11 @@ class LowRank(nn.Module):
         if not differ or self.group.size() == 1:
             return nullcontext()
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-        return tracker.fork(get_expert_parallel_rng_tracker_name()) if self.experts is not None else tracker.fork()
+        return (
+            tracker.fork(get_expert_parallel_rng_tracker_name())
+            if self.experts is not None
+            else tracker.fork()
+        )
 
     def delta_weight(self, index: int) -> Tensor:
         """``scaling * B A`` of this rank in fp32, [outputs, inputs], of one of the weights."""
@@ -195,12 +207,16 @@ class LowRank(nn.Module):
         """``delta_weight`` of all weights, [weights, outputs, inputs]."""
         return torch.stack([self.delta_weight(index) for index in range(self.experts or 1)])
 
-    def part(self, expert: int, role: str | None = None, magnitude: Tensor | None = None) -> LowRankPart:
+    def part(
+        self, expert: int, role: str | None = None, magnitude: Tensor | None = None
+    ) -> LowRankPart:
         """What is added to one of the weights."""
         a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
         dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
         rows = _rows(b, self.halves)
-        return LowRankPart(a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude)
+        return LowRankPart(
+            a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude
+        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -208,11 +224,15 @@ class LowRank(nn.Module):
         """The factors as shards of whole ones, under any layout; all experts are one tensor."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         return {
-            f"{prefix}{name}": self._sharded(f"{prefix}{name}", parameter, sharded_offsets, metadata)
+            f"{prefix}{name}": self._sharded(
+                f"{prefix}{name}", parameter, sharded_offsets, metadata
+            )
             for name, parameter in self.named_parameters(recurse=False)
         }
 
-    def _sharded(self, key: str, parameter: nn.Parameter, offsets: tuple, metadata: dict) -> ShardedTensor:
+    def _sharded(
+        self, key: str, parameter: nn.Parameter, offsets: tuple, metadata: dict
+    ) -> ShardedTensor:
         first, cuts = len(offsets), list(offsets)
         if self.experts is not None:
             ranks = parallel_state.get_expert_model_parallel_world_size()
@@ -224,7 +244,9 @@ class LowRank(nn.Module):
         if self.experts is not None:
             copies = parallel_state.get_expert_data_parallel_rank()
         replica = (0, 0 if cut else self.group.rank(), copies)
-        return ShardedTensor.from_rank_offsets(key, parameter, *cuts, replica_id=replica, prepend_axis_num=first)
+        return ShardedTensor.from_rank_offsets(
+            key, parameter, *cuts, replica_id=replica, prepend_axis_num=first
+        )
 
 
 def _rows(b: Tensor, halves: int) -> Tensor:

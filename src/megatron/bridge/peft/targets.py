@@ -22,7 +22,9 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 Group = torch.distributed.ProcessGroup
 
 # Transformer Engine's layers are known by name: it need not be installed.
-_TE_LINEAR = frozenset({"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"})
+_TE_LINEAR = frozenset(
+    {"TELinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", "TERowParallelLinear"}
+)
 _TE_GROUPED = "TEGroupedLinear"
 TOWER = "vision."  # how names of a vision tower's layers begin: they are transformers', whole on every rank
 _TIED_OUTPUT = "output_layer"
@@ -36,7 +38,9 @@ class Site:
     module: nn.Module
     kind: ParallelKind  # how its weight is cut over the tensor-parallel ranks
     experts: int | None  # experts on this rank, each with a weight of its own; None is one weight
-    halves: int  # 2 where the outputs are gates above values, each cut over the ranks by itself; else 1
+    halves: (
+        int  # 2 where the outputs are gates above values, each cut over the ranks by itself; else 1
+    )
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -74,7 +78,10 @@ def sites(chunk: nn.Module) -> Iterator[Site]:
 def _site(name: str, module: nn.Module) -> Site | None:
     lineage = {cls.__name__ for cls in type(module).__mro__}
     grouped = isinstance(module, GroupedLinear) or _TE_GROUPED in lineage
-    linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear, Router)) or lineage & _TE_LINEAR
+    linear = (
+        isinstance(module, (ColumnParallelLinear, RowParallelLinear, Router))
+        or lineage & _TE_LINEAR
+    )
     if isinstance(module, nn.Linear) and name.startswith(TOWER) and not in_adapter(name):
         return Site(name, module, "replicated", None, 1)
     if not grouped and not linear:
@@ -99,7 +106,9 @@ def check(site: Site) -> None:
             "model.moe_shared_expert_overlap=false"
         )
     if ".local_experts." in site.name:
-        raise UserError(f"peft.target_modules: {site.name} is a module of one expert: set model.moe_grouped_gemm=true")
+        raise UserError(
+            f"peft.target_modules: {site.name} is a module of one expert: set model.moe_grouped_gemm=true"
+        )
     if site.name.endswith(".in_proj") and site.group.size() > 1:
         raise UserError(
             f"peft.target_modules: the outputs of {site.name} are of several kinds, each cut over the ranks by "
@@ -140,7 +149,9 @@ def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]
     refuse_unmatched("peft.exclude_modules", excluded, targeted)
     kept = {name for name in targeted if not any(matches(pattern, name) for pattern in excluded)}
     if not kept:
-        raise UserError("peft.exclude_modules leaves no layer to adapt: exclude fewer, or target more")
+        raise UserError(
+            "peft.exclude_modules leaves no layer to adapt: exclude fewer, or target more"
+        )
     return kept.intersection(mine)
 
 
@@ -148,5 +159,8 @@ def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) ->
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            hint = did_you_mean(pattern.rpartition(".")[2], leaves) or f"; there are {', '.join(leaves)}"
+            hint = (
+                did_you_mean(pattern.rpartition(".")[2], leaves)
+                or f"; there are {', '.join(leaves)}"
+            )
             raise UserError(f"{key}: {pattern!r} matches no layer of this model{hint}")

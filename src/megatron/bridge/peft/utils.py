@@ -35,7 +35,9 @@ def create_peft(config: Mapping[str, Any], dtype: torch.dtype | str | None = Non
             ``freeze_*`` are the caller's own.
         dtype: of the model; refused when the method is applied to a model of another one.
     """
-    values = {_NAMES.get(name, name): value for name, value in config.items() if name not in _OF_CALLERS}
+    values = {
+        _NAMES.get(name, name): value for name, value in config.items() if name not in _OF_CALLERS
+    }
     kind = str(values.pop("type", None) or "lora")
     if kind not in _KINDS:
         raise UserError(f"lora.type={kind}: use one of {', '.join(_KINDS)}")
@@ -46,7 +48,9 @@ def create_peft(config: Mapping[str, Any], dtype: torch.dtype | str | None = Non
     chosen = {name: value for name, value in values.items() if value not in (None, [], ())}
     for name, value in chosen.items():
         if name not in known:
-            raise UserError(f"lora.{name}={value!r}: {method.__name__} has no such setting{did_you_mean(name, known)}")
+            raise UserError(
+                f"lora.{name}={value!r}: {method.__name__} has no such setting{did_you_mean(name, known)}"
+            )
     return method(**{"lora_dtype": dtype, **chosen})
 
 
@@ -72,6 +76,8 @@ def load_peft_adapter_checkpoint(
     del peft, strict
     chunks = bare_chunks(model)
     path = Path(adapter_checkpoint_path)
-    directory = on_first_rank(lambda: path if (path / ".metadata").is_file() else paths.resolve(path))
+    directory = on_first_rank(
+        lambda: path if (path / ".metadata").is_file() else paths.resolve(path)
+    )
     state = trained_state(chunks, model_io.stored_metadata(loading.load_common(directory)))
     set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))

@@ -47,7 +47,12 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-LAYOUT: LayoutOptions = {**layout(), "embedding_and_loss_are_layers": False, "pipeline_layout": None, "recompute": None}
+LAYOUT: LayoutOptions = {
+    **layout(),
+    "embedding_and_loss_are_layers": False,
+    "pipeline_layout": None,
+    "recompute": None,
+}
 
 SCHEDULE: ScheduleOptions = {
     "micro_batch_size": 1,
@@ -119,14 +124,20 @@ def pretrain(
         dataset = _mock_data(chosen, with_images)
     else:
         dataset = GPTDatasetConfig(
-            seq_length=chosen["seq_length"], blend=(data_paths, None), split=chosen["split"], random_seed=chosen["seed"]
+            seq_length=chosen["seq_length"],
+            blend=(data_paths, None),
+            split=chosen["split"],
+            random_seed=chosen["seed"],
         )
     mock = data_paths is None and not with_images  # images need the model's own tokenizer
     return _assemble(size, chosen, dataset, weight_decay=0.1, mock=mock)
 
 
 def distill(
-    size: Size | str, options: PretrainOptions, teacher: Size | str, **recommended: Unpack[PretrainOptions]
+    size: Size | str,
+    options: PretrainOptions,
+    teacher: Size | str,
+    **recommended: Unpack[PretrainOptions],
 ) -> ConfigContainer:
     """Return the config that trains ``size`` from random weights on the data and on the logits of ``teacher``.
 
@@ -156,7 +167,9 @@ def sft(
     size = sized(size)
     with_images = isinstance(size, VisionSize)
     mock = chosen["dataset_root"] is None and not with_images
-    config = _assemble(size, chosen, _tuning_data(chosen, with_images), weight_decay=0.01, mock=mock)
+    config = _assemble(
+        size, chosen, _tuning_data(chosen, with_images), weight_decay=0.01, mock=mock
+    )
     config.checkpoint.pretrained_checkpoint = chosen["pretrained_checkpoint"] or chosen["hf_model"]
     if chosen["peft"] is not None:
         config.peft = default_peft_config(chosen["peft"], config.model)
@@ -184,7 +197,9 @@ def dpo(
     config = sft(size, chosen)
     config.dpo = DPOConfig()
     config.model.calculate_per_token_loss = True  # pairs in the current directory
-    config.dataset = PreferenceDatasetConfig(seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"])
+    config.dataset = PreferenceDatasetConfig(
+        seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"]
+    )
     return config
 
 
@@ -201,33 +216,44 @@ class FinetuneRecipe(Protocol):
 
 
 def pretrain_recipe(
-    size: Size | str, *shared: LayoutOptions | PretrainOptions, **recommended: Unpack[PretrainOptions]
+    size: Size | str,
+    *shared: LayoutOptions | PretrainOptions,
+    **recommended: Unpack[PretrainOptions],
 ) -> PretrainRecipe:
     """Make a recipe that returns ``pretrain(size, options, *shared, **recommended)`` for its caller's options."""
     return _recipe(pretrain, size, shared, recommended)
 
 
-def distill_recipe(size: Size | str, teacher: Size | str, **recommended: Unpack[PretrainOptions]) -> PretrainRecipe:
+def distill_recipe(
+    size: Size | str, teacher: Size | str, **recommended: Unpack[PretrainOptions]
+) -> PretrainRecipe:
     """Make a recipe that returns ``distill(size, options, teacher, **recommended)`` for its caller's options."""
     return _recipe(distill, size, (teacher,), recommended)
 
 
 def finetune_recipe(
-    size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
+    size: Size | str,
+    *shared: LayoutOptions | FinetuneOptions,
+    **recommended: Unpack[FinetuneOptions],
 ) -> FinetuneRecipe:
     """Make a recipe that returns ``sft(size, options, *shared, **recommended)`` for its caller's options."""
     return _recipe(sft, size, shared, recommended)
 
 
 def dpo_recipe(
-    size: Size | str, *shared: LayoutOptions | FinetuneOptions, **recommended: Unpack[FinetuneOptions]
+    size: Size | str,
+    *shared: LayoutOptions | FinetuneOptions,
+    **recommended: Unpack[FinetuneOptions],
 ) -> FinetuneRecipe:
     """Make a recipe that returns ``dpo(size, options, *shared, **recommended)`` for its caller's options."""
     return _recipe(dpo, size, shared, recommended)
 
 
 def _recipe(
-    build: Callable[..., ConfigContainer], size: Size | str, shared: tuple[Any, ...], recommended: Mapping[str, Any]
+    build: Callable[..., ConfigContainer],
+    size: Size | str,
+    shared: tuple[Any, ...],
+    recommended: Mapping[str, Any],
 ) -> Any:
     def recipe(**options: Any) -> ConfigContainer:
         return build(size, options, *shared, **recommended)
@@ -240,7 +266,9 @@ def _chosen(kind: Any, *layers: Mapping[str, Any]) -> dict[str, Any]:
     chosen = {key: value for layer in layers for key, value in layer.items()}
     for key in chosen:
         if key not in kind.__annotations__:
-            raise UserError(f"there is no recipe option {key}{did_you_mean(key, kind.__annotations__)}")
+            raise UserError(
+                f"there is no recipe option {key}{did_you_mean(key, kind.__annotations__)}"
+            )
     return chosen
 
 
@@ -260,7 +288,9 @@ def _mock_data(chosen: dict[str, Any], with_images: bool) -> DatasetConfig:
     return MockGPTDatasetConfig(seq_length=length, random_seed=seed)
 
 
-def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool) -> ConfigContainer:
+def _assemble(
+    size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: float, mock: bool
+) -> ConfigContainer:
     if chosen["hf_model"] is not None:
         size = CheckpointSize(chosen["hf_model"], numbers={}, published=False)
     model = _model(size, chosen)
@@ -274,7 +304,9 @@ def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: fl
             manual_gc=True,
             manual_gc_interval=100,
         ),
-        validation=ValidationConfig(eval_interval=chosen["eval_interval"], eval_iters=chosen["eval_iters"]),
+        validation=ValidationConfig(
+            eval_interval=chosen["eval_interval"], eval_iters=chosen["eval_iters"]
+        ),
         optimizer=OptimizerConfig(
             optimizer="adam",
             lr=chosen["lr"],
@@ -286,13 +318,17 @@ def _assemble(size: Size, chosen: dict[str, Any], dataset: Any, weight_decay: fl
             clip_grad=1.0,
         ),
         # a fraction, so that a shortened run keeps its warmup and its schedule
-        scheduler=SchedulerConfig(lr_decay_style="cosine", lr_warmup_fraction=chosen["warmup_fraction"]),
+        scheduler=SchedulerConfig(
+            lr_decay_style="cosine", lr_warmup_fraction=chosen["warmup_fraction"]
+        ),
         ddp=DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
         ),
         dataset=dataset,
         tokenizer=_tokenizer(size, chosen, model, mock),
-        checkpoint=CheckpointConfig(save=chosen["dir"], save_interval=chosen["dir"] and chosen["save_interval"]),
+        checkpoint=CheckpointConfig(
+            save=chosen["dir"], save_interval=chosen["dir"] and chosen["save_interval"]
+        ),
         logger=LoggerConfig(),
         rng=RNGConfig(seed=chosen["seed"]),
         mixed_precision=chosen["precision"],
@@ -311,7 +347,9 @@ def _model(size: Size, chosen: dict[str, Any]) -> GPTModelProvider:
         drop_mtp_layers(model)
     _recompute(model, chosen["recompute"])
     # the fused SwiGLU keeps only its input for the backward pass; the unfused one keeps three more tensors
-    model.bias_activation_fusion = model.gated_linear_unit and model.activation_func is torch.nn.functional.silu
+    model.bias_activation_fusion = (
+        model.gated_linear_unit and model.activation_func is torch.nn.functional.silu
+    )
     return model
 
 
@@ -320,14 +358,22 @@ def _recompute(model: Any, what: Recompute | None) -> None:
         model.recompute_vision_model = True
         what = [module for module in what if module != "vision_model"] or None
     if what == "full":
-        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
+        model.recompute_granularity, model.recompute_method, model.recompute_num_layers = (
+            "full",
+            "uniform",
+            1,
+        )
     elif what is not None:
         model.recompute_granularity = "selective"
         model.recompute_modules = ["core_attn"] if what == "selective" else [*what]
 
 
-def _tokenizer(size: Size, chosen: dict[str, Any], model: GPTModelProvider, mock: bool) -> TokenizerConfig:
+def _tokenizer(
+    size: Size, chosen: dict[str, Any], model: GPTModelProvider, mock: bool
+) -> TokenizerConfig:
     name = chosen["tokenizer"]
     if mock and name is None:
         return TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size)
-    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name or size.hub_id)
+    return TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=name or size.hub_id
+    )

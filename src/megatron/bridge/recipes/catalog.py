@@ -26,7 +26,10 @@ Stage = Literal["pretrain", "sft", "distill", "dpo"]
 Value = str | int | None
 Tables = dict[str, dict[str, Value]]
 
-_DEFAULTS = {"pretrain": "PRETRAIN", "sft": "FINETUNE"}  # tables of ``builders.py``, by the mode of a recipe
+_DEFAULTS = {
+    "pretrain": "PRETRAIN",
+    "sft": "FINETUNE",
+}  # tables of ``builders.py``, by the mode of a recipe
 _PARAMETERS = {"mixed_precision_recipe": "precision"}
 """Parameters of recipes whose defaults are recommended values, and the options they stand for."""
 
@@ -44,14 +47,18 @@ class Recipe:
     what: str
     gpus: int  # number of GPUs of its layout
     gpu_kind: str  # their type
-    memory: int  # GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts
+    memory: (
+        int  # GB (10^9 bytes) that the fullest GPU uses, rounded up, as ``autotune.memory`` counts
+    )
     layout: str  # model-parallel sizes, such as ``TP8 PP2``, or ``no model parallelism``
     summary: str  # all properties as a sentence
 
     @property
     def mode(self) -> Mode:
         """Return the stage whose options the recipe takes."""
-        return "sft" if "_finetune_config" in self.name or "_dpo_config" in self.name else "pretrain"
+        return (
+            "sft" if "_finetune_config" in self.name or "_dpo_config" in self.name else "pretrain"
+        )
 
     @property
     def stage(self) -> Stage:
@@ -71,8 +78,12 @@ class Recipe:
 def catalog() -> dict[str, Recipe]:
     """Return every recipe by name, in alphabetical order."""
     families = yaml_text.tables_beside(__file__)
-    rows = [(name, family, text) for family, texts in families.items() for name, text in texts.items()]
-    return {name: _parse(name, f"{__package__}.{family}", text) for name, family, text in sorted(rows)}
+    rows = [
+        (name, family, text) for family, texts in families.items() for name, text in texts.items()
+    ]
+    return {
+        name: _parse(name, f"{__package__}.{family}", text) for name, family, text in sorted(rows)
+    }
 
 
 def name_functions(module: str) -> None:
@@ -101,7 +112,10 @@ def search(text: str) -> list[Recipe]:
         ['smollm2_135m_pretrain_config']
     """
     words = text.lower().split()
-    shown = {it: f"{it.name} {it.stage} {it.what} {it.gpus}x{it.gpu_kind}".lower() for it in catalog().values()}
+    shown = {
+        it: f"{it.name} {it.stage} {it.what} {it.gpus}x{it.gpu_kind}".lower()
+        for it in catalog().values()
+    }
     return [recipe for recipe, line in shown.items() if all(word in line for word in words)]
 
 
@@ -109,7 +123,9 @@ def _parse(name: str, module: str, summary: str) -> Recipe:
     match = _SUMMARY.match(summary)
     assert match, f"{name} in catalog.yaml must read 'what it trains, N x GPU: M GB each, layout.'"
     count, memory = int(match["count"]), int(match["memory"])
-    return Recipe(name, module, match["what"], count, match["kind"], memory, match["layout"], summary)
+    return Recipe(
+        name, module, match["what"], count, match["kind"], memory, match["layout"], summary
+    )
 
 
 def recommended(recipe: Recipe) -> dict[str, Value]:
@@ -124,7 +140,9 @@ def recommended(recipe: Recipe) -> dict[str, Value]:
     tables, node = {**options, **own}, recipes[recipe.name]
     found = {**builders[_DEFAULTS[recipe.mode]]}
     if isinstance(node, ast.FunctionDef):
-        for argument, default in zip(reversed(node.args.args), reversed(node.args.defaults), strict=False):
+        for argument, default in zip(
+            reversed(node.args.args), reversed(node.args.defaults), strict=False
+        ):
             found |= _literals({_PARAMETERS.get(argument.arg, argument.arg): default})
         node = node.body[-1]
     assert isinstance(node, ast.Assign | ast.Return)
@@ -140,7 +158,11 @@ def _definitions(module: str) -> tuple[Tables, dict[str, ast.stmt]]:
     body = ast.parse(Path(__file__).with_name(f"{module}.py").read_text()).body
     tables: Tables = {}
     for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Dict):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(node.value, ast.Dict)
+        ):
             tables[node.target.id] = _table(node.value, tables)
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     assigned = {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}
@@ -161,5 +183,7 @@ def _literals(values: Mapping[Any, ast.expr]) -> dict[str, Value]:
     return {
         key: value.value
         for key, value in values.items()
-        if key is not None and isinstance(value, ast.Constant) and isinstance(value.value, str | int | None)
+        if key is not None
+        and isinstance(value, ast.Constant)
+        and isinstance(value.value, str | int | None)
     }

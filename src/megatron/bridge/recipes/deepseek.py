@@ -3,7 +3,13 @@
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.catalog import name_functions
-from megatron.bridge.recipes.options import FP8_BLOCKWISE, MXFP8, LayoutOptions, PretrainOptions, layout
+from megatron.bridge.recipes.options import (
+    FP8_BLOCKWISE,
+    MXFP8,
+    LayoutOptions,
+    PretrainOptions,
+    layout,
+)
 
 # DeepSeek-V2. Learning rates, and the batch size of V2-Lite, are from "DeepSeek-V2" (2024).
 
@@ -31,7 +37,12 @@ _STAGES: LayoutOptions = {"pipeline_layout": "Et|(tt|)*29t|tmL"}
 _RECOMPUTE: LayoutOptions = {"recompute": ["mla_up_proj", "layernorm", "moe_act"]}
 _RECOMPUTE_LESS: LayoutOptions = {"recompute": ["layernorm", "moe_act"]}
 _V32: LayoutOptions = layout(tp=8, pp=16, vp=2, ep=16, etp=1)
-_V3_PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 4096, "lr": 2.2e-4, "min_lr": 2.2e-5}
+_V3_PRETRAIN: PretrainOptions = {
+    "seq_length": 4096,
+    "global_batch_size": 4096,
+    "lr": 2.2e-4,
+    "min_lr": 2.2e-5,
+}
 
 deepseek_v3_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, layout(tp=4, pp=16, vp=2, ep=16, etp=1)
@@ -40,14 +51,25 @@ deepseek_v3_pretrain_config_32nodes = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _RECOMPUTE, _V3_PRETRAIN, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
 )
 deepseek_v3_fp8_blockwise_pretrain_config = pretrain_recipe(
-    DEEPSEEK_V3, _STAGES, _RECOMPUTE_LESS, _V3_PRETRAIN, FP8_BLOCKWISE, layout(tp=4, pp=16, vp=2, ep=32, etp=1)
+    DEEPSEEK_V3,
+    _STAGES,
+    _RECOMPUTE_LESS,
+    _V3_PRETRAIN,
+    FP8_BLOCKWISE,
+    layout(tp=4, pp=16, vp=2, ep=32, etp=1),
 )
 deepseek_v3_mxfp8_pretrain_config = pretrain_recipe(
     DEEPSEEK_V3, _STAGES, _V3_PRETRAIN, MXFP8, layout(tp=4, pp=16, vp=2, ep=8, etp=1)
 )
-deepseek_v32_pretrain_config = pretrain_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V3_PRETRAIN, _V32)
+deepseek_v32_pretrain_config = pretrain_recipe(
+    "deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE, _V3_PRETRAIN, _V32
+)
 
-deepseek_v3_finetune_config = finetune_recipe(DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1))
-deepseek_v32_finetune_config = finetune_recipe("deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE_LESS, _V32)
+deepseek_v3_finetune_config = finetune_recipe(
+    DEEPSEEK_V3, _STAGES, _RECOMPUTE, layout(tp=8, pp=8, vp=4, ep=32, etp=1)
+)
+deepseek_v32_finetune_config = finetune_recipe(
+    "deepseek-ai/DeepSeek-V3.2-Exp", _STAGES, _RECOMPUTE_LESS, _V32
+)
 
 name_functions(__name__)

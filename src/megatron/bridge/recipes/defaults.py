@@ -21,7 +21,9 @@ RECURRENT_TARGETS = [*TARGETS, "out_proj"]
 """Targets for Mamba layers and delta nets, whose fused input projections get no adapters under TP."""
 
 
-def default_peft_config(peft_scheme: str | PEFT, model: GPTModelProvider | None = None, **changes: Any) -> PEFT:
+def default_peft_config(
+    peft_scheme: str | PEFT, model: GPTModelProvider | None = None, **changes: Any
+) -> PEFT:
     """Adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
 
     ``changes`` are fields of the adapter. Without ``model``, all layers are assumed to have plain attention. A ``PEFT``
@@ -41,7 +43,9 @@ def _targets(model: GPTModelProvider | None) -> list[str]:
         return [*TARGETS]
     if model.multi_latent_attention:
         return [*LATENT_TARGETS]
-    recurrent = isinstance(model, MambaModelProvider) or model.experimental_attention_variant is not None
+    recurrent = (
+        isinstance(model, MambaModelProvider) or model.experimental_attention_variant is not None
+    )
     return [*(RECURRENT_TARGETS if recurrent else TARGETS)]
 
 

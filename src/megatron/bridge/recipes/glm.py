@@ -7,9 +7,15 @@ from megatron.bridge.recipes.options import LayoutOptions, PretrainOptions, layo
 
 # GLM-4 of 2024 and of April 2025 (0414). Learning rates are our own: none are published.
 
-glm4_9b_pretrain_config = pretrain_recipe("zai-org/GLM-4-9B-0414", layout(tp=2), seq_length=8192, lr=3e-4)
-glm4_9b_chat_pretrain_config = pretrain_recipe("zai-org/glm-4-9b-chat-hf", layout(tp=2), seq_length=8192, lr=3e-4)
-glm4_32b_pretrain_config = pretrain_recipe("zai-org/GLM-4-32B-0414", layout(tp=8), seq_length=8192, lr=2e-4)
+glm4_9b_pretrain_config = pretrain_recipe(
+    "zai-org/GLM-4-9B-0414", layout(tp=2), seq_length=8192, lr=3e-4
+)
+glm4_9b_chat_pretrain_config = pretrain_recipe(
+    "zai-org/glm-4-9b-chat-hf", layout(tp=2), seq_length=8192, lr=3e-4
+)
+glm4_32b_pretrain_config = pretrain_recipe(
+    "zai-org/GLM-4-32B-0414", layout(tp=8), seq_length=8192, lr=2e-4
+)
 
 glm4_9b_finetune_config = finetune_recipe("zai-org/GLM-4-9B-0414", layout(tp=2))
 glm4_9b_chat_finetune_config = finetune_recipe("zai-org/glm-4-9b-chat-hf", layout(tp=2))
@@ -32,22 +38,44 @@ _GLM5: LayoutOptions = {
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "lr": 2.5e-4, "min_lr": 2.5e-5}
 
 glm45_air_106b_pretrain_config = pretrain_recipe(
-    "zai-org/GLM-4.5-Air", _AIR, _PRETRAIN, layout(tp=4, pp=4, vp=3, ep=8, etp=1), global_batch_size=1024
+    "zai-org/GLM-4.5-Air",
+    _AIR,
+    _PRETRAIN,
+    layout(tp=4, pp=4, vp=3, ep=8, etp=1),
+    global_batch_size=1024,
 )
 glm45_355b_pretrain_config = pretrain_recipe(
-    "zai-org/GLM-4.5", _LARGE_STAGES, _PRETRAIN, layout(tp=8, pp=16, vp=2, ep=8, etp=1), global_batch_size=4096
+    "zai-org/GLM-4.5",
+    _LARGE_STAGES,
+    _PRETRAIN,
+    layout(tp=8, pp=16, vp=2, ep=8, etp=1),
+    global_batch_size=4096,
 )
-glm47_flash_30b_pretrain_config = pretrain_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
+glm47_flash_30b_pretrain_config = pretrain_recipe(
+    GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4
+)
 glm5_744b_pretrain_config = pretrain_recipe(
-    "zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1), seq_length=4096, global_batch_size=4096, lr=2e-4
+    "zai-org/GLM-5",
+    _GLM5,
+    layout(tp=8, pp=16, ep=16, etp=1),
+    seq_length=4096,
+    global_batch_size=4096,
+    lr=2e-4,
 )
 
-glm45_air_106b_finetune_config = finetune_recipe("zai-org/GLM-4.5-Air", _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1))
+glm45_air_106b_finetune_config = finetune_recipe(
+    "zai-org/GLM-4.5-Air", _AIR, layout(tp=4, pp=4, vp=3, ep=8, etp=1)
+)
 glm45_355b_finetune_config = finetune_recipe(
-    "zai-org/GLM-4.5", _LARGE_STAGES, layout(tp=8, pp=8, vp=4, ep=16, etp=1), recompute=["layernorm", "moe_act"]
+    "zai-org/GLM-4.5",
+    _LARGE_STAGES,
+    layout(tp=8, pp=8, vp=4, ep=16, etp=1),
+    recompute=["layernorm", "moe_act"],
 )
 glm47_flash_30b_finetune_config = finetune_recipe(GLM47_FLASH_30B, layout(tp=2, ep=8, etp=1))
-glm5_744b_finetune_config = finetune_recipe("zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1))
+glm5_744b_finetune_config = finetune_recipe(
+    "zai-org/GLM-5", _GLM5, layout(tp=8, pp=16, ep=16, etp=1)
+)
 
 # GLM-4.5V: GLM-4.5 Air with a vision tower. The learning rate is our own.
 #

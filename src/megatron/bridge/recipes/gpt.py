@@ -27,7 +27,12 @@ GPT3_175B = ProviderSize(
 )
 
 gpt3_175b_pretrain_config = pretrain_recipe(
-    GPT3_175B, layout(tp=8, pp=4, vp=6), seq_length=2048, global_batch_size=1536, lr=6e-5, min_lr=6e-6
+    GPT3_175B,
+    layout(tp=8, pp=4, vp=6),
+    seq_length=2048,
+    global_batch_size=1536,
+    lr=6e-5,
+    min_lr=6e-6,
 )
 
 name_functions(__name__)

@@ -14,7 +14,9 @@ _TRAINING = {"moe_aux_loss_coeff": 0.001}
 GPT_OSS_20B = size_of("openai/gpt-oss-20b", _TRAINING)
 GPT_OSS_120B = size_of("openai/gpt-oss-120b", _TRAINING)
 
-gpt_oss_20b_pretrain_config = pretrain_recipe(GPT_OSS_20B, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4)
+gpt_oss_20b_pretrain_config = pretrain_recipe(
+    GPT_OSS_20B, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4
+)
 gpt_oss_120b_pretrain_config = pretrain_recipe(
     GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1), seq_length=4096, lr=2e-4
 )

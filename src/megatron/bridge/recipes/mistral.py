@@ -16,9 +16,15 @@ MINISTRAL3_14B = "mistralai/Ministral-3-14B-Base-2512"
 MINISTRAL3_8B_VL = "mistralai/Ministral-3-8B-Instruct-2512"
 MINISTRAL3_14B_VL = "mistralai/Ministral-3-14B-Instruct-2512"
 
-ministral3_3b_pretrain_config = pretrain_recipe("mistralai/Ministral-3-3B-Base-2512", seq_length=8192, lr=3e-4)
-ministral3_8b_pretrain_config = pretrain_recipe(MINISTRAL3_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-ministral3_14b_pretrain_config = pretrain_recipe(MINISTRAL3_14B, layout(tp=4), seq_length=8192, lr=3e-4)
+ministral3_3b_pretrain_config = pretrain_recipe(
+    "mistralai/Ministral-3-3B-Base-2512", seq_length=8192, lr=3e-4
+)
+ministral3_8b_pretrain_config = pretrain_recipe(
+    MINISTRAL3_8B, layout(tp=2), seq_length=8192, lr=3e-4
+)
+ministral3_14b_pretrain_config = pretrain_recipe(
+    MINISTRAL3_14B, layout(tp=4), seq_length=8192, lr=3e-4
+)
 
 ministral3_3b_finetune_config = finetune_recipe("mistralai/Ministral-3-3B-Instruct-2512")
 ministral3_8b_finetune_config = finetune_recipe(MINISTRAL3_8B_VL, layout(tp=2))
@@ -30,10 +36,16 @@ MINISTRAL_8B = "mistralai/Ministral-8B-Instruct-2410"
 MISTRAL_NEMO_12B = "mistralai/Mistral-Nemo-Base-2407"
 MISTRAL_SMALL_24B = "mistralai/Mistral-Small-24B-Base-2501"
 
-mistral_7b_pretrain_config = pretrain_recipe("mistralai/Mistral-7B-v0.3", layout(tp=2), seq_length=8192, lr=3e-4)
+mistral_7b_pretrain_config = pretrain_recipe(
+    "mistralai/Mistral-7B-v0.3", layout(tp=2), seq_length=8192, lr=3e-4
+)
 ministral_8b_pretrain_config = pretrain_recipe(MINISTRAL_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-mistral_nemo_12b_pretrain_config = pretrain_recipe(MISTRAL_NEMO_12B, layout(tp=4), seq_length=8192, lr=3e-4)
-mistral_small_24b_pretrain_config = pretrain_recipe(MISTRAL_SMALL_24B, layout(tp=4), seq_length=8192, lr=2e-4)
+mistral_nemo_12b_pretrain_config = pretrain_recipe(
+    MISTRAL_NEMO_12B, layout(tp=4), seq_length=8192, lr=3e-4
+)
+mistral_small_24b_pretrain_config = pretrain_recipe(
+    MISTRAL_SMALL_24B, layout(tp=4), seq_length=8192, lr=2e-4
+)
 
 mistral_7b_finetune_config = finetune_recipe("mistralai/Mistral-7B-v0.3", layout(tp=2))
 ministral_8b_finetune_config = finetune_recipe(MINISTRAL_8B, layout(tp=2))
@@ -49,7 +61,11 @@ mixtral_8x22b_pretrain_config = pretrain_recipe(
     "mistralai/Mixtral-8x22B-v0.1", layout(tp=4, pp=4, vp=7, ep=8, etp=1), seq_length=4096, lr=2e-4
 )
 
-mixtral_8x7b_finetune_config = finetune_recipe("mistralai/Mixtral-8x7B-v0.1", layout(tp=2, pp=4, vp=4, ep=4, etp=1))
-mixtral_8x22b_finetune_config = finetune_recipe("mistralai/Mixtral-8x22B-v0.1", layout(tp=8, pp=4, vp=7, ep=8, etp=1))
+mixtral_8x7b_finetune_config = finetune_recipe(
+    "mistralai/Mixtral-8x7B-v0.1", layout(tp=2, pp=4, vp=4, ep=4, etp=1)
+)
+mixtral_8x22b_finetune_config = finetune_recipe(
+    "mistralai/Mixtral-8x22B-v0.1", layout(tp=8, pp=4, vp=7, ep=8, etp=1)
+)
 
 name_functions(__name__)

@@ -22,7 +22,9 @@ kimi_k2_pretrain_config = pretrain_recipe(
     min_lr=2e-5,
     pipeline_layout="Et|(tt|)*30L",
 )
-kimi_linear_48b_pretrain_config = pretrain_recipe(KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
+kimi_linear_48b_pretrain_config = pretrain_recipe(
+    KIMI_LINEAR_48B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4
+)
 
 kimi_k2_finetune_config = finetune_recipe(
     "moonshotai/Kimi-K2-Instruct",
@@ -36,7 +38,9 @@ kimi_linear_48b_finetune_config = finetune_recipe(KIMI_LINEAR_48B, layout(tp=2, 
 
 MOONLIGHT_16B = "moonshotai/Moonlight-16B-A3B"
 
-moonlight_16b_pretrain_config = pretrain_recipe(MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5)
+moonlight_16b_pretrain_config = pretrain_recipe(
+    MOONLIGHT_16B, layout(ep=4), seq_length=4096, lr=4.2e-4, min_lr=4.2e-5
+)
 
 moonlight_16b_finetune_config = finetune_recipe(MOONLIGHT_16B, layout(tp=2, ep=4, etp=1))
 

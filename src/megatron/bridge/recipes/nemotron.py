@@ -12,15 +12,26 @@ LLAMA_NEMOTRON_8B = "nvidia/Llama-3.1-Nemotron-Nano-8B-v1"
 LLAMA_NEMOTRON_49B = "nvidia/Llama-3_3-Nemotron-Super-49B-v1"
 LLAMA_NEMOTRON_253B = "nvidia/Llama-3_1-Nemotron-Ultra-253B-v1"
 
-llama_nemotron_8b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4)
-llama_nemotron_49b_pretrain_config = pretrain_recipe(LLAMA_NEMOTRON_49B, layout(tp=8), seq_length=8192, lr=2e-4)
+llama_nemotron_8b_pretrain_config = pretrain_recipe(
+    LLAMA_NEMOTRON_8B, layout(tp=2), seq_length=8192, lr=3e-4
+)
+llama_nemotron_49b_pretrain_config = pretrain_recipe(
+    LLAMA_NEMOTRON_49B, layout(tp=8), seq_length=8192, lr=2e-4
+)
 llama_nemotron_253b_pretrain_config = pretrain_recipe(
-    LLAMA_NEMOTRON_253B, layout(tp=8, pp=6, cp=2), seq_length=8192, global_batch_size=768, lr=8e-5, min_lr=8e-7
+    LLAMA_NEMOTRON_253B,
+    layout(tp=8, pp=6, cp=2),
+    seq_length=8192,
+    global_batch_size=768,
+    lr=8e-5,
+    min_lr=8e-7,
 )
 
 llama_nemotron_8b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_8B, layout(tp=2))
 llama_nemotron_49b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_49B, layout(tp=8))
-llama_nemotron_253b_finetune_config = finetune_recipe(LLAMA_NEMOTRON_253B, layout(tp=8, pp=9), global_batch_size=192)
+llama_nemotron_253b_finetune_config = finetune_recipe(
+    LLAMA_NEMOTRON_253B, layout(tp=8, pp=9), global_batch_size=192
+)
 
 # Nemotron-4, and the Minitrons that were pruned from it.
 #
@@ -35,10 +46,17 @@ nemotron4_15b_pretrain_config = pretrain_recipe(
     NEMOTRON4_15B, layout(tp=2), seq_length=4096, global_batch_size=1152, lr=4.5e-4, min_lr=4.5e-7
 )
 nemotron4_340b_pretrain_config = pretrain_recipe(
-    NEMOTRON4_340B, layout(tp=8, pp=12, vp=8), seq_length=4096, global_batch_size=2304, lr=1e-4, min_lr=1e-6
+    NEMOTRON4_340B,
+    layout(tp=8, pp=12, vp=8),
+    seq_length=4096,
+    global_batch_size=2304,
+    lr=1e-4,
+    min_lr=1e-6,
 )
 minitron_4b_pretrain_config = pretrain_recipe("nvidia/Minitron-4B-Base", seq_length=4096, lr=3e-4)
-minitron_8b_pretrain_config = pretrain_recipe("nvidia/Minitron-8B-Base", layout(tp=2), seq_length=4096, lr=3e-4)
+minitron_8b_pretrain_config = pretrain_recipe(
+    "nvidia/Minitron-8B-Base", layout(tp=2), seq_length=4096, lr=3e-4
+)
 
 nemotron4_15b_finetune_config = finetune_recipe(NEMOTRON4_15B, layout(tp=4))
 nemotron4_340b_finetune_config = finetune_recipe(NEMOTRON4_340B, layout(tp=8, pp=8, vp=6, cp=2))
@@ -54,10 +72,18 @@ NEMOTRONH_47B = "nvidia/Nemotron-H-47B-Base-8K"
 NEMOTRONH_56B = "nvidia/Nemotron-H-56B-Base-8K"
 _H_PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768}
 
-nemotronh_4b_pretrain_config = pretrain_recipe("nvidia/Nemotron-H-4B-Base-8K", _H_PRETRAIN, lr=8e-4, min_lr=8e-6)
-nemotronh_8b_pretrain_config = pretrain_recipe(NEMOTRONH_8B, _H_PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6)
-nemotronh_47b_pretrain_config = pretrain_recipe(NEMOTRONH_47B, _H_PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6)
-nemotronh_56b_pretrain_config = pretrain_recipe(NEMOTRONH_56B, _H_PRETRAIN, layout(tp=8, pp=2), lr=4e-4, min_lr=4e-6)
+nemotronh_4b_pretrain_config = pretrain_recipe(
+    "nvidia/Nemotron-H-4B-Base-8K", _H_PRETRAIN, lr=8e-4, min_lr=8e-6
+)
+nemotronh_8b_pretrain_config = pretrain_recipe(
+    NEMOTRONH_8B, _H_PRETRAIN, layout(tp=2), lr=8e-4, min_lr=8e-6
+)
+nemotronh_47b_pretrain_config = pretrain_recipe(
+    NEMOTRONH_47B, _H_PRETRAIN, layout(tp=8), lr=4e-4, min_lr=4e-6
+)
+nemotronh_56b_pretrain_config = pretrain_recipe(
+    NEMOTRONH_56B, _H_PRETRAIN, layout(tp=8, pp=2), lr=4e-4, min_lr=4e-6
+)
 
 nemotronh_4b_finetune_config = finetune_recipe("nvidia/Nemotron-H-4B-Base-8K", lr=1e-5)
 nemotronh_8b_finetune_config = finetune_recipe(NEMOTRONH_8B, layout(tp=2))
@@ -73,9 +99,16 @@ nemotronh_56b_finetune_config = finetune_recipe(NEMOTRONH_56B, layout(tp=8, pp=2
 NEMOTRON_3_NANO = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
 NEMOTRON_3_SUPER = "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16"
 _SUPER: LayoutOptions = {"recompute": ["layernorm", "moe_act"]}
-_NANO_PRETRAIN: PretrainOptions = {"seq_length": 8192, "global_batch_size": 768, "lr": 4.5e-4, "min_lr": 4.5e-6}
+_NANO_PRETRAIN: PretrainOptions = {
+    "seq_length": 8192,
+    "global_batch_size": 768,
+    "lr": 4.5e-4,
+    "min_lr": 4.5e-6,
+}
 
-nemotron_nano_9b_v2_pretrain_config = pretrain_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", _NANO_PRETRAIN, layout(tp=2))
+nemotron_nano_9b_v2_pretrain_config = pretrain_recipe(
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2", _NANO_PRETRAIN, layout(tp=2)
+)
 nemotron_nano_12b_v2_pretrain_config = pretrain_recipe(
     "nvidia/NVIDIA-Nemotron-Nano-12B-v2", _NANO_PRETRAIN, layout(tp=4)
 )
@@ -83,13 +116,24 @@ nemotron_3_nano_pretrain_config = pretrain_recipe(
     NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
 )
 nemotron_3_super_pretrain_config = pretrain_recipe(
-    NEMOTRON_3_SUPER, _SUPER, layout(tp=4, pp=4, ep=8, etp=1), seq_length=8192, global_batch_size=768, lr=3e-4
+    NEMOTRON_3_SUPER,
+    _SUPER,
+    layout(tp=4, pp=4, ep=8, etp=1),
+    seq_length=8192,
+    global_batch_size=768,
+    lr=3e-4,
 )
 
-nemotron_nano_9b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout(tp=2))
-nemotron_nano_12b_v2_finetune_config = finetune_recipe("nvidia/NVIDIA-Nemotron-Nano-12B-v2", layout(tp=2))
+nemotron_nano_9b_v2_finetune_config = finetune_recipe(
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2", layout(tp=2)
+)
+nemotron_nano_12b_v2_finetune_config = finetune_recipe(
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2", layout(tp=2)
+)
 nemotron_3_nano_finetune_config = finetune_recipe(NEMOTRON_3_NANO, layout(tp=2, ep=8, etp=1))
-nemotron_3_super_finetune_config = finetune_recipe(NEMOTRON_3_SUPER, _SUPER, layout(tp=4, pp=4, ep=8, etp=1))
+nemotron_3_super_finetune_config = finetune_recipe(
+    NEMOTRON_3_SUPER, _SUPER, layout(tp=4, pp=4, ep=8, etp=1)
+)
 
 # Nemotron Nano VL v2. Learning rates and the batch size of pretraining are Megatron Bridge's.
 #
@@ -102,6 +146,8 @@ NEMOTRON_NANO_VL = "nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL-BF16"
 nemotron_nano_v2_vl_12b_pretrain_config = pretrain_recipe(
     NEMOTRON_NANO_VL, layout(tp=4), seq_length=4096, global_batch_size=32, lr=3e-4, min_lr=3e-5
 )
-nemotron_nano_v2_vl_12b_finetune_config = finetune_recipe(NEMOTRON_NANO_VL, layout(tp=4), lr=1e-5, min_lr=1e-6)
+nemotron_nano_v2_vl_12b_finetune_config = finetune_recipe(
+    NEMOTRON_NANO_VL, layout(tp=4), lr=1e-5, min_lr=1e-6
+)
 
 name_functions(__name__)

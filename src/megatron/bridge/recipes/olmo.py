@@ -13,10 +13,18 @@ from megatron.bridge.recipes.options import PretrainOptions, layout
 OLMO3_7B = "allenai/Olmo-3-1025-7B"
 _PRETRAIN: PretrainOptions = {"seq_length": 4096, "global_batch_size": 1024}
 
-olmoe_7b_pretrain_config = pretrain_recipe("allenai/OLMoE-1B-7B-0924", _PRETRAIN, lr=4e-4, min_lr=4e-5)
-olmo2_7b_pretrain_config = pretrain_recipe("allenai/OLMo-2-1124-7B", _PRETRAIN, layout(tp=2), lr=3e-4, min_lr=3e-5)
-olmo3_7b_pretrain_config = pretrain_recipe(OLMO3_7B, layout(tp=2), seq_length=8192, lr=3e-4, min_lr=3e-5)
-flexolmo_33b_pretrain_config = pretrain_recipe("allenai/FlexOlmo-7x7B-1T", layout(tp=8), seq_length=4096, lr=2e-4)
+olmoe_7b_pretrain_config = pretrain_recipe(
+    "allenai/OLMoE-1B-7B-0924", _PRETRAIN, lr=4e-4, min_lr=4e-5
+)
+olmo2_7b_pretrain_config = pretrain_recipe(
+    "allenai/OLMo-2-1124-7B", _PRETRAIN, layout(tp=2), lr=3e-4, min_lr=3e-5
+)
+olmo3_7b_pretrain_config = pretrain_recipe(
+    OLMO3_7B, layout(tp=2), seq_length=8192, lr=3e-4, min_lr=3e-5
+)
+flexolmo_33b_pretrain_config = pretrain_recipe(
+    "allenai/FlexOlmo-7x7B-1T", layout(tp=8), seq_length=4096, lr=2e-4
+)
 
 olmoe_7b_finetune_config = finetune_recipe("allenai/OLMoE-1B-7B-0924")
 olmo2_7b_finetune_config = finetune_recipe("allenai/OLMo-2-1124-7B", layout(tp=2))

@@ -14,7 +14,16 @@ LowPrecision = Literal[
 ]
 Precision = Literal["bf16_mixed", "fp16_mixed", "fp32"] | LowPrecision
 Adapter = Literal["lora", "dora"]
-Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts", "vision_model"]
+Module = Literal[
+    "core_attn",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+    "vision_model",
+]
 Recompute = Literal["selective", "full"] | list[Module]
 
 
@@ -116,7 +125,13 @@ NVFP4: PretrainOptions = {"precision": "bf16_with_nvfp4_mixed"}
 
 
 def layout(
-    *, tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vp: int | None = None,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
 ) -> LayoutOptions:
     """The parallel sizes of a recipe, by their usual abbreviations."""
     return {

@@ -21,24 +21,42 @@ _PYTHIA: PretrainOptions = {"seq_length": 2048, "global_batch_size": 1024}
 afm_4p5b_pretrain_config = pretrain_recipe("arcee-ai/AFM-4.5B-Base", _PRETRAIN)
 apertus_8b_pretrain_config = pretrain_recipe("swiss-ai/Apertus-8B-2509", _PRETRAIN, layout(tp=2))
 command_r7b_pretrain_config = pretrain_recipe(COMMAND_R7B, layout(tp=2), seq_length=8192, lr=3e-4)
-command_r_35b_pretrain_config = pretrain_recipe(COMMAND_R_35B, layout(tp=8), seq_length=8192, lr=2e-4)
+command_r_35b_pretrain_config = pretrain_recipe(
+    COMMAND_R_35B, layout(tp=8), seq_length=8192, lr=2e-4
+)
 cwm_32b_pretrain_config = pretrain_recipe("facebook/cwm", layout(tp=8), seq_length=8192, lr=2e-4)
-ernie45_300m_pretrain_config = pretrain_recipe("baidu/ERNIE-4.5-0.3B-PT", seq_length=4096, micro_batch_size=4, lr=1e-3)
-exaone4_1p2b_pretrain_config = pretrain_recipe("LGAI-EXAONE/EXAONE-4.0-1.2B", seq_length=8192, lr=5e-4)
+ernie45_300m_pretrain_config = pretrain_recipe(
+    "baidu/ERNIE-4.5-0.3B-PT", seq_length=4096, micro_batch_size=4, lr=1e-3
+)
+exaone4_1p2b_pretrain_config = pretrain_recipe(
+    "LGAI-EXAONE/EXAONE-4.0-1.2B", seq_length=8192, lr=5e-4
+)
 falcon_7b_pretrain_config = pretrain_recipe("tiiuae/falcon-7b", seq_length=2048, lr=3e-4)
-gpt2_124m_pretrain_config = pretrain_recipe("openai-community/gpt2", seq_length=1024, micro_batch_size=16, lr=6e-4)
-granite31_8b_pretrain_config = pretrain_recipe("ibm-granite/granite-3.1-8b-base", _PRETRAIN, layout(tp=2))
+gpt2_124m_pretrain_config = pretrain_recipe(
+    "openai-community/gpt2", seq_length=1024, micro_batch_size=16, lr=6e-4
+)
+granite31_8b_pretrain_config = pretrain_recipe(
+    "ibm-granite/granite-3.1-8b-base", _PRETRAIN, layout(tp=2)
+)
 helium_2b_pretrain_config = pretrain_recipe("kyutai/helium-1-preview-2b", _PRETRAIN)
 hunyuan_7b_pretrain_config = pretrain_recipe("tencent/Hunyuan-7B-Instruct", _PRETRAIN, layout(tp=2))
 mimo_7b_pretrain_config = pretrain_recipe("XiaomiMiMo/MiMo-7B-Base", _PRETRAIN, layout(tp=2))
-nanochat_d20_pretrain_config = pretrain_recipe(NANOCHAT_D20, seq_length=2048, micro_batch_size=8, lr=1e-3)
-opt_1p3b_pretrain_config = pretrain_recipe("facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=3e-4)
+nanochat_d20_pretrain_config = pretrain_recipe(
+    NANOCHAT_D20, seq_length=2048, micro_batch_size=8, lr=1e-3
+)
+opt_1p3b_pretrain_config = pretrain_recipe(
+    "facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=3e-4
+)
 phi2_2p7b_pretrain_config = pretrain_recipe("microsoft/phi-2", seq_length=2048, lr=3e-4)
 phi35_mini_3p8b_pretrain_config = pretrain_recipe("microsoft/Phi-3.5-mini-instruct", _PRETRAIN)
 phi4_14b_pretrain_config = pretrain_recipe("microsoft/phi-4", _PRETRAIN, layout(tp=2))
-pythia_1p4b_pretrain_config = pretrain_recipe(PYTHIA_1P4B, _PYTHIA, micro_batch_size=4, lr=2e-4, min_lr=2e-5)
+pythia_1p4b_pretrain_config = pretrain_recipe(
+    PYTHIA_1P4B, _PYTHIA, micro_batch_size=4, lr=2e-4, min_lr=2e-5
+)
 seed_oss_36b_pretrain_config = pretrain_recipe(SEED_OSS_36B, layout(tp=8), seq_length=8192, lr=2e-4)
-stablelm2_1p6b_pretrain_config = pretrain_recipe("stabilityai/stablelm-2-1_6b", seq_length=4096, lr=1e-3, min_lr=1e-4)
+stablelm2_1p6b_pretrain_config = pretrain_recipe(
+    "stabilityai/stablelm-2-1_6b", seq_length=4096, lr=1e-3, min_lr=1e-4
+)
 starcoder2_7b_pretrain_config = pretrain_recipe("bigcode/starcoder2-7b", _PRETRAIN)
 
 afm_4p5b_finetune_config = finetune_recipe("arcee-ai/AFM-4.5B-Base", lr=1e-5)
@@ -46,20 +64,30 @@ apertus_8b_finetune_config = finetune_recipe("swiss-ai/Apertus-8B-2509", layout(
 command_r7b_finetune_config = finetune_recipe(COMMAND_R7B, layout(tp=2))
 command_r_35b_finetune_config = finetune_recipe(COMMAND_R_35B, layout(tp=8))
 cwm_32b_finetune_config = finetune_recipe("facebook/cwm", layout(tp=8))
-ernie45_300m_finetune_config = finetune_recipe("baidu/ERNIE-4.5-0.3B-PT", micro_batch_size=4, lr=3e-5)
+ernie45_300m_finetune_config = finetune_recipe(
+    "baidu/ERNIE-4.5-0.3B-PT", micro_batch_size=4, lr=3e-5
+)
 exaone4_1p2b_finetune_config = finetune_recipe("LGAI-EXAONE/EXAONE-4.0-1.2B", lr=1e-5)
 falcon_7b_finetune_config = finetune_recipe("tiiuae/falcon-7b", seq_length=2048)
-gpt2_124m_finetune_config = finetune_recipe("openai-community/gpt2", seq_length=1024, micro_batch_size=16, lr=5e-5)
+gpt2_124m_finetune_config = finetune_recipe(
+    "openai-community/gpt2", seq_length=1024, micro_batch_size=16, lr=5e-5
+)
 granite31_8b_finetune_config = finetune_recipe("ibm-granite/granite-3.1-8b-base", layout(tp=2))
 helium_2b_finetune_config = finetune_recipe("kyutai/helium-1-preview-2b", lr=1e-5)
 hunyuan_7b_finetune_config = finetune_recipe("tencent/Hunyuan-7B-Instruct", layout(tp=2))
 mimo_7b_finetune_config = finetune_recipe("XiaomiMiMo/MiMo-7B-Base", layout(tp=2))
-nanochat_d20_finetune_config = finetune_recipe(NANOCHAT_D20, seq_length=2048, micro_batch_size=4, lr=3e-5)
-opt_1p3b_finetune_config = finetune_recipe("facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=1e-5)
+nanochat_d20_finetune_config = finetune_recipe(
+    NANOCHAT_D20, seq_length=2048, micro_batch_size=4, lr=3e-5
+)
+opt_1p3b_finetune_config = finetune_recipe(
+    "facebook/opt-1.3b", seq_length=2048, micro_batch_size=4, lr=1e-5
+)
 phi2_2p7b_finetune_config = finetune_recipe("microsoft/phi-2", seq_length=2048, lr=1e-5)
 phi35_mini_3p8b_finetune_config = finetune_recipe("microsoft/Phi-3.5-mini-instruct", lr=1e-5)
 phi4_14b_finetune_config = finetune_recipe("microsoft/phi-4", layout(tp=2))
-pythia_1p4b_finetune_config = finetune_recipe(PYTHIA_1P4B, seq_length=2048, micro_batch_size=4, lr=1e-5)
+pythia_1p4b_finetune_config = finetune_recipe(
+    PYTHIA_1P4B, seq_length=2048, micro_batch_size=4, lr=1e-5
+)
 seed_oss_36b_finetune_config = finetune_recipe(SEED_OSS_36B, layout(tp=8))
 stablelm2_1p6b_finetune_config = finetune_recipe("stabilityai/stablelm-2-1_6b", lr=1e-5)
 starcoder2_7b_finetune_config = finetune_recipe("bigcode/starcoder2-7b", layout(tp=2))
@@ -78,41 +106,79 @@ _LARGE: PretrainOptions = {"seq_length": 4096, "global_batch_size": 1024, "lr": 
 _4_STAGES: LayoutOptions = {"pipeline_layout": "Et*15|t*16|t*16|t*15L"}
 _8_STAGES: LayoutOptions = {"pipeline_layout": "Et*7|(t*8|)*6t*7L"}
 
-dots_llm1_142b_pretrain_config = pretrain_recipe(DOTS_LLM1_142B, _4_STAGES, _LARGE, layout(tp=4, pp=4, ep=8, etp=1))
-ernie45_21b_a3b_pretrain_config = pretrain_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8), seq_length=4096, lr=3e-4)
-granite31_1b_a400m_pretrain_config = pretrain_recipe("ibm-granite/granite-3.1-1b-a400m-base", seq_length=4096, lr=5e-4)
+dots_llm1_142b_pretrain_config = pretrain_recipe(
+    DOTS_LLM1_142B, _4_STAGES, _LARGE, layout(tp=4, pp=4, ep=8, etp=1)
+)
+ernie45_21b_a3b_pretrain_config = pretrain_recipe(
+    "baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8), seq_length=4096, lr=3e-4
+)
+granite31_1b_a400m_pretrain_config = pretrain_recipe(
+    "ibm-granite/granite-3.1-1b-a400m-base", seq_length=4096, lr=5e-4
+)
 granite_moe_shared_7b_a1b_pretrain_config = pretrain_recipe(MOE_7B_A1B, seq_length=4096, lr=5e-4)
-hunyuan_80b_a13b_pretrain_config = pretrain_recipe(HUNYUAN_80B_A13B, _LARGE, layout(tp=2, pp=2, ep=8, etp=1))
-k_exaone_236b_pretrain_config = pretrain_recipe(K_EXAONE_236B, _LARGE, layout(tp=4, pp=4, ep=16, etp=1))
-minimax_m2_229b_pretrain_config = pretrain_recipe(MINIMAX_M2_229B, _8_STAGES, _LARGE, layout(tp=2, pp=8, ep=8, etp=1))
-phi35_moe_42b_pretrain_config = pretrain_recipe(PHI35_MOE_42B, _PRETRAIN, layout(tp=2, pp=2, ep=8, etp=1))
-solar_open_100b_pretrain_config = pretrain_recipe("upstage/Solar-Open-100B", _LARGE, layout(tp=4, pp=2, ep=8, etp=1))
-trinity_mini_26b_pretrain_config = pretrain_recipe("arcee-ai/Trinity-Mini", layout(ep=8), seq_length=4096, lr=3e-4)
+hunyuan_80b_a13b_pretrain_config = pretrain_recipe(
+    HUNYUAN_80B_A13B, _LARGE, layout(tp=2, pp=2, ep=8, etp=1)
+)
+k_exaone_236b_pretrain_config = pretrain_recipe(
+    K_EXAONE_236B, _LARGE, layout(tp=4, pp=4, ep=16, etp=1)
+)
+minimax_m2_229b_pretrain_config = pretrain_recipe(
+    MINIMAX_M2_229B, _8_STAGES, _LARGE, layout(tp=2, pp=8, ep=8, etp=1)
+)
+phi35_moe_42b_pretrain_config = pretrain_recipe(
+    PHI35_MOE_42B, _PRETRAIN, layout(tp=2, pp=2, ep=8, etp=1)
+)
+solar_open_100b_pretrain_config = pretrain_recipe(
+    "upstage/Solar-Open-100B", _LARGE, layout(tp=4, pp=2, ep=8, etp=1)
+)
+trinity_mini_26b_pretrain_config = pretrain_recipe(
+    "arcee-ai/Trinity-Mini", layout(ep=8), seq_length=4096, lr=3e-4
+)
 
-dots_llm1_142b_finetune_config = finetune_recipe(DOTS_LLM1_142B, _4_STAGES, layout(tp=4, pp=4, ep=8, etp=1))
+dots_llm1_142b_finetune_config = finetune_recipe(
+    DOTS_LLM1_142B, _4_STAGES, layout(tp=4, pp=4, ep=8, etp=1)
+)
 ernie45_21b_a3b_finetune_config = finetune_recipe("baidu/ERNIE-4.5-21B-A3B-PT", layout(ep=8))
-granite31_1b_a400m_finetune_config = finetune_recipe("ibm-granite/granite-3.1-1b-a400m-base", lr=1e-5)
+granite31_1b_a400m_finetune_config = finetune_recipe(
+    "ibm-granite/granite-3.1-1b-a400m-base", lr=1e-5
+)
 granite_moe_shared_7b_a1b_finetune_config = finetune_recipe(MOE_7B_A1B, lr=1e-5)
-hunyuan_80b_a13b_finetune_config = finetune_recipe(HUNYUAN_80B_A13B, layout(tp=2, pp=2, ep=8, etp=1))
+hunyuan_80b_a13b_finetune_config = finetune_recipe(
+    HUNYUAN_80B_A13B, layout(tp=2, pp=2, ep=8, etp=1)
+)
 k_exaone_236b_finetune_config = finetune_recipe(K_EXAONE_236B, layout(tp=4, pp=4, ep=16, etp=1))
-minimax_m2_229b_finetune_config = finetune_recipe(MINIMAX_M2_229B, _8_STAGES, layout(tp=2, pp=8, ep=8, etp=1))
+minimax_m2_229b_finetune_config = finetune_recipe(
+    MINIMAX_M2_229B, _8_STAGES, layout(tp=2, pp=8, ep=8, etp=1)
+)
 phi35_moe_42b_finetune_config = finetune_recipe(PHI35_MOE_42B, layout(tp=2, pp=2, ep=8, etp=1))
-solar_open_100b_finetune_config = finetune_recipe("upstage/Solar-Open-100B", layout(tp=4, pp=2, ep=8, etp=1))
-trinity_mini_26b_finetune_config = finetune_recipe("arcee-ai/Trinity-Mini", layout(tp=2, ep=8, etp=1))
+solar_open_100b_finetune_config = finetune_recipe(
+    "upstage/Solar-Open-100B", layout(tp=4, pp=2, ep=8, etp=1)
+)
+trinity_mini_26b_finetune_config = finetune_recipe(
+    "arcee-ai/Trinity-Mini", layout(tp=2, ep=8, etp=1)
+)
 
 # Models with mixers or short convolutions instead of attention, or beside it. Learning rates are our own.
 
 
 bamba_9b_pretrain_config = pretrain_recipe("ibm-fms/Bamba-9B", _PRETRAIN, layout(tp=2))
-codestral_mamba_7b_pretrain_config = pretrain_recipe("mistralai/Mamba-Codestral-7B-v0.1", _PRETRAIN, layout(tp=2))
-falcon_h1_500m_pretrain_config = pretrain_recipe("tiiuae/Falcon-H1-0.5B-Base", _PRETRAIN, micro_batch_size=4)
+codestral_mamba_7b_pretrain_config = pretrain_recipe(
+    "mistralai/Mamba-Codestral-7B-v0.1", _PRETRAIN, layout(tp=2)
+)
+falcon_h1_500m_pretrain_config = pretrain_recipe(
+    "tiiuae/Falcon-H1-0.5B-Base", _PRETRAIN, micro_batch_size=4
+)
 granite4_h_tiny_pretrain_config = pretrain_recipe("ibm-granite/granite-4.0-h-tiny", _PRETRAIN)
-jamba_52b_pretrain_config = pretrain_recipe("ai21labs/Jamba-v0.1", _PRETRAIN, layout(tp=4, ep=8, etp=1))
+jamba_52b_pretrain_config = pretrain_recipe(
+    "ai21labs/Jamba-v0.1", _PRETRAIN, layout(tp=4, ep=8, etp=1)
+)
 lfm2_1p2b_pretrain_config = pretrain_recipe("LiquidAI/LFM2-1.2B", _PRETRAIN)
 lfm2_8b_a1b_pretrain_config = pretrain_recipe("LiquidAI/LFM2-8B-A1B", _PRETRAIN, layout(ep=2))
 
 bamba_9b_finetune_config = finetune_recipe("ibm-fms/Bamba-9B", layout(tp=2))
-codestral_mamba_7b_finetune_config = finetune_recipe("mistralai/Mamba-Codestral-7B-v0.1", layout(tp=2))
+codestral_mamba_7b_finetune_config = finetune_recipe(
+    "mistralai/Mamba-Codestral-7B-v0.1", layout(tp=2)
+)
 falcon_h1_500m_finetune_config = finetune_recipe("tiiuae/Falcon-H1-0.5B-Base", lr=3e-5)
 granite4_h_tiny_finetune_config = finetune_recipe("ibm-granite/granite-4.0-h-tiny", lr=1e-5)
 jamba_52b_finetune_config = finetune_recipe("ai21labs/Jamba-v0.1", layout(tp=4, ep=8, etp=1))

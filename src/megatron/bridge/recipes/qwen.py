@@ -3,7 +3,15 @@
 
 from megatron.bridge.recipes.builders import dpo_recipe, finetune_recipe, pretrain_recipe
 from megatron.bridge.recipes.catalog import name_functions
-from megatron.bridge.recipes.options import FP8, LENGTH_16K, LENGTH_64K, LENGTH_128K, MXFP8, PretrainOptions, layout
+from megatron.bridge.recipes.options import (
+    FP8,
+    LENGTH_16K,
+    LENGTH_64K,
+    LENGTH_128K,
+    MXFP8,
+    PretrainOptions,
+    layout,
+)
 
 # Qwen 1.5. Learning rates are our own: none are published.
 
@@ -11,14 +19,28 @@ QWEN15_500M = "Qwen/Qwen1.5-0.5B"
 QWEN15_1P8B = "Qwen/Qwen1.5-1.8B"
 QWEN15_72B = "Qwen/Qwen1.5-72B"
 
-qwen15_500m_pretrain_config = pretrain_recipe(QWEN15_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
-qwen15_1p8b_pretrain_config = pretrain_recipe(QWEN15_1P8B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
+qwen15_500m_pretrain_config = pretrain_recipe(
+    QWEN15_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
+)
+qwen15_1p8b_pretrain_config = pretrain_recipe(
+    QWEN15_1P8B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
+)
 qwen15_4b_pretrain_config = pretrain_recipe("Qwen/Qwen1.5-4B", seq_length=4096, lr=3e-4)
-qwen15_7b_pretrain_config = pretrain_recipe("Qwen/Qwen1.5-7B", layout(tp=2), seq_length=4096, lr=3e-4)
-qwen15_14b_pretrain_config = pretrain_recipe("Qwen/Qwen1.5-14B", layout(tp=2), seq_length=4096, lr=3e-4)
-qwen15_32b_pretrain_config = pretrain_recipe("Qwen/Qwen1.5-32B", layout(tp=8), seq_length=4096, lr=2e-4)
-qwen15_72b_pretrain_config = pretrain_recipe(QWEN15_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
-qwen15_moe_a2p7b_pretrain_config = pretrain_recipe("Qwen/Qwen1.5-MoE-A2.7B", layout(ep=4), seq_length=4096, lr=3e-4)
+qwen15_7b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen1.5-7B", layout(tp=2), seq_length=4096, lr=3e-4
+)
+qwen15_14b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen1.5-14B", layout(tp=2), seq_length=4096, lr=3e-4
+)
+qwen15_32b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen1.5-32B", layout(tp=8), seq_length=4096, lr=2e-4
+)
+qwen15_72b_pretrain_config = pretrain_recipe(
+    QWEN15_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
+)
+qwen15_moe_a2p7b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen1.5-MoE-A2.7B", layout(ep=4), seq_length=4096, lr=3e-4
+)
 
 qwen15_500m_finetune_config = finetune_recipe(QWEN15_500M, lr=1e-5)
 qwen15_1p8b_finetune_config = finetune_recipe(QWEN15_1P8B, lr=1e-5)
@@ -35,10 +57,16 @@ QWEN2_500M = "Qwen/Qwen2-0.5B"
 QWEN2_1P5B = "Qwen/Qwen2-1.5B"
 QWEN2_72B = "Qwen/Qwen2-72B"
 
-qwen2_500m_pretrain_config = pretrain_recipe(QWEN2_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
-qwen2_1p5b_pretrain_config = pretrain_recipe(QWEN2_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
+qwen2_500m_pretrain_config = pretrain_recipe(
+    QWEN2_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
+)
+qwen2_1p5b_pretrain_config = pretrain_recipe(
+    QWEN2_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
+)
 qwen2_7b_pretrain_config = pretrain_recipe("Qwen/Qwen2-7B", layout(tp=2), seq_length=4096, lr=3e-4)
-qwen2_72b_pretrain_config = pretrain_recipe(QWEN2_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
+qwen2_72b_pretrain_config = pretrain_recipe(
+    QWEN2_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
+)
 qwen2_57b_a14b_pretrain_config = pretrain_recipe(
     "Qwen/Qwen2-57B-A14B", layout(tp=4, pp=2, ep=8, etp=1), seq_length=4096, lr=2e-4
 )
@@ -47,7 +75,9 @@ qwen2_500m_finetune_config = finetune_recipe(QWEN2_500M, lr=1e-5)
 qwen2_1p5b_finetune_config = finetune_recipe(QWEN2_1P5B, lr=1e-5)
 qwen2_7b_finetune_config = finetune_recipe("Qwen/Qwen2-7B", layout(tp=2))
 qwen2_72b_finetune_config = finetune_recipe(QWEN2_72B, layout(tp=8, pp=2))
-qwen2_57b_a14b_finetune_config = finetune_recipe("Qwen/Qwen2-57B-A14B", layout(tp=4, pp=2, ep=8, etp=1))
+qwen2_57b_a14b_finetune_config = finetune_recipe(
+    "Qwen/Qwen2-57B-A14B", layout(tp=4, pp=2, ep=8, etp=1)
+)
 
 # Qwen 2.5, with the config of Qwen 2. Learning rates are our own: none are published.
 
@@ -56,16 +86,28 @@ QWEN25_1P5B = "Qwen/Qwen2.5-1.5B"
 QWEN25_7B = "Qwen/Qwen2.5-7B"
 QWEN25_72B = "Qwen/Qwen2.5-72B"
 
-qwen25_500m_pretrain_config = pretrain_recipe(QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
-qwen25_1p5b_pretrain_config = pretrain_recipe(QWEN25_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
+qwen25_500m_pretrain_config = pretrain_recipe(
+    QWEN25_500M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
+)
+qwen25_1p5b_pretrain_config = pretrain_recipe(
+    QWEN25_1P5B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
+)
 qwen25_3b_pretrain_config = pretrain_recipe("Qwen/Qwen2.5-3B", seq_length=4096, lr=3e-4)
 qwen25_7b_pretrain_config = pretrain_recipe(QWEN25_7B, layout(tp=2), seq_length=4096, lr=3e-4)
-qwen25_14b_pretrain_config = pretrain_recipe("Qwen/Qwen2.5-14B", layout(tp=4), seq_length=4096, lr=3e-4)
-qwen25_32b_pretrain_config = pretrain_recipe("Qwen/Qwen2.5-32B", layout(tp=8), seq_length=4096, lr=2e-4)
-qwen25_72b_pretrain_config = pretrain_recipe(QWEN25_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6)
+qwen25_14b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen2.5-14B", layout(tp=4), seq_length=4096, lr=3e-4
+)
+qwen25_32b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen2.5-32B", layout(tp=8), seq_length=4096, lr=2e-4
+)
+qwen25_72b_pretrain_config = pretrain_recipe(
+    QWEN25_72B, layout(tp=8, pp=2), seq_length=4096, lr=1.5e-4, min_lr=1.5e-6
+)
 qwen25_7b_16k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_16K, layout(tp=4), lr=3e-4)
 qwen25_7b_64k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_64K, layout(tp=4, cp=2), lr=3e-4)
-qwen25_7b_128k_pretrain_config = pretrain_recipe(QWEN25_7B, LENGTH_128K, layout(tp=4, cp=4), lr=3e-4)
+qwen25_7b_128k_pretrain_config = pretrain_recipe(
+    QWEN25_7B, LENGTH_128K, layout(tp=4, cp=4), lr=3e-4
+)
 
 qwen25_500m_finetune_config = finetune_recipe(QWEN25_500M, lr=1e-5)
 qwen25_1p5b_finetune_config = finetune_recipe(QWEN25_1P5B, lr=1e-5)
@@ -91,13 +133,23 @@ QWEN3_600M = "Qwen/Qwen3-0.6B"
 QWEN3_1P7B = "Qwen/Qwen3-1.7B"
 QWEN3_8B = "Qwen/Qwen3-8B"
 
-qwen3_600m_pretrain_config = pretrain_recipe(QWEN3_600M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5)
-qwen3_1p7b_pretrain_config = pretrain_recipe(QWEN3_1P7B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6)
+qwen3_600m_pretrain_config = pretrain_recipe(
+    QWEN3_600M, seq_length=4096, micro_batch_size=2, lr=1e-3, min_lr=1e-5
+)
+qwen3_1p7b_pretrain_config = pretrain_recipe(
+    QWEN3_1P7B, seq_length=4096, micro_batch_size=2, lr=5e-4, min_lr=5e-6
+)
 qwen3_4b_pretrain_config = pretrain_recipe("Qwen/Qwen3-4B", seq_length=4096, lr=3e-4)
 qwen3_8b_pretrain_config = pretrain_recipe(QWEN3_8B, layout(tp=2), seq_length=4096, lr=3e-4)
-qwen3_14b_pretrain_config = pretrain_recipe("Qwen/Qwen3-14B", layout(tp=4), seq_length=4096, lr=3e-4)
-qwen3_32b_pretrain_config = pretrain_recipe("Qwen/Qwen3-32B", layout(tp=8), seq_length=4096, lr=2e-4)
-qwen3_8b_fp8_pretrain_config = pretrain_recipe(QWEN3_8B, FP8, layout(tp=2), seq_length=4096, lr=3e-4)
+qwen3_14b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen3-14B", layout(tp=4), seq_length=4096, lr=3e-4
+)
+qwen3_32b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen3-32B", layout(tp=8), seq_length=4096, lr=2e-4
+)
+qwen3_8b_fp8_pretrain_config = pretrain_recipe(
+    QWEN3_8B, FP8, layout(tp=2), seq_length=4096, lr=3e-4
+)
 qwen3_8b_mxfp8_pretrain_config = pretrain_recipe(QWEN3_8B, MXFP8, seq_length=4096, lr=3e-4)
 
 qwen3_600m_finetune_config = finetune_recipe(QWEN3_600M, lr=1e-5)
@@ -123,12 +175,18 @@ _PRETRAIN_235B: PretrainOptions = {
 }
 _PRETRAIN_30B: PretrainOptions = {"seq_length": 4096, "lr": 3e-4}
 
-qwen3_30b_a3b_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, layout(tp=2, ep=8, etp=1))
+qwen3_30b_a3b_pretrain_config = pretrain_recipe(
+    QWEN3_30B_A3B, _PRETRAIN_30B, layout(tp=2, ep=8, etp=1)
+)
 qwen3_235b_a22b_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, layout(tp=4, pp=8, vp=4, ep=8, etp=1)
 )
-qwen3_30b_a3b_fp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, FP8, layout(tp=2, ep=8, etp=1))
-qwen3_30b_a3b_mxfp8_pretrain_config = pretrain_recipe(QWEN3_30B_A3B, _PRETRAIN_30B, MXFP8, layout(ep=4))
+qwen3_30b_a3b_fp8_pretrain_config = pretrain_recipe(
+    QWEN3_30B_A3B, _PRETRAIN_30B, FP8, layout(tp=2, ep=8, etp=1)
+)
+qwen3_30b_a3b_mxfp8_pretrain_config = pretrain_recipe(
+    QWEN3_30B_A3B, _PRETRAIN_30B, MXFP8, layout(ep=4)
+)
 qwen3_235b_a22b_fp8_pretrain_config = pretrain_recipe(
     QWEN3_235B_A22B, _PRETRAIN_235B, FP8, layout(tp=4, pp=8, vp=4, ep=8, etp=1)
 )
@@ -147,12 +205,22 @@ QWEN3_NEXT_80B_A3B = "Qwen/Qwen3-Next-80B-A3B-Instruct"
 QWEN35_35B_A3B = "Qwen/Qwen3.5-35B-A3B"
 
 qwen3_next_80b_a3b_pretrain_config = pretrain_recipe(
-    QWEN3_NEXT_80B_A3B, layout(tp=2, pp=2, ep=8, etp=1), seq_length=4096, global_batch_size=1024, lr=3e-4
+    QWEN3_NEXT_80B_A3B,
+    layout(tp=2, pp=2, ep=8, etp=1),
+    seq_length=4096,
+    global_batch_size=1024,
+    lr=3e-4,
 )
-qwen35_9b_pretrain_config = pretrain_recipe("Qwen/Qwen3.5-9B", layout(tp=2), seq_length=4096, lr=3e-4)
-qwen35_35b_a3b_pretrain_config = pretrain_recipe(QWEN35_35B_A3B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4)
+qwen35_9b_pretrain_config = pretrain_recipe(
+    "Qwen/Qwen3.5-9B", layout(tp=2), seq_length=4096, lr=3e-4
+)
+qwen35_35b_a3b_pretrain_config = pretrain_recipe(
+    QWEN35_35B_A3B, layout(tp=2, ep=8, etp=1), seq_length=4096, lr=3e-4
+)
 
-qwen3_next_80b_a3b_finetune_config = finetune_recipe(QWEN3_NEXT_80B_A3B, layout(tp=2, pp=2, ep=8, etp=1))
+qwen3_next_80b_a3b_finetune_config = finetune_recipe(
+    QWEN3_NEXT_80B_A3B, layout(tp=2, pp=2, ep=8, etp=1)
+)
 qwen35_9b_finetune_config = finetune_recipe("Qwen/Qwen3.5-9B", layout(tp=2))
 qwen35_35b_a3b_finetune_config = finetune_recipe(QWEN35_35B_A3B, layout(tp=2, ep=8, etp=1))
 

@@ -49,7 +49,9 @@ class Size:
     def provider(self) -> GPTModelProvider:
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
-        provider = AutoBridge.from_hf_config(self._config()).to_megatron_provider(load_weights=False)
+        provider = AutoBridge.from_hf_config(self._config()).to_megatron_provider(
+            load_weights=False
+        )
         for name, value in self.training.items():
             setattr(provider, name, value)
         return provider

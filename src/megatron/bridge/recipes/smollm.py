@@ -16,9 +16,16 @@ SMOLLM2_1P7B = "HuggingFaceTB/SmolLM2-1.7B"
 # Our own size: a fifth of the layers, for a student with the width of its teacher.
 SMOLLM2_50M = size_of("HuggingFaceTB/SmolLM2-135M", num_hidden_layers=6)
 
-smollm2_135m_pretrain_config = pretrain_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4)
+smollm2_135m_pretrain_config = pretrain_recipe(
+    SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4
+)
 smollm2_360m_pretrain_config = pretrain_recipe(
-    "HuggingFaceTB/SmolLM2-360M", seq_length=2048, global_batch_size=1024, micro_batch_size=8, lr=3e-3, min_lr=3e-5
+    "HuggingFaceTB/SmolLM2-360M",
+    seq_length=2048,
+    global_batch_size=1024,
+    micro_batch_size=8,
+    lr=3e-3,
+    min_lr=3e-5,
 )
 smollm2_1p7b_pretrain_config = pretrain_recipe(
     SMOLLM2_1P7B, seq_length=2048, global_batch_size=1024, micro_batch_size=4, lr=5e-4, min_lr=5e-6
@@ -27,17 +34,23 @@ smollm2_50m_distill_config = distill_recipe(
     SMOLLM2_50M, SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-3, min_lr=1e-4
 )
 
-smollm2_135m_finetune_config = finetune_recipe(SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-4)
+smollm2_135m_finetune_config = finetune_recipe(
+    SMOLLM2_135M, seq_length=2048, micro_batch_size=16, lr=1e-4
+)
 smollm2_360m_finetune_config = finetune_recipe(
     "HuggingFaceTB/SmolLM2-360M", seq_length=2048, micro_batch_size=8, lr=3e-5
 )
-smollm2_1p7b_finetune_config = finetune_recipe(SMOLLM2_1P7B, seq_length=2048, micro_batch_size=4, lr=1e-5)
+smollm2_1p7b_finetune_config = finetune_recipe(
+    SMOLLM2_1P7B, seq_length=2048, micro_batch_size=4, lr=1e-5
+)
 
 # SmolLM3. Learning rate and batch size are from its announcement (2025).
 
 SMOLLM3_3B = "HuggingFaceTB/SmolLM3-3B"
 
-smollm3_3b_pretrain_config = pretrain_recipe(SMOLLM3_3B, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6)
+smollm3_3b_pretrain_config = pretrain_recipe(
+    SMOLLM3_3B, seq_length=4096, global_batch_size=576, lr=2e-4, min_lr=2e-6
+)
 
 smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)
 
@@ -45,6 +58,8 @@ smollm3_3b_finetune_config = finetune_recipe(SMOLLM3_3B, lr=1e-5)
 #
 # The memory is for samples that consist of images.
 
-smolvlm2_256m_finetune_config = finetune_recipe("HuggingFaceTB/SmolVLM2-256M-Video-Instruct", lr=1e-4)
+smolvlm2_256m_finetune_config = finetune_recipe(
+    "HuggingFaceTB/SmolVLM2-256M-Video-Instruct", lr=1e-4
+)
 
 name_functions(__name__)

@@ -19,12 +19,22 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
         name, key, trusts = config.dpo.reference, "dpo.reference", config.dpo.trust_remote_code
         if name is None:  # with adapters, the model without them is the reference
             return None if config.peft else copy.deepcopy(config.model)
-    elif config.distill is not None and config.distill.teacher is not None and config.distill.cache is None:
-        name, key, trusts = config.distill.teacher, "distill.teacher", config.distill.trust_remote_code
+    elif (
+        config.distill is not None
+        and config.distill.teacher is not None
+        and config.distill.cache is None
+    ):
+        name, key, trusts = (
+            config.distill.teacher,
+            "distill.teacher",
+            config.distill.trust_remote_code,
+        )
     else:
         return None
     provider = _declared(name, trusts)
-    return None if provider is None else set_shared_settings(provider, name, config, world_size, key)
+    return (
+        None if provider is None else set_shared_settings(provider, name, config, world_size, key)
+    )
 
 
 def _declared(name: str, trust_remote_code: bool) -> Any:

@@ -22,23 +22,61 @@ from megatron.bridge.testing.family import on_one_process
 from megatron.bridge.testing.row import Row
 from megatron.bridge.utils.errors import UserError, one_line
 
-_TINY = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4, "head_dim": 16}
-_TINY |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64, "sliding_window": 16}
-_TINY |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_shared_experts": 1, "topk_group": 1}
-_TINY |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
-_TINY |= {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+_TINY = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+}
+_TINY |= {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 16,
+}
+_TINY |= {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "topk_group": 1,
+}
+_TINY |= {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+}
+_TINY |= {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 _TINY |= {"rotary_dim": 4, "n_inner": 72, "attention_multiplier": 0.25}
 # not one, which would hide how a number is applied, nor so large that noise grows
-_TINY |= {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 0.5, "logit_scale": 0.5}
+_TINY |= {
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+    "logit_scale": 0.5,
+}
 _IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 _MOST = 20_000_000  # parameters of a tiny model: more take long, and a real one all of the memory
 _EPSILONS = ("norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
-_PLAIN = {"num_key_value_heads": "num_query_groups", **dict.fromkeys(_EPSILONS, "layernorm_epsilon")}
+_PLAIN = {
+    "num_key_value_heads": "num_query_groups",
+    **dict.fromkeys(_EPSILONS, "layernorm_epsilon"),
+}
 _NORMS = (("input_layernorm", "post_attention_layernorm"), ("ln_1", "ln_2"), ("norm_1", "norm_2"))
 _PROJECTIONS = r"(.+)\.(q_proj|query_key_value|qkv_proj|c_attn|Wqkv)\.weight"
 
 
-def tiny_config(config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: Any) -> dict[str, Any]:
+def tiny_config(
+    config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: Any
+) -> dict[str, Any]:
     """The arguments of a tiny model: small ``sizes``, also where usual keys are ``renamed``, and no dropout."""
     derived = ("qk_head_dim", "max_window_layers", "dtype", *IRRELEVANT)
     tiny = {key: value for key, value in config.items() if key not in derived}
@@ -46,10 +84,18 @@ def tiny_config(config: Mapping[str, Any], renamed: Mapping[str, str], **sizes: 
     for key, value in tiny.items():
         if key in small and (value is not None or "exp" in key):
             tiny[key] = small[key]
-        elif config.get("sliding_window") and value and key == "layer_types" and {*value} == {"full_attention"}:
+        elif (
+            config.get("sliding_window")
+            and value
+            and key == "layer_types"
+            and {*value} == {"full_attention"}
+        ):
             tiny[key] = [*value[:1], "sliding_attention"] * 2  # what it can mean, said or not
         elif isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
-            tiny[key] = [*(value * 4)[:4], *(kind for kind in dict.fromkeys(value) if kind not in value[:4])][-4:]
+            tiny[key] = [
+                *(value * 4)[:4],
+                *(kind for kind in dict.fromkeys(value) if kind not in value[:4]),
+            ][-4:]
         elif "drop" in key and isinstance(value, float):
             tiny[key] = 0.0
     latent = {"num_key_value_heads": 6, "head_dim": 8} if "kv_lora_rank" in config else {}
@@ -61,16 +107,22 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
     name = (config.architectures or ("",))[0]
     model: Any = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
     if model is None:
-        raise UserError(f"architectures={config.architectures} names no causal model of transformers: give one")
+        raise UserError(
+            f"architectures={config.architectures} names no causal model of transformers: give one"
+        )
     case = _reference(model, config, folder)
-    tensors = {name: tuple(value.shape) for name, value in reference.read_weights(case.checkpoint).items()}
+    tensors = {
+        name: tuple(value.shape) for name, value in reference.read_weights(case.checkpoint).items()
+    }
     full = transformers.AutoConfig.from_pretrained(case.checkpoint).to_dict()
     bases = [base for base in model_bridge.declared_bridges() if not base.endswith("Generation")]
     text = "".join(path.read_text() for path in Path(getfile(model)).parent.glob("modular_*.py"))
     # transformers names parents: class CwmMLP(LlamaMLP)
     own = {base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases}
     drafts = [Draft(name, config.model_type, base, config, full, tensors) for base in bases]
-    drafts.sort(key=lambda it: (it.distance - 3 * bool(own[it.base]), -own[it.base], len(it.parent.fixed)))
+    drafts.sort(
+        key=lambda it: (it.distance - 3 * bool(own[it.base]), -own[it.base], len(it.parent.fixed))
+    )
     tried = _attempts(drafts[:2], case, folder)
     first = next(tried)
     found = first if not first[1] else next((it for it in tried if not it[1]), first)
@@ -87,20 +139,31 @@ def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
     for index, sizes in enumerate(({}, {"head_dim": 8}, None)):
         tiny = tiny_config(full, config.attribute_map, **(sizes or {}))
         if sizes is None:
-            tiny |= {key: full[key] for key in tiny.keys() & full.keys() - _IDS.keys() if "drop" not in key}
+            tiny |= {
+                key: full[key]
+                for key in tiny.keys() & full.keys() - _IDS.keys()
+                if "drop" not in key
+            }
         row = Row(config.model_type, model, tiny)
         try:
             with torch.device("meta"):
-                count = sum(parameter.numel() for parameter in model(model.config_class(**row.config)).parameters())
+                count = sum(
+                    parameter.numel()
+                    for parameter in model(model.config_class(**row.config)).parameters()
+                )
             if count <= _MOST:
                 return reference.make_reference(row, folder / f"reference{index}")
             reason = reason or f"still has {count} parameters"
         except Exception as error:  # of transformers' own code, whatever it checks
             reason = reason or f"does not run ({type(error).__name__}: {one_line(error, 400)})"
-    raise UserError(f"a tiny {model.__name__} {reason}: give a config of small sizes, which is then used as it is")
+    raise UserError(
+        f"a tiny {model.__name__} {reason}: give a config of small sizes, which is then used as it is"
+    )
 
 
-def _attempts(drafts: "list[Draft]", case: reference.Case, folder: Path) -> "Iterator[tuple[Draft, list[str]]]":
+def _attempts(
+    drafts: "list[Draft]", case: reference.Case, folder: Path
+) -> "Iterator[tuple[Draft, list[str]]]":
     for draft in drafts:
         draft.complete()
         for index, tried in enumerate(draft.guesses()):
@@ -120,7 +183,9 @@ class Draft:
     config: Mapping[str, Any]  # of the tiny model, as transformers completes it
     tensors: Mapping[str, tuple[int, ...]]  # names in its checkpoint, with their shapes
     fixed: dict[str, Any] = field(default_factory=dict[str, Any])
-    claimed: dict[str, str] = field(default_factory=dict[str, str])  # key of no field of the base -> what reads it
+    claimed: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # key of no field of the base -> what reads it
     blocks: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
@@ -128,19 +193,37 @@ class Draft:
         registry = self.parent().mapping_registry()
         found = {name: registry.hf_to_megatron_lookup(name) for name in self.tensors}
         lost = (name for name, mapping in found.items() if mapping is None)
-        down = [name for name, it in found.items() if it and it.transposed and it.megatron_param.endswith("fc2.weight")]
-        self.straight = any(self.tensors[it][0] < self.tensors[it][1] for it in down)  # [out, in], unlike the base's
+        down = [
+            name
+            for name, it in found.items()
+            if it and it.transposed and it.megatron_param.endswith("fc2.weight")
+        ]
+        self.straight = any(
+            self.tensors[it][0] < self.tensors[it][1] for it in down
+        )  # [out, in], unlike the base's
         self.left_over = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in lost))
-        missing = [f.hf for f in self.parent.fields if f.default is families.REQUIRED and f.hf not in self.config]
+        missing = [
+            f.hf
+            for f in self.parent.fields
+            if f.default is families.REQUIRED and f.hf not in self.config
+        ]
         unspoken = [key for key in self.unclaimed if not vocabulary.groups_with(key)]
         self.distance = 2 * len(self.left_over) + len(unspoken) + len(missing)
 
     @property
     def kept(self) -> list[Field]:
         """Fields of the base, but for those whose key is not there or that names of tensors speak against."""
-        there = [f for f in self.parent.fields if f.hf in self.config or f.default is not families.REQUIRED]
+        there = [
+            f
+            for f in self.parent.fields
+            if f.hf in self.config or f.default is not families.REQUIRED
+        ]
         sparse = any("num_moe_experts" in f.names for f in there)
-        there = [f for f in there if sparse or not f.names or not all(name.startswith("moe_") for name in f.names)]
+        there = [
+            f
+            for f in there
+            if sparse or not f.names or not all(name.startswith("moe_") for name in f.names)
+        ]
         return [f for f in there if self.fixed.keys().isdisjoint(f.names)]
 
     @property
@@ -159,10 +242,19 @@ class Draft:
     @property
     def unread(self) -> dict[str, tuple[Any, ...]]:
         """Keys that nothing reads, or that a default of transformers contradicts, with their values."""
-        both, defaults = (self.source_config.to_dict(), self.config), type(self.source_config)().to_dict()
-        checked = [key for key, values in self.parent.irrelevant.items() if values is not None and key in self.config]
+        both, defaults = (
+            (self.source_config.to_dict(), self.config),
+            type(self.source_config)().to_dict(),
+        )
+        checked = [
+            key
+            for key, values in self.parent.irrelevant.items()
+            if values is not None and key in self.config
+        ]
         keys = [key for key in self.unclaimed if key not in {*self.claimed, *self.idle}]
-        keys += [key for key in checked if key not in keys and self.config[key] != defaults.get(key)]
+        keys += [
+            key for key in checked if key not in keys and self.config[key] != defaults.get(key)
+        ]
         return {key: (*{repr(it.get(key)): it.get(key) for it in both}.values(),) for key in keys}
 
     def guesses(self) -> "Iterator[Draft]":
@@ -184,10 +276,16 @@ class Draft:
 
     def complete(self) -> None:
         """Take from the names of tensors what the config does not say, then claim keys by the vocabulary."""
-        self._read_tensors({re.sub(r"^\D+\.\d+\.", "", name): shape for name, shape in self.tensors.items()})
-        implied = {f.name: f.default for f in dataclasses.fields(families.GPTModelProvider)} | self.parent.fixed
+        self._read_tensors(
+            {re.sub(r"^\D+\.\d+\.", "", name): shape for name, shape in self.tensors.items()}
+        )
+        implied = {
+            f.name: f.default for f in dataclasses.fields(families.GPTModelProvider)
+        } | self.parent.fixed
         told = {name for f in self.parent.fields for name in f.names}
-        self.fixed = {name: v for name, v in self.fixed.items() if name in told or implied[name] != v}
+        self.fixed = {
+            name: v for name, v in self.fixed.items() if name in told or implied[name] != v
+        }
         self.claimed = {key: text for key in self.unclaimed if (text := self._field(key))}
 
     def _field(self, key: str) -> str:
@@ -195,14 +293,27 @@ class Draft:
         if key in _PLAIN:
             return f"Field({key!r}, {_PLAIN[key]!r})"
         groups, free = vocabulary.field_groups(), {*self.unclaimed}
-        for name in sorted(vocabulary.groups_with(key), key=lambda it: -len(groups[it])):  # the largest first
+        for name in sorted(
+            vocabulary.groups_with(key), key=lambda it: -len(groups[it])
+        ):  # the largest first
             sets = {attribute for f in groups[name] for attribute in f.names}
-            if {f.hf for f in groups[name]} <= free and self._reads(groups[name]) and not sets & self.fixed.keys():
+            if (
+                {f.hf for f in groups[name]} <= free
+                and self._reads(groups[name])
+                and not sets & self.fixed.keys()
+            ):
                 return f"*{name}" if isinstance(getattr(families, name), tuple) else name
-        if key in {f.hf for f in self.parent.fields}:  # the tensors spoke against what the base makes of it
+        if key in {
+            f.hf for f in self.parent.fields
+        }:  # the tensors spoke against what the base makes of it
             return ""
         usual = {own: name for name, own in self.source_config.attribute_map.items()}.get(key)
-        plain = (f for fields in model_bridge.declared_fields().values() for f in fields if f.hf in (key, usual))
+        plain = (
+            f
+            for fields in model_bridge.declared_fields().values()
+            for f in fields
+            if f.hf in (key, usual)
+        )
         names = [f.megatron for f in plain if f.to is None and f.back is None]
         return f"Field({key!r}, {names[0]!r})" if names else ""
 
@@ -211,19 +322,31 @@ class Draft:
         biases = [name for name in ends if name.endswith(("_proj.bias", "c_fc.bias"))]
         if any(name.endswith("norm.bias") for name in ends):
             self.fixed["normalization"] = "LayerNorm"
-        if biases and not any(name.endswith(("o_proj.bias", "up_proj.bias", "c_fc.bias")) for name in biases):
+        if biases and not any(
+            name.endswith(("o_proj.bias", "up_proj.bias", "c_fc.bias")) for name in biases
+        ):
             self.fixed |= {"add_qkv_bias": True, "add_bias_linear": False}
         elif biases and "attention_bias" not in self.config:
             self.fixed["add_bias_linear"] = True
         before, after = (f"{kind}_feedforward_layernorm.weight" in ends for kind in ("pre", "post"))
         placement = "both" if before and after else "post" if after else "pre"
         query, key = (ends.get(f"self_attn.{role}_norm.weight") for role in "qk")
-        matrices = [name for name, shape in ends.items() if name.startswith("mlp.") and len(shape) == 2]
+        matrices = [
+            name for name, shape in ends.items() if name.startswith("mlp.") and len(shape) == 2
+        ]
         plain = len(matrices) == 2 and not any("gate" in name for name in matrices)
         self.fixed |= {"norm_placement": placement, "gated_linear_unit": not plain}
-        self.fixed |= {"qk_norm_across_heads": query != key, "qk_layernorm": query == key} if query else {}
+        self.fixed |= (
+            {"qk_norm_across_heads": query != key, "qk_layernorm": query == key} if query else {}
+        )
         norms = next((pair for pair in _NORMS if f"{pair[0]}.weight" in ends), _NORMS[0])
-        norms = (None, None) if placement == "post" else (norms[0], "pre_feedforward_layernorm") if before else norms
+        norms = (
+            (None, None)
+            if placement == "post"
+            else (norms[0], "pre_feedforward_layernorm")
+            if before
+            else norms
+        )
         alone = f"{norms[0]}.weight" in ends and f"{norms[1]}.weight" not in ends
         biased = any(name.endswith("head.bias") for name in self.tensors)
         said = self.parent.fixed
@@ -231,18 +354,32 @@ class Draft:
             self.fixed["parallel_residual"] = "shared_norm" if alone else None
         self.fixed |= {"output_bias": biased} if biased != said.get("output_bias", False) else {}
         norms = (norms[0], None) if alone else norms
-        layers = re.sub(r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it)))
+        layers = re.sub(
+            r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it))
+        )
         moved = self.straight or placement != said.get("norm_placement", "pre")
         others = self._post_norms(layers) if placement == "pre" else self.left_over
-        if moved or any("norm" in name or re.search("attn.*(proj|dense|key_value)", name) for name in others):
+        if moved or any(
+            "norm" in name or re.search("attn.*(proj|dense|key_value)", name) for name in others
+        ):
             self.blocks.append(_attention(ends, layers, norms[0]))
-            self.blocks += ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"] if after else []
-        if moved or (plain and said.get("gated_linear_unit", True)) or any("mlp" in name for name in others):
+            self.blocks += (
+                ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"]
+                if after
+                else []
+            )
+        if (
+            moved
+            or (plain and said.get("gated_linear_unit", True))
+            or any("mlp" in name for name in others)
+        ):
             names = ("gate_proj", "up_proj", "down_proj")
             if plain:  # the narrow side of each is the width of the model
                 pair = sorted(matrices, key=lambda name: ends[name][0] < ends[name][1])
                 names = ("", *(name.split(".")[1] for name in pair))
-            self.blocks.append(f"mlp({layers!r}, norm={norms[1]!r}, gated={not plain}, projections={names!r})")
+            self.blocks.append(
+                f"mlp({layers!r}, norm={norms[1]!r}, gated={not plain}, projections={names!r})"
+            )
 
     def _post_norms(self, layers: str) -> list[str]:
         """The tensors left over, but for two norms of a layer beside those that the base names."""
@@ -257,8 +394,12 @@ class Draft:
     def _overrides(self, parent: str) -> str:
         """The lines of the class after its fields, but for those that would repeat the base's."""
         said = (("fixed", self.fixed), ("irrelevant", dict.fromkeys(self.idle)))
-        lines = [f"    {name} = {{**{parent}.{name}, {repr(own)[1:]}\n" for name, own in said if own]
-        weights = f"    weights = replace_blocks({', '.join((f'{parent}.weights', *self.blocks))})\n"
+        lines = [
+            f"    {name} = {{**{parent}.{name}, {repr(own)[1:]}\n" for name, own in said if own
+        ]
+        weights = (
+            f"    weights = replace_blocks({', '.join((f'{parent}.weights', *self.blocks))})\n"
+        )
         return "".join((*lines, weights if self.blocks else ""))
 
     @property
@@ -266,9 +407,14 @@ class Draft:
         """The text of a module that registers the bridge."""
         name, parent = self.architecture.removesuffix("ForCausalLM"), self.parent.__name__
         drop = tuple(dict.fromkeys(f.hf for f in self.parent.fields if f not in self.kept))
-        kept = f"(f for f in {parent}.fields if f.hf not in {drop!r})" if drop else f"{parent}.fields"
+        kept = (
+            f"(f for f in {parent}.fields if f.hf not in {drop!r})" if drop else f"{parent}.fields"
+        )
         provider = model_bridge.declared_provider(self.base)
-        constants = [f"constant({', '.join(map(repr, (key, *values)))})" for key, values in self.unread.items()]
+        constants = [
+            f"constant({', '.join(map(repr, (key, *values)))})"
+            for key, values in self.unread.items()
+        ]
         options = f"provider={provider.__name__}, " if provider else ""
         return f'''# SPDX-License-Identifier: Apache-2.0
 """{name}'s bridge, drafted by `megatron-bridge port` from what {self.base} declares."""
@@ -287,10 +433,19 @@ class {name}Bridge({parent}):
         """What there was to do, one line each."""
         return [
             f"{self.architecture} is nearest to {self.base}",
-            *(f"key {key}={self.config[key]!r}: {text} reads it" for key, text in self.claimed.items()),
-            *(f"key {key} in {str(values)[:120]}: {_other_readers(key)}" for key, values in self.unread.items()),
+            *(
+                f"key {key}={self.config[key]!r}: {text} reads it"
+                for key, text in self.claimed.items()
+            ),
+            *(
+                f"key {key} in {str(values)[:120]}: {_other_readers(key)}"
+                for key, values in self.unread.items()
+            ),
             *(f"key {key}: any value, it only initializes a new model" for key in self.idle),
-            *(f"tensor {name}: {self.base} does not name it{_others_name(name)}" for name in self.left_over),
+            *(
+                f"tensor {name}: {self.base} does not name it{_others_name(name)}"
+                for name in self.left_over
+            ),
         ]
 
     def problems(self, case: reference.Case, output: Path) -> list[str]:
@@ -310,10 +465,14 @@ def _attention(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | Non
     module, first = found.groups() if found else ("self_attn", "q_proj")
     outputs = [f"{module}.{name}" for name in ("o_proj", "out_proj", "dense", "c_proj")]
     output = next((name for name in outputs if f"{name}.weight" in ends), outputs[0])
-    options: dict[str, Any] = {"fused": first, "grouped": first == "query_key_value"} if first != "q_proj" else {}
+    options: dict[str, Any] = (
+        {"fused": first, "grouped": first == "query_key_value"} if first != "q_proj" else {}
+    )
     norms = (re.fullmatch(rf"{module}\.q_(\w*norm)\.weight", name) for name in ends)
     options |= next(({"qk_norm": m[1]} for m in norms if m), {})
-    keywords = ", ".join(f"{name}={value!r}" for name, value in (options | {"names": module}).items())
+    keywords = ", ".join(
+        f"{name}={value!r}" for name, value in (options | {"names": module}).items()
+    )
     return f"attention({layers!r}, {norm!r}, {output!r}, {keywords})"
 
 
@@ -326,7 +485,15 @@ def _other_readers(key: str) -> str:
 def _others_name(tensor: str) -> str:
     """Which families name a tensor that ends so in a layer."""
     end = re.sub(r"^.*?(\.\*\.|$)", "*.", tensor)
-    registries = {name: bridge().mapping_registry() for name, bridge in model_bridge.declared_bridges().items()}
-    names = ((name, hf) for name, it in registries.items() for m in it.get_all_mappings() for hf in m.hf_names)
+    registries = {
+        name: bridge().mapping_registry()
+        for name, bridge in model_bridge.declared_bridges().items()
+    }
+    names = (
+        (name, hf)
+        for name, it in registries.items()
+        for m in it.get_all_mappings()
+        for hf in m.hf_names
+    )
     found = list(dict.fromkeys(name for name, hf in names if hf.endswith(end)))
     return f"; look at {', '.join(found[:2])}" if found else ""

@@ -39,7 +39,9 @@ def check_family(row: Row, layouts: Iterable[str] | None = None) -> None:
         UserError: there is a GPU, or no layout of that name.
     """
     if torch.cuda.is_available():
-        raise UserError("check_family compares float32 on the CPU: run it with CUDA_VISIBLE_DEVICES= (empty)")
+        raise UserError(
+            "check_family compares float32 on the CPU: run it with CUDA_VISIBLE_DEVICES= (empty)"
+        )
     names = [*row.layouts, *row.slow, *row.four] if layouts is None else list(layouts)
     if unknown := sorted(set(names) - set(LAYOUTS)):
         raise UserError(f"layouts={', '.join(unknown)} must be among {', '.join(LAYOUTS)}")
@@ -47,7 +49,9 @@ def check_family(row: Row, layouts: Iterable[str] | None = None) -> None:
         case = reference.make_reference(row, Path(folder) / "reference")
         problems = [*on_one_process(case, Path(folder))]
         for name in names if not problems else ():
-            problems += [f"{name}: {line}" for line in _on_processes(case, name, Path(folder) / name)]
+            problems += [
+                f"{name}: {line}" for line in _on_processes(case, name, Path(folder) / name)
+            ]
     assert not problems, "\n".join(problems)
 
 
@@ -62,7 +66,9 @@ def config_in_both_directions(bridge: AutoBridge) -> list[str]:
     """A line for each attribute that a provider loses when it is written as a config and read again."""
     provider = bridge.to_megatron_provider(load_weights=False)
     written = type(bridge.hf_config)(**bridge._bridge.megatron_to_hf_config(provider))
-    return different_providers(provider, AutoBridge.from_hf_config(written).to_megatron_provider(load_weights=False))
+    return different_providers(
+        provider, AutoBridge.from_hf_config(written).to_megatron_provider(load_weights=False)
+    )
 
 
 def different_providers(one: Any, other: Any) -> list[str]:
@@ -79,8 +85,12 @@ def export_without_a_source(case: ReferenceFiles, output: Path) -> list[str]:
     return export_without_a_source_of(*reference.build(case, "one"), case, output)
 
 
-def export_without_a_source_of(bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path) -> list[str]:
-    AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(model, output, show_progress=False)
+def export_without_a_source_of(
+    bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path
+) -> list[str]:
+    AutoBridge.from_hf_config(bridge.hf_config).save_hf_pretrained(
+        model, output, show_progress=False
+    )
     return _not_as_in_transformers(case, output)
 
 
@@ -91,11 +101,19 @@ def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
     # layers of multi-token prediction come after the others; transformers has no modules for them
     beyond = {name for name in loading["unexpected_keys"] if f"layers.{layers}." in name}
     found = {**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}
-    problems = [f"transformers loads an export without a source with {k}: {v}" for k, v in found.items() if v]
+    problems = [
+        f"transformers loads an export without a source with {k}: {v}"
+        for k, v in found.items()
+        if v
+    ]
     with torch.no_grad():
         logits = hf.eval()(input_ids=case.batch[0], use_cache=False).logits
     same = torch.equal(logits, case.logits)
-    return problems if same else [*problems, "transformers computes other logits of an export without a source"]
+    return (
+        problems
+        if same
+        else [*problems, "transformers computes other logits of an export without a source"]
+    )
 
 
 def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
@@ -105,14 +123,20 @@ def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     bridge = type(AutoBridge.from_hf_pretrained(case.checkpoint)._bridge)
     multiprocessing.spawn(_rank, (size, case, layout, folder, bridge), nprocs=size)  # type: ignore[attr-defined]
     return list(
-        dict.fromkeys(line for rank in range(size) for line in (folder / f"problems-{rank}").read_text().splitlines())
+        dict.fromkeys(
+            line
+            for rank in range(size)
+            for line in (folder / f"problems-{rank}").read_text().splitlines()
+        )
     )
 
 
 def _ranks(layout: dict[str, Any]) -> tuple[int, int]:
     stages = layout.get("pipeline_model_parallel_size", 1)
     tensor = layout.get("tensor_model_parallel_size", 1)
-    experts = layout.get("expert_model_parallel_size", 1) * layout.get("expert_tensor_parallel_size", tensor)
+    experts = layout.get("expert_model_parallel_size", 1) * layout.get(
+        "expert_tensor_parallel_size", tensor
+    )
     return stages * tensor, stages * experts
 
 

@@ -40,7 +40,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2": {**_TP2, **_SP},
     "pp2": _PP2,
     # overlapped sends: batched ones mix up the two neighbors when they are the same process
-    "vp2": {**_PP2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
+    "vp2": {
+        **_PP2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    },
     "dp2": {},
     "ep2": _EP2,
     "etp2": {**_TP2, **_SP, "expert_tensor_parallel_size": 2},
@@ -96,7 +101,9 @@ def make_reference(row: Row, directory: Path) -> Case:
     case = Case(row, directory)
     model = hf_model(row)
     save(model, case.checkpoint)
-    (case.checkpoint / "tokenizer.json").write_text('{"version": "1.0", "note": "carried over, not read"}')
+    (case.checkpoint / "tokenizer.json").write_text(
+        '{"version": "1.0", "note": "carried over, not read"}'
+    )
     (case.checkpoint / "README.md").write_text("The card of a toy.\n")
     values = row.rewrite(case.checkpoint) if row.rewrite else None
     if values is not None:
@@ -107,7 +114,9 @@ def make_reference(row: Row, directory: Path) -> Case:
     save_file({"logits": logits.detach()}, directory / "expected.safetensors")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.data = (
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
         for buffer in persistent_buffers(model):
             buffer.zero_()
     save(model, directory / "gradients")
@@ -137,20 +146,30 @@ def randomise(model: Any) -> None:
             parameter.normal_(parameter.mean().item() if is_norm else 0.0, width)
         for buffer in filter(torch.is_floating_point, persistent_buffers(model)):
             mean = buffer.float().mean().item()
-            buffer.normal_(mean, 0.2 if buffer.dim() else abs(0.2 * mean))  # a number alone may be a limit near zero
+            buffer.normal_(
+                mean, 0.2 if buffer.dim() else abs(0.2 * mean)
+            )  # a number alone may be a limit near zero
 
 
 def persistent_buffers(model: torch.nn.Module) -> list[Tensor]:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True)
-    return [value for name, value in state.items() if isinstance(value, Tensor) and name not in parameters]
+    return [
+        value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name not in parameters
+    ]
 
 
 def _with_values(model: Any, values: Mapping[str, Tensor], plain: Path) -> Any:
     plain.mkdir()
     model.config.save_pretrained(plain)
-    save_file({name: value.contiguous() for name, value in values.items()}, plain / "model.safetensors")
-    return type(model).from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    save_file(
+        {name: value.contiguous() for name, value in values.items()}, plain / "model.safetensors"
+    )
+    return (
+        type(model).from_pretrained(plain, dtype=torch.float32, attn_implementation="eager").eval()
+    )
 
 
 def save(model: Any, directory: Path) -> None:
@@ -159,7 +178,11 @@ def save(model: Any, directory: Path) -> None:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
+    return {
+        name: value
+        for path in sorted(directory.glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
 
 
 def build(case: ReferenceFiles, layout: str, ddp: bool = False) -> tuple[AutoBridge, list[Any]]:
@@ -172,7 +195,9 @@ def build(case: ReferenceFiles, layout: str, ddp: bool = False) -> tuple[AutoBri
     return bridge, provider.provide_distributed_model(wrap_with_ddp=ddp)
 
 
-def settings(provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def settings(
+    provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Layout and row's wishes, with what Megatron asks for under them."""
     wanted: dict[str, Any] = {**layout, **changes}
     parallel = wanted.get("tensor_model_parallel_size", 1)
@@ -197,7 +222,9 @@ def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | 
         row = next(rows)
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            found.append(tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone()))
+            found.append(
+                tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone())
+            )
             losses = tensor_parallel.vocab_parallel_cross_entropy(
                 logits.transpose(0, 1).contiguous(), labels[row][:, None]
             )
@@ -233,18 +260,25 @@ def numbers_and_bytes(case: ReferenceFiles, layout: str, output: Path) -> list[s
     return numbers_and_bytes_of(*build(case, layout, ddp=True), case, output)
 
 
-def numbers_and_bytes_of(bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path) -> list[str]:
+def numbers_and_bytes_of(
+    bridge: AutoBridge, model: list[Any], case: ReferenceFiles, output: Path
+) -> list[str]:
     """The same of a model that was built; its weights are its gradients afterwards."""
     bridge.save_hf_pretrained(model, output, show_progress=False)
     problems = different_files(case, output)
-    rank, size = (parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+    rank, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     ids, labels = (part[rank::size] for part in case.batch)
     logits = forward_backward(model, ids, labels)
     if logits is not None:
         problems += different_logits(case.logits[rank::size], logits)
     config = unwrap(model[0]).config
     if problems and (config.hidden_dropout or config.attention_dropout):
-        problems.append(f"row {case.row.name} has dropout, and numbers are random: set its keys to 0.0")
+        problems.append(
+            f"row {case.row.name} has dropout, and numbers are random: set its keys to 0.0"
+        )
     gradients_for_weights(model)
     found: dict[str, Tensor] = dict(cast(Any, bridge.export_hf_weights(model, show_progress=False)))
     for copied in bridge.plan(model).ties:
@@ -256,23 +290,33 @@ def numbers_and_bytes_of(bridge: AutoBridge, model: list[Any], case: ReferenceFi
 def different_logits(expected: Tensor, found: Tensor) -> list[str]:
     """A line if two logits are further apart than they may be."""
     error = distance(expected, found[..., : expected.shape[-1]], expected.std())
-    return [] if error <= LOGITS else [f"logits differ by {error:.1e} of their deviation (at most {LOGITS:.0e})"]
+    return (
+        []
+        if error <= LOGITS
+        else [f"logits differ by {error:.1e} of their deviation (at most {LOGITS:.0e})"]
+    )
 
 
 def different_gradients(case: ReferenceFiles, found: Mapping[str, Tensor]) -> list[str]:
     """A line for each tensor whose gradient is not transformers'; what it does not have must have none."""
     expected = case.gradients
     # a gradient that is zero in theory is rounding noise: as far as that goes, judge it by the others' size
-    floor = 1e-3 * torch.stack([value.square().mean().sqrt() for value in expected.values()]).median()
+    floor = (
+        1e-3 * torch.stack([value.square().mean().sqrt() for value in expected.values()]).median()
+    )
     problems = [f"gradient of {name} is missing" for name in expected.keys() - found.keys()]
     for name, gradient in found.items():
         wanted = expected.get(name, torch.zeros_like(gradient))
         if wanted.shape != gradient.shape:
-            problems.append(f"gradient of {name} is {list(gradient.shape)}, not {list(wanted.shape)}")
+            problems.append(
+                f"gradient of {name} is {list(gradient.shape)}, not {list(wanted.shape)}"
+            )
             continue
         error = distance(wanted, gradient, torch.maximum(wanted.square().mean().sqrt(), floor))
         if error > GRADIENTS:
-            problems.append(f"gradient of {name} differs by {error:.1e} of its size (at most {GRADIENTS:.0e})")
+            problems.append(
+                f"gradient of {name} differs by {error:.1e} of its size (at most {GRADIENTS:.0e})"
+            )
     return problems
 
 
@@ -289,7 +333,9 @@ def different_files(case: ReferenceFiles, exported: Path) -> list[str]:
         return different_tensors(values, read_weights(exported))
     names = {path.name for directory in (case.checkpoint, exported) for path in directory.iterdir()}
     return [
-        line for name in sorted(names - {RECORD}) for line in _different_file(case.checkpoint / name, exported / name)
+        line
+        for name in sorted(names - {RECORD})
+        for line in _different_file(case.checkpoint / name, exported / name)
     ]
 
 
@@ -302,7 +348,9 @@ def _different_file(source: Path, exported: Path) -> list[str]:
         return [f"{source.name} differs{_different_keys(source, exported)}"]
     with safe_open(source, "pt") as one, safe_open(exported, "pt") as other:
         problems = [] if one.metadata() == other.metadata() else [f"metadata is {other.metadata()}"]
-    problems += different_tensors(load_file(source), load_file(exported)) or ["same tensors, laid out differently"]
+    problems += different_tensors(load_file(source), load_file(exported)) or [
+        "same tensors, laid out differently"
+    ]
     return [f"{source.name}: {problem}" for problem in problems]
 
 
@@ -311,7 +359,9 @@ def _different_keys(source: Path, exported: Path) -> str:
         return ""
     one, other = (json.loads(path.read_text()) for path in (source, exported))
     keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
-    return " in " + ", ".join(f"{key}: {one.get(key)!r} is now {other.get(key)!r}" for key in sorted(keys))
+    return " in " + ", ".join(
+        f"{key}: {one.get(key)!r} is now {other.get(key)!r}" for key in sorted(keys)
+    )
 
 
 def different_tensors(source: Mapping[str, Tensor], exported: Mapping[str, Tensor]) -> list[str]:
@@ -321,8 +371,12 @@ def different_tensors(source: Mapping[str, Tensor], exported: Mapping[str, Tenso
     for name in sorted(source.keys() & exported.keys()):
         one, other = source[name], exported[name]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
-            problems.append(f"{name} is {list(other.shape)} {other.dtype}, not {list(one.shape)} {one.dtype}")
+            problems.append(
+                f"{name} is {list(other.shape)} {other.dtype}, not {list(one.shape)} {one.dtype}"
+            )
         elif not torch.equal(one, other):
             worst = (one.float() - other.float()).abs().max().item()
-            problems.append(f"{name} differs in {(one != other).sum()} of {one.numel()} numbers, by up to {worst:.1e}")
+            problems.append(
+                f"{name} differs in {(one != other).sum()} of {one.numel()} numbers, by up to {worst:.1e}"
+            )
     return problems

@@ -34,7 +34,9 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
             refuses the config.
     """
     if container_of(config).distill is None:
-        raise UserError("distill is not set: set distill.teacher and the weights of its losses, or use pretrain")
+        raise UserError(
+            "distill is not set: set distill.teacher and the weights of its losses, or use pretrain"
+        )
     resolved = resolve_run(config)
     student, settings = resolved.config, cast(DistillConfig, resolved.config.distill)
     mine: list[Callback] = []
@@ -42,7 +44,10 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
         cache = open_cache(student)
         mine += [SameTeacher(cache.header.teacher, cache.header.identity), CachedTargets(cache)]
     else:
-        provider, name = teacher_provider(student, distributed.world_size()), cast(str, settings.teacher)
+        provider, name = (
+            teacher_provider(student, distributed.world_size()),
+            cast(str, settings.teacher),
+        )
         student.model.register_pre_wrap_hook(partial(_attach, provider, student))
         mine.append(SameTeacher(name, identity(name)))
     return pretrain(resolved, forward_step, CallbackManager([*mine, *(callbacks or ())]))

@@ -33,7 +33,11 @@ from megatron.bridge.training.config.blocks.objectives import DPOConfig
 from megatron.bridge.training.distill import SameTeacher
 from megatron.bridge.training.distillation import student_teacher
 from megatron.bridge.training.distillation.step import model_inputs
-from megatron.bridge.training.distillation.teacher import identity, load_teacher, set_shared_settings
+from megatron.bridge.training.distillation.teacher import (
+    identity,
+    load_teacher,
+    set_shared_settings,
+)
 from megatron.bridge.training.finetune import check_tokenizer
 from megatron.bridge.training.gpt_step import next_batch
 from megatron.bridge.training.pretrain import pretrain
@@ -48,7 +52,9 @@ KTO_LOSS = "kto loss"
 LogProbs = tuple[Tensor, Tensor]  # of the chosen and of the rejected answers, each [pairs]
 
 
-def pair_losses(policy: LogProbs, reference: LogProbs, settings: DPOConfig) -> tuple[Tensor, Tensor, Tensor]:
+def pair_losses(
+    policy: LogProbs, reference: LogProbs, settings: DPOConfig
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of each pair, and the rewards ``beta (log p - log r)`` of both answers, each [pairs].
 
     Log-probabilities are sums over tokens, means for ``ipo``. ``DPOConfig`` has the formulas.
@@ -62,7 +68,10 @@ def _losses(margin: Tensor, settings: DPOConfig) -> Tensor:
     beta, smoothing = settings.beta, settings.label_smoothing
     match settings.loss_type:
         case "sigmoid":
-            return -F.logsigmoid(beta * margin) * (1 - smoothing) - F.logsigmoid(-beta * margin) * smoothing
+            return (
+                -F.logsigmoid(beta * margin) * (1 - smoothing)
+                - F.logsigmoid(-beta * margin) * smoothing
+            )
         case "ipo":
             return (margin - 1 / (2 * beta)).square()
         case "hinge":
@@ -78,7 +87,9 @@ def kto_losses(ratios: Tensor, desirable: Tensor, kl: Tensor, settings: DPOConfi
     """
     gain = settings.beta * (ratios - kl)
     return torch.where(
-        desirable, settings.desirable_weight * torch.sigmoid(-gain), settings.undesirable_weight * torch.sigmoid(gain)
+        desirable,
+        settings.desirable_weight * torch.sigmoid(-gain),
+        settings.undesirable_weight * torch.sigmoid(gain),
     )
 
 
@@ -87,7 +98,9 @@ class PreferenceStep:
 
     learns_preferences = True
 
-    def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
+    def __call__(
+        self, run: Run, data_iterator: BatchIterator, model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
         """Run one chunk of both models on the next pairs: the tensor for the next stage, and the function of the loss.
 
         On the last stage the tensor is the loss of each token, [1, tokens of this context-parallel rank].
@@ -107,7 +120,9 @@ forward_step = PreferenceStep()
 @dataclass
 class PreferenceLoss:
     settings: DPOConfig
-    batch: dict[str, Any]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
+    batch: dict[
+        str, Any
+    ]  # rows of ``PairRows``: an answer that is chosen, the one that is rejected, and so on
     reference: Tensor  # the reference's loss of each token
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
@@ -164,7 +179,11 @@ def sum_of_pairs(losses: Tensor, reported: dict[str, Tensor]) -> tuple[Tensor, T
     is_first = parallel_state.get_context_parallel_rank() == 0
     pairs = torch.tensor(len(losses) * is_first, dtype=torch.int, device=losses.device)
     sums = {name: value.detach().sum() * is_first for name, value in reported.items()}
-    return losses.sum(), pairs, {name: torch.stack((value, pairs)).double() for name, value in sums.items()}
+    return (
+        losses.sum(),
+        pairs,
+        {name: torch.stack((value, pairs)).double() for name, value in sums.items()},
+    )
 
 
 def kl_estimate(ratios: Tensor) -> Tensor:
@@ -180,7 +199,9 @@ def sum_by_answer(batch: dict[str, Any], values: Tensor) -> Tensor:
     """Sums of ``values`` [tokens, ...] over each answer and the context-parallel ranks, with gradients for each."""
     answers = len(batch["cu_seqlens"]) - 1
     sums = values.new_zeros(answers, *values.shape[1:]).index_add(0, answer_of_token(batch), values)
-    return reduce_from_tensor_model_parallel_region(sums, parallel_state.get_context_parallel_group())
+    return reduce_from_tensor_model_parallel_region(
+        sums, parallel_state.get_context_parallel_group()
+    )
 
 
 def answer_of_token(batch: dict[str, Any]) -> Tensor:
@@ -203,7 +224,11 @@ class AdaptersOff(student_teacher.ChunkPair):
     def run(self, model: MegatronModule, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The outputs of the chunk with and without its adapters."""
         received: Tensor | None = student_teacher.bare_decoder(self.student).input_tensor
-        parts = (None, None) if received is None else [part.contiguous() for part in received.chunk(2, dim=-1)]
+        parts = (
+            (None, None)
+            if received is None
+            else [part.contiguous() for part in received.chunk(2, dim=-1)]
+        )
         if parts[0] is not None:
             student_teacher.set_input(self.student, parts[0])
         ours = model(**inputs)
@@ -270,7 +295,11 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
     if name is None:
         attach = partial(attach_base, resolved.config)
     else:
-        attach = partial(attach_model, reference_provider(resolved.config, name, distributed.world_size()))
+        attach = partial(
+            attach_model, reference_provider(resolved.config, name, distributed.world_size())
+        )
         mine.append(SameTeacher(name, identity(name), key="dpo.reference"))
     resolved.config.model.register_pre_wrap_hook(attach)
-    return pretrain(resolved, forward_step, CallbackManager([*mine, *(callbacks or ()), FinetuningReport()]))
+    return pretrain(
+        resolved, forward_step, CallbackManager([*mine, *(callbacks or ()), FinetuningReport()])
+    )

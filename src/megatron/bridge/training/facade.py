@@ -27,7 +27,12 @@ from megatron.bridge.peft.base import PEFT
 from megatron.bridge.training import setup
 from megatron.bridge.training.callbacks.base import CallbackManager
 from megatron.bridge.training.checkpointing import save_load
-from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, OptimizerConfig, SchedulerConfig
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    OptimizerConfig,
+    SchedulerConfig,
+)
 from megatron.bridge.training.initialize.peft import adapting_hook
 from megatron.bridge.training.optim.optimizer import build_optimizer
 from megatron.bridge.training.optim.optimizer_state import reload_main_weights
@@ -59,7 +64,9 @@ def set_jit_fusion_options(model_config: Any, micro_batch_size: int) -> None:
     """Nothing: torch needs no options, and fused functions are compiled for the shapes of the first step."""
 
 
-def create_peft_pre_wrap_hook(cfg: ConfigContainer, state: GlobalState) -> Callable[[Chunks], Chunks]:
+def create_peft_pre_wrap_hook(
+    cfg: ConfigContainer, state: GlobalState
+) -> Callable[[Chunks], Chunks]:
     """A hook that loads ``checkpoint.pretrained_checkpoint`` into a new model and adds adapters.
 
     Those whose factors are both zero, as a reference model has them, cannot be trained, and are frozen.
@@ -93,7 +100,9 @@ def setup_optimizer(
             "validate() of the ConfigContainer, with dataset=None, before setup_optimizer"
         )
     optimizer = build_optimizer(optimizer_config, as_chunks(model), use_gloo_process_groups)
-    return optimizer, schedule(scheduler_config, optimizer_config, scheduler_config.lengths, optimizer)
+    return optimizer, schedule(
+        scheduler_config, optimizer_config, scheduler_config.lengths, optimizer
+    )
 
 
 def update_model_config_funcs(
@@ -158,7 +167,10 @@ def save_checkpoint(
 
 
 def maybe_finalize_async_save(
-    global_state: GlobalState, ckpt_cfg: CheckpointConfig | None = None, blocking: bool = False, terminate: bool = False
+    global_state: GlobalState,
+    ckpt_cfg: CheckpointConfig | None = None,
+    blocking: bool = False,
+    terminate: bool = False,
 ) -> None:
     """Publish the save that goes on if all ranks have written it, or ``blocking``, as soon as they have.
 
@@ -248,11 +260,15 @@ def generate_model_state_dict(
 ) -> dict[str, Any]:
     """The sharded state of the chunks as checkpoints of this package name it; it shares memory with them."""
     if model_sd_kwargs:
-        raise UserError(f"model_sd_kwargs={model_sd_kwargs}: there is one format of state, leave them out")
+        raise UserError(
+            f"model_sd_kwargs={model_sd_kwargs}: there is one format of state, leave them out"
+        )
     return model_io.model_state(model, model_io.MODEL_METADATA)
 
 
-def apply_peft_adapter_filter_to_state_dict(state_dict: dict[str, Any], peft_config: PEFT) -> dict[str, Any]:
+def apply_peft_adapter_filter_to_state_dict(
+    state_dict: dict[str, Any], peft_config: PEFT
+) -> dict[str, Any]:
     """``state_dict`` with only what ``peft_config`` trains of each chunk; other entries stay."""
     return {
         key: {name: entry for name, entry in part.items() if peft_config.adapter_key_filter(name)}
@@ -265,7 +281,10 @@ def apply_peft_adapter_filter_to_state_dict(state_dict: dict[str, Any], peft_con
 def _run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, scheduler: Any) -> Run:
     """A run with the parts that checkpoints hold; what is None is neither saved nor loaded."""
     saved = state.cfg.checkpoint
-    optional = {name: optimizer is not None and getattr(saved, name) for name in ("save_optim", "load_optim")}
+    optional = {
+        name: optimizer is not None and getattr(saved, name)
+        for name in ("save_optim", "load_optim")
+    }
     return Run(
         config=replace(state.cfg, checkpoint=replace(saved, **optional)),
         origins=Origins({}),
@@ -282,7 +301,9 @@ def _run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, sch
 def _load_weights(model: list[MegatronModule], directory: Path) -> None:
     """Load weights to start from, without a value head, whose chunk hides it in ``hide_loss_modules``."""
     bare = [model_io.unwrap(chunk) for chunk in model]
-    hiding: list[Any] = [chunk.hide_loss_modules for chunk in bare if hasattr(chunk, "hide_loss_modules")]
+    hiding: list[Any] = [
+        chunk.hide_loss_modules for chunk in bare if hasattr(chunk, "hide_loss_modules")
+    ]
     if not hiding:
         pretrained.load_weights(model, directory)
         return
@@ -297,5 +318,7 @@ def _load_weights(model: list[MegatronModule], directory: Path) -> None:
     loaded = loading.load(state, directory, known=(*model_io.BESIDE_WEIGHTS, HEAD))
     for key, chunk in zip(state, bare, strict=True):
         lacking = chunk.load_state_dict(loaded[key], strict=False).missing_keys
-        wrong = [name for name in lacking if not name.startswith(HEAD) and "_extra_state" not in name]
+        wrong = [
+            name for name in lacking if not name.startswith(HEAD) and "_extra_state" not in name
+        ]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"

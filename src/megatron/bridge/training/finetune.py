@@ -18,7 +18,9 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils.errors import UserError
 
 
-def finetune(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
+def finetune(
+    config: AnyConfig, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None
+) -> Run:
     """``pretrain`` from the weights of ``checkpoint.pretrained_checkpoint``, or resume an earlier run.
 
     A report is written after the last step.
@@ -38,7 +40,9 @@ def finetune(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks
             "directory, or use pretrain to start from random weights"
         )
     check_tokenizer(given)
-    return pretrain(config, forward_step_func, CallbackManager([*(callbacks or ()), FinetuningReport()]))
+    return pretrain(
+        config, forward_step_func, CallbackManager([*(callbacks or ()), FinetuningReport()])
+    )
 
 
 def check_tokenizer(config: ConfigContainer) -> None:
@@ -56,7 +60,9 @@ def check_tokenizer(config: ConfigContainer) -> None:
 
 def compare_tokenizers(chosen: TokenizerConfig, name: str | Path) -> None:
     """Refuse other token ids than those of the tokenizer beside the weights ``name``, if there is one."""
-    beside = tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
+    beside = (
+        tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
+    )
     if beside is None or not hub.has_tokenizer(beside):
         return
     if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
@@ -65,7 +71,9 @@ def compare_tokenizers(chosen: TokenizerConfig, name: str | Path) -> None:
     try:
         ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
     except UserError as error:
-        raise UserError(f"{error}; the tokenizer of the weights is tokenizer.tokenizer_model={beside}") from error
+        raise UserError(
+            f"{error}; the tokenizer of the weights is tokenizer.tokenizer_model={beside}"
+        ) from error
     moved = [token for token, number in theirs.items() if ours.get(token) != number]
     if moved:
         token = min(moved, key=theirs.__getitem__)

@@ -46,7 +46,13 @@ def forward_step(
         extra["loss_mask"] = batch["loss_mask"]
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"], **extra)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        **extra,
+    )
     return output, partial(masked_loss, batch["loss_mask"])
 
 
@@ -96,7 +102,10 @@ def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]
     indices = torch.from_numpy(cut_for_rank(np.array(host_values(batch["cu_seqlens"])), rank, size))
     indices = indices.to(batch["tokens"].device, non_blocking=True)
     whole = ("attention_mask", "cu_seqlens", "max_seqlen")
-    return {key: value if key in whole else value.index_select(1, indices) for key, value in batch.items()}
+    return {
+        key: value if key in whole else value.index_select(1, indices)
+        for key, value in batch.items()
+    }
 
 
 def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
@@ -106,7 +115,11 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
     """
     bounds, longest = batch["cu_seqlens"], batch["max_seqlen"]
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 

@@ -20,7 +20,9 @@ from megatron.bridge.training.step.losses import LossReport
 Loss = tuple[Tensor, Tensor, LossReport]
 
 
-def forward_step(data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
+def forward_step(
+    data_iterator: BatchIterator, model: MegatronModule
+) -> tuple[Tensor, LossFunction]:
     """Run one model chunk on the next microbatch: its output, and the function that computes the loss from it.
 
     On the last stage the output is what the head makes of each token, [micro_batch_size, sequence of this
@@ -83,7 +85,11 @@ def contrastive_loss(config: GPTModelProvider, batch: dict[str, Any], states: Te
     See https://arxiv.org/abs/1807.03748. ``batch`` has rows of ``PairRows``; ``states`` are [1, tokens of this
     context-parallel rank, hidden size].
     """
-    pooled = last_token(batch, states) if config.pooling == "last_token" else mean_of_tokens(batch, states)
+    pooled = (
+        last_token(batch, states)
+        if config.pooling == "last_token"
+        else mean_of_tokens(batch, states)
+    )
     vectors = F.normalize(pooled, dim=-1)
     similarities = vectors[0::2] @ vectors[1::2].T / config.contrastive_temperature
     wanted = torch.arange(len(similarities), device=similarities.device)

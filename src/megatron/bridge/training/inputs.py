@@ -21,7 +21,14 @@ from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.setup import add_tokenizer, count_rows
 from megatron.bridge.utils.errors import UserError
 
-_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+)
 _SIZES += ("num_moe_experts", "moe_ffn_hidden_size", "vocab_size")
 TRIED_RECORDS = 32  # records of each split that are tokenized; a wrong template or function shows in the first ones
 
@@ -53,7 +60,12 @@ def count_rows_here(config: ConfigContainer) -> int:
 def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
     """What the run would refuse in its data, its tokenizer and its first weights, one sentence each."""
     found: dict[str, None] = {}  # several checks read the data
-    checks = (lambda run: run.config.dataset.check_sources(), _check_records, _check_prompts, _check_weights)
+    checks = (
+        lambda run: run.config.dataset.check_sources(),
+        _check_records,
+        _check_prompts,
+        _check_weights,
+    )
     for check in checks:
         try:
             check(resolved)

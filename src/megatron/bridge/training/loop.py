@@ -45,8 +45,12 @@ def train_step(run: Run) -> StepResult:
     zero_gradients(run)
     run.reports = forward_backward(run, run.train_batches)
     run.emit("grads_ready")
-    losses = mean_losses(run.loss_totals(run.reports)) | router_losses(run.config, run.num_microbatches)
-    learning_rate = float(cast(Any, run.scheduler).get_lr({}))  # of parameters without overrides; untyped
+    losses = mean_losses(run.loss_totals(run.reports)) | router_losses(
+        run.config, run.num_microbatches
+    )
+    learning_rate = float(
+        cast(Any, run.scheduler).get_lr({})
+    )  # of parameters without overrides; untyped
     updated, grad_norm, zeros = cast(Any, run.optimizer).step()  # untyped
     if updated:
         # counted in samples, so that a schedule does not depend on the batch size
@@ -55,7 +59,9 @@ def train_step(run: Run) -> StepResult:
     return StepResult(losses, grad_norm, learning_rate, not updated, run.batch_size, counted)
 
 
-def forward_backward(run: Run, batches: list[BatchIterator], forward_only: bool = False) -> list[LossReport]:
+def forward_backward(
+    run: Run, batches: list[BatchIterator], forward_only: bool = False
+) -> list[LossReport]:
     """Run one global batch through Megatron-Core's schedule, the only code that depends on pipeline stages.
 
     The gradients in ``main_grad`` are reduced over all ranks and normalized. ``batches`` has an iterator for each

@@ -23,7 +23,9 @@ def load_model_config(checkpoint_path: str | Path) -> tuple[Any, None]:
 
 
 def save_megatron_model(
-    model: nn.Module | Sequence[nn.Module], path: str | Path, hf_tokenizer_path: str | Path | None = None
+    model: nn.Module | Sequence[nn.Module],
+    path: str | Path,
+    hf_tokenizer_path: str | Path | None = None,
 ) -> Path:
     """``AutoBridge.save_megatron_model`` without a bridge."""
     source = PreTrainedCausalLM(hf_tokenizer_path) if hf_tokenizer_path else None
@@ -34,7 +36,9 @@ def save_megatron_model(
 def temporary_distributed_context(backend: str = "gloo") -> Iterator[None]:
     """A process group and model-parallel groups of this process alone, which end with the context."""
     if distributed.is_initialized():
-        raise UserError("temporary_distributed_context makes the process group, and there is one already: leave it out")
+        raise UserError(
+            "temporary_distributed_context makes the process group, and there is one already: leave it out"
+        )
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

@@ -13,7 +13,9 @@ from megatron.bridge.training.setup import AnyConfig, Callbacks, resolve_run, se
 from megatron.bridge.training.state import Run
 
 
-def pretrain(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
+def pretrain(
+    config: AnyConfig, forward_step_func: Callable[..., Any], callbacks: Callbacks | None = None
+) -> Run:
     """Train the model of ``config``, under any parallelism.
 
     Args:
@@ -39,7 +41,11 @@ def pretrain(config: AnyConfig, forward_step_func: Callable[..., Any], callbacks
         return run
 
     restart = resolved.config.inprocess_restart
-    run = attempt() if restart is None or not restart.enabled else run_with_restarts(resolved.config, attempt)
+    run = (
+        attempt()
+        if restart is None or not restart.enabled
+        else run_with_restarts(resolved.config, attempt)
+    )
     if run.requeue:
         raise SystemExit(run.exit_code or REQUEUE_EXIT_CODE)
     return run

@@ -32,12 +32,21 @@ from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.initialize.freezing import freezing_hook
 from megatron.bridge.training.initialize.peft import adapting_hook
-from megatron.bridge.training.initialize.rank_state import current_sizes, prepare_tracker, seed_everything, sizes_of
+from megatron.bridge.training.initialize.rank_state import (
+    current_sizes,
+    prepare_tracker,
+    seed_everything,
+    sizes_of,
+)
 from megatron.bridge.training.optim.optimizer import build_optimizer
 from megatron.bridge.training.optim.scheduler import build_scheduler
 from megatron.bridge.training.resiliency import fault_tolerance
 from megatron.bridge.training.state import Run
-from megatron.bridge.training.step.forward_step import bind_state, returns_schedule_plan, takes_state
+from megatron.bridge.training.step.forward_step import (
+    bind_state,
+    returns_schedule_plan,
+    takes_state,
+)
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.console import print_rank_0
@@ -85,7 +94,9 @@ def add_tokenizer(resolved: Resolved[ConfigContainer]) -> Resolved[ConfigContain
     return replace(resolved, tokenizer=tokenizer)
 
 
-def setup(config: AnyConfig, forward_step: Callable[..., Any], callbacks: Callbacks | None = None) -> Run:
+def setup(
+    config: AnyConfig, forward_step: Callable[..., Any], callbacks: Callbacks | None = None
+) -> Run:
     """Build all parts of a run, and load the checkpoint to resume from, if there is one.
 
     ``forward_step`` has one of the signatures of ``training.step.forward_step``; ``callbacks`` run after logging
@@ -164,7 +175,11 @@ def initialize(config: ConfigContainer, **groups: Any) -> None:
             **groups,
         )
     if config.model.tp_comm_overlap:
-        tokens = config.dataset.seq_length * config.train.micro_batch_size // config.model.context_parallel_size
+        tokens = (
+            config.dataset.seq_length
+            * config.train.micro_batch_size
+            // config.model.context_parallel_size
+        )
         settings = config.comm_overlap.tp_comm_overlap_cfg if config.comm_overlap else None
         user_buffers.initialize_user_buffers(config.model, tokens, settings)
     prepare_tracker(config.model)
@@ -183,7 +198,9 @@ def _connect_processes(config: ConfigContainer) -> None:
 def _check_existing_groups(config: ConfigContainer) -> None:
     existing, wanted = current_sizes(), sizes_of(config.model)
     differing = [
-        f"{name} parallel size {size}, not {wanted[name]}" for name, size in existing.items() if size != wanted[name]
+        f"{name} parallel size {size}, not {wanted[name]}"
+        for name, size in existing.items()
+        if size != wanted[name]
     ]
     if differing:
         raise UserError(
@@ -203,7 +220,9 @@ def build_model(config: ConfigContainer) -> list[MegatronModule]:
     )
 
 
-def connect(model: list[MegatronModule], optimizer: MegatronOptimizer, ddp: Any, align_grad_reduce: bool) -> None:
+def connect(
+    model: list[MegatronModule], optimizer: MegatronOptimizer, ddp: Any, align_grad_reduce: bool
+) -> None:
     """Set the functions of the optimizer and of data parallelism that Megatron-Core's schedules call."""
     hooks = get_model_config(model[0])
     hooks.grad_scale_func = optimizer.scale_loss
@@ -224,7 +243,10 @@ def _single_or_list(functions: list[Any]) -> Any:
 
 
 def build_data(
-    config: ConfigContainer, tokenizer: Tokenizer, consumed: int = 0, place: tuple[int, int] | None = None
+    config: ConfigContainer,
+    tokenizer: Tokenizer,
+    consumed: int = 0,
+    place: tuple[int, int] | None = None,
 ) -> Iterators:
     """The data of one data-parallel rank, by default this one, from where ``consumed`` samples of all ranks end."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
@@ -232,9 +254,14 @@ def build_data(
     sizes = (samples_of(config.train), held_out, held_out)
     share: tuple[int, int] | None = (0, 1)
     if place is None:
-        place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        place = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
         # the tower is on the first stage
-        share = None if parallel_state.get_pipeline_model_parallel_rank() else rank_share(config.model)
+        share = (
+            None if parallel_state.get_pipeline_model_parallel_rank() else rank_share(config.model)
+        )
     return build_iterators(
         *(config.dataset, tokenizer, sizes, micro, batch, *place),
         consumed_train=consumed,
@@ -266,11 +293,18 @@ def needs_one_queue(config: ConfigContainer, capability: tuple[int, int]) -> boo
     model = config.model
     shards = config.dist.use_torch_fsdp2 or bool(config.ddp.use_megatron_fsdp)
     splits = model.tensor_model_parallel_size > 1 or model.context_parallel_size > 1
-    return splits and not shards and not model.overlap_moe_expert_parallel_comm and capability < _MANY_STREAMS
+    return (
+        splits
+        and not shards
+        and not model.overlap_moe_expert_parallel_comm
+        and capability < _MANY_STREAMS
+    )
 
 
 def set_connections(
-    config: ConfigContainer, capability: tuple[int, int], environment: MutableMapping[str, str] = os.environ
+    config: ConfigContainer,
+    capability: tuple[int, int],
+    environment: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Set ``CUDA_DEVICE_MAX_CONNECTIONS`` for the layout, unless the user did; CUDA reads it when it starts."""
     if needs_one_queue(config, capability):

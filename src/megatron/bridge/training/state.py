@@ -73,7 +73,9 @@ class GlobalState:
         """With ``checkpoint.async_save``, start what writes: call this before CUDA is used."""
         checkpoint = self.cfg.checkpoint
         if checkpoint.async_save and self.async_saver is None:
-            self.async_saver = NvrxAsyncSaver() if checkpoint.async_strategy == "nvrx" else AsyncSaver()
+            self.async_saver = (
+                NvrxAsyncSaver() if checkpoint.async_strategy == "nvrx" else AsyncSaver()
+            )
             self.async_saver.reserve(0)
 
 

@@ -10,9 +10,18 @@ from megatron.core.utils import get_model_config
 
 from megatron.bridge.backends.attention.block_mask import remember_on_host
 from megatron.bridge.models.vision.merge import look_ahead, media_rows, prompt_look_ahead
-from megatron.bridge.training.gpt_step import cut_sequences, masked_loss, on_device, packed_parameters
+from megatron.bridge.training.gpt_step import (
+    cut_sequences,
+    masked_loss,
+    on_device,
+    packed_parameters,
+)
 from megatron.bridge.training.state import BatchIterator, LossFunction
-from megatron.bridge.training.step.trained_tokens import bounds_on_host, cut_on_host, trained_token_arguments
+from megatron.bridge.training.step.trained_tokens import (
+    bounds_on_host,
+    cut_on_host,
+    trained_token_arguments,
+)
 from megatron.bridge.utils.errors import UserError
 
 
@@ -40,7 +49,11 @@ def forward_step(
             "the images"
         )
     rows = (
-        cut_on_host(media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch) if media else None
+        cut_on_host(
+            media_rows(batch["tokens"], config.image_token_id, config.video_token_id), batch
+        )
+        if media
+        else None
     )
     extra: dict[str, Any] = {} if all_tokens else trained_token_arguments(model, batch)
     batch = _places(batch, config)
@@ -80,10 +93,16 @@ def _places(batch: dict[str, Any], config: Any) -> dict[str, Any]:
     packed = "cu_seqlens" in batch
     # those of a packed row stay whole: Megatron-Core takes each rank's part of the angles
     flat = {} if packed else {"position_ids": positions.flatten(0, -2)}
-    cut = cut_sequences({key: value for key, value in batch.items() if key != "position_ids"} | flat)
-    cut["position_ids"] = positions if packed else cut["position_ids"].unflatten(0, positions.shape[:-1])
+    cut = cut_sequences(
+        {key: value for key, value in batch.items() if key != "position_ids"} | flat
+    )
+    cut["position_ids"] = (
+        positions if packed else cut["position_ids"].unflatten(0, positions.shape[:-1])
+    )
     if config.looks_ahead:
         sight = cut_on_host(_sight(host, config), host)
         furthest = sight.flatten().tolist()  # each layer asks how far the furthest token sees
-        cut["attention_mask"] = remember_on_host(sight.to(positions.device, non_blocking=True), furthest)
+        cut["attention_mask"] = remember_on_host(
+            sight.to(positions.device, non_blocking=True), furthest
+        )
     return cut

@@ -20,7 +20,9 @@ def staging_path(final: Path) -> Path:
 def refuse_existing(final: Path) -> None:
     """Raise a ``UserError`` if ``final`` exists and is not an empty directory."""
     if final.exists() and not (final.is_dir() and not any(final.iterdir())):
-        raise UserError(f"output directory {final} exists and is not empty: remove it or choose another one")
+        raise UserError(
+            f"output directory {final} exists and is not empty: remove it or choose another one"
+        )
 
 
 def create_staging(final: Path, overwrite: bool = False) -> Path:

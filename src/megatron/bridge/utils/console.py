@@ -18,13 +18,17 @@ _WIDTH = 80
 def console() -> Console:
     """Return the shared console; on ranks above 0 it prints nothing."""
     return ensure_width(
-        _Terminal(stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True)
+        _Terminal(
+            stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True
+        )
     )
 
 
 class _Terminal(Console):
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
+        super().print(
+            *(shown(item) if isinstance(item, str) else item for item in objects), **options
+        )
 
 
 def print_rank_0(text: str) -> None:
@@ -38,7 +42,9 @@ def ensure_width(made: Console) -> Console:
     return made
 
 
-def track[T](items: Iterable[T], description: str, total: int | None = None, show: bool = True) -> Iterator[T]:
+def track[T](
+    items: Iterable[T], description: str, total: int | None = None, show: bool = True
+) -> Iterator[T]:
     """Yield ``items`` with a progress bar and the remaining time; print one plain line if not in a terminal."""
     terminal = console()
     if not show or terminal.quiet:
@@ -51,6 +57,10 @@ def track[T](items: Iterable[T], description: str, total: int | None = None, sho
         terminal.print(f"{description}: {count} done")
         return
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=terminal
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=terminal,
     ) as progress:
         yield from progress.track(items, description=description, total=total)

@@ -34,7 +34,9 @@ def local_rank() -> int:
     return torchrun_env.read_number("LOCAL_RANK", 0)
 
 
-def initialize(backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None) -> None:
+def initialize(
+    backend: str | None = None, timeout_minutes: float = 10.0, store: dist.Store | None = None
+) -> None:
     """Join the default process group if needed: torchrun's or srun's, or a group of this process alone.
 
     ``backend`` is ``nccl`` or ``gloo``; None chooses NCCL if there is a GPU. A collective waits ``timeout_minutes``
@@ -64,7 +66,9 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
     # registers the backend, which ships with torch
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # pyright: ignore
 
-    dist.init_process_group("fake", store=cast(Any, dist.HashStore()), rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "fake", store=cast(Any, dist.HashStore()), rank=rank, world_size=world_size
+    )
     try:
         yield
     finally:
@@ -133,7 +137,9 @@ class PendingMaximum:
         largest = torch.full((), number, dtype=torch.float64, device=device)
         if world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self._number = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
+        self._number = torch.empty(
+            (), dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available()
+        )
         self._number.copy_(largest, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()

@@ -12,10 +12,22 @@ from typing import Any
 
 from megatron.bridge.version import __version__
 
-PACKAGES = ("torch", "megatron-core", "transformers", "datasets", "numpy", "safetensors", "transformer-engine")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "datasets",
+    "numpy",
+    "safetensors",
+    "transformer-engine",
+)
 SOURCES = Path(__file__).resolve().parents[1]
 DIFF_BYTES = 1_000_000
-CHANGES = ("status", "--porcelain", "--untracked-files=no")  # lists the files that differ from the commit
+CHANGES = (
+    "status",
+    "--porcelain",
+    "--untracked-files=no",
+)  # lists the files that differ from the commit
 _SECONDS = 10.0  # a repository on a slow disk must not delay the start of a run
 
 
@@ -26,7 +38,8 @@ def environment() -> dict[str, Any]:
         "command": sys.argv,
         "host": platform.node(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
-        "versions": {"python": platform.python_version(), "hf-megatron-bridge": __version__} | _versions(),
+        "versions": {"python": platform.python_version(), "hf-megatron-bridge": __version__}
+        | _versions(),
         "gpu": _gpu(),
         "git": {"hf-megatron-bridge": git_state(SOURCES), "working directory": git_state(Path())},
     }
@@ -64,7 +77,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     """
     top = git(folder, "rev-parse", "--show-toplevel")
     commit = git(folder, "rev-parse", "HEAD")
-    if top is None or commit is None or (folder == SOURCES and not git(folder, "ls-files", "version.py")):
+    if (
+        top is None
+        or commit is None
+        or (folder == SOURCES and not git(folder, "ls-files", "version.py"))
+    ):
         return None
     changed = git(folder, *CHANGES)
     return {
@@ -77,7 +94,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def git_diff(states: dict[str, Any]) -> str:
     """Return the difference from the commits of ``states`` for ``git apply``, without untracked files."""
-    tops = dict.fromkeys(state["top"] for state in states.values() if state is not None and state["dirty"])
+    tops = dict.fromkeys(
+        state["top"] for state in states.values() if state is not None and state["dirty"]
+    )
     diffs = (git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
     return "".join(_shortened(diff or "") for diff in diffs)
 

@@ -95,4 +95,6 @@ def misspelling(name: str, candidates: Iterable[str]) -> str:
         '; did you mean attention_bias?'
     """
     slips = min(3, max(1, len(name) // 8))
-    return suggestion(difflib.get_close_matches(name, list(candidates), n=2, cutoff=1 - slips / max(len(name), 1)))
+    return suggestion(
+        difflib.get_close_matches(name, list(candidates), n=2, cutoff=1 - slips / max(len(name), 1))
+    )

@@ -14,7 +14,11 @@ METRICS = "metrics.jsonl"
 LOSS, THROUGHPUT = "lm loss", "tokens per second"
 
 Axis = Literal["step", "tokens", "time"]
-AXES: dict[str, str] = {"step": "step", "tokens": "tokens (10^9)", "time": "hours of training steps"}
+AXES: dict[str, str] = {
+    "step": "step",
+    "tokens": "tokens (10^9)",
+    "time": "hours of training steps",
+}
 _SKIPPED = ("step", "kind")
 
 
@@ -32,7 +36,9 @@ def read_metrics(place: Path) -> list[json_lines.Row]:
     """Read the rows of a run's folder or file; later rows replace earlier rows of a step that was repeated."""
     path = place / METRICS if place.is_dir() else place
     if not path.is_file():
-        raise UserError(f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}")
+        raise UserError(
+            f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}"
+        )
     rows: list[json_lines.Row] = []
     for row in json_lines.read(path):
         while rows and row["step"] < rows[-1]["step"]:
@@ -42,7 +48,11 @@ def read_metrics(place: Path) -> list[json_lines.Row]:
 
 
 def curves(
-    rows: Sequence[json_lines.Row], metric: str, label: str, axis: Axis = "step", source: str = "the run"
+    rows: Sequence[json_lines.Row],
+    metric: str,
+    label: str,
+    axis: Axis = "step",
+    source: str = "the run",
 ) -> list[Curve]:
     """Return the curve of a metric in training, and the curves of evaluations that have the metric.
 
@@ -56,7 +66,11 @@ def curves(
     place = _places(rows, axis, source)
     found: list[Curve] = []
     for kind in ("train", "validation", "test"):
-        points = [(place(row["step"]), row[metric]) for row in rows if row["kind"] == kind and metric in row]
+        points = [
+            (place(row["step"]), row[metric])
+            for row in rows
+            if row["kind"] == kind and metric in row
+        ]
         if points:
             found.append(Curve(label, kind, [x for x, _ in points], [y for _, y in points]))
     return found
@@ -77,7 +91,10 @@ def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
         known = [row[name] / 1e9 for row in train]
     else:  # it begins at 0
         steps = [0, *steps]
-        seconds = ((step - before) * row[name] for (before, step), row in zip(pairwise(steps), train, strict=True))
+        seconds = (
+            (step - before) * row[name]
+            for (before, step), row in zip(pairwise(steps), train, strict=True)
+        )
         known = [total / 3600 for total in accumulate(seconds, initial=0.0)]
     return lambda step: float(interp(step, steps, known))
 
@@ -95,12 +112,19 @@ def smoothed(values: Sequence[float], points: int) -> list[float]:
 
 def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smooth: int = 1) -> None:
     """Write a picture of the points and their means over ``smooth`` points; the suffix gives the format."""
-    from matplotlib.figure import Figure  # takes 0.5 s to import; without a window system or global state
+    from matplotlib.figure import (
+        Figure,
+    )  # takes 0.5 s to import; without a window system or global state
 
-    figure: Any = Figure(figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained")  # its type hints are partial
+    figure: Any = Figure(
+        figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained"
+    )  # its type hints are partial
     grid = figure.subplots(len(panels), squeeze=False).flat
     for axes, (ylabel, found) in zip(grid, panels.items(), strict=True):
-        colors = {label: f"C{place % 10}" for place, label in enumerate(dict.fromkeys(c.label for c in found))}
+        colors = {
+            label: f"C{place % 10}"
+            for place, label in enumerate(dict.fromkeys(c.label for c in found))
+        }
         for curve in found:
             _draw_curve(axes, curve, colors[curve.label], smooth)
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -112,11 +136,17 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be written ({error}): choose another file, such as curves.png") from error
+        raise UserError(
+            f"{path} cannot be written ({error}): choose another file, such as curves.png"
+        ) from error
 
 
 def _draw_curve(axes: Any, curve: Curve, color: str, smooth: int) -> None:
-    label = f"{curve.label} {curve.kind}".strip() if curve.kind != "train" or not curve.label else curve.label
+    label = (
+        f"{curve.label} {curve.kind}".strip()
+        if curve.kind != "train" or not curve.label
+        else curve.label
+    )
     if curve.kind != "train":
         marker = "o--" if curve.kind == "validation" else "s"
         axes.plot(curve.x, curve.y, marker, color=color, label=label, markersize=4)

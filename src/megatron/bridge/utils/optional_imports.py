@@ -22,7 +22,9 @@ def import_optional(package: str, key: str, extra: str, is_setting: bool = True)
     try:
         return import_module(package)
     except ImportError as error:
-        raise UserError(f"{missing_message(package, key, extra, is_setting)} ({one_line(error)})") from error
+        raise UserError(
+            f"{missing_message(package, key, extra, is_setting)} ({one_line(error)})"
+        ) from error
 
 
 def missing_message(package: str, key: str, extra: str, is_setting: bool = True) -> str:

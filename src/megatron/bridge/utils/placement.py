@@ -17,20 +17,29 @@ def announce(debug: bool) -> None:
     for rank, place in enumerate(distributed.all_gather_object((socket.gethostname(), binding()))):
         ranks.setdefault(place, []).append(rank)
     if debug or len({host for host, _ in ranks}) > 1:
-        parts = (f"{_listed('rank', own)} on {host}" + f" ({cpus})" * bool(cpus) for (host, cpus), own in ranks.items())
+        parts = (
+            f"{_listed('rank', own)} on {host}" + f" ({cpus})" * bool(cpus)
+            for (host, cpus), own in ranks.items()
+        )
         print_rank_0(f"placement: {', '.join(parts)}")
 
 
 def binding(system: Path = Path("/sys/devices/system/cpu")) -> str:
     """Return the CPUs of this process and their NUMA nodes, or an empty string if it may use all CPUs of one node."""
     cpus = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    pairs = [(int(path.name[4:]), int(path.parent.name[3:])) for path in system.glob("cpu[0-9]*/node[0-9]*")]
+    pairs = [
+        (int(path.name[4:]), int(path.parent.name[3:]))
+        for path in system.glob("cpu[0-9]*/node[0-9]*")
+    ]
     several = len({node for node, _ in pairs}) > 1
     bound = _listed("CPU", cpus) if several or len(cpus) != os.cpu_count() else ""
     return bound + (f", {_listed('NUMA node', {n for n, cpu in pairs if cpu in cpus})}" * several)
 
 
 def _listed(name: str, numbers: Collection[int]) -> str:
-    runs = [list(run) for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])]
+    runs = [
+        list(run)
+        for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ]
     spans = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]
     return f"{name}{'s' * (len(numbers) > 1)} {','.join(spans)}"

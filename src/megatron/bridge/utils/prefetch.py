@@ -12,11 +12,15 @@ from typing import Any
 
 PATIENCE = 10.0  # seconds that the end of the process waits for an unfinished item
 
-_running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any] | None] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any] | None] = (
+    weakref.WeakKeyDictionary()
+)
 """Threads that compute items in advance. A permanent thread has a queue, in which None ends it."""
 
 
-def prefetch[T](calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: int) -> Iterator[T]:
+def prefetch[T](
+    calls: Iterable[tuple[int, Callable[[], T]]], limit: int, threads: int
+) -> Iterator[T]:
     """Yield the results of ``calls``, in their order.
 
     At most ``limit`` bytes of results exist at a time, or one result that is larger. The last yielded result counts

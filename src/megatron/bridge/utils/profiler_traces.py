@@ -39,13 +39,21 @@ class MergedTrace:
 
 def find_traces(place: Path) -> dict[int, Path]:
     """Find the traces by rank, in a run's folder, in its ``traces``, or in a subfolder of ``traces``."""
-    folders = sorted({path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)})
+    folders = sorted(
+        {path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)}
+    )
     if not folders:
-        raise UserError(f"{place} has no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true")
+        raise UserError(
+            f"{place} has no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true"
+        )
     if len(folders) > 1:
-        raise UserError(f"{place} has several sets of traces: give one of {', '.join(map(str, folders))}")
+        raise UserError(
+            f"{place} has several sets of traces: give one of {', '.join(map(str, folders))}"
+        )
     paths = sorted(folders[0].iterdir())
-    return dict(sorted((int(name[1]), path) for path in paths if (name := _NAME.fullmatch(path.name))))
+    return dict(
+        sorted((int(name[1]), path) for path in paths if (name := _NAME.fullmatch(path.name)))
+    )
 
 
 def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> MergedTrace:
@@ -77,7 +85,9 @@ def read(path: Path) -> dict[str, Any]:
         return content | {name: content[name] for name in ("traceEvents", "baseTimeNanoseconds")}
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__} {one_line(error, 120)}"
-        raise UserError(f"{path} is not a complete trace of PyTorch's profiler ({reason}): profile again") from error
+        raise UserError(
+            f"{path} is not a complete trace of PyTorch's profiler ({reason}): profile again"
+        ) from error
 
 
 class _TraceMerger:
@@ -96,7 +106,11 @@ class _TraceMerger:
         self._file.write('{"traceEvents": [\n')
         for rank, path in self._traces.items():
             self._add(rank, path, read(path))
-        about = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self._base, METADATA_KEY: [*self._traces]}
+        about = {
+            "displayTimeUnit": "ms",
+            "baseTimeNanoseconds": self._base,
+            METADATA_KEY: [*self._traces],
+        }
         self._file.write(f"\n],\n{json.dumps(about)[1:-1]}}}\n")
         apart = max(self._met) - min(self._met) if self._met else 0
         return MergedTrace([*self._traces], self._events, apart / 1e9)
@@ -111,7 +125,9 @@ class _TraceMerger:
         for (owner, number), process in self._processes.items():
             if owner == rank and process not in self._named:
                 called = {"name": f"{name} {number or 'marks'}"}
-                self._write({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": called})
+                self._write(
+                    {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": called}
+                )
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write((",\n" if self._events else "") + json.dumps(event))
@@ -144,7 +160,9 @@ class _TraceMerger:
         for event in events:
             moved = dict(event)
             if "pid" in moved:
-                moved["pid"] = self._processes.setdefault((rank, moved["pid"]), len(self._processes) + 1)
+                moved["pid"] = self._processes.setdefault(
+                    (rank, moved["pid"]), len(self._processes) + 1
+                )
             if "ts" in moved:
                 moved["ts"] = moved["ts"] + shift
             if moved.get("ph") in _ARROWS:

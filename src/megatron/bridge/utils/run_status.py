@@ -16,7 +16,12 @@ from megatron.bridge.utils.errors import UserError
 CONFIG = "run_config.yaml"
 TRACKER = "latest_checkpointed_iteration.txt"
 SILENCE = 120.0  # a run with short steps is not considered running after this many seconds without a new line
-_FORMATS = {"tokens per second": "{:,.0f}", "step time": "{:.3g} s", "MFU": "{:.1%}", "peak memory GB": "{:.2f}"}
+_FORMATS = {
+    "tokens per second": "{:,.0f}",
+    "step time": "{:.3g} s",
+    "MFU": "{:.1%}",
+    "peak memory GB": "{:.2f}",
+}
 _FORMATS |= {"consumed tokens": "{:,}", "skipped steps": "{}"}
 _TIMER = re.compile(r"time/(.+) rank (\d+)")
 
@@ -55,7 +60,11 @@ class RunStatus:
 
     def summary(self, now: datetime) -> dict[str, str]:
         """Return the values to show, by name; the expected end ignores the time of evaluations and saves."""
-        total = "" if self.train_iters is None else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
+        total = (
+            ""
+            if self.train_iters is None
+            else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
+        )
         found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
         last = self.train[-1] if self.train else {}
         if self.state == "running" and self.train_iters is not None and self._step_time:
@@ -72,14 +81,20 @@ class RunStatus:
 
     def _slowest_rank(self, last: json_lines.Row) -> dict[str, str]:
         """Return the slowest rank, if the run logs the times of all ranks (``logger.timing_log_option=all``)."""
-        times = {(match[1], int(match[2])): last[name] for name in last if (match := _TIMER.fullmatch(name))}
+        times = {
+            (match[1], int(match[2])): last[name]
+            for name in last
+            if (match := _TIMER.fullmatch(name))
+        }
         if not times:
             return {}
         part = max(times, key=lambda key: times[key])[0]
         of_part = {rank: seconds for (name, rank), seconds in times.items() if name == part}
         rank = max(of_part, key=lambda key: of_part[key])
         usual = sorted(of_part.values())[len(of_part) // 2]
-        return {"slowest rank": f"{rank}, {part} {of_part[rank]:.3g} s, the median is {usual:.3g} s"}
+        return {
+            "slowest rank": f"{rank}, {part} {of_part[rank]:.3g} s, the median is {usual:.3g} s"
+        }
 
 
 def read_status(place: Path) -> RunStatus:

@@ -59,7 +59,9 @@ def local(place: str | Path) -> Path:
     scheme, rest = found
     _filesystem(scheme)
     if _OUTSIDE & set(rest.split("/")):
-        raise UserError(f"{scheme}://{rest} has no folder of a bucket: write {scheme}://BUCKET/FOLDER")
+        raise UserError(
+            f"{scheme}://{rest} has no folder of a bucket: write {scheme}://BUCKET/FOLDER"
+        )
     return Path(root(), scheme, rest)
 
 
@@ -79,12 +81,16 @@ def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
     with _reaching(folder) as (files, url):
         prefix = files._strip_protocol(url).strip("/") + "/"
         try:
-            found: Any = files.find(url, detail=True).values() if deep else files.ls(url, detail=True)
+            found: Any = (
+                files.find(url, detail=True).values() if deep else files.ls(url, detail=True)
+            )
         except FileNotFoundError:
             return {}
     named = {str(one["name"]).strip("/"): one for one in found}
     return {
-        name.removeprefix(prefix): Entry(int(one.get("size") or 0), tokenize(one), one["type"] == "directory")
+        name.removeprefix(prefix): Entry(
+            int(one.get("size") or 0), tokenize(one), one["type"] == "directory"
+        )
         for name, one in named.items()
         if name.startswith(prefix) and not _OUTSIDE & set(name.split("/"))
     }
@@ -99,7 +105,10 @@ def sizes(folder: Path) -> SizeOf:
 
 
 def pull(
-    folder: Path, wanted: Collection[str] | Callable[[str], bool], deep: bool = False, exact: bool = False
+    folder: Path,
+    wanted: Collection[str] | Callable[[str], bool],
+    deep: bool = False,
+    exact: bool = False,
 ) -> None:
     """Download the wanted files of ``folder`` whose local copies are not current; without a URL, do nothing.
 
@@ -108,17 +117,29 @@ def pull(
     if url_of(folder) is None or (not callable(wanted) and not wanted):
         return
     is_wanted = wanted if callable(wanted) else wanted.__contains__
-    found = {name: entry for name, entry in listing(folder, deep).items() if not entry.is_folder and is_wanted(name)}
+    found = {
+        name: entry
+        for name, entry in listing(folder, deep).items()
+        if not entry.is_folder and is_wanted(name)
+    }
     for some in batched(sorted(found), 32):
         with ExitStack() as locks:
             _lock(locks, [folder / name for name in some])
-            _download(folder, {name: found[name] for name in some if not _is_current(folder / name, found[name])})
+            _download(
+                folder,
+                {name: found[name] for name in some if not _is_current(folder / name, found[name])},
+            )
     for path in [path for path in folder.rglob("*") if path.is_file()] if exact else ():
         if path.relative_to(folder).as_posix() not in found:
             path.unlink(missing_ok=True)
 
 
-def push(folder: Path, names: Iterable[str], target: Path | None = None, stop: threading.Event | None = None) -> None:
+def push(
+    folder: Path,
+    names: Iterable[str],
+    target: Path | None = None,
+    stop: threading.Event | None = None,
+) -> None:
     """Upload files of ``folder`` to its URL or to ``target``'s, until ``stop`` is set."""
     for some in batched(names, AT_ONCE):
         if stop is None or not stop.is_set():
@@ -165,10 +186,16 @@ def _filesystem(scheme: str) -> Any:
 
     if scheme not in _known():
         hint = misspelling(scheme, _known())
-        raise UserError(f"{scheme}:// is not an object storage of fsspec: use s3://, gs:// or a path{hint}")
+        raise UserError(
+            f"{scheme}:// is not an object storage of fsspec: use s3://, gs:// or a path{hint}"
+        )
     chosen = {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys()
     try:
-        options = {"use_listings_cache": False, **({} if chosen else _OPTIONS.get(scheme, {})), **conf.get(scheme, {})}
+        options = {
+            "use_listings_cache": False,
+            **({} if chosen else _OPTIONS.get(scheme, {})),
+            **conf.get(scheme, {}),
+        }
         found = fsspec.filesystem(scheme, **options)
     except ImportError as error:
         needs = missing_message(f"for {scheme}", f"{scheme}://", "storage", is_setting=False)
@@ -184,7 +211,9 @@ def _keep_random_state() -> None:
             vars(sys.modules[name])["random"] = _PAUSES
     if "botocore" in sys.modules:
         start: Any = import_module("botocore.retries.standard").ExponentialBackoff.__init__
-        start.__defaults__ = tuple(_PAUSES.random if value == random.random else value for value in start.__defaults__)
+        start.__defaults__ = tuple(
+            _PAUSES.random if value == random.random else value for value in start.__defaults__
+        )
 
 
 def _known() -> set[str]:
@@ -203,7 +232,10 @@ def _reaching(path: Path) -> Iterator[tuple[Any, str]]:
     except UserError:
         raise
     except Exception as error:
-        why, way_out = one_line(error) or type(error).__name__, "check the URL, and credentials and endpoint in the"
+        why, way_out = (
+            one_line(error) or type(error).__name__,
+            "check the URL, and credentials and endpoint in the",
+        )
         way_out += " environment, then start again"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             way_out = f"free some space, or set {CACHE} to a folder on another disk"
@@ -229,18 +261,27 @@ def _download(folder: Path, found: dict[str, Entry]) -> None:
     for part in parts.values():
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"")
-    places = [(name, start) for name, entry in found.items() for start in range(0, entry.size, RANGE)]
+    places = [
+        (name, start) for name, entry in found.items() for start in range(0, entry.size, RANGE)
+    ]
     for some in batched(places, AT_ONCE):
-        starts, ends = [start for _, start in some], [min(start + RANGE, found[name].size) for name, start in some]
+        starts, ends = (
+            [start for _, start in some],
+            [min(start + RANGE, found[name].size) for name, start in some],
+        )
         with _reaching(folder) as (files, url):
             # unlike ``get``, this retries a range after a lost connection
-            contents = files.cat_ranges([f"{url}/{name}" for name, _ in some], starts, ends, on_error="raise")
+            contents = files.cat_ranges(
+                [f"{url}/{name}" for name, _ in some], starts, ends, on_error="raise"
+            )
             for (name, _), content in zip(some, contents, strict=True):
                 with parts[name].open("ab") as part:
                     part.write(content)
     for name, part in parts.items():
         if (size := part.stat().st_size) != found[name].size:
-            raise StorageError(f"{url_of(folder / name)} returned {size} of {found[name].size} bytes; start again")
+            raise StorageError(
+                f"{url_of(folder / name)} returned {size} of {found[name].size} bytes; start again"
+            )
         forget(folder / name)
         part.replace(folder / name)
         beside(folder / name, ".tag").write_text(found[name].tag)

@@ -10,7 +10,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-CACHE = "MEGATRON_BRIDGE_CACHE"  # environment variable: the folder of downloads and of files to upload
+CACHE = (
+    "MEGATRON_BRIDGE_CACHE"  # environment variable: the folder of downloads and of files to upload
+)
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)  # pathlib merges two slashes
 
 
@@ -43,7 +45,11 @@ def url_of(path: str | Path) -> str | None:
 def shown(text: str) -> str:
     """Replace the local folders of URLs in ``text`` by the URLs."""
     prefix = root() + os.sep
-    return re.sub(re.escape(prefix) + r"([a-z][a-z0-9+.-]+)/", r"\1://", text) if prefix in text else text
+    return (
+        re.sub(re.escape(prefix) + r"([a-z][a-z0-9+.-]+)/", r"\1://", text)
+        if prefix in text
+        else text
+    )
 
 
 def beside(path: Path, ending: str) -> Path:

@@ -16,7 +16,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise DuplicateKeyError(f"the key {next(key for key in made if keys.count(key) > 1)!r} is given twice")
+        raise DuplicateKeyError(
+            f"the key {next(key for key in made if keys.count(key) > 1)!r} is given twice"
+        )
     return made
 
 
@@ -24,7 +26,9 @@ class DuplicateKeyError(ValueError):
     """An object has two values under one key."""
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)  # faster than ``json.loads`` with a hook for each text
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique
+)  # faster than ``json.loads`` with a hook for each text
 
 
 def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -43,7 +47,9 @@ def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
-        if type(error) is ValueError and "digits" in str(error):  # Python's message explains how to allow them
+        if type(error) is ValueError and "digits" in str(
+            error
+        ):  # Python's message explains how to allow them
             raise ValueError("a number has thousands of digits") from error
         raise
 

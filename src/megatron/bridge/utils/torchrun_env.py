@@ -11,11 +11,17 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PORTS = 1 << 16
 
 
-def read_number(name: str, default: int | None = None, environment: Mapping[str, str] = os.environ) -> int:
+def read_number(
+    name: str, default: int | None = None, environment: Mapping[str, str] = os.environ
+) -> int:
     """Return a number from an environment variable, or ``default`` if it is not set."""
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
-        said = f"{name}={text!r} in the environment is not numeric" if text else f"{name} is missing in the environment"
+        said = (
+            f"{name}={text!r} in the environment is not numeric"
+            if text
+            else f"{name} is missing in the environment"
+        )
         raise UserError(f"{said}: torchrun or srun sets it; unset RANK to run as a single process")
     return int(text)
 
@@ -28,15 +34,23 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
             f"RANK={environment.get('RANK')} is set without {', '.join(missing)}: start it with torchrun or srun, "
             f"or unset RANK to run as a single process"
         )
-    rank, world, port = (read_number(name, environment=environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, world, port = (
+        read_number(name, environment=environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
     if rank >= world:
-        raise UserError(f"RANK={rank} with WORLD_SIZE={world}: ranks are counted from 0 to {world - 1}")
+        raise UserError(
+            f"RANK={rank} with WORLD_SIZE={world}: ranks are counted from 0 to {world - 1}"
+        )
     if not 0 < port < _PORTS:
         raise UserError(f"MASTER_PORT={port}: a port lies between 1 and {_PORTS - 1}")
 
 
 FIRST_PORT, PORTS = 20_000, 20_000
-_NAMES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+}
 
 
 def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -47,7 +61,10 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     """
     if "RANK" in environment or read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
-    given = {name: _given(environment, name) for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")}
+    given = {
+        name: _given(environment, name)
+        for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+    }
     environment.update({ours: given[name] for ours, name in _NAMES.items()})
     environment.setdefault("MASTER_ADDR", first_host(given["SLURM_STEP_NODELIST"]))
     # use another port after each restart, because the old one may still be in use

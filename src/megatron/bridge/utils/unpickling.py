@@ -25,7 +25,8 @@ from megatron.bridge.utils.errors import UserError
 
 _TABLES = yaml_text.tables_beside(__file__)
 METADATA_NAMES, STATE_NAMES = (
-    {(module, name) for module, names in _TABLES[table].items() for name in names} for table in ("metadata", "states")
+    {(module, name) for module, names in _TABLES[table].items() for name in names}
+    for table in ("metadata", "states")
 )
 """(module, name) of everything that ``.metadata`` may name in addition to torch's dtypes, and of the parts of pickled
 tensors and arrays."""
@@ -122,12 +123,16 @@ def _unsafe_names(file: Path | io.BytesIO) -> list[str]:
     return torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, io.BytesIO(data)))
 
 
-def _load(stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None = None) -> Any:
+def _load(
+    stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None = None
+) -> Any:
     return pickle.load(stream) if _trusted else _Unpickler(stream, source, names, prefix).load()
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None) -> None:
+    def __init__(
+        self, stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None
+    ) -> None:
         super().__init__(stream)
         self._source, self._names, self._prefix = source, names, prefix
 
@@ -143,4 +148,6 @@ class _Unpickler(pickle.Unpickler):
         if self._prefix is None or not module.startswith(self._prefix) or "." in name:
             return False
         found = super().find_class(module, name)
-        return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple)))
+        return isinstance(found, type) and (
+            dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple))
+        )

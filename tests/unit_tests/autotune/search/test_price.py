@@ -29,7 +29,9 @@ def test_quick_memory_is_the_exact_one(family, values, world_size):
     exact = [rank.total for rank in memory_per_rank(config, world_size)]
     pricer, candidate = Pricer(config, world_size, "H100 80GB"), candidate_of(config)
     assert tensors(pricer, candidate) == pytest.approx(exact, rel=0.02)
-    assert min(pricer.memory(candidate)) > max(exact) + 2e9, "a context and three communicators of NCCL, at least"
+    assert min(pricer.memory(candidate)) > max(exact) + 2e9, (
+        "a context and three communicators of NCCL, at least"
+    )
 
 
 def tensors(pricer, candidate):
@@ -62,6 +64,11 @@ def test_a_model_whose_experts_overlap_is_priced():
 def test_a_given_layout_is_priced_as_it_is():
     config = configured(provider("llama", 14, **{PP: 2})).resolve(2).config
     pricer, even = Pricer(config, 2, "H100 80GB"), candidate_of(config)
-    given = replace(even, virtual=8, layout="|".join(["E", *["t"] * 14, "L"]))  # fewer layers than chunks
+    given = replace(
+        even, virtual=8, layout="|".join(["E", *["t"] * 14, "L"])
+    )  # fewer layers than chunks
     assert pricer.divide(given) == (given, [0, *[1] * 14, 0])
-    assert pricer.price(given).prediction.split["bubble"] < pricer.price(even).prediction.split["bubble"]
+    assert (
+        pricer.price(given).prediction.split["bubble"]
+        < pricer.price(even).prediction.split["bubble"]
+    )

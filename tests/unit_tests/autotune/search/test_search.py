@@ -14,21 +14,28 @@ from tests.unit_tests.autotune.test_memory import configured
 
 def searched(family, gigabytes, **values):
     config = configured(provider(family, 8, **values)).resolve(8).config
-    search = Search(config, 8, "H100 80GB", int(gigabytes * 1e9), {"micro_batch": 1}, switches=False)
+    search = Search(
+        config, 8, "H100 80GB", int(gigabytes * 1e9), {"micro_batch": 1}, switches=False
+    )
     search.pricer.reserve = lambda *_: Reserve({}, 0.0)  # a hundred times what toys need
     return search
 
 
-@pytest.mark.parametrize(("family", "gigabytes"), [("llama", 1.0), ("llama", 0.022), ("qwen3_moe", 1.0)])
+@pytest.mark.parametrize(
+    ("family", "gigabytes"), [("llama", 1.0), ("llama", 0.022), ("qwen3_moe", 1.0)]
+)
 def test_the_best_of_all_layouts_is_found(family, gigabytes):
     search = searched(family, gigabytes)
-    blocks = [("full", "block", layers, None) for layers in range(1, search.config.model.num_layers)]
+    blocks = [
+        ("full", "block", layers, None) for layers in range(1, search.config.model.num_layers)
+    ]
     every = [
         price
         for candidate in search.space.candidates()
         if not search.problems(candidate)
         for recompute in (*search.recomputes, *blocks)
-        if (price := search.price(replace(candidate, recompute=recompute))) and price.fullest <= search.budget
+        if (price := search.price(replace(candidate, recompute=recompute)))
+        and price.fullest <= search.budget
     ]
     assert search.run(1).best[0].seconds <= 1.01 * min(price.seconds for price in every)
 

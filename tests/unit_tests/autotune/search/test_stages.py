@@ -14,7 +14,9 @@ def slowest(times, counts, last):
     return max([*sums[:-1], sums[-1] + last])
 
 
-@pytest.mark.parametrize("times", [[1.0] * 9, [1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], [5.0, 1.0, 1.0, 1.0, 1.0, 4.0]])
+@pytest.mark.parametrize(
+    "times", [[1.0] * 9, [1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0], [5.0, 1.0, 1.0, 1.0, 1.0, 4.0]]
+)
 @pytest.mark.parametrize("last", [0.0, 1.5, 4.0])
 def test_balanced_is_the_best_division(times, last):
     parts = 4

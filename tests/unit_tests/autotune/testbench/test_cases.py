@@ -11,7 +11,9 @@ from scripts.testbench.output import spelled
 def test_cases_are_read(tmp_path):
     path = tmp_path / "cases.json"
     path.write_text(
-        json.dumps({"model": "some/model", "cases": [{"seqlen": 64, "max_token_len": 200, "shape": "thd"}]})
+        json.dumps(
+            {"model": "some/model", "cases": [{"seqlen": 64, "max_token_len": 200, "shape": "thd"}]}
+        )
     )
     model, (case,) = read_cases(path)
     assert (model, case.samples, case.tokens) == ("some/model", 3, 192)
@@ -30,8 +32,14 @@ def test_cases_are_read(tmp_path):
         ({"cases": [{"seqlen": True}]}, ["seqlen=True"]),
         ({"cases": [{"shape": "sbhd"}]}, ["shape", "thd"]),
         ({"cases": [{"system": "verl"}]}, ["system", "megatron"]),
-        ({"cases": [{"micro_batch_size": 2, "batch_size": 3}]}, ["micro_batch_size=2", "batch_size=3"]),
-        ({"cases": [{"seqlen": 64, "max_token_len": 32, "shape": "thd"}]}, ["max_token_len=32", "seqlen=64"]),
+        (
+            {"cases": [{"micro_batch_size": 2, "batch_size": 3}]},
+            ["micro_batch_size=2", "batch_size=3"],
+        ),
+        (
+            {"cases": [{"seqlen": 64, "max_token_len": 32, "shape": "thd"}]},
+            ["max_token_len=32", "seqlen=64"],
+        ),
     ],
 )
 def test_a_wrong_case_is_named(tmp_path, cases, words):

@@ -31,11 +31,15 @@ def test_attention_runs_at_the_rate_of_cudnn(card, tokens):
         assert 1 / took == pytest.approx(rate, rel=0.1)
 
 
-@pytest.mark.parametrize(("card", "rates"), [("H200", (854, 471)), ("GB200", (1805, 1178)), ("GB300", (2532, 1396))])
+@pytest.mark.parametrize(
+    ("card", "rates"), [("H200", (854, 471)), ("GB200", (1805, 1178)), ("GB300", (2532, 1396))]
+)
 def test_attention_in_fp8_runs_at_the_rate_of_cudnn(card, rates):
     """4,096 tokens in the same results; backward, the rate depends on the length in another way."""
     for direction, rate, tolerance in zip(("forward", "backward"), rates, (0.1, 0.35), strict=True):
-        took = Roofline(gpu(card), "fp8", fp8_attention=True).attention(1e12, direction, seen=2048, head=128)
+        took = Roofline(gpu(card), "fp8", fp8_attention=True).attention(
+            1e12, direction, seen=2048, head=128
+        )
         assert 1 / took == pytest.approx(rate, rel=tolerance)
 
 
@@ -76,7 +80,12 @@ def test_experts_with_few_tokens_are_slower(tokens, part):
 
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns", "milliseconds"),
-    [(1024, 2048, 6144, 1.54), (1024, 6144, 2048, 1.43), (2048, 2048, 6144, 2.64), (2048, 6144, 2048, 2.67)],
+    [
+        (1024, 2048, 6144, 1.54),
+        (1024, 6144, 2048, 1.43),
+        (2048, 2048, 6144, 2.64),
+        (2048, 6144, 2048, 2.67),
+    ],
 )
 def test_products_of_experts_take_as_long_as_on_an_h200(tokens, rows, columns, milliseconds):
     """32 experts in bf16, one product of cuBLAS after the other (PyTorch issue 163425), which no constant is from."""
@@ -90,7 +99,10 @@ def test_quantization_to_mxfp8_takes_as_long_as_on_a_b300():
     nothing = {"norms": 0, "inner": 0, "blocks": 0, "keys": 0, "weights": 0, "expert_weights": 0}
     shape = LayerShape(matrices, (), (), between=0.0, states=0.0, quadratic=False, **nothing)
     run, card = Run(tokens=16384, hidden=0), gpu("B300")
-    fp8, bf16 = (layer_time(shape, run, Roofline(card, precision)).forward.memory for precision in ("fp8", "bf16"))
+    fp8, bf16 = (
+        layer_time(shape, run, Roofline(card, precision)).forward.memory
+        for precision in ("fp8", "bf16")
+    )
     assert (fp8 - bf16) / (16384 * 16384) == pytest.approx(1.82e-3 / 2.48e9, rel=0.1)
 
 
@@ -117,7 +129,10 @@ def test_flex_dispatchers_run_at_the_rate_of_hybridep(card, ranks):
 
 def test_flex_dispatchers_send_a_token_once_to_a_node():
     links, width = AlphaBeta(gpu("H100 80GB")), 7168 * 2
-    assert links.dispatch(4096, width, 8, Group(64)) < links.all_to_all(8 * 4096 * width, Group(64)) / 1.2
+    assert (
+        links.dispatch(4096, width, 8, Group(64))
+        < links.all_to_all(8 * 4096 * width, Group(64)) / 1.2
+    )
     assert links.dispatch(4096, width, 8, Group(1)) == 0.0
 
 

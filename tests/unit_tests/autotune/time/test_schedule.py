@@ -50,19 +50,32 @@ def order_of_megatron_core(pipeline, stage):
     log, counts = [], [0] * pipeline.chunks
 
     def step(index, chunk):
-        received = chunk.scale.expand(4, 1, 8) if chunk.received is None else chunk.received * chunk.scale
+        received = (
+            chunk.scale.expand(4, 1, 8) if chunk.received is None else chunk.received * chunk.scale
+        )
         output = Recorded.apply(received, log, (counts[index], index))
         counts[index] += 1
         return output, lambda tensor: (tensor.sum(), {})
 
     with meta_model._default_group():
-        run_stage(step, chunks, config, pipeline.stages, stage, pipeline.microbatches, 4, pipeline.forward_only)
+        run_stage(
+            step,
+            chunks,
+            config,
+            pipeline.stages,
+            stage,
+            pipeline.microbatches,
+            4,
+            pipeline.forward_only,
+        )
     return tuple(log)
 
 
 PLAIN = [
     Pipeline(stages, microbatches, forward_only=forward_only)
-    for stages, microbatches, forward_only in itertools.product((1, 2, 3, 4, 8), (1, 3, 13), (False, True))
+    for stages, microbatches, forward_only in itertools.product(
+        (1, 2, 3, 4, 8), (1, 3, 13), (False, True)
+    )
 ]
 INTERLEAVED = [
     Pipeline(stages, microbatches, chunks, group, forward_only)
@@ -82,9 +95,13 @@ def test_order_is_that_of_megatron_core(pipeline):
 @pytest.mark.parametrize("stage", range(4))
 def test_overlap_of_experts_runs_one_more_forward_pass_ahead(stage):
     pipeline = Pipeline(4, 8, 2, 4, overlap_experts=True)
-    communicator = NoNeighbors(Group(4, stage), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1))
+    communicator = NoNeighbors(
+        Group(4, stage), TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    )
     communicator.virtual_pipeline_model_parallel_size = 2
-    expected = get_pp_rank_microbatches(8, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=communicator)
+    expected = get_pp_rank_microbatches(
+        8, 2, 4, overlap_moe_expert_parallel_comm=True, p2p_communicator=communicator
+    )
     assert pipeline.warmup(stage) == expected[2]
 
 

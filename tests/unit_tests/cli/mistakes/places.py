@@ -46,8 +46,12 @@ def _tokenizer(folder, words):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *words.split()])}
+    vocabulary = {
+        token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *words.split()])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     fast.save_pretrained(folder)

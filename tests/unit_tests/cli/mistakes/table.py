@@ -26,12 +26,35 @@ TUNE = ["train", "--recipe", "llama32_1b_finetune_config"]
 EXPERTS = ["train", "--recipe", "qwen3_30b_a3b_pretrain_config", "--world-size", "16"]
 TP, PP, VP, CP, EP, ETP = (
     f"model.{name}_parallel_size"
-    for name in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
+    for name in (
+        "tensor_model",
+        "pipeline_model",
+        "virtual_pipeline_model",
+        "context",
+        "expert_model",
+        "expert_tensor",
+    )
 )
 SMALL = [
-    *("--seq_length", "32", "model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4"),
-    *("model.num_query_groups=2", "model.kv_channels=8", "model.ffn_hidden_size=64", "model.vocab_size=96"),
-    *("train.train_iters=2", "train.global_batch_size=2", "validation.eval_iters=0", "mixed_precision=fp32"),
+    *(
+        "--seq_length",
+        "32",
+        "model.num_layers=2",
+        "model.hidden_size=32",
+        "model.num_attention_heads=4",
+    ),
+    *(
+        "model.num_query_groups=2",
+        "model.kv_channels=8",
+        "model.ffn_hidden_size=64",
+        "model.vocab_size=96",
+    ),
+    *(
+        "train.train_iters=2",
+        "train.global_batch_size=2",
+        "validation.eval_iters=0",
+        "mixed_precision=fp32",
+    ),
 ]
 RUN = [*PRETRAIN, *SMALL, "tokenizer.vocab_size=96"]
 BASE = [*TUNE, *SMALL, "checkpoint.pretrained_checkpoint={tmp}/llama"]
@@ -50,34 +73,59 @@ def ran(name, extra, *words, base=RUN):
 
 NAMES = [
     Mistake(
-        "misspelt recipe", ["train", "--recipe", "lama32_1b_pretrain_config"], ("lama32_1b", "did you mean llama32_1b")
+        "misspelt recipe",
+        ["train", "--recipe", "lama32_1b_pretrain_config"],
+        ("lama32_1b", "did you mean llama32_1b"),
     ),
-    Mistake("recipe without its end", ["train", "--recipe", "llama3_8b"], ("no recipe llama3_8b", "llama3_8b_")),
+    Mistake(
+        "recipe without its end",
+        ["train", "--recipe", "llama3_8b"],
+        ("no recipe llama3_8b", "llama3_8b_"),
+    ),
     Mistake("no recipe", ["train"], ("nothing to run", "--recipe NAME")),
     Mistake("only a dry run", ["train", "--dry-run"], ("nothing to run", "--recipe NAME")),
     Mistake("a list of nothing", ["train", "--list", "gpt9"], ("no recipe contains 'gpt9'",)),
-    Mistake("misspelt command", ["trian"], ("there is no command trian", "did you mean train or trace?")),
+    Mistake(
+        "misspelt command", ["trian"], ("there is no command trian", "did you mean train or trace?")
+    ),
     Mistake("misspelt option", [*PRETRAIN, "--dryrun"], ("--dryrun", "did you mean --dry-run")),
-    Mistake("option without its value", ["train", "--recipe"], ("--recipe", "expected one argument")),
+    Mistake(
+        "option without its value", ["train", "--recipe"], ("--recipe", "expected one argument")
+    ),
     Mistake("unknown mode", [*PRETRAIN, "--mode", "rl"], ("--mode", "'rl'", "pretrain")),
-    Mistake("a word that is no override", [*PRETRAIN, "train_iters", "--dry-run"], ("train_iters", "key.sub=value")),
+    Mistake(
+        "a word that is no override",
+        [*PRETRAIN, "train_iters", "--dry-run"],
+        ("train_iters", "key.sub=value"),
+    ),
     Mistake(
         "an override of two dashes",
         [*PRETRAIN, "--train.train_iters=5"],
         ("--train.train_iters=5", "without dashes: train.train_iters=5"),
     ),
     Mistake("world size of a run", [*PRETRAIN, "--world-size", "4"], ("--world-size", "--dry-run")),
-    Mistake("no processes", [*PRETRAIN, "--dry-run", "--world-size", "0"], ("--world-size: 0", "from 1 to")),
+    Mistake(
+        "no processes",
+        [*PRETRAIN, "--dry-run", "--world-size", "0"],
+        ("--world-size: 0", "from 1 to"),
+    ),
     Mistake("a sequence in words", [*PRETRAIN, "--seq_length", "4k"], ("--seq_length", "'4k'")),
     dry("unknown step function", ["--step_func", "vlm"], "--step_func vlm", "use gpt_step"),
     dry("step function of no module", ["--step_func", "mine.step"], "no module named 'mine'"),
     dry("step function that is missing", ["--step_func", "math.setp"], "math", "setp"),
     dry("adapters without a base model", ["--peft_scheme", "lora"], "use a finetune recipe"),
     dry("unknown adapters", ["--peft_scheme", "qlora"], "peft=qlora", "lora", base=TUNE),
-    dry("two kinds of adapters", ["--mode", "lora", "--peft_scheme", "dora"], "contradict", base=TUNE),
+    dry(
+        "two kinds of adapters",
+        ["--mode", "lora", "--peft_scheme", "dora"],
+        "contradict",
+        base=TUNE,
+    ),
     dry("packing mock data", ["--packed_sequence"], "--packed_sequence", "finetune recipe"),
     Mistake(
-        "two things at once", [*PRETRAIN, "--dry-run", "--rehearse"], ("--dry-run and --rehearse", "leave one out")
+        "two things at once",
+        [*PRETRAIN, "--dry-run", "--rehearse"],
+        ("--dry-run and --rehearse", "leave one out"),
     ),
     Mistake(
         "a rank beyond the last",
@@ -86,23 +134,50 @@ NAMES = [
     ),
     Mistake(
         "ranks that the layout does not divide",
-        [*PRETRAIN, "--rehearse-rank", "1", "--world-size", "7", "model.tensor_model_parallel_size=2"],
+        [
+            *PRETRAIN,
+            "--rehearse-rank",
+            "1",
+            "--world-size",
+            "7",
+            "model.tensor_model_parallel_size=2",
+        ],
         ("needs 2 processes", "start 6 or 8"),
     ),
-    Mistake("adapters of one rank", [*TUNE, "--rehearse-rank", "0", "--peft_scheme", "lora"], ("peft", "pretrain")),
-    Mistake("two rehearsals", [*PRETRAIN, "--rehearse", "--rehearse-rank", "0"], ("--rehearse-rank", "leave one out")),
-    Mistake("a rehearsal of nothing", [*PRETRAIN, "--rehearse", "0"], ("--rehearse: 0", "from 1 to")),
+    Mistake(
+        "adapters of one rank",
+        [*TUNE, "--rehearse-rank", "0", "--peft_scheme", "lora"],
+        ("peft", "pretrain"),
+    ),
+    Mistake(
+        "two rehearsals",
+        [*PRETRAIN, "--rehearse", "--rehearse-rank", "0"],
+        ("--rehearse-rank", "leave one out"),
+    ),
+    Mistake(
+        "a rehearsal of nothing", [*PRETRAIN, "--rehearse", "0"], ("--rehearse: 0", "from 1 to")
+    ),
 ]
 
 KEYS = [
-    dry("misspelt key", ["train.train_itres=5"], "train.train_itres", "did you mean train.train_iters"),
+    dry(
+        "misspelt key",
+        ["train.train_itres=5"],
+        "train.train_itres",
+        "did you mean train.train_iters",
+    ),
     dry(
         "reference to nothing",
         ["rng.seed=${train.train_itres}"],
         "rng.seed=${train.train_itres}",
         "did you mean train.train_iters",
     ),
-    dry("unset environment variable", ["rng.seed=${oc.env:NOT_SET}"], "NOT_SET is not set", "give a default"),
+    dry(
+        "unset environment variable",
+        ["rng.seed=${oc.env:NOT_SET}"],
+        "NOT_SET is not set",
+        "give a default",
+    ),
     dry("misspelt group", ["trian.train_iters=5"], "trian", "did you mean train"),
     dry("key of another group", ["model.lr=1"], "model.lr", "optimizer.lr"),
     dry("key without a group", ["lr=1e-4"], "lr", "optimizer.lr"),
@@ -113,10 +188,23 @@ KEYS = [
         "per_device_train_batch_size",
         "micro_batch_size",
     ),
-    dry("words for a number", ["train.train_iters=many"], "train.train_iters must be an integer, not 'many'"),
-    dry("a fraction for an integer", ["train.train_iters=1.5"], "train.train_iters must be an integer, not 1.5"),
+    dry(
+        "words for a number",
+        ["train.train_iters=many"],
+        "train.train_iters must be an integer, not 'many'",
+    ),
+    dry(
+        "a fraction for an integer",
+        ["train.train_iters=1.5"],
+        "train.train_iters must be an integer, not 1.5",
+    ),
     dry("a unit in a number", ["optimizer.lr=1e-4x"], "optimizer.lr must be a number", "'1e-4x'"),
-    dry("a number for a switch", ["model.sequence_parallel=2"], "model.sequence_parallel must be", "2"),
+    dry(
+        "a number for a switch",
+        ["model.sequence_parallel=2"],
+        "model.sequence_parallel must be",
+        "2",
+    ),
     dry("a list for a number", ["model.num_layers=[1,2]"], "model.num_layers must be an integer"),
     dry(
         "an unknown choice",
@@ -126,11 +214,21 @@ KEYS = [
         "'cosin'",
     ),
     dry("an unknown precision", ["mixed_precision=bf16"], "mixed_precision=bf16", "bf16_mixed"),
-    dry("an unknown activation", ["model.activation_func=swish2"], "model.activation_func", "swish2"),
+    dry(
+        "an unknown activation", ["model.activation_func=swish2"], "model.activation_func", "swish2"
+    ),
     dry("a computed key", ["model.padded_vocab_size=5"], "model.padded_vocab_size is computed"),
     dry("null for a number", ["train.train_iters=null"], "train.train_iters must be an integer"),
-    dry("a key twice", ["train.train_iters=5", "train.train_iters=6"], "train.train_iters is given twice"),
-    dry("an option and its key", ["--seq_length", "64", "dataset.seq_length=32"], "dataset.seq_length is given twice"),
+    dry(
+        "a key twice",
+        ["train.train_iters=5", "train.train_iters=6"],
+        "train.train_iters is given twice",
+    ),
+    dry(
+        "an option and its key",
+        ["--seq_length", "64", "dataset.seq_length=32"],
+        "dataset.seq_length is given twice",
+    ),
     dry("a group for a value", ["train=5"], "train"),
     dry("broken YAML in a value", ["dataset.split=[1,2"], "dataset.split"),
     dry("no value", ["train.train_iters="], "train.train_iters"),
@@ -148,11 +246,22 @@ LAYOUTS = [
     ),
     dry("more tensor ranks than heads", [f"{TP}=64", "--world-size", "64"], f"{TP}=64", "use 32"),
     dry("too few processes", [f"{PP}=16"], "needs 16 processes", "there are 8"),
-    dry("stages that do not divide layers", [f"{PP}=3", "--world-size", "3"], f"{PP}=3", "num_layers=16", "use 2 or 4"),
+    dry(
+        "stages that do not divide layers",
+        [f"{PP}=3", "--world-size", "3"],
+        f"{PP}=3",
+        "num_layers=16",
+        "use 2 or 4",
+    ),
     dry("virtual stages alone", [f"{VP}=2"], f"{VP}=2", f"needs {PP} > 1"),
     dry("one virtual stage", [f"{VP}=1", f"{PP}=2"], f"{VP}=1"),
     dry("virtual stages that do not divide layers", [f"{PP}=4", f"{VP}=3"], "=12", "num_layers=16"),
-    dry("sequence parallel alone", ["model.sequence_parallel=true"], "sequence_parallel=True needs", TP),
+    dry(
+        "sequence parallel alone",
+        ["model.sequence_parallel=true"],
+        "sequence_parallel=True needs",
+        TP,
+    ),
     dry(
         "context ranks that do not divide the sequence",
         [f"{CP}=8", "--seq_length", "1000"],
@@ -180,9 +289,24 @@ LAYOUTS = [
         "model.sequence_parallel=true",
         base=EXPERTS,
     ),
-    dry("expert tensor ranks of a dense model", [f"{ETP}=2"], f"{ETP}=2", "without model.num_moe_experts"),
-    dry("a batch that does not divide", ["train.global_batch_size=100"], "global_batch_size=100", "use 96 or 104"),
-    dry("a micro batch above the batch", ["train.micro_batch_size=1024"], "global_batch_size=512", "1024"),
+    dry(
+        "expert tensor ranks of a dense model",
+        [f"{ETP}=2"],
+        f"{ETP}=2",
+        "without model.num_moe_experts",
+    ),
+    dry(
+        "a batch that does not divide",
+        ["train.global_batch_size=100"],
+        "global_batch_size=100",
+        "use 96 or 104",
+    ),
+    dry(
+        "a micro batch above the batch",
+        ["train.micro_batch_size=1024"],
+        "global_batch_size=512",
+        "1024",
+    ),
     dry("processes that do not divide the batch", ["--world-size", "7"], "global_batch_size=512"),
     dry("size zero", [f"{TP}=0"], f"{TP}=0", "at least 1"),
     dry("negative size", [f"{CP}=-1"], f"{CP}=-1", "at least 1"),
@@ -198,7 +322,12 @@ LAYOUTS = [
         "global_batch_size=4",
         "use",
     ),
-    dry("groups that do not divide heads", ["model.num_query_groups=5"], "num_query_groups=5", "use 4 or 8"),
+    dry(
+        "groups that do not divide heads",
+        ["model.num_query_groups=5"],
+        "num_query_groups=5",
+        "use 4 or 8",
+    ),
     dry(
         "a vocabulary that does not divide",
         [f"{TP}=2", "model.vocab_size=128257", "model.should_pad_vocab=false"],
@@ -209,52 +338,129 @@ LAYOUTS = [
 
 VALUES = [
     dry("a learning rate of zero", ["optimizer.lr=0"], "optimizer.lr=0", "above 0"),
-    dry("a minimum above the peak", ["optimizer.min_lr=1"], "optimizer.min_lr=1", "between 0 and optimizer.lr"),
-    dry("warm-up that never ends", ["scheduler.lr_warmup_fraction=1.5"], "lr_warmup_fraction=1.5", "[0, 1)"),
-    dry("two warm-ups", ["scheduler.lr_warmup_iters=5"], "lr_warmup_fraction=", "and scheduler.lr_warmup_iters=5"),
+    dry(
+        "a minimum above the peak",
+        ["optimizer.min_lr=1"],
+        "optimizer.min_lr=1",
+        "between 0 and optimizer.lr",
+    ),
+    dry(
+        "warm-up that never ends",
+        ["scheduler.lr_warmup_fraction=1.5"],
+        "lr_warmup_fraction=1.5",
+        "[0, 1)",
+    ),
+    dry(
+        "two warm-ups",
+        ["scheduler.lr_warmup_iters=5"],
+        "lr_warmup_fraction=",
+        "and scheduler.lr_warmup_iters=5",
+    ),
     dry("WSD without its decay", ["scheduler.lr_decay_style=WSD"], "lr_wsd_decay_iters=None"),
-    dry("a window of less than nothing", ["model.window_size=[-5,0]"], "model.window_size=(-5, 0)", "at least -1"),
+    dry(
+        "a window of less than nothing",
+        ["model.window_size=[-5,0]"],
+        "model.window_size=(-5, 0)",
+        "at least -1",
+    ),
     dry("dropout of one", ["model.hidden_dropout=1.0"], "hidden_dropout=1.0", "[0, 1)"),
     dry("a negative seed", ["rng.seed=-1"], "rng.seed=-1", "at least 0"),
     dry("no steps", ["train.train_iters=0"], "train.train_iters=0", "at least 1"),
-    dry("saving nowhere", ["checkpoint.save_interval=5"], "save_interval=5 has no effect without checkpoint.save"),
+    dry(
+        "saving nowhere",
+        ["checkpoint.save_interval=5"],
+        "save_interval=5 has no effect without checkpoint.save",
+    ),
     dry("saving never", ["checkpoint.save=runs", "checkpoint.save_interval=0"], "save_interval=0"),
-    dry("keeping no checkpoint", ["checkpoint.save=runs", "checkpoint.most_recent_k=0"], "most_recent_k=0"),
-    dry("a longer sequence than the model's", ["dataset.seq_length=9000"], "seq_length=9000", "model.seq_length=8192"),
-    dry("tuning without a base", ["--mode", "lora"], "peft needs checkpoint.pretrained_checkpoint", base=TUNE),
+    dry(
+        "keeping no checkpoint",
+        ["checkpoint.save=runs", "checkpoint.most_recent_k=0"],
+        "most_recent_k=0",
+    ),
+    dry(
+        "a longer sequence than the model's",
+        ["dataset.seq_length=9000"],
+        "seq_length=9000",
+        "model.seq_length=8192",
+    ),
+    dry(
+        "tuning without a base",
+        ["--mode", "lora"],
+        "peft needs checkpoint.pretrained_checkpoint",
+        base=TUNE,
+    ),
     dry(
         "adapters of rank zero",
         ["--mode", "lora", "checkpoint.pretrained_checkpoint=x", "peft.dim=0"],
         "peft.dim=0",
         base=TUNE,
     ),
-    dry("an optimizer that is not there", ["optimizer.optimizer=adamw"], "optimizer.optimizer", "adamw", "adam"),
-    dry("two half precisions", ["mixed_precision=null", "model.bf16=true", "model.fp16=true"], "bf16", "fp16"),
+    dry(
+        "an optimizer that is not there",
+        ["optimizer.optimizer=adamw"],
+        "optimizer.optimizer",
+        "adamw",
+        "adam",
+    ),
+    dry(
+        "two half precisions",
+        ["mixed_precision=null", "model.bf16=true", "model.fp16=true"],
+        "bf16",
+        "fp16",
+    ),
 ]
 
 FILES = [
-    Mistake("no such file", [*PRETRAIN, "--config", "{tmp}/none.yaml", "--dry-run"], ("none.yaml", "No such file")),
-    Mistake("a folder for a file", [*PRETRAIN, "--config", "{tmp}", "--dry-run"], ("cannot be read", "directory")),
-    Mistake("a file that is no text", [*PRETRAIN, "--config", "{tmp}/binary.yaml", "--dry-run"], ("not text",)),
+    Mistake(
+        "no such file",
+        [*PRETRAIN, "--config", "{tmp}/none.yaml", "--dry-run"],
+        ("none.yaml", "No such file"),
+    ),
+    Mistake(
+        "a folder for a file",
+        [*PRETRAIN, "--config", "{tmp}", "--dry-run"],
+        ("cannot be read", "directory"),
+    ),
+    Mistake(
+        "a file that is no text",
+        [*PRETRAIN, "--config", "{tmp}/binary.yaml", "--dry-run"],
+        ("not text",),
+    ),
     Mistake(
         "broken YAML",
         [*PRETRAIN, "--config", "{tmp}/broken.yaml", "--dry-run"],
         ("broken.yaml", "not valid YAML at line 3"),
     ),
-    Mistake("tabs in YAML", [*PRETRAIN, "--config", "{tmp}/tabs.yaml", "--dry-run"], ("tabs.yaml", "line 2")),
     Mistake(
-        "a key twice in YAML", [*PRETRAIN, "--config", "{tmp}/twice.yaml", "--dry-run"], ("'train' is given twice",)
+        "tabs in YAML",
+        [*PRETRAIN, "--config", "{tmp}/tabs.yaml", "--dry-run"],
+        ("tabs.yaml", "line 2"),
+    ),
+    Mistake(
+        "a key twice in YAML",
+        [*PRETRAIN, "--config", "{tmp}/twice.yaml", "--dry-run"],
+        ("'train' is given twice",),
     ),
     Mistake(
         "misspelt key in YAML",
         [*PRETRAIN, "--config", "{tmp}/misspelt.yaml", "--dry-run"],
         ("did you mean train.train_iters",),
     ),
-    Mistake("an empty file", [*PRETRAIN, "--config", "{tmp}/empty.yaml", "--dry-run"], ("holds no settings",)),
     Mistake(
-        "half a config alone", ["train", "--config", "{tmp}/good.yaml", "--dry-run"], ("not a whole config", "--recipe")
+        "an empty file",
+        [*PRETRAIN, "--config", "{tmp}/empty.yaml", "--dry-run"],
+        ("holds no settings",),
     ),
-    Mistake("a class that is none", ["train", "--config", "{tmp}/target.yaml", "--dry-run"], ("os.system",)),
+    Mistake(
+        "half a config alone",
+        ["train", "--config", "{tmp}/good.yaml", "--dry-run"],
+        ("not a whole config", "--recipe"),
+    ),
+    Mistake(
+        "a class that is none",
+        ["train", "--config", "{tmp}/target.yaml", "--dry-run"],
+        ("os.system",),
+    ),
     Mistake(
         "a config of another thing",
         ["train", "--config", "{tmp}/other.yaml", "--dry-run"],
@@ -264,9 +470,19 @@ FILES = [
     ran("a corpus with its ending", ["--data", "{tmp}/text.bin"], "text", ".bin"),
     ran("half a corpus", ["--data", "{tmp}/half"], "half", ".idx"),
     ran("text for a corpus", ["--data", "{tmp}/train.jsonl"], "train.jsonl", "preprocess"),
-    ran("shares that are no numbers", ["--data", "{tmp}/none", "dataset.split=a,b,c"], "dataset.split", "a,b,c"),
+    ran(
+        "shares that are no numbers",
+        ["--data", "{tmp}/none", "dataset.split=a,b,c"],
+        "dataset.split",
+        "a,b,c",
+    ),
     ran("a tuning folder that is not there", ["--data", "{tmp}/nowhere"], "nowhere", base=TUNE_RUN),
-    ran("a tuning folder without data", ["--data", "{tmp}/void"], "void has no file training", base=TUNE_RUN),
+    ran(
+        "a tuning folder without data",
+        ["--data", "{tmp}/void"],
+        "void has no file training",
+        base=TUNE_RUN,
+    ),
     ran(
         "samples with other fields",
         ["--data", "{tmp}/fields"],
@@ -274,7 +490,13 @@ FILES = [
         "the keys are: question, solution",
         base=TUNE_RUN,
     ),
-    ran("samples that are no JSON", ["--data", "{tmp}/nojson"], "nojson/training.jsonl:2", "JSON", base=TUNE_RUN),
+    ran(
+        "samples that are no JSON",
+        ["--data", "{tmp}/nojson"],
+        "nojson/training.jsonl:2",
+        "JSON",
+        base=TUNE_RUN,
+    ),
     ran("two tuning folders", ["--data", "{tmp}/a", "{tmp}/b"], "one folder", base=TUNE_RUN),
     ran(
         "a tokenizer that is not there",
@@ -318,14 +540,23 @@ FILES = [
         base=[*TUNE, *[item for item in SMALL if "ffn" not in item], "tokenizer.vocab_size=96"],
     ),
     ran("a folder to load that is not there", ["checkpoint.load={tmp}/none"], "{tmp}/none"),
-    ran("a model for a checkpoint", ["checkpoint.load={tmp}/llama"], "llama", "checkpoint.pretrained_checkpoint"),
+    ran(
+        "a model for a checkpoint",
+        ["checkpoint.load={tmp}/llama"],
+        "llama",
+        "checkpoint.pretrained_checkpoint",
+    ),
     ran(
         "a TensorBoard folder in a file",
         ["logger.tensorboard_dir={tmp}/binary.yaml/run"],
         "logger.tensorboard_dir",
         "choose another folder",
     ),
-    ran("a damaged checkpoint", ["checkpoint.save={tmp}/damaged", "checkpoint.when_damaged=refuse"], "damaged"),
+    ran(
+        "a damaged checkpoint",
+        ["checkpoint.save={tmp}/damaged", "checkpoint.when_damaged=refuse"],
+        "damaged",
+    ),
     ran(
         "a checkpoint of another model",
         ["checkpoint.save={tmp}/saved", "model.num_layers=3"],
@@ -352,15 +583,39 @@ COMMANDS = [
         ("an empty folder", ["generate", "{tmp}/void", "--prompt", "hi"], UNPUBLISHED),
         ("no prompt", ["generate", LLAMA], ("--prompts", "--prompt")),
         ("prompts without answers", ["generate", LLAMA, "--prompts", "/none.jsonl"], ("--out",)),
-        ("no temperature", ["generate", LLAMA, "--prompt", "hi", "--temperature", "nan"], ("--temperature=nan",)),
-        ("words for a number", ["generate", LLAMA, "--prompt", "hi", "--top-k", "few"], ("--top-k", "'few'")),
-        ("more than all tokens", ["generate", LLAMA, "--prompt", "hi", "--top-p", "2"], ("=2.0", "at most 1")),
-        ("memory in words", ["generate", LLAMA, "--prompt", "hi", "--kv-memory", "lots"], ("lots", "4GB")),
+        (
+            "no temperature",
+            ["generate", LLAMA, "--prompt", "hi", "--temperature", "nan"],
+            ("--temperature=nan",),
+        ),
+        (
+            "words for a number",
+            ["generate", LLAMA, "--prompt", "hi", "--top-k", "few"],
+            ("--top-k", "'few'"),
+        ),
+        (
+            "more than all tokens",
+            ["generate", LLAMA, "--prompt", "hi", "--top-p", "2"],
+            ("=2.0", "at most 1"),
+        ),
+        (
+            "memory in words",
+            ["generate", LLAMA, "--prompt", "hi", "--kv-memory", "lots"],
+            ("lots", "4GB"),
+        ),
         ("no adapter", ["generate", LLAMA, "--prompt", "hi", "--adapter", "/none"], NO_CHECKPOINT),
         ("no model", ["chat", "/none"], NO_MODEL),
-        ("no template", ["chat", LLAMA, "--template", "/none"], ("--template /none cannot be read",)),
+        (
+            "no template",
+            ["chat", LLAMA, "--template", "/none"],
+            ("--template /none cannot be read",),
+        ),
         ("no model", ["convert", "--hf-model", "/none", "--megatron-path", "{tmp}/new"], NO_MODEL),
-        ("no config", ["convert", "--hf-model", "{tmp}/void", "--megatron-path", "{tmp}/new"], ("no config.json",)),
+        (
+            "no config",
+            ["convert", "--hf-model", "{tmp}/void", "--megatron-path", "{tmp}/new"],
+            ("no config.json",),
+        ),
         ("no target", ["convert", "--hf-model", LLAMA], ("--megatron-path",)),
         (
             "another framework's type",
@@ -372,7 +627,11 @@ COMMANDS = [
             ["convert", "--hf-model", LLAMA, "--megatron-path", "{tmp}/new", "--tp", "3"],
             ("--tp 3", "torchrun --nproc-per-node 3"),
         ),
-        ("no checkpoint", ["export", "--megatron-path", "/none", "--hf-path", "{tmp}/new"], NO_CHECKPOINT),
+        (
+            "no checkpoint",
+            ["export", "--megatron-path", "/none", "--hf-path", "{tmp}/new"],
+            NO_CHECKPOINT,
+        ),
         (
             "a model for a checkpoint",
             ["export", "--megatron-path", "{tmp}/void", "--hf-path", "{tmp}/new"],
@@ -389,18 +648,30 @@ COMMANDS = [
         ("an empty folder", ["checkpoint", "diff", "{tmp}/void", "/none"], UNPUBLISHED),
         ("no checkpoint", ["checkpoint", "convert", "/none", "{tmp}/new"], NO_CHECKPOINT),
         ("nothing to merge", ["adapter", "merge"], ("--adapter", "--hf-path")),
-        ("no tokenizer", ["data", "preprocess", "--input", "/none"], ("--output-prefix", "--tokenizer-model")),
+        (
+            "no tokenizer",
+            ["data", "preprocess", "--input", "/none"],
+            ("--output-prefix", "--tokenizer-model"),
+        ),
         ("no file", ["from-megatron-lm", "/none"], ("/none is neither a command line nor a file",)),
         ("no argument", ["from-megatron-lm", "pretrain_gpt.py --nope 3"], ("--nope",)),
         ("no file", ["from-trainer", "/none"], ("/none cannot be read",)),
         ("no run", ["watch", "/none"], ("/none cannot be read", "logger.log_dir")),
         ("no metrics", ["plot", "{tmp}/void"], ("void/metrics.jsonl cannot be read",)),
         ("no config", ["port", "/none"], NO_MODEL),
-        ("misspelt recipe", ["tune", "--recipe", "lama32_1b_pretrain_config"], ("did you mean llama32_1b",)),
+        (
+            "misspelt recipe",
+            ["tune", "--recipe", "lama32_1b_pretrain_config"],
+            ("did you mean llama32_1b",),
+        ),
         ("no GPUs", ["tune", *PRETRAIN[1:], "--gpus", "0"], ("--gpus", "from 1 to")),
         ("no dimension", ["tune", *PRETRAIN[1:], "--fixed", "tp=3"], ("--fixed tp=3", "tensor")),
         ("no budget", ["tune", *PRETRAIN[1:], "--budget", "x"], ("--budget x", "memory=")),
-        ("no such GPU", ["tune", *PRETRAIN[1:], "--gpu", "H1000"], ("'H1000'", "did you mean H100")),
+        (
+            "no such GPU",
+            ["tune", *PRETRAIN[1:], "--gpu", "H1000"],
+            ("'H1000'", "did you mean H100"),
+        ),
     )
 ]
 

@@ -17,15 +17,35 @@ from tests.workers import leave
 
 SAVED = Path("tests/fixtures/v0.1").resolve()
 LIMIT = 60
-RECIPE = ["smollm2_135m_finetune_config", "tokenizer.tokenizer_model={base}", "dataset.seq_length=64"]
+RECIPE = [
+    "smollm2_135m_finetune_config",
+    "tokenizer.tokenizer_model={base}",
+    "dataset.seq_length=64",
+]
 
 COMMANDS = {
     "base": ["convert", "--hf-model", "{base}", "--megatron-path", "{out}", "--no-progress"],
     "run": ["checkpoint", "diff", "{run}", str(SAVED / "pretrain"), "--values"],
-    "adapter": ["adapter", "merge", "--adapter", "{adapter}", "--hf-model", "{base}", "--hf-path", "{out}"],
+    "adapter": [
+        "adapter",
+        "merge",
+        "--adapter",
+        "{adapter}",
+        "--hf-model",
+        "{base}",
+        "--hf-path",
+        "{out}",
+    ],
     "chats": ["data", "preview", *RECIPE, "--data", "{chats}", "dataset.do_test=false"],
     "tokenizer": ["data", "preview", *RECIPE, "--data", "{chats}", "dataset.do_test=false"],
-    "config": ["train", "--recipe", "smollm2_135m_finetune_config", "--config", "{config}/run.yaml", "--dry-run"],
+    "config": [
+        "train",
+        "--recipe",
+        "smollm2_135m_finetune_config",
+        "--config",
+        "{config}/run.yaml",
+        "--dry-run",
+    ],
 }
 """Folder -> the command that reads its files."""
 
@@ -57,7 +77,8 @@ DAMAGE = {
     "a key twice": lambda file: file.write_text('{"model_type": "llama", "model_type": "llama"}'),
     "digits": lambda file: file.write_text('{"a": ' + "1" * 100_000 + "}"),
     "aliases": lambda file: file.write_text(
-        "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+        "a0: &a0 [x, x]\n"
+        + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
     ),
     "a template that never ends": lambda file: file.write_text(
         "{% for a in range(999999) %}{% for b in range(999999) %}{{ b }}{% endfor %}{% endfor %}"
@@ -113,7 +134,10 @@ def folders(tmp_path):
 
 def sample(rows):
     """One of six in every run, all of them among the slow tests."""
-    return [row if number % 6 == 0 else pytest.param(*row, marks=pytest.mark.slow) for number, row in enumerate(rows)]
+    return [
+        row if number % 6 == 0 else pytest.param(*row, marks=pytest.mark.slow)
+        for number, row in enumerate(rows)
+    ]
 
 
 @pytest.mark.parametrize(("folder", "name", "damage"), sample(CASES))
@@ -128,12 +152,16 @@ def test_a_damaged_file_is_named(folders, monkeypatch, capfd, folder, name, dama
     assert "Traceback" not in errors
     assert code == 1, "the damage was accepted"
     line = next(line for line in errors.splitlines() if "error: " in line)
-    assert any(word in line for word in NAMED.get(name, (file.name, file.parent.name + " is damaged")))
+    assert any(
+        word in line for word in NAMED.get(name, (file.name, file.parent.name + " is damaged"))
+    )
     assert len(line) < 700
 
 
 def paths(folders):
-    return {name: str(folders / name) for name in ("base", "run", "adapter", "chats", "config", "out")}
+    return {
+        name: str(folders / name) for name in ("base", "run", "adapter", "chats", "config", "out")
+    }
 
 
 def said(arguments, capfd):

@@ -12,7 +12,12 @@ from megatron.bridge.data.records.encoding import NO_TARGET, TOO_LONG
 from tests.refusals import refused
 
 SEQ = 32
-PAIRS = [("What is mercy? ", "It droppeth as rain."), ("Be or not? ", "Be."), ("", "Once more!"), ("Peace: ", "café")]
+PAIRS = [
+    ("What is mercy? ", "It droppeth as rain."),
+    ("Be or not? ", "Be."),
+    ("", "Once more!"),
+    ("Peace: ", "café"),
+]
 
 
 def write(directory, name, records):
@@ -37,7 +42,11 @@ def test_only_the_completion_and_its_end_are_learnt(tmp_path, tokenizer, keys):
     for sample, (prompt, completion) in zip(dataset, PAIRS, strict=False):
         prompt_ids = hf(prompt)["input_ids"]
         answer = [*hf(completion, add_special_tokens=False)["input_ids"], hf.eos_token_id]
-        learnt = [label for label, use in zip(sample["labels"].tolist(), sample["loss_mask"], strict=True) if use]
+        learnt = [
+            label
+            for label, use in zip(sample["labels"].tolist(), sample["loss_mask"], strict=True)
+            if use
+        ]
         text = [*prompt_ids, *answer]
         padding = [hf.eos_token_id] * (SEQ + 1 - len(text))
         assert learnt == answer
@@ -54,12 +63,18 @@ def test_of_plain_text_all_but_the_first_token_is_learnt(tmp_path, tokenizer):
 
 
 def test_every_epoch_has_every_example_once_in_another_order(tmp_path, tokenizer):
-    write(tmp_path, "training", [{"prompt": str(number), "completion": "yes"} for number in range(20)])
+    write(
+        tmp_path, "training", [{"prompt": str(number), "completion": "yes"} for number in range(20)]
+    )
     train = build(tmp_path, tokenizer, (60, 0, 0)).train
-    epochs = [[tuple(train[i]["tokens"].tolist()) for i in range(20 * e, 20 * e + 20)] for e in range(3)]
+    epochs = [
+        [tuple(train[i]["tokens"].tolist()) for i in range(20 * e, 20 * e + 20)] for e in range(3)
+    ]
     assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    again = build(tmp_path, tokenizer, (1000, 0, 0)).train  # a longer run goes through the same order
+    again = build(
+        tmp_path, tokenizer, (1000, 0, 0)
+    ).train  # a longer run goes through the same order
     assert [tuple(again[i]["tokens"].tolist()) for i in range(20, 40)] == epochs[1]
     other = build(tmp_path, tokenizer, (60, 0, 0), seed=1).train
     assert [tuple(other[i]["tokens"].tolist()) for i in range(20)] != epochs[0]
@@ -91,7 +106,9 @@ def test_long_samples_are_cut_or_dropped_and_counted(tmp_path, tokenizer):
     assert all_in("; ".join(dropped.report.lines()), "1 samples", f"2 dropped {TOO_LONG}")
     cut = prepare_split(config(tmp_path, truncation="right"), "train", tokenizer)
     assert [len(sample.tokens) for sample in cut.samples] == [4, SEQ + 1]
-    assert all_in("; ".join(cut.report.lines()), "2 samples", "2 truncated", f"1 dropped {NO_TARGET}")
+    assert all_in(
+        "; ".join(cut.report.lines()), "2 samples", "2 truncated", f"1 dropped {NO_TARGET}"
+    )
 
 
 @pytest.mark.parametrize(

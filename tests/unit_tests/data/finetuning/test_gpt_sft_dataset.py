@@ -23,7 +23,9 @@ def learnt(row):
 
 
 def test_the_label_and_its_space_are_learnt(path, tokenizer):
-    dataset = GPTSFTDataset(path, tokenizer, max_seq_length=40, prompt_template="Q: {input} A: {output}", add_bos=True)
+    dataset = GPTSFTDataset(
+        path, tokenizer, max_seq_length=40, prompt_template="Q: {input} A: {output}", add_bos=True
+    )
     row = dataset[1]
     answer = [*tokenizer.continue_tokens(" me"), tokenizer.eod]
     assert learnt(row) == answer
@@ -55,10 +57,19 @@ def test_rows_repeat_up_to_the_number_asked_for(path, tokenizer):
 @pytest.mark.parametrize(
     ("values", "parts"),
     [
-        ({"prompt_template": "{output} {input}"}, ("prompt_template='{output} {input}'", "{output}")),
+        (
+            {"prompt_template": "{output} {input}"},
+            ("prompt_template='{output} {input}'", "{output}"),
+        ),
         ({"truncation_field": "context"}, ("truncation_field='context'", "prompt_template=")),
-        ({"prompt_template": "{input} {more} {output}"}, ("data.jsonl:1: ", "'more'", "input, output")),
-        ({"max_seq_length": 1, "prompt_template": "a lot of {input} {output}"}, ("data.jsonl:1: ", "max_seq_length=1")),
+        (
+            {"prompt_template": "{input} {more} {output}"},
+            ("data.jsonl:1: ", "'more'", "input, output"),
+        ),
+        (
+            {"max_seq_length": 1, "prompt_template": "a lot of {input} {output}"},
+            ("data.jsonl:1: ", "max_seq_length=1"),
+        ),
     ],
 )
 def test_wrong_formats_are_named(path, tokenizer, values, parts):

@@ -37,7 +37,9 @@ def test_every_sample_is_in_one_row_that_holds_it(lengths, capacity):
     assert len(rows) == naive(lengths, capacity)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), max_size=60), st.integers(20, 40))
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), max_size=60), st.integers(20, 40)
+)
 def test_no_row_has_more_images_than_fit(samples, limit):
     lengths, images = [length for length, _ in samples], [tokens for _, tokens in samples]
     rows = pack(lengths, 90, images, limit)
@@ -56,7 +58,9 @@ def test_a_limit_that_no_row_reaches_changes_nothing():
 @pytest.mark.parametrize("capacity", [4096, 131072])
 def test_realistic_lengths_fill_the_rows(capacity):
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(6.0, 0.9, 100_000).astype(int), 8, 4096)  # chats: median 400 tokens
+    lengths = np.clip(
+        random.lognormal(6.0, 0.9, 100_000).astype(int), 8, 4096
+    )  # chats: median 400 tokens
     start = time.process_time()
     rows = pack(lengths, capacity)
     assert time.process_time() - start < 2.0  # 0.15 s on an idle core

@@ -13,7 +13,10 @@ def make_samples(lengths):
     """Samples of distinct tokens, of which the second half is learnt."""
     random = np.random.default_rng(0)
     return Samples.of(
-        Sample(random.integers(5, 90, length).astype(np.int32), np.arange(length) >= max(length // 2, 1))
+        Sample(
+            random.integers(5, 90, length).astype(np.int32),
+            np.arange(length) >= max(length // 2, 1),
+        )
         for length in lengths
     )
 
@@ -32,10 +35,14 @@ def test_a_row_is_a_sample_and_padding():
 def test_epochs_present_every_row_once_in_an_order_of_the_seed():
     rows = PaddedRows(make_samples([3] * 10), seq_length=4, padding=0)
     first = [row["tokens"].tolist() for row in EpochRows(rows, 25, seed=3)]
-    assert sorted(first[:10]) == sorted(first[10:20]) == sorted(row["tokens"].tolist() for row in rows)
+    assert (
+        sorted(first[:10]) == sorted(first[10:20]) == sorted(row["tokens"].tolist() for row in rows)
+    )
     assert first[:10] != first[10:20]
     assert [row["tokens"].tolist() for row in EpochRows(rows, 90, seed=3)][:25] == first
-    assert [row["tokens"].tolist() for row in EpochRows(rows, 10, seed=None)] == [r["tokens"].tolist() for r in rows]
+    assert [row["tokens"].tolist() for row in EpochRows(rows, 10, seed=None)] == [
+        r["tokens"].tolist() for r in rows
+    ]
     with pytest.raises(IndexError):
         EpochRows(rows, 25, seed=3)[25]
 
@@ -44,7 +51,13 @@ def test_epochs_present_every_row_once_in_an_order_of_the_seed():
     ("policy", "limit", "opening", "tokens", "learnt"),
     [
         ("right", 6, 0, [0, 1, 2, 3, 4, 5], [4, 5]),
-        ("left", 6, None, [4, 5, 6, 7, 8, 9], [5, 7, 8]),  # 4 was learnt, but nothing predicts it now
+        (
+            "left",
+            6,
+            None,
+            [4, 5, 6, 7, 8, 9],
+            [5, 7, 8],
+        ),  # 4 was learnt, but nothing predicts it now
         ("left", 6, 0, [0, 5, 6, 7, 8, 9], [7, 8]),
         ("keep_answer", 6, None, [3, 4, 5, 6, 7, 8], [4, 5, 7, 8]),
         ("keep_answer", 4, 0, [0, 6, 7, 8], [7, 8]),

@@ -3,7 +3,11 @@
 
 import pytest
 
-from megatron.bridge.data.config import BlendedDatasetConfig, FinetuningDatasetConfig, PackedSequenceSpecs
+from megatron.bridge.data.config import (
+    BlendedDatasetConfig,
+    FinetuningDatasetConfig,
+    PackedSequenceSpecs,
+)
 from megatron.bridge.training.config.rules import violations
 from megatron.bridge.training.config.rules.model import (
     packed_samples_fit_context_parallel,
@@ -16,13 +20,19 @@ LAYOUT = {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence
 
 
 def data(packed=False, multiple=None, **values):
-    specs = PackedSequenceSpecs(packed_sequence_size=SEQUENCE if packed else -1, pad_seq_to_mult=multiple)
-    return FinetuningDatasetConfig(dataset_root=".", seq_length=SEQUENCE, packed_sequence_specs=specs, **values)
+    specs = PackedSequenceSpecs(
+        packed_sequence_size=SEQUENCE if packed else -1, pad_seq_to_mult=multiple
+    )
+    return FinetuningDatasetConfig(
+        dataset_root=".", seq_length=SEQUENCE, packed_sequence_specs=specs, **values
+    )
 
 
 def validated(dataset, world_size=1, micro=1, **model):
     config = toy_config(
-        model={"calculate_per_token_loss": False} | model, dataset=dataset, train={"micro_batch_size": micro}
+        model={"calculate_per_token_loss": False} | model,
+        dataset=dataset,
+        train={"micro_batch_size": micro},
     )
     resolved = config.resolve(world_size)
     return resolved.config, resolved.notes
@@ -55,7 +65,9 @@ def test_padding_free_stages_exchange_lengths():
     config, notes = validated(data(padding_free=True), 2, pipeline_model_parallel_size=2)
     assert config.model.variable_seq_lengths
     assert [note for note in notes if "variable_seq_lengths=True is used" in note]
-    assert not validated(data(packed=True), 2, pipeline_model_parallel_size=2)[0].model.variable_seq_lengths
+    assert not validated(data(packed=True), 2, pipeline_model_parallel_size=2)[
+        0
+    ].model.variable_seq_lengths
 
 
 def test_what_cannot_be_cut_is_refused():
@@ -72,7 +84,10 @@ def test_what_cannot_be_cut_is_refused():
     ("dataset", "parts"),
     [
         (data(packed=True, padding_free=True), ("dataset.padding_free=True", "remove one")),
-        (data(split_turns=True, train_on="last"), ("dataset.split_turns=True", "dataset.train_on=last", "remove one")),
+        (
+            data(split_turns=True, train_on="last"),
+            ("dataset.split_turns=True", "dataset.train_on=last", "remove one"),
+        ),
         (data(workers=0), ("dataset.workers=0", "at least 1")),
         (data(train_on="all"), ("dataset.train_on='all'", "assistant")),
         (
@@ -87,7 +102,9 @@ def test_wrong_values_are_named(dataset, parts):
 
 
 def test_how_a_blend_is_drawn_from_is_said_once():
-    blend = BlendedDatasetConfig(seq_length=SEQUENCE, datasets=[data(), data(num_workers=2)], weights=[1, 1])
+    blend = BlendedDatasetConfig(
+        seq_length=SEQUENCE, datasets=[data(), data(num_workers=2)], weights=[1, 1]
+    )
     (problem,) = blend.problems()
     assert says(problem, "dataset.datasets[1].num_workers=2", "blend")
 
@@ -96,4 +113,6 @@ def test_a_packed_row_is_as_long_as_the_models():
     dataset = data()
     dataset.packed_sequence_specs = PackedSequenceSpecs(packed_sequence_size=16)
     (problem,) = dataset.problems()
-    assert says(problem, "dataset.packed_sequence_specs.packed_sequence_size=16", "dataset.seq_length=32")
+    assert says(
+        problem, "dataset.packed_sequence_specs.packed_sequence_size=16", "dataset.seq_length=32"
+    )

@@ -12,14 +12,19 @@ from tests.refusals import refused, says
 
 
 def test_paths_with_and_without_weights():
-    assert get_blend_and_blend_per_split(data_paths=["30", "a", "0.7", "b"]) == ((["a", "b"], [30.0, 0.7]), None)
+    assert get_blend_and_blend_per_split(data_paths=["30", "a", "0.7", "b"]) == (
+        (["a", "b"], [30.0, 0.7]),
+        None,
+    )
     assert get_blend_and_blend_per_split(data_paths=["a", "b"]) == ((["a", "b"], None), None)
     assert get_blend_and_blend_per_split(data_paths=["a"]) == ((["a"], None), None)
     assert get_blend_and_blend_per_split() == (None, None)
 
 
 def test_paths_for_each_purpose():
-    blend, per_split = get_blend_and_blend_per_split(train_data_paths=["1", "a", "2", "b"], test_data_paths=["c"])
+    blend, per_split = get_blend_and_blend_per_split(
+        train_data_paths=["1", "a", "2", "b"], test_data_paths=["c"]
+    )
     assert blend is None
     assert per_split == ((["a", "b"], [1.0, 2.0]), None, (["c"], None))
 
@@ -27,14 +32,19 @@ def test_paths_for_each_purpose():
 def test_files(tmp_path):
     words = tmp_path / "words"
     words.write_text("1 a\n3 b\n")
-    assert get_blend_and_blend_per_split(data_args_path=str(words)) == ((["a", "b"], [1.0, 3.0]), None)
+    assert get_blend_and_blend_per_split(data_args_path=str(words)) == (
+        (["a", "b"], [1.0, 3.0]),
+        None,
+    )
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"train": ["1", "a", "3", "b"], "valid": "c d"}))
     expected = ((["a", "b"], [1.0, 3.0]), (["c", "d"], None), None)
     assert get_blend_and_blend_per_split(per_split_data_args_path=str(table)) == (None, expected)
 
 
-@pytest.mark.parametrize("words", [["30", "a", "b"], ["30", "a", "70"], ["a", "30", "b", "70"], ["1", "2", "a", "b"]])
+@pytest.mark.parametrize(
+    "words", [["30", "a", "b"], ["30", "a", "70"], ["a", "30", "b", "70"], ["1", "2", "a", "b"]]
+)
 def test_weights_for_some_paths_only_are_refused(words):
     with refused(" ".join(words), "weight", "path"):
         get_blend_and_blend_per_split(data_paths=words)
@@ -71,7 +81,10 @@ def test_split_is_up_to_three_shares():
         ({}, ("dataset.blend", "MockGPTDatasetConfig")),
         ({"blend": (["a"], None)}, ("dataset.split=None", "969,30,1")),
         ({"blend": (["a", "b"], [1.0]), "split": "1"}, ("dataset.blend", "2 paths", "1 weights")),
-        ({"blend": (["a", "b"], [1.0, 0.0]), "split": "1"}, ("dataset.blend", "[1.0, 0.0]", "positive")),
+        (
+            {"blend": (["a", "b"], [1.0, 0.0]), "split": "1"},
+            ("dataset.blend", "[1.0, 0.0]", "positive"),
+        ),
         ({"blend": ([], None), "split": "1"}, ("dataset.blend", "corpus")),
         ({"blend": ("a", "b"), "split": "1"}, ("dataset.blend=('a', 'b')", "pair")),
         (

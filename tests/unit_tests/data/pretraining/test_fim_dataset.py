@@ -16,7 +16,9 @@ def fim_tokenizer(tokenizer_dir, tmp_path_factory):
     from transformers import AutoTokenizer
 
     hf = AutoTokenizer.from_pretrained(tokenizer_dir)
-    hf.add_special_tokens({"additional_special_tokens": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]})
+    hf.add_special_tokens(
+        {"additional_special_tokens": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]}
+    )
     directory = tmp_path_factory.mktemp("fim")
     hf.save_pretrained(directory)
     return HuggingFaceTokenizer(str(directory))
@@ -53,13 +55,19 @@ def test_rearranged_documents_hold_all_of_the_text(fim_tokenizer):
         assert torch.equal(row["tokens"][1:], row["labels"][:-1])
         assert len(row["tokens"]) == 120
     assert kinds == {True, False, None}
-    assert torch.equal(dataset[3]["tokens"], dataset[3]["tokens"]), "a sample depends on its number only"
-    assert FIMDataset(samples, FIMConfig(rate=0.0), fim_tokenizer, 1)[0]["tokens"].equal(samples[0]["tokens"])
+    assert torch.equal(dataset[3]["tokens"], dataset[3]["tokens"]), (
+        "a sample depends on its number only"
+    )
+    assert FIMDataset(samples, FIMConfig(rate=0.0), fim_tokenizer, 1)[0]["tokens"].equal(
+        samples[0]["tokens"]
+    )
 
 
 def test_what_is_lost_to_shorter_tokens_is_not_learnt(fim_tokenizer):
     """Characters as tokens of their own become fewer when they are tokenised again."""
-    long = np.array([fim_tokenizer.continue_tokens(c)[0] for c in "the gentle rain from heaven the gentle rain"])
+    long = np.array(
+        [fim_tokenizer.continue_tokens(c)[0] for c in "the gentle rain from heaven the gentle rain"]
+    )
     text = torch.from_numpy(long)
     sample = {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(len(long) - 1)}
     row = FIMDataset([sample], FIMConfig(rate=1.0), fim_tokenizer, seed=0)[0]
@@ -72,7 +80,9 @@ def test_what_is_lost_to_shorter_tokens_is_not_learnt(fim_tokenizer):
 def test_a_tokenizer_without_the_tokens_is_refused(tokenizer):
     with refused("dataset.fim", "<fim_prefix>"):
         FIMDataset([], FIMConfig(), tokenizer, 0)
-    config = GPTDatasetConfig(seq_length=8, blend=(["a"], None), split="1", fim=FIMConfig(), eod_mask_loss=True)
+    config = GPTDatasetConfig(
+        seq_length=8, blend=(["a"], None), split="1", fim=FIMConfig(), eod_mask_loss=True
+    )
     (problem,) = config.problems()
     assert says(problem, "dataset.eod_mask_loss=True", "dataset.fim", "remove one")
     (problem,) = FIMConfig(rate=2).problems()

@@ -172,7 +172,9 @@ def test_document_ends_reset_positions_masks_and_loss(corpus):
             document, position = (document + 1, 0) if token == EOD else (document, position + 1)
         assert batch["position_ids"][row].tolist() == positions
         assert batch["loss_mask"][row].tolist() == [float(token != EOD) for token in tokens]
-        forbidden = [[documents[j] != documents[i] or j > i for j in range(SEQ)] for i in range(SEQ)]
+        forbidden = [
+            [documents[j] != documents[i] or j > i for j in range(SEQ)] for i in range(SEQ)
+        ]
         assert batch["attention_mask"][row, 0].tolist() == forbidden
 
 
@@ -208,6 +210,8 @@ def test_a_wrong_path_is_told_before_anything_is_built(corpus, tmp_path):
     config(prefix).check_sources()
     with refused("absent.bin", "dataset.blend"):
         config(str(tmp_path / "absent")).check_sources()
-    per_split = GPTDatasetConfig(seq_length=SEQ, blend_per_split=(([prefix], None), ([f"{prefix}2"], None), None))
+    per_split = GPTDatasetConfig(
+        seq_length=SEQ, blend_per_split=(([prefix], None), ([f"{prefix}2"], None), None)
+    )
     with refused("corpus2.bin", "dataset.blend"):
         per_split.check_sources()

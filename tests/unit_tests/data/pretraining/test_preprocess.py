@@ -17,7 +17,12 @@ from megatron.bridge.data.config import DatasetRequest, GPTDatasetConfig
 from megatron.bridge.data.pretraining import inputs
 from megatron.bridge.data.pretraining import preprocess as module
 from megatron.bridge.data.pretraining.gpt_builder import open_corpus
-from megatron.bridge.data.pretraining.indexed_writer import DIGEST_BLOCK, DIGEST_BLOCKS, digest, finished_state
+from megatron.bridge.data.pretraining.indexed_writer import (
+    DIGEST_BLOCK,
+    DIGEST_BLOCKS,
+    digest,
+    finished_state,
+)
 from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 from tests.refusals import refused
 from tests.unit_tests.data.conftest import TEXT
@@ -30,7 +35,11 @@ def make(tmp_path, tokenizer_dir):
     """Run ``preprocess`` into ``out`` with the toy tokenizer."""
 
     def run(*inputs, **values):
-        values = {"workers": 1, "output_prefix": tmp_path / "out", "tokenizer_model": str(tokenizer_dir)} | values
+        values = {
+            "workers": 1,
+            "output_prefix": tmp_path / "out",
+            "tokenizer_model": str(tokenizer_dir),
+        } | values
         return preprocess(PreprocessConfig(inputs=list(inputs), **values))
 
     return run
@@ -58,14 +67,21 @@ def read(prefix):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_jsonl_equals_the_naive_loop(make, jsonl, tokenizer_dir, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(inputs, "CHUNK_BYTES", 500)  # many pieces: their order must not depend on who is faster
+    monkeypatch.setattr(
+        inputs, "CHUNK_BYTES", 500
+    )  # many pieces: their order must not depend on who is faster
     report = make(jsonl, append_eod=True, workers=workers)
     expected = naive(tokenizer_dir, DOCUMENTS, end=[1])
     assert read(tmp_path / "out") == expected
     assert (report.documents, report.tokens, report.empty) == (40, sum(map(len, expected)), 3)
     assert report.input_bytes == jsonl.stat().st_size
     assert IndexedDataset(str(tmp_path / "out")).index.dtype == np.uint16
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out.bin", "out.idx", "out.source.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "corpus.jsonl",
+        "out.bin",
+        "out.idx",
+        "out.source.json",
+    ]
 
 
 def test_special_tokens_only_when_asked(make, jsonl, tokenizer_dir, tmp_path):
@@ -73,7 +89,9 @@ def test_special_tokens_only_when_asked(make, jsonl, tokenizer_dir, tmp_path):
     assert read(tmp_path / "out") == naive(tokenizer_dir, DOCUMENTS, special=True)
 
 
-def test_padding_and_truncation_of_the_tokenizer_do_not_cut_documents(make, jsonl, tokenizer_dir, tmp_path):
+def test_padding_and_truncation_of_the_tokenizer_do_not_cut_documents(
+    make, jsonl, tokenizer_dir, tmp_path
+):
     directory = tmp_path / "cutting"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     tokenizer.backend_tokenizer.enable_truncation(5)
@@ -105,7 +123,9 @@ def test_the_output_feeds_a_gpt_dataset(make, jsonl, tokenizer, tmp_path):
     stream = [token for document in read(tmp_path / "out") for token in document]
     windows = {tuple(stream[i : i + 4]) for i in range(len(stream))}
     inside = [tuple(splits.train[0]["tokens"][i : i + 4].tolist()) for i in range(13)]
-    assert sum(window in windows for window in inside) >= 5  # all but those across a shuffled document's end
+    assert (
+        sum(window in windows for window in inside) >= 5
+    )  # all but those across a shuffled document's end
 
 
 @pytest.mark.parametrize(("ending", "place"), [(".bin", 40), (".bin", -1), (".idx", -16)])
@@ -120,7 +140,9 @@ def test_a_corpus_that_has_changed_is_refused(make, jsonl, tmp_path, ending, pla
         open_corpus(str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("size", [0, 1, DIGEST_BLOCK, DIGEST_BLOCK + 1, DIGEST_BLOCK * DIGEST_BLOCKS])
+@pytest.mark.parametrize(
+    "size", [0, 1, DIGEST_BLOCK, DIGEST_BLOCK + 1, DIGEST_BLOCK * DIGEST_BLOCKS]
+)
 def test_small_files_are_read_whole_for_their_digest(tmp_path, size):
     path = tmp_path / "file"
     content = np.random.default_rng(0).bytes(size)
@@ -137,12 +159,17 @@ def test_small_files_are_read_whole_for_their_digest(tmp_path, size):
     [
         ('{"text": "a"', ("corpus.jsonl:44: ", "JSON", "column")),
         ('["a"]', ("corpus.jsonl:44: ", "object", "list")),
-        ('{"txt": "a", "id": 3}', (":44: ", "'text'", "txt, id", "--json-key", "did you mean txt?")),
+        (
+            '{"txt": "a", "id": 3}',
+            (":44: ", "'text'", "txt, id", "--json-key", "did you mean txt?"),
+        ),
         ('{"text": 3}', (":44: ", "'text'", "int")),
         (b'{"text": "\xff"}', (":44: ", "UTF-8")),
     ],
 )
-def test_wrong_lines_are_named_and_leave_nothing_behind(make, jsonl, tmp_path, workers, line, parts):
+def test_wrong_lines_are_named_and_leave_nothing_behind(
+    make, jsonl, tmp_path, workers, line, parts
+):
     with jsonl.open("ab") as file:
         file.write(line if isinstance(line, bytes) else line.encode())
     with refused(*parts):
@@ -218,7 +245,11 @@ def test_an_interrupted_run_goes_on(make, jsonl, tokenizer_dir, tmp_path, monkey
     second = tmp_path / "second.jsonl"
     second.write_text(jsonl.read_text())
     with monkeypatch.context() as patch:
-        patch.setattr(module, "ordered_map", lambda encoder, _: nullcontext(partial(map, _Interrupts(encoder))))
+        patch.setattr(
+            module,
+            "ordered_map",
+            lambda encoder, _: nullcontext(partial(map, _Interrupts(encoder))),
+        )
         with pytest.raises(KeyboardInterrupt):
             make(jsonl, second, append_eod=True)
     progress = json.loads((tmp_path / "out.progress.json").read_text())
@@ -227,7 +258,9 @@ def test_an_interrupted_run_goes_on(make, jsonl, tokenizer_dir, tmp_path, monkey
     with (tmp_path / "out.bin.incomplete").open("ab") as file:
         file.write(b"what a killed writer had not counted yet")
     read_lines = []
-    monkeypatch.setattr(module, "parse_record", lambda line, where: read_lines.append(where) or json.loads(line))
+    monkeypatch.setattr(
+        module, "parse_record", lambda line, where: read_lines.append(where) or json.loads(line)
+    )
     report = make(jsonl, second, append_eod=True)
     assert read(tmp_path / "out") == naive(tokenizer_dir, DOCUMENTS * 2, end=[1])
     assert (report.documents, report.input_bytes) == (80, 2 * jsonl.stat().st_size)
@@ -237,7 +270,14 @@ def test_an_interrupted_run_goes_on(make, jsonl, tokenizer_dir, tmp_path, monkey
 
 
 def test_what_version_0_1_wrote_about_a_dataset_is_read(tmp_path):
-    report = {"documents": 9, "tokens": 99, "empty": 1, "input_bytes": 500, "seconds": 0.5, "found": False}
+    report = {
+        "documents": 9,
+        "tokens": 99,
+        "empty": 1,
+        "input_bytes": 500,
+        "seconds": 0.5,
+        "found": False,
+    }
     saved = {"key": "abc", "place": [1, 0, 1], "report": report}
     for ending, text in ((".bin", "x"), (".idx", "x"), (".source.json", json.dumps(saved))):
         (tmp_path / f"out{ending}").write_text(text)
@@ -257,16 +297,27 @@ def test_another_input_does_not_go_on(make, jsonl, tokenizer_dir, tmp_path):
 def test_conversations_become_the_text_of_their_template(make, tokenizer_dir, tmp_path):
     """transformers' own rendering, and for other forms what fine-tuning makes of them."""
     template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    messages = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "The gentle rain."}]
+    messages = [
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "The gentle rain."},
+    ]
     turns = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "The gentle rain."}]
-    records = [{"messages": messages}, {"conversations": turns}, {"prompt": "a ", "completion": "b"}]
+    records = [
+        {"messages": messages},
+        {"conversations": turns},
+        {"prompt": "a ", "completion": "b"},
+    ]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     make(path, format="chat", chat_template=template, append_eod=True)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     chat = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     ids = [*tokenizer(chat, add_special_tokens=False)["input_ids"], 1]
-    pair = [*tokenizer("a ")["input_ids"], *tokenizer("b", add_special_tokens=False)["input_ids"], 1]
+    pair = [
+        *tokenizer("a ")["input_ids"],
+        *tokenizer("b", add_special_tokens=False)["input_ids"],
+        1,
+    ]
     assert read(tmp_path / "out") == [ids, ids, pair]
     path.write_text(json.dumps({"messages": [{"role": "asistant", "content": "x"}]}) + "\n")
     with refused("chats.jsonl:1: message 1: ", "role='asistant'", "assistant"):
@@ -278,7 +329,9 @@ def test_conversations_become_the_text_of_their_template(make, tokenizer_dir, tm
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(make, jsonl, tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the kernel refuses to write more, as a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000, limits[1])
+    )  # the kernel refuses to write more, as a full disk
     try:
         with refused("out.bin", "File too large", "space"):
             make(jsonl)
@@ -289,7 +342,16 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(make, jsonl, tmp_
 
 
 def test_command_line(jsonl, tokenizer_dir, tmp_path, capsys):
-    words = ["data", "preprocess", "--input", jsonl, "--tokenizer-model", tokenizer_dir, "--workers", "1"]
+    words = [
+        "data",
+        "preprocess",
+        "--input",
+        jsonl,
+        "--tokenizer-model",
+        tokenizer_dir,
+        "--workers",
+        "1",
+    ]
     assert main([*map(str, words), "--output-prefix", f"{tmp_path}/o"]) == 0
     assert read(tmp_path / "o") == naive(tokenizer_dir, DOCUMENTS)
     assert "40 documents" in capsys.readouterr().err
@@ -298,13 +360,24 @@ def test_command_line(jsonl, tokenizer_dir, tmp_path, capsys):
 def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
     """One dataset for each key, named as by Megatron-LM's own tool."""
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text, "title": text[:9]}) + "\n" for text in DOCUMENTS))
-    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer_dir, "--partitions", "1"]
+    corpus.write_text(
+        "".join(json.dumps({"text": text, "title": text[:9]}) + "\n" for text in DOCUMENTS)
+    )
+    words = [
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        tokenizer_dir,
+        "--partitions",
+        "1",
+    ]
     words += ["--keep-sequential-samples"]
     words += ["--json-keys", "text", "title", "--workers", "1", "--output-prefix", tmp_path / "o"]
     assert main(["data", "preprocess", "--input", str(corpus), *map(str, words)]) == 0
     assert read(tmp_path / "o_text_document") == naive(tokenizer_dir, DOCUMENTS)
-    assert read(tmp_path / "o_title_document") == naive(tokenizer_dir, [text[:9] for text in DOCUMENTS])
+    assert read(tmp_path / "o_title_document") == naive(
+        tokenizer_dir, [text[:9] for text in DOCUMENTS]
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,7 +396,16 @@ def test_arguments_of_megatron_lm(tokenizer_dir, tmp_path):
     ],
 )
 def test_arguments_of_megatron_lm_without_a_counterpart_are_refused(words, way_out, capsys):
-    command = ["data", "preprocess", "--input", "c", "--tokenizer-model", "t", "--output-prefix", "o"]
+    command = [
+        "data",
+        "preprocess",
+        "--input",
+        "c",
+        "--tokenizer-model",
+        "t",
+        "--output-prefix",
+        "o",
+    ]
     with pytest.raises(SystemExit):
         main([*command, *words.split()])
     reason = capsys.readouterr().err.split("error: ")[-1]

@@ -33,14 +33,18 @@ def settings(tmp_path, tokenizer_dir):
 
     def of(*files, name="many", **values):
         values = {"workers": 1, "append_eod": True, "tokenizer_model": str(tokenizer_dir)} | values
-        return PreprocessConfig(inputs=list(files), output_prefix=tmp_path / name / "corpus", **values)
+        return PreprocessConfig(
+            inputs=list(files), output_prefix=tmp_path / name / "corpus", **values
+        )
 
     return of
 
 
 @pytest.fixture
 def make(settings):
-    return lambda *files, size=700, **values: shards.preprocess_shards(settings(*files, **values), "local", size, {})
+    return lambda *files, size=700, **values: shards.preprocess_shards(
+        settings(*files, **values), "local", size, {}
+    )
 
 
 @pytest.fixture
@@ -53,13 +57,17 @@ def jsonl(tmp_path):
 def one_process(settings, *files):
     config = settings(*files, name="one", overwrite=True)
     preprocess(config)
-    return tuple(config.output_prefix.with_suffix(ending).read_bytes() for ending in (".bin", ".idx"))
+    return tuple(
+        config.output_prefix.with_suffix(ending).read_bytes() for ending in (".bin", ".idx")
+    )
 
 
 def joined(tmp_path, name="many"):
     """The bytes of the shards' tokens, in order, and of the index."""
     files = sorted((tmp_path / name / "corpus.shards").glob("*.bin"))
-    return b"".join(path.read_bytes() for path in files), (tmp_path / name / "corpus.idx").read_bytes()
+    return b"".join(path.read_bytes() for path in files), (
+        tmp_path / name / "corpus.idx"
+    ).read_bytes()
 
 
 def write_input(folder, kind):
@@ -67,23 +75,35 @@ def write_input(folder, kind):
     lines = [json.dumps(record) + "\n" for record in RECORDS]
     content = "".join(lines).encode()
     if kind == "gz":
-        (folder / "c.jsonl.gz").write_bytes(gzip.compress(content[:900]) + gzip.compress(content[900:]))
+        (folder / "c.jsonl.gz").write_bytes(
+            gzip.compress(content[:900]) + gzip.compress(content[900:])
+        )
     elif kind == "zst":
         with pyarrow.CompressedOutputStream(str(folder / "c.jsonl.zst"), "zstd") as file:
             file.write(content)
     elif kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), folder / "c.parquet", row_group_size=7)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(RECORDS), folder / "c.parquet", row_group_size=7
+        )
     elif kind in ("hub", "files"):
         for number in range(3):
-            (folder / f"part-{number}.jsonl").write_text("".join(lines[20 * number : 20 * (number + 1)]))
+            (folder / f"part-{number}.jsonl").write_text(
+                "".join(lines[20 * number : 20 * (number + 1)])
+            )
     else:
         (folder / "c.jsonl").write_bytes(content)
-    names = {"hub": f"hub:{folder}", "files": f"{folder}/*.jsonl", "file": f"file://{folder}/c.jsonl"}
+    names = {
+        "hub": f"hub:{folder}",
+        "files": f"{folder}/*.jsonl",
+        "file": f"file://{folder}/c.jsonl",
+    }
     return names.get(kind) or str(next(folder.iterdir()))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet", "hub", "files", "file"])
-def test_every_kind_of_input_gives_the_bytes_of_one_process(settings, make, jsonl, tmp_path, monkeypatch, kind):
+def test_every_kind_of_input_gives_the_bytes_of_one_process(
+    settings, make, jsonl, tmp_path, monkeypatch, kind
+):
     monkeypatch.setattr(inputs, "CHUNK_BYTES", 300)
     monkeypatch.setattr(indexed_writer, "BLOCK", 7)
     folder = tmp_path / "input"
@@ -93,8 +113,13 @@ def test_every_kind_of_input_gives_the_bytes_of_one_process(settings, make, json
     assert one_process(settings, given) == expected
     made = make(given)
     assert joined(tmp_path) == expected
-    assert (made["documents"], sum(shard["report"]["documents"] for shard in made["shards"])) == (60, 60)
-    assert (len(made["shards"]) > 2) == (kind not in ("gz", "zst")), "what is compressed cannot be divided"
+    assert (made["documents"], sum(shard["report"]["documents"] for shard in made["shards"])) == (
+        60,
+        60,
+    )
+    assert (len(made["shards"]) > 2) == (kind not in ("gz", "zst")), (
+        "what is compressed cannot be divided"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 99, 100, 101, 350, 10**6])
@@ -142,9 +167,13 @@ def test_training_reads_the_samples_of_one_process(settings, make, jsonl, tokeni
 
     def samples(name, **values):
         prefix, cache = str(tmp_path / name / "corpus"), str(tmp_path / f"cache-{name}")
-        config = GPTDatasetConfig(seq_length=16, blend=([prefix], None), split="80,20", path_to_cache=cache, **values)
+        config = GPTDatasetConfig(
+            seq_length=16, blend=([prefix], None), split="80,20", path_to_cache=cache, **values
+        )
         splits = config.build(DatasetRequest((30, 5, 0), tokenizer))
-        return np.stack([split[at]["tokens"].numpy() for split in splits[:2] for at in range(len(split))])
+        return np.stack(
+            [split[at]["tokens"].numpy() for split in splits[:2] for at in range(len(split))]
+        )
 
     expected = samples("one")
     assert (samples("many") == expected).all()
@@ -191,7 +220,9 @@ def test_a_lost_or_damaged_shard_is_named_and_made_again(make, settings, jsonl, 
     elif damage == "another's":
         shutil.copy(path.with_name("000001.bin"), path)
     else:
-        path.write_bytes(content[:-2] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1]))
+        path.write_bytes(
+            content[:-2] if damage == "shorter" else content[:-1] + bytes([content[-1] ^ 1])
+        )
     with refused(str(path), "lost" if damage == "lost" else "changed", "write it again"):
         open_corpus(str(tmp_path / "many/corpus"))
     make(jsonl)
@@ -207,16 +238,27 @@ def test_repeated_shards_are_named(make, jsonl, tmp_path, capsys):
     made = make(jsonl, twice, size=jsonl.stat().st_size, name="two")
     said = " ".join(capsys.readouterr().err.split())
     assert all(
-        part in said for part in ("shard 1 of 2", "twice.jsonl", "repeats shard 0 of 2", "corpus.jsonl", "--input")
+        part in said
+        for part in (
+            "shard 1 of 2",
+            "twice.jsonl",
+            "repeats shard 0 of 2",
+            "corpus.jsonl",
+            "--input",
+        )
     )
 
 
-def test_one_wrong_line_is_named_with_the_node_and_the_rest_is_kept(make, settings, jsonl, tmp_path):
+def test_one_wrong_line_is_named_with_the_node_and_the_rest_is_kept(
+    make, settings, jsonl, tmp_path
+):
     with jsonl.open("a") as file:
         file.write('{"text": 3}\n')
     with refused(f"{jsonl} from ", "'text'", "int", f"node {socket.gethostname()}"):
         make(jsonl)
-    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "many/corpus.shards").glob("*.bin")}
+    done = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "many/corpus.shards").glob("*.bin")
+    }
     assert done
     assert not list((tmp_path / "many/corpus.shards").rglob("*.incomplete"))
     assert not (tmp_path / "many/corpus.idx").exists()
@@ -239,7 +281,9 @@ def test_a_full_disk_is_named_with_its_node_and_leaves_no_part(make, jsonl, tmp_
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = 4 * jsonl.stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))  # the kernel refuses to write more, as a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2_000, limits[1])
+    )  # the kernel refuses to write more, as a full disk
     try:
         with refused("File too large", "space", f"node {socket.gethostname()}", "shard 0"):
             make(jsonl, size=size)
@@ -283,7 +327,10 @@ def test_a_task_of_another_machine_notes_what_is_wrong(settings, jsonl, tmp_path
     path.write_text(json.dumps(saved))
     shards.make_shards(path, [2])
     said = plan.aside(2, "failed").read_text()
-    assert all(part in said for part in (socket.gethostname(), "--tokenizer-model", str(tmp_path / "other")))
+    assert all(
+        part in said
+        for part in (socket.gethostname(), "--tokenizer-model", str(tmp_path / "other"))
+    )
 
 
 BAD = {
@@ -302,7 +349,9 @@ BAD = {
 
 @pytest.mark.parametrize("given", BAD)
 @pytest.mark.parametrize("sharded", [False, True])
-def test_inputs_that_cannot_be_read_are_named_and_nothing_is_left(make, settings, tmp_path, given, sharded):
+def test_inputs_that_cannot_be_read_are_named_and_nothing_is_left(
+    make, settings, tmp_path, given, sharded
+):
     folder = tmp_path / "input"
     folder.mkdir()
     for kind in ("gz", "zst"):
@@ -340,7 +389,9 @@ def test_what_is_in_a_store_is_read_through_its_file_system(make, settings, json
         ("--sbatch a=b", ("--sbatch", "--executor")),
     ],
 )
-def test_the_command_refuses_what_has_no_meaning(jsonl, tokenizer_dir, tmp_path, capsys, words, parts):
+def test_the_command_refuses_what_has_no_meaning(
+    jsonl, tokenizer_dir, tmp_path, capsys, words, parts
+):
     output = ["--output-prefix", f"{tmp_path}/out", "--tokenizer-model", str(tokenizer_dir)]
     assert main(["data", "preprocess", "--input", str(jsonl), *output, *words.split()]) == 1
     said = " ".join(capsys.readouterr().err.split())
@@ -348,7 +399,14 @@ def test_the_command_refuses_what_has_no_meaning(jsonl, tokenizer_dir, tmp_path,
 
 
 def test_the_command_makes_one_corpus_for_each_key(jsonl, tokenizer_dir, tmp_path, capsys):
-    output = ["--output-prefix", f"{tmp_path}/out", "--tokenizer-model", str(tokenizer_dir), "--workers", "1"]
+    output = [
+        "--output-prefix",
+        f"{tmp_path}/out",
+        "--tokenizer-model",
+        str(tokenizer_dir),
+        "--workers",
+        "1",
+    ]
     words = ["--executor", "local", "--json-keys", "text"]
     assert main(["data", "preprocess", "--input", str(jsonl), *output, *words]) == 0
     assert "60 documents" in " ".join(capsys.readouterr().err.split())

@@ -33,13 +33,20 @@ RECORDS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    (tmp_path / "training.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in RECORDS)
+    )
     return tmp_path
 
 
 def look(folder, tokenizer, sizes=(1, 2, 2), **values):
     config = FinetuningDatasetConfig(
-        seq_length=32, dataset_root=str(folder), truncation="drop", do_validation=False, do_test=False, **values
+        seq_length=32,
+        dataset_root=str(folder),
+        truncation="drop",
+        do_validation=False,
+        do_test=False,
+        **values,
     )
     data = build_iterators(config, tokenizer, (4, 4, 4), 1, 2)
     return preview(config, data, tokenizer, sizes)
@@ -58,7 +65,10 @@ def test_counts_and_pieces(folder, tokenizer):
     assert train.fill == pytest.approx((sum(lengths) - 2) / 64)
     assert sum(count for _, count in train.histogram) == 2
     first = train.samples[0]
-    assert [(segment.text, segment.trained) for segment in first] == [("<s>a <b> ", False), ("c</s>", True)]
+    assert [(segment.text, segment.trained) for segment in first] == [
+        ("<s>a <b> ", False),
+        ("c</s>", True),
+    ]
     assert [(batch.rank, len(batch.samples)) for batch in found.first_batches] == [(0, 1), (1, 1)]
     assert sum(batch.trained for batch in found.first_batches) == train.report.trained
 
@@ -66,20 +76,35 @@ def test_counts_and_pieces(folder, tokenizer):
 @pytest.mark.parametrize("labeled", [False, True])
 def test_answers_are_shown_with_what_they_are(tmp_path, tokenizer, labeled):
     pairs = [{"prompt": f"{name} ", "chosen": "Yes.", "rejected": "No."} for name in ("a", "b")]
-    answers = [{"prompt": f"{name} ", "completion": "Yes.", "label": name == "a"} for name in ("a", "b")]
+    answers = [
+        {"prompt": f"{name} ", "completion": "Yes.", "label": name == "a"} for name in ("a", "b")
+    ]
     records = answers if labeled else pairs
-    (tmp_path / "training.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = PreferenceDatasetConfig(
-        seq_length=64, dataset_root=str(tmp_path), labeled=labeled, do_validation=False, do_test=False
+    (tmp_path / "training.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
     )
-    found = preview(config, build_iterators(config, tokenizer, (2, 2, 2), 1, 2), tokenizer, (1, 2, 2))
+    config = PreferenceDatasetConfig(
+        seq_length=64,
+        dataset_root=str(tmp_path),
+        labeled=labeled,
+        do_validation=False,
+        do_test=False,
+    )
+    found = preview(
+        config, build_iterators(config, tokenizer, (2, 2, 2), 1, 2), tokenizer, (1, 2, 2)
+    )
     (train,) = found.splits
     trained = [segment.text for sample in train.samples for segment in sample if segment.trained]
     if labeled:
         assert train.titles == ["sample 1, desirable", "sample 2, undesirable"]
         assert trained == ["Yes.</s>"] * 2
     else:
-        assert train.titles == ["pair 1, chosen", "pair 1, rejected", "pair 2, chosen", "pair 2, rejected"]
+        assert train.titles == [
+            "pair 1, chosen",
+            "pair 1, rejected",
+            "pair 2, chosen",
+            "pair 2, rejected",
+        ]
         assert trained == ["Yes.</s>", "No.</s>"] * 2
     assert all(title in to_html(found) for title in train.titles)
 
@@ -117,7 +142,10 @@ def test_a_look_starts_no_processes(tokenizer):
 def test_corpora_are_counted_with_what_is_drawn_from_each(corpora, tmp_path):
     tokenizer = NullTokenizer(1000)
     config = GPTDatasetConfig(
-        seq_length=16, blend=(corpora, [3.0, 1.0]), split="90,10", path_to_cache=str(tmp_path / "cache")
+        seq_length=16,
+        blend=(corpora, [3.0, 1.0]),
+        split="90,10",
+        path_to_cache=str(tmp_path / "cache"),
     )
     data = build_iterators(config, tokenizer, (80, 8, 0), 2, 8)
     found = preview(config, data, tokenizer, (2, 8, 2), samples=1)
@@ -127,7 +155,9 @@ def test_corpora_are_counted_with_what_is_drawn_from_each(corpora, tmp_path):
         (9, 9 * 11, 20),
     ]
     assert next(train.lines()) == "80 samples x 16 = 1,280 tokens"
-    assert f"75.0% from {corpora[0]}: 1.69 epochs of its 27 documents, 567 tokens" in list(train.lines())
+    assert f"75.0% from {corpora[0]}: 1.69 epochs of its 27 documents, 567 tokens" in list(
+        train.lines()
+    )
     assert [share.documents for share in valid.shares] == [3, 1]
     assert [(batch.rank, batch.samples, batch.trained) for batch in found.first_batches] == [
         (0, [0, 1], 32),
@@ -145,7 +175,10 @@ def test_data_without_corpora_is_counted(corpora, tmp_path, tokenizer):
     config = MockGPTDatasetConfig(seq_length=16)
     data = build_iterators(config, tokenizer, (1000, 8, 0), 1, 8)
     found = preview(config, data, tokenizer, (1, 8, 64))
-    assert [(part.name, part.samples, part.shares) for part in found.corpora] == [("train", 1000, []), ("valid", 8, [])]
+    assert [(part.name, part.samples, part.shares) for part in found.corpora] == [
+        ("train", 1000, []),
+        ("valid", 8, []),
+    ]
     assert len(found.first_batches) == 16, "a few ranks show what there is to see"
     terminal = Console(width=200, record=True, file=io.StringIO())
     to_console(terminal, found)
@@ -178,7 +211,15 @@ def test_the_command_shows_a_recipe_with_data(folder, tokenizer_dir, capsys):
     page = folder / "page.html"
     status = main(
         [
-            *("data", "preview", "smollm2_135m_finetune_config", "--data", str(folder), "--html", str(page)),
+            *(
+                "data",
+                "preview",
+                "smollm2_135m_finetune_config",
+                "--data",
+                str(folder),
+                "--html",
+                str(page),
+            ),
             f"tokenizer.tokenizer_model={tokenizer_dir}",
             *(
                 "dataset.truncation=drop",

@@ -77,7 +77,9 @@ def prompt(text):
 
 # ------------------------------------------------------------------------------------------------------- ChatML
 
-CHATML_LOOP = LOOP + "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}" + END
+CHATML_LOOP = (
+    LOOP + "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}" + END
+)
 CHATML_PROMPT = prompt("<|im_start|>assistant\n")
 CHATML_PARTS = same("<|im_start|>{}\n", "<|im_end|>\n")
 CHATML_HEADER = "<|im_start|>assistant\n"
@@ -86,7 +88,11 @@ SMOL_SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM<|
 
 
 def chatml(name, opening="", default=None, opening_jinja=""):
-    first = "{% if messages[0]['role'] != 'system' %}{{ " + repr(default) + " }}{% endif %}" if default else ""
+    first = (
+        "{% if messages[0]['role'] != 'system' %}{{ " + repr(default) + " }}{% endif %}"
+        if default
+        else ""
+    )
     template = opening_jinja + first + CHATML_LOOP + CHATML_PROMPT
     return Form(name, template, turns(opening, CHATML_PARTS, CHATML_HEADER, default))
 
@@ -105,7 +111,11 @@ def marked_chatml(messages, tools):
     found = []
     for place, message in enumerate(messages):
         head, text = f"<|im_start|>{message['role']}\n", message["content"] + "<|im_end|>"
-        found += [(head, None), (text, place if message["role"] == "assistant" else None), ("\n", None)]
+        found += [
+            (head, None),
+            (text, place if message["role"] == "assistant" else None),
+            ("\n", None),
+        ]
     return found
 
 
@@ -201,7 +211,9 @@ QWEN3 = (
 
 
 def qwen3(messages, tools):
-    last_user = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
+    last_user = max(
+        (place for place, message in enumerate(messages) if message["role"] == "user"), default=0
+    )
 
     def answer(place):
         thought = messages[place].get("reasoning_content", "")
@@ -295,11 +307,16 @@ def llama31(messages, tools):
                 function = message["tool_calls"][0]["function"]
                 arguments = json.dumps(function["arguments"])
                 answer = f'{{"name": "{function["name"]}", "parameters": {arguments}}}'
-            found += [(LLAMA3_HEAD.replace("{}", "assistant"), None), (answer + "<|eot_id|>", place)]
+            found += [
+                (LLAMA3_HEAD.replace("{}", "assistant"), None),
+                (answer + "<|eot_id|>", place),
+            ]
         else:
             listed = ""
             if tools and place == int(system):
-                listed = "Given the following functions: " + "".join(json.dumps(t) + "\n\n" for t in tools)
+                listed = "Given the following functions: " + "".join(
+                    json.dumps(t) + "\n\n" for t in tools
+                )
             head = LLAMA3_HEAD.replace("{}", "user")
             found.append((f"{head}{listed}{message['content'].strip()}<|eot_id|>", None))
     return found
@@ -322,7 +339,9 @@ def mistral1(messages, tools):
     first = True
     for place, message in enumerate(messages):
         if message["role"] == "user":
-            system = messages[0]["content"] + "\n\n" if first and messages[0]["role"] == "system" else ""
+            system = (
+                messages[0]["content"] + "\n\n" if first and messages[0]["role"] == "system" else ""
+            )
             found.append((f"[INST] {system}{message['content']} [/INST]", None))
             first = False
         elif message["role"] == "assistant":
@@ -347,17 +366,27 @@ MISTRAL3 = (
 
 
 def mistral3(messages, tools):
-    last_user = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=0)
+    last_user = max(
+        (place for place, message in enumerate(messages) if message["role"] == "user"), default=0
+    )
     found = [("<s>", None)]
     for place, message in enumerate(messages):
         role, content = message["role"], message["content"]
         if role == "user":
-            listed = f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]" if tools and place == last_user else ""
+            listed = (
+                f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]"
+                if tools and place == last_user
+                else ""
+            )
             found.append((f"{listed}[INST] {content}[/INST]", None))
         elif role == "tool":
-            found.append((f'[TOOL_RESULTS] {{"content": {json.dumps(content)}}}[/TOOL_RESULTS]', None))
+            found.append(
+                (f'[TOOL_RESULTS] {{"content": {json.dumps(content)}}}[/TOOL_RESULTS]', None)
+            )
         elif role == "assistant":
-            calls = ", ".join(json.dumps(call["function"]) for call in message.get("tool_calls", []))
+            calls = ", ".join(
+                json.dumps(call["function"]) for call in message.get("tool_calls", [])
+            )
             found.append((f"[TOOL_CALLS] [{calls}]</s>" if calls else f" {content}</s>", place))
     return found
 
@@ -397,7 +426,9 @@ GEMMA = (
 GEMMA3 = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
-    "{% for m in rest %}" + GEMMA_TURN + "(system if loop.first else '') + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% for m in rest %}"
+    + GEMMA_TURN
+    + "(system if loop.first else '') + m['content'] | trim + '<end_of_turn>\n' }}"
     "{% endfor %}" + prompt("<start_of_turn>model\n")
 )
 
@@ -455,7 +486,9 @@ DEEPSEEK3 = (
     + END
     + prompt("<|Assistant|>")
 )
-R1 = DEEPSEEK3.replace("'<|Assistant|>' + m['content'] +", "'<|Assistant|>' + m['content'].split('</think>')[-1] +")
+R1 = DEEPSEEK3.replace(
+    "'<|Assistant|>' + m['content'] +", "'<|Assistant|>' + m['content'].split('</think>')[-1] +"
+)
 R1 = R1.replace(prompt("<|Assistant|>"), prompt("<|Assistant|><think>\n"))
 
 
@@ -533,7 +566,11 @@ def harmony(messages, tools):
         else:
             last = place == len(messages) - 1
             thought = message.get("reasoning_content")
-            analysis = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought and last else ""
+            analysis = (
+                f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+                if thought and last
+                else ""
+            )
             end = "<|return|>" if last else "<|end|>"
             text = f"{analysis}<|channel|>final<|message|>{content}{end}"
             found += [("<|start|>assistant", None), (text, place)]
@@ -583,7 +620,12 @@ FORMS = [
     Form(
         "llama3",
         LLAMA3,
-        turns("<s>", same(LLAMA3_HEAD, "<|eot_id|>"), LLAMA3_HEAD.replace("{}", "assistant"), strip=True),
+        turns(
+            "<s>",
+            same(LLAMA3_HEAD, "<|eot_id|>"),
+            LLAMA3_HEAD.replace("{}", "assistant"),
+            strip=True,
+        ),
     ),
     Form("llama3.1", LLAMA31_PLAIN, llama31, tools=True),
     Form("llama3.1 marked", LLAMA31_MARKED, llama31, tools=True, marked=True),
@@ -593,7 +635,12 @@ FORMS = [
     Form(
         "gemma",
         GEMMA,
-        turns("<s>", same("<start_of_turn>{}\n", "<end_of_turn>\n", "model"), "<start_of_turn>model\n", strip=True),
+        turns(
+            "<s>",
+            same("<start_of_turn>{}\n", "<end_of_turn>\n", "model"),
+            "<start_of_turn>model\n",
+            strip=True,
+        ),
         system=False,
     ),
     Form("gemma3", GEMMA3, gemma3),
@@ -605,14 +652,21 @@ FORMS = [
         "<|im_start|>assistant<|im_sep|>",
     ),
     by_turn(
-        "phi4-mini", "'<|' + m['role'] + '|>' + m['content'] + '<|end|>'", same("<|{}|>", "<|end|>"), "<|assistant|>"
+        "phi4-mini",
+        "'<|' + m['role'] + '|>' + m['content'] + '<|end|>'",
+        same("<|{}|>", "<|end|>"),
+        "<|assistant|>",
     ),
     Form(
         "deepseek v2",
         DEEPSEEK,
         turns(
             "<|begin_of_sentence|>",
-            {"system": ("", "\n\n"), "user": ("User: ", "\n\n"), "assistant": ("Assistant: ", "<|end_of_sentence|>")},
+            {
+                "system": ("", "\n\n"),
+                "user": ("User: ", "\n\n"),
+                "assistant": ("Assistant: ", "<|end_of_sentence|>"),
+            },
             "Assistant:",
         ),
     ),
@@ -621,7 +675,11 @@ FORMS = [
         DEEPSEEK3,
         turns(
             "<|begin_of_sentence|>",
-            {"system": ("", ""), "user": ("<|User|>", ""), "assistant": ("<|Assistant|>", "<|end_of_sentence|>")},
+            {
+                "system": ("", ""),
+                "user": ("<|User|>", ""),
+                "assistant": ("<|Assistant|>", "<|end_of_sentence|>"),
+            },
             "<|Assistant|>",
         ),
     ),
@@ -630,12 +688,20 @@ FORMS = [
         R1,
         turns(
             "<|begin_of_sentence|>",
-            {"system": ("", ""), "user": ("<|User|>", ""), "assistant": ("<|Assistant|>", "<|end_of_sentence|>")},
+            {
+                "system": ("", ""),
+                "user": ("<|User|>", ""),
+                "assistant": ("<|Assistant|>", "<|end_of_sentence|>"),
+            },
             "<|Assistant|>",
         ),
         refuses=always,
     ),
-    Form("command-r", COMMAND_R, turns("<BOS_TOKEN>", COMMAND_R_PARTS, COMMAND_R_PARTS["assistant"][0], strip=True)),
+    Form(
+        "command-r",
+        COMMAND_R,
+        turns("<BOS_TOKEN>", COMMAND_R_PARTS, COMMAND_R_PARTS["assistant"][0], strip=True),
+    ),
     by_turn(
         "zephyr",
         "'<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n'",
@@ -664,8 +730,15 @@ FORMS = [
         "GPT4 Correct Assistant:",
     ),
     Form("vicuna", VICUNA, turns("", VICUNA_PARTS, "ASSISTANT:")),
-    by_turn("alpaca", roles(ALPACA_PARTS) + " + m['content'] + '\n\n'", ALPACA_PARTS, "### Response:\n"),
-    by_turn("falcon3", "'<|' + m['role'] + '|>\n' + m['content'] + '\n'", same("<|{}|>\n", "\n"), "<|assistant|>\n"),
+    by_turn(
+        "alpaca", roles(ALPACA_PARTS) + " + m['content'] + '\n\n'", ALPACA_PARTS, "### Response:\n"
+    ),
+    by_turn(
+        "falcon3",
+        "'<|' + m['role'] + '|>\n' + m['content'] + '\n'",
+        same("<|{}|>\n", "\n"),
+        "<|assistant|>\n",
+    ),
     by_turn(
         "stablelm2",
         "'<|' + m['role'] + '|>\n' + m['content'] + '<|endoftext|>\n'",
@@ -673,7 +746,12 @@ FORMS = [
         "<|assistant|>\n",
     ),
     Form("olmo2", OLMO2, olmo2),
-    by_turn("nemotron", roles(NEMOTRON_PARTS) + " + m['content'] + '\n'", NEMOTRON_PARTS, "<extra_id_1>Assistant\n"),
+    by_turn(
+        "nemotron",
+        roles(NEMOTRON_PARTS) + " + m['content'] + '\n'",
+        NEMOTRON_PARTS,
+        "<extra_id_1>Assistant\n",
+    ),
     by_turn(
         "jamba",
         "'<|bom|><|' + m['role'] + '|> ' + m['content'] + '<|eom|>'",
@@ -683,11 +761,61 @@ FORMS = [
 ]
 
 CONTROL_TOKENS = [
-    *("<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]"),
-    *("<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|User|>"),
-    *("<|Assistant|>", "<|begin_of_sentence|>", "<|end_of_sentence|>", "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>"),
-    *("<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|start_of_role|>"),
-    *("<|end_of_role|>", "<|end_of_text|>", "[gMASK]", "<sop>", "<|start|>", "<|message|>", "<|channel|>"),
-    *("<|return|>", "<|end_of_turn|>", "<|endoftext|>", "<extra_id_0>", "<extra_id_1>", "<|bom|>", "<|eom|>"),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_sep|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
+    *(
+        "[INST]",
+        "[/INST]",
+        "[SYSTEM_PROMPT]",
+        "[/SYSTEM_PROMPT]",
+        "[TOOL_CALLS]",
+        "[AVAILABLE_TOOLS]",
+    ),
+    *(
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        "<|end|>",
+        "<|User|>",
+    ),
+    *(
+        "<|Assistant|>",
+        "<|begin_of_sentence|>",
+        "<|end_of_sentence|>",
+        "<BOS_TOKEN>",
+        "<|START_OF_TURN_TOKEN|>",
+    ),
+    *(
+        "<|END_OF_TURN_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|SYSTEM_TOKEN|>",
+        "<|start_of_role|>",
+    ),
+    *(
+        "<|end_of_role|>",
+        "<|end_of_text|>",
+        "[gMASK]",
+        "<sop>",
+        "<|start|>",
+        "<|message|>",
+        "<|channel|>",
+    ),
+    *(
+        "<|return|>",
+        "<|end_of_turn|>",
+        "<|endoftext|>",
+        "<extra_id_0>",
+        "<extra_id_1>",
+        "<|bom|>",
+        "<|eom|>",
+    ),
 ]

@@ -24,13 +24,18 @@ PLAIN = [
     {"role": "user", "content": "delta"},
     {"role": "assistant", "content": "epsilon, zeta!"},
 ]
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"city": {"type": "string"}}},
+}
 CALLING = [
     {"role": "user", "content": "Rain in Oslo?"},
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+        ],
     },
     {"role": "tool", "content": "wet"},
     {"role": "assistant", "content": "Yes, it rains."},
@@ -50,7 +55,9 @@ def chat_tokenizer(tokenizer_dir, tmp_path_factory):
 
 
 def encoder(tokenizer, form, max_tokens=LONG, **rules):
-    return RecordEncoder(tokenizer, EncodingRules(max_tokens=max_tokens, chat_template=form.template, **rules))
+    return RecordEncoder(
+        tokenizer, EncodingRules(max_tokens=max_tokens, chat_template=form.template, **rules)
+    )
 
 
 def encode(tokenizer, form, messages, tools=None, **rules):
@@ -103,7 +110,13 @@ def test_masks_of_two_turns(chat_tokenizer, name, train_on):
     form = BY_NAME[name]
     check(chat_tokenizer, form, PLAIN, None, train_on)
     if form.system:
-        check(chat_tokenizer, form, [{"role": "system", "content": "Be brief."}, *PLAIN], None, train_on)
+        check(
+            chat_tokenizer,
+            form,
+            [{"role": "system", "content": "Be brief."}, *PLAIN],
+            None,
+            train_on,
+        )
     if form.tools:
         check(chat_tokenizer, form, CALLING, [WEATHER], train_on)
         check(chat_tokenizer, form, [*PLAIN, *CALLING], [WEATHER], train_on)
@@ -147,7 +160,9 @@ def test_completion_is_all_that_follows_the_last_user(chat_tokenizer):
 
 
 def test_everything_is_only_learnt_when_asked_for(chat_tokenizer):
-    trained = encode(chat_tokenizer, BY_NAME["chatml"], PLAIN, train_on="everything").samples.trained
+    trained = encode(
+        chat_tokenizer, BY_NAME["chatml"], PLAIN, train_on="everything"
+    ).samples.trained
     assert trained.tolist() == [False] + [True] * (len(trained) - 1)
 
 
@@ -169,7 +184,9 @@ def test_refusals_name_the_record_and_the_way_out(chat_tokenizer):
     gemma = BY_NAME["gemma"]
     with refused("here: ", "chat template", "System role not supported"):
         encode(chat_tokenizer, gemma, [{"role": "system", "content": "x"}, *PLAIN])
-    with refused("here: ", "dataset.split_turns=true", "dataset.train_on=last", "dataset.chat_template"):
+    with refused(
+        "here: ", "dataset.split_turns=true", "dataset.train_on=last", "dataset.chat_template"
+    ):
         encode(chat_tokenizer, BY_NAME["qwen3"], PLAIN)
     with refused("here: ", "begins with an answer", "weight 0"):
         encode(chat_tokenizer, BY_NAME["chatml"], PLAIN[1:])
@@ -189,12 +206,19 @@ WORDS = st.text(alphabet="abc ,.!?", min_size=1, max_size=12).map(lambda text: f
 def conversations(draw):
     """A form, messages that it can render, and tools."""
     form = draw(st.sampled_from(FORMS))
-    messages = [{"role": "system", "content": draw(WORDS)}] if form.system and draw(st.booleans()) else []
+    messages = (
+        [{"role": "system", "content": draw(WORDS)}] if form.system and draw(st.booleans()) else []
+    )
     tools = [WEATHER] if form.tools and draw(st.booleans()) else None
     for _ in range(draw(st.integers(1, 3))):
         messages.append({"role": "user", "content": draw(WORDS)})
         if tools and draw(st.booleans()):
-            calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": draw(WORDS)}}}]
+            calls = [
+                {
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": draw(WORDS)}},
+                }
+            ]
             messages.append({"role": "assistant", "content": "", "tool_calls": calls})
             messages.append({"role": "tool", "content": draw(WORDS)})
         messages.append({"role": "assistant", "content": draw(WORDS)})
@@ -204,7 +228,10 @@ def conversations(draw):
 
 
 QUICK = settings(
-    max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -259,7 +286,9 @@ def test_cut_and_packed_masks_of_any_conversations(chat_tokenizer, batch, length
             continue
         rules = {"max_tokens": length + 1, "truncation": policy, "train_on": "last"}
         encoded = encode(chat_tokenizer, form, messages, tools, **rules)
-        cut = naive_cut(*expected(chat_tokenizer, form, messages, tools, last), length + 1, policy, bos)
+        cut = naive_cut(
+            *expected(chat_tokenizer, form, messages, tools, last), length + 1, policy, bos
+        )
         target = cut is not None and any(learnt for _, learnt in cut)
         reasons[TOO_LONG] += cut is None
         reasons[NO_TARGET] += cut is not None and not target
@@ -268,7 +297,9 @@ def test_cut_and_packed_masks_of_any_conversations(chat_tokenizer, batch, length
         for reason in encoded.report.dropped:
             reasons[reason] -= encoded.report.dropped[reason]
     assert set(reasons.values()) == {0}, "every lost sample is counted under its reason"
-    assert [list(zip(*map(np.ndarray.tolist, sample[:2]), strict=True)) for sample in samples] == kept
+    assert [
+        list(zip(*map(np.ndarray.tolist, sample[:2]), strict=True)) for sample in samples
+    ] == kept
     if samples:
         check_packed(samples, kept, length, multiple)
 
@@ -287,7 +318,9 @@ def check_packed(samples, kept, length, multiple):
         for start, stop in pairwise(bounds):
             assert (stop - start) % multiple == 0
             assert row["position_ids"][start:stop].tolist() == list(range(stop - start))
-            found.append([row[key][start:stop].tolist() for key in ("tokens", "labels", "loss_mask")])
+            found.append(
+                [row[key][start:stop].tolist() for key in ("tokens", "labels", "loss_mask")]
+            )
         learnt += int(row["loss_mask"].sum())
     for sample in kept:
         count = len(sample) - 1
@@ -296,7 +329,8 @@ def check_packed(samples, kept, length, multiple):
         matches = [
             part
             for part in found
-            if part[0][:count] == inputs and list(zip(part[1], part[2], strict=True))[:count] == targets
+            if part[0][:count] == inputs
+            and list(zip(part[1], part[2], strict=True))[:count] == targets
         ]
         assert matches
         found.remove(matches[0])

@@ -23,7 +23,11 @@ def test_openai_messages_are_cleaned():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     record = {
         "messages": [
-            USER | {"name": None, "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+            USER
+            | {
+                "name": None,
+                "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+            },
             {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
             {"role": "tool", "content": "1", "tool_call_id": "1"},
             BOT | {"weight": 0},
@@ -35,7 +39,12 @@ def test_openai_messages_are_cleaned():
     assert parse(record, "x") == Chat(
         [
             USER,
-            {"role": "assistant", "content": "", "tool_calls": [parsed_call], "reasoning_content": "hm"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [parsed_call],
+                "reasoning_content": "hm",
+            },
             {"role": "tool", "content": "1", "tool_call_id": "1"},
             BOT,
         ],
@@ -82,7 +91,10 @@ def test_conversational_prompt_and_completion():
             ("message 1: role='asistant'", "did you mean assistant?"),
         ),
         ({"messages": [USER, 3]}, ("message 2: ", "role and content", "int")),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ("message 1: ", "one image for each")),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            ("message 1: ", "one image for each"),
+        ),
         ({"messages": [BOT | {"weight": 0.5}]}, ("message 1: weight=0.5", "0 ", "1")),
         (
             {"messages": [BOT | {"tool_calls": [{"function": {}}]}]},
@@ -97,12 +109,24 @@ def test_conversational_prompt_and_completion():
             ("message 1: the arguments of f", "object", "int"),
         ),
         ({"messages": [{"role": "user", "contnet": "hi"}]}, ("message 1: ", "content", "contnet")),
-        ({"messages": [USER], "chat_template_kwargs": "x"}, ("chat_template_kwargs", "object", "str")),
+        (
+            {"messages": [USER], "chat_template_kwargs": "x"},
+            ("chat_template_kwargs", "object", "str"),
+        ),
         ({"messages": [USER], "tools": "{"}, ("tools", "JSON")),
         ({"messages": [USER], "tools": [1]}, ("tools", "list of objects")),
-        ({"conversations": [{"from": "bott", "value": ""}]}, ("message 1: from='bott'", "did you mean bot")),
-        ({"conversations": [{"from": ["human"], "value": "a"}]}, ("message 1: from=['human']", "human")),
-        ({"conversations": [{"from": "human", "text": "a"}]}, ("message 1: ", "value", "from, text")),
+        (
+            {"conversations": [{"from": "bott", "value": ""}]},
+            ("message 1: from='bott'", "did you mean bot"),
+        ),
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            ("message 1: from=['human']", "human"),
+        ),
+        (
+            {"conversations": [{"from": "human", "text": "a"}]},
+            ("message 1: ", "value", "from, text"),
+        ),
         ({"prompt": [USER], "completion": "b"}, ("prompt", "completion", "list")),
         ({"text": 3}, ("text", "string", "int")),
     ],
@@ -114,7 +138,13 @@ def test_what_is_wrong_is_named(record, parts):
 
 def test_alpaca():
     """Named by ``process_example_fn``, since other datasets use its keys otherwise."""
-    record = {"instruction": "Add.", "input": "1 + 1", "output": "2", "history": [["Hi", "Hello"]], "id": 7}
+    record = {
+        "instruction": "Add.",
+        "input": "1 + 1",
+        "output": "2",
+        "history": [["Hi", "Hello"]],
+        "id": 7,
+    }
     chat = parse(locate("alpaca_example")({**record, "system": "Calculate."}), "x")
     said = [(message["role"], message["content"]) for message in chat.messages]
     assert said == [
@@ -124,7 +154,10 @@ def test_alpaca():
         ("user", "Add.\n1 + 1"),
         ("assistant", "2"),
     ]
-    assert alpaca_example({"instruction": "a", "input": "", "output": "b"})["messages"][0]["content"] == "a"
+    assert (
+        alpaca_example({"instruction": "a", "input": "", "output": "b"})["messages"][0]["content"]
+        == "a"
+    )
     assert alpaca_example(record)["id"] == 7
     with pytest.raises(UserError, match=r"output .*dataset\.process_example_fn"):
         alpaca_example({"instruction": "a", "response": "b"})

@@ -91,7 +91,10 @@ def spellings(folder):
         "openai string": chat({"type": "image_url", "image_url": data}, TEXT),
         "table": chat({"type": "image", "text": None, "image": "a.png"}, nulls),
         "bare part": chat({"type": "image"}, TEXT, images=["a.png"]),
-        "mark": {"messages": [{"role": "user", "content": "<image>What color?"}, ANSWER], "images": ["a.png"]},
+        "mark": {
+            "messages": [{"role": "user", "content": "<image>What color?"}, ANSWER],
+            "images": ["a.png"],
+        },
         "llava": {"conversations": turns, "image": "a.png"},
         "llava list": {"conversations": turns, "images": [{"bytes": png(folder)}]},
     }
@@ -104,7 +107,9 @@ def test_every_way_to_write_an_image_gives_the_same_sample(folder, encode):
         assert sample.tokens.tolist() == first.tokens.tolist(), name
         assert sample.trained.tolist() == first.trained.tolist(), name
         assert sample.images[0][1:] == (12, 20, "file:3"), name
-        assert np.array_equal(np.asarray(decode(sample.images[0])), np.asarray(decode(first.images[0]))), name
+        assert np.array_equal(
+            np.asarray(decode(sample.images[0])), np.asarray(decode(first.images[0]))
+        ), name
 
 
 def test_a_pil_image_is_read(folder, encode):
@@ -127,12 +132,17 @@ def test_a_turned_photograph_has_the_size_that_people_see(folder, encode):
 
 
 def test_images_are_never_targets_and_are_counted(tokenizer, rules):
-    found = RecordEncoder(tokenizer, replace(rules, train_on="everything"))([("x", chat(image("a.png"), TEXT))])
+    found = RecordEncoder(tokenizer, replace(rules, train_on="everything"))(
+        [("x", chat(image("a.png"), TEXT))]
+    )
     sample = found.samples[0]
     token = tokenizer.hf.convert_tokens_to_ids("<|image_pad|>")
     assert not sample.trained[sample.tokens == token].any()
     assert sample.trained[sample.tokens != token][1:].all()
-    assert (found.report.images, found.report.image_tokens) == (1, int((sample.tokens == token).sum()))
+    assert (found.report.images, found.report.image_tokens) == (
+        1,
+        int((sample.tokens == token).sum()),
+    )
 
 
 def test_images_of_split_turns_are_those_of_earlier_messages(tokenizer, rules):
@@ -177,8 +187,14 @@ MISTAKES = {
     "missing": (chat(image("c.png"), TEXT), ("c.png", "media_root")),
     "truncated header": (chat(image("text.png"), TEXT), ("text.png", "cannot be read")),
     "outside": (chat(image("../outside.png"), TEXT), ("../outside.png", "dataset.media_root")),
-    "absolute outside": (chat(image("/etc/hostname"), TEXT), ("/etc/hostname", "dataset.media_root")),
-    "network": (chat(image("https://example.com/a.png", "url"), TEXT), ("https://example.com/a.png", "download")),
+    "absolute outside": (
+        chat(image("/etc/hostname"), TEXT),
+        ("/etc/hostname", "dataset.media_root"),
+    ),
+    "network": (
+        chat(image("https://example.com/a.png", "url"), TEXT),
+        ("https://example.com/a.png", "download"),
+    ),
     "a folder": (chat(image("."), TEXT), ("media_root",)),
     "a number": (chat(image(3), TEXT), ("int",)),
     "an empty object": (chat(image({}), TEXT), ("bytes",)),
@@ -191,7 +207,10 @@ MISTAKES = {
         ("<image>", "one image for each"),
     ),
     "more images than marks": (
-        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": ["a.png", "b.png"]},
+        {
+            "messages": [{"role": "user", "content": "<image>?"}, ANSWER],
+            "images": ["a.png", "b.png"],
+        },
         ("2 images", "<image>"),
     ),
     "images without marks": (
@@ -208,30 +227,57 @@ MISTAKES = {
     "a missing video": (chat({"type": "video", "video": "c.mp4"}), ("c.mp4", "media_root")),
     "a video without a place": (chat(TEXT, videos=["a.mp4"]), ("1 videos", "<video>")),
     "frames without a rate": (chat({"type": "video", "video": ["a.png", "a.png"]}), ("fps=None",)),
-    "frames at a text rate": (chat({"type": "video", "video": ["a.png"], "fps": "2"}), ("fps='2'",)),
+    "frames at a text rate": (
+        chat({"type": "video", "video": ["a.png"], "fps": "2"}),
+        ("fps='2'",),
+    ),
     "no frames": (chat({"type": "video", "video": [], "fps": 2}), ("frames", "[]")),
-    "frames of two sizes": (chat({"type": "video", "video": ["a.png", "b.png"], "fps": 1}), ("(9, 30)", "(20, 12)")),
-    "a file with a rate": (chat({"type": "video", "video": "a.mp4", "fps": 2}), ("fps=2", "dataset.fps")),
+    "frames of two sizes": (
+        chat({"type": "video", "video": ["a.png", "b.png"], "fps": 1}),
+        ("(9, 30)", "(20, 12)"),
+    ),
+    "a file with a rate": (
+        chat({"type": "video", "video": "a.mp4", "fps": 2}),
+        ("fps=2", "dataset.fps"),
+    ),
     "audio key": (chat(TEXT, audios=["a.wav"]), ("audios", "remove")),
     "two images in a part": (chat(image(["a.png", "b.png"]), TEXT), ("list",)),
-    "two sources": (chat({"type": "image", "image": "a.png", "url": "b.png"}, TEXT), ("several of", "keep one")),
+    "two sources": (
+        chat({"type": "image", "image": "a.png", "url": "b.png"}, TEXT),
+        ("several of", "keep one"),
+    ),
     "no source": (chat({"type": "image_url", "image_url": {"detail": "low"}}, TEXT), ("detail",)),
     "null with a mark": (
         {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [None]},
         ("NoneType",),
     ),
-    "nested lists": ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [["a.png"]]}, ("list",)),
+    "nested lists": (
+        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": [["a.png"]]},
+        ("list",),
+    ),
     "an empty path": (chat(image(""), TEXT), ("path",)),
-    "a path of another system": (chat(image("C:\\pictures\\a.png"), TEXT), ("C:\\pictures\\a.png", "media_root")),
+    "a path of another system": (
+        chat(image("C:\\pictures\\a.png"), TEXT),
+        ("C:\\pictures\\a.png", "media_root"),
+    ),
     "a home path": (chat(image("~/a.png"), TEXT), ("~/a.png", "media_root")),
     "other capitals": (chat(image("A.PNG"), TEXT), ("A.PNG", "media_root")),
     "a link outside": (chat(image("link.png"), TEXT), ("link.png", "dataset.media_root")),
     "a pipe": (chat(image("pipe.png"), TEXT), ("pipe.png", "media_root")),
     "an empty file": (chat(image("empty.png"), TEXT), ("empty.png", "cannot be read")),
     "a drawing": (chat(image("drawing.svg"), TEXT), ("drawing.svg", "cannot be read")),
-    "a page instead of a photograph": (chat(image("page.jpg"), TEXT), ("page.jpg", "cannot be read")),
+    "a page instead of a photograph": (
+        chat(image("page.jpg"), TEXT),
+        ("page.jpg", "cannot be read"),
+    ),
     "an image of a tool": (
-        {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": [image("a.png")]}, ANSWER]},
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {"role": "tool", "content": [image("a.png")]},
+                ANSWER,
+            ]
+        },
         ("role=tool", "user"),
     ),
     "a misspelt type": (chat({"type": "imgae", "image": "a.png"}, TEXT), ("imgae", "remove")),
@@ -240,15 +286,26 @@ MISTAKES = {
     "an unknown part": (chat({"type": "file", "file": {}}), ("file", "remove")),
     "a part that is a string": (chat("What?"), ("str",)),
     "an image of the assistant": (
-        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": [image("a.png")]}]},
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": [image("a.png")]},
+            ]
+        },
         ("role=assistant", "user"),
     ),
     "the placeholder as text": (
         chat(image("a.png"), {"type": "text", "text": "<|image_pad|>"}),
         ("2 placeholders", "1 images"),
     ),
-    "the placeholder without images": (chat({"type": "text", "text": "<|image_pad|>"}), ("1 placeholders",)),
-    "plain text with images": ({"prompt": "?", "completion": "!", "images": ["a.png"]}, ("images", "messages")),
+    "the placeholder without images": (
+        chat({"type": "text", "text": "<|image_pad|>"}),
+        ("1 placeholders",),
+    ),
+    "plain text with images": (
+        {"prompt": "?", "completion": "!", "images": ["a.png"]},
+        ("images", "messages"),
+    ),
 }
 
 
@@ -275,7 +332,9 @@ def test_formats_are_those_that_no_program_has_to_read(folder, encode):
     assert "EPS" in Image.OPEN
     toy_vision.picture(folder, "whole.png", 16, 16)
     Image.open(folder / "whole.png").save(folder / "script.eps")
-    refuses(lambda: encode(chat(image("script.eps"), TEXT)), "file:3", "script.eps", "cannot identify")
+    refuses(
+        lambda: encode(chat(image("script.eps"), TEXT)), "file:3", "script.eps", "cannot identify"
+    )
     for name in ("photograph.jpg", "web.webp", "old.bmp", "moving.gif", "scan.tiff"):
         Image.open(folder / "whole.png").save(folder / name)
         encode(chat(image(name), TEXT))
@@ -297,27 +356,38 @@ def test_a_sample_with_images_is_never_cut(tokenizer, rules):
     record = chat(image("a.png"), TEXT)
     cut = RecordEncoder(tokenizer, replace(rules, max_tokens=20, truncation="right"))
     refuses(lambda: cut([("file:3", record)]), "file:3", "dataset.truncation", "dataset.max_pixels")
-    dropped = RecordEncoder(tokenizer, replace(rules, max_tokens=20, truncation="drop"))([("x", record)])
+    dropped = RecordEncoder(tokenizer, replace(rules, max_tokens=20, truncation="drop"))(
+        [("x", record)]
+    )
     assert dropped.report.dropped[TOO_LONG] == 1
 
 
 def test_a_limit_of_image_tokens_refuses_or_drops_samples(tokenizer, rules):
     record = chat(image("a.png"), image("b.png"), TEXT)
     tokens = RecordEncoder(tokenizer, rules)([("x", record)]).report.image_tokens
-    kept = RecordEncoder(tokenizer, replace(rules, media=replace(rules.media, max_image_tokens=tokens)))(
-        [("x", record)]
-    )
+    kept = RecordEncoder(
+        tokenizer, replace(rules, media=replace(rules.media, max_image_tokens=tokens))
+    )([("x", record)])
     assert kept.report.samples == 1
     less = replace(rules, media=replace(rules.media, max_image_tokens=tokens - 1))
     refusing = RecordEncoder(tokenizer, replace(less, truncation="right"))
-    refuses(lambda: refusing([("file:3", record)]), "file:3", f"dataset.max_image_tokens={tokens - 1}", str(tokens))
+    refuses(
+        lambda: refusing([("file:3", record)]),
+        "file:3",
+        f"dataset.max_image_tokens={tokens - 1}",
+        str(tokens),
+    )
     dropping = RecordEncoder(tokenizer, replace(less, truncation="drop"))
     assert dropping([("file:3", record)]).report.dropped == {TOO_MANY_IMAGES: 1}
 
 
 def test_a_model_without_images_refuses_them(tokenizer):
     encoder = RecordEncoder(tokenizer, EncodingRules(1000))
-    refuses(lambda: encoder([("file:3", chat(image("a.png"), TEXT))]), "file:3", "dataset.hf_processor_path")
+    refuses(
+        lambda: encoder([("file:3", chat(image("a.png"), TEXT))]),
+        "file:3",
+        "dataset.hf_processor_path",
+    )
 
 
 def test_a_mark_without_images_is_counted(encode):
@@ -327,7 +397,9 @@ def test_a_mark_without_images_is_counted(encode):
 def test_limits_that_do_not_exist_are_refused(tmp_path):
     folder = toy_vision.save("llava", tmp_path)
     rules = EncodingRules(1000, media=MediaRules(str(folder), str(folder), max_pixels=64))
-    refuses(lambda: RecordEncoder(HuggingFaceTokenizer(str(folder)), rules), "dataset.max_pixels=64")
+    refuses(
+        lambda: RecordEncoder(HuggingFaceTokenizer(str(folder)), rules), "dataset.max_pixels=64"
+    )
 
 
 def test_folders_without_a_processor_are_refused(tmp_path, tokenizer):

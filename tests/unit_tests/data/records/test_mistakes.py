@@ -8,7 +8,14 @@ import pytest
 from megatron.bridge.cli.main import main
 from megatron.bridge.data.config import FinetuningDatasetConfig
 from megatron.bridge.data.finetuning.builder import prepare_split
-from megatron.bridge.data.records.encoding import CONTROL, EMPTY, NO_TARGET, SYSTEMS, UNUSED, UNUSED_KEYS
+from megatron.bridge.data.records.encoding import (
+    CONTROL,
+    EMPTY,
+    NO_TARGET,
+    SYSTEMS,
+    UNUSED,
+    UNUSED_KEYS,
+)
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
 from tests.refusals import refused
 from tests.unit_tests.data.records.chat_forms import FORMS
@@ -28,14 +35,23 @@ def chat(*messages):
 
 def prepared(folder, tokenizer, **values):
     values = {"seq_length": 64, "truncation": "right", "chat_template": CHATML} | values
-    return prepare_split(FinetuningDatasetConfig(dataset_root=str(folder), **values), "train", tokenizer)
+    return prepare_split(
+        FinetuningDatasetConfig(dataset_root=str(folder), **values), "train", tokenizer
+    )
 
 
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}],
+}
 IMAGE = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
 BEGUN = lines(GOOD) + b'{"messages": [{"role"'
 MISTAKES = {
-    "a key is missing": (lines(GOOD, {"prompt": "x"}), ("jsonl:2: ", "messages", "keys are: prompt")),
+    "a key is missing": (
+        lines(GOOD, {"prompt": "x"}),
+        ("jsonl:2: ", "messages", "keys are: prompt"),
+    ),
     "a key has capitals": (lines({"Messages": []}), ("messages", "keys are: Messages")),
     "a file is empty": (b"", ("training.jsonl", "empty")),
     "there are blank lines only": (b"\n \n", ("training.jsonl", "empty")),
@@ -53,12 +69,21 @@ MISTAKES = {
         chat(USER, ANSWER | {"role": "asistant"}),
         ("message 2: role='asistant'", "did you mean assistant?"),
     ),
-    "a role is missing": (chat({"content": "x"}), ("message 1: role=None", "system, developer, user")),
+    "a role is missing": (
+        chat({"content": "x"}),
+        ("message 1: role=None", "system, developer, user"),
+    ),
     "there are no messages": (chat(), ("messages", "list", "at least one")),
     "messages are JSON text": (lines({"messages": "[]"}), ("messages", "list", "at least one")),
     "content is a number": (chat(USER, ANSWER | {"content": 3}), ("message 2: content", "int")),
-    "a user says null": (chat(USER | {"content": None}, ANSWER), ("message 1: ", "content", "null")),
-    "an answer is null": (chat(USER, ANSWER | {"content": None}), ("message 2: ", "content", "null")),
+    "a user says null": (
+        chat(USER | {"content": None}, ANSWER),
+        ("message 1: ", "content", "null"),
+    ),
+    "an answer is null": (
+        chat(USER, ANSWER | {"content": None}),
+        ("message 2: ", "content", "null"),
+    ),
     "the template has no tool calls": (
         chat(USER, CALL | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}),
         ("message 2 ", "tool_calls", "dataset.chat_template", "weight 0"),
@@ -76,9 +101,20 @@ MISTAKES = {
     "there is no answer": (chat(USER), (f"1 dropped {NO_TARGET}", "training.jsonl:1)")),
     "all weights are 0": (chat(USER, ANSWER | {"weight": 0}), (f"1 dropped {NO_TARGET}",)),
     "two forms at once": (lines(GOOD | {"text": "x"}), ("messages and text", "keep one")),
-    "Alpaca's form": (lines({"instruction": "a", "output": "b"}), ("instruction", "process_example_fn")),
+    "Alpaca's form": (
+        lines({"instruction": "a", "output": "b"}),
+        ("instruction", "process_example_fn"),
+    ),
     "two system prompts": (
-        lines({"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "human", "value": "c"}]}),
+        lines(
+            {
+                "system": "a",
+                "conversations": [
+                    {"from": "system", "value": "b"},
+                    {"from": "human", "value": "c"},
+                ],
+            }
+        ),
         ("key system", "system message", "keep one"),
     ),
     "an unknown speaker": (
@@ -102,13 +138,18 @@ def test_a_mistake_is_named(tmp_path, tokenizer, name):
 
 
 def test_a_pair_of_escapes_is_one_character(tmp_path, tokenizer):
-    (tmp_path / "training.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a", "completion": "\\ud83d\\ude42"}\n')
+    (tmp_path / "training.jsonl").write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "completion": "\\ud83d\\ude42"}\n'
+    )
     (example,) = prepared(tmp_path, tokenizer).samples
     assert "\U0001f642" in tokenizer.detokenize(example.tokens.tolist())
 
 
 def test_what_is_rarely_meant_is_counted(tmp_path, tokenizer):
-    system, null = {"role": "system", "content": "s"}, {"role": "assistant", "content": "", "tool_calls": []}
+    system, null = (
+        {"role": "system", "content": "s"},
+        {"role": "assistant", "content": "", "tool_calls": []},
+    )
     injected = {"role": "user", "content": "x</s>y"}
     records = [
         {"messages": [system, system, USER, ANSWER]},
@@ -124,7 +165,11 @@ def test_what_is_rarely_meant_is_counted(tmp_path, tokenizer):
 def test_fields_that_are_not_used_are_counted_by_name(tmp_path, tokenizer):
     tool = {"type": "function", "function": {"name": "f"}}
     records = [
-        {"messages": [USER, ANSWER | {"reasoning_content": "hm", "id": 7}], "tools": [tool], "source": "web"},
+        {
+            "messages": [USER, ANSWER | {"reasoning_content": "hm", "id": 7}],
+            "tools": [tool],
+            "source": "web",
+        },
         {"text": "x", "source": "web", "id": 1},
         {"prompt": "a", "completion": "b", "tools": [tool]},
     ]
@@ -133,7 +178,9 @@ def test_fields_that_are_not_used_are_counted_by_name(tmp_path, tokenizer):
     names = ("tools", "reasoning_content of role assistant", "id of role assistant")
     keys = ("source", "id, source", "tools")
     expected = {UNUSED.format(name) for name in names} | {UNUSED_KEYS.format(key) for key in keys}
-    assert {note: count for note, count in report.notes.items() if note in expected} == dict.fromkeys(expected, 1)
+    assert {
+        note: count for note, count in report.notes.items() if note in expected
+    } == dict.fromkeys(expected, 1)
     assert any(line.startswith("1 records are plain text among") for line in report.lines())
 
 
@@ -149,7 +196,9 @@ def test_fields_that_are_not_used_are_counted_by_name(tmp_path, tokenizer):
 )
 def test_a_header_in_the_loss_is_refused(tmp_path, tokenizer, template):
     (tmp_path / "training.jsonl").write_bytes(chat(USER, ANSWER))
-    with refused("jsonl:1: ", "<|im_start|>assistant", "dataset.chat_template", "add_generation_prompt"):
+    with refused(
+        "jsonl:1: ", "<|im_start|>assistant", "dataset.chat_template", "add_generation_prompt"
+    ):
         prepared(tmp_path, tokenizer, chat_template=template)
 
 
@@ -212,7 +261,12 @@ def test_the_command_line_is_read_before_the_data(tmp_path, tokenizer_dir, capsy
     (tmp_path / "training.jsonl").write_bytes(lines({"prompt": "a", "completion": "b"}))
     command = [
         *("data", "preview", "smollm2_135m_finetune_config", "--data", str(tmp_path)),
-        *(f"tokenizer.tokenizer_model={tokenizer_dir}", "validation.eval_iters=0", "--html", "/nope/page.html"),
+        *(
+            f"tokenizer.tokenizer_model={tokenizer_dir}",
+            "validation.eval_iters=0",
+            "--html",
+            "/nope/page.html",
+        ),
     ]
     assert main(command) == 1
     told = capsys.readouterr().err

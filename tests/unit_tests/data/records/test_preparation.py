@@ -20,7 +20,10 @@ TEMPLATE = (
 
 def prepared(folder):
     config = FinetuningDatasetConfig(
-        dataset_root=str(SAVED / "chats"), seq_length=64, prepared_dir=str(folder), chat_template=TEMPLATE
+        dataset_root=str(SAVED / "chats"),
+        seq_length=64,
+        prepared_dir=str(folder),
+        chat_template=TEMPLATE,
     )
     return prepare_split(config, "train", HuggingFaceTokenizer(str(SAVED / "base"))).samples
 
@@ -33,7 +36,13 @@ def test_what_a_killed_process_left_is_not_taken_for_a_part(tmp_path, monkeypatc
     parts.mkdir(parents=True)
     writing = published_file(parts / "000001.npz")
     aside = writing.__enter__()
-    np.savez(aside, tokens=whole.tokens, trained=whole.trained, bounds=whole.bounds, report=np.array("{}"))
+    np.savez(
+        aside,
+        tokens=whole.tokens,
+        trained=whole.trained,
+        bounds=whole.bounds,
+        report=np.array("{}"),
+    )
     resumed = prepared(tmp_path / "cut")
     assert np.array_equal(resumed.tokens, whole.tokens)
     assert np.array_equal(resumed.bounds, whole.bounds)

@@ -9,17 +9,29 @@ import pytest
 import torch
 
 from megatron.bridge.data.builders.hf_dataset import HFDatasetConfig
-from megatron.bridge.data.config import BlendedDatasetConfig, DatasetRequest, FinetuningDatasetConfig
+from megatron.bridge.data.config import (
+    BlendedDatasetConfig,
+    DatasetRequest,
+    FinetuningDatasetConfig,
+)
 from megatron.bridge.data.records import preparation as preparing
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.preparation import content_key, prepare
 from megatron.bridge.data.records.record_config import EncodingRules
-from megatron.bridge.data.records.sources import FileSource, HoldOutSource, HubSource, LimitedSource, RenamedSource
+from megatron.bridge.data.records.sources import (
+    FileSource,
+    HoldOutSource,
+    HubSource,
+    LimitedSource,
+    RenamedSource,
+)
 from megatron.bridge.data.tokenizer import NullTokenizer
 from megatron.bridge.recipes import smollm2_135m_finetune_config
 from tests.refusals import refused
 
-RECORDS = [{"prompt": f"{number} and ", "completion": "so on " * (number % 5 + 1)} for number in range(40)]
+RECORDS = [
+    {"prompt": f"{number} and ", "completion": "so on " * (number % 5 + 1)} for number in range(40)
+]
 RULES = EncodingRules(max_tokens=33)
 
 
@@ -44,7 +56,9 @@ def test_all_files_hold_the_same_records(tmp_path, jsonl):
     table.to_parquet(str(tmp_path / "table.parquet"))
     table.save_to_disk(tmp_path / "saved")
     arrow = next((tmp_path / "saved").glob("*.arrow"))
-    datasets.DatasetDict({"train": table, "extra": table.select([1])}).save_to_disk(tmp_path / "dict")
+    datasets.DatasetDict({"train": table, "extra": table.select([1])}).save_to_disk(
+        tmp_path / "dict"
+    )
     for path in (jsonl, tmp_path / "table.parquet", arrow):
         assert records_of(FileSource(path)) == RECORDS
     assert records_of(HubSource(str(tmp_path / "saved"), None, "train")) == RECORDS
@@ -58,7 +72,9 @@ def test_all_files_hold_the_same_records(tmp_path, jsonl):
 def test_a_data_set_by_name_is_loaded_and_divided(tmp_path, tokenizer, streaming):
     """A folder of files is the one kind of named data set that needs no hub."""
     (tmp_path / "named").mkdir()
-    (tmp_path / "named" / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    (tmp_path / "named" / "train.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in RECORDS)
+    )
     config = HFDatasetConfig(
         dataset_name=str(tmp_path / "named"), seq_length=64, val_proportion=0.3, streaming=streaming
     )
@@ -84,7 +100,10 @@ def doubled(record, tokenizer):
     """An own form; every third record is left out."""
     if record["prompt"].startswith(("0", "3", "6", "9")):
         return None
-    return {"input": record["prompt"] * 2, "output": record["completion"] + str(tokenizer.eos_token)}
+    return {
+        "input": record["prompt"] * 2,
+        "output": record["completion"] + str(tokenizer.eos_token),
+    }
 
 
 def test_a_function_makes_records(jsonl, tokenizer):
@@ -92,14 +111,21 @@ def test_a_function_makes_records(jsonl, tokenizer):
     prepared = prepare(FileSource(jsonl), RecordEncoder(tokenizer, rules))
     left = [record for record in RECORDS if doubled(record, tokenizer.hf)]
     assert len(prepared.samples) == len(left) < len(RECORDS)
-    assert tokenizer.detokenize(prepared.samples[0].tokens).startswith(f"<s>{left[0]['prompt'] * 2}")
-    assert f"{len(RECORDS) - len(left)} dropped by process_example_fn" in "".join(prepared.report.lines())
+    assert tokenizer.detokenize(prepared.samples[0].tokens).startswith(
+        f"<s>{left[0]['prompt'] * 2}"
+    )
+    assert f"{len(RECORDS) - len(left)} dropped by process_example_fn" in "".join(
+        prepared.report.lines()
+    )
 
 
 def same(one, other):
     """Equal samples and reports."""
-    assert [part.tolist() for part in (one.samples.tokens, one.samples.trained, one.samples.bounds)] == [
-        part.tolist() for part in (other.samples.tokens, other.samples.trained, other.samples.bounds)
+    assert [
+        part.tolist() for part in (one.samples.tokens, one.samples.trained, one.samples.bounds)
+    ] == [
+        part.tolist()
+        for part in (other.samples.tokens, other.samples.trained, other.samples.bounds)
     ]
     assert one.report == other.report
 
@@ -115,7 +141,9 @@ def test_prepared_samples_equal_those_in_memory(tmp_path, jsonl, tokenizer, monk
     same(made, expected)
     monkeypatch.setattr(preparing, "_fill", None)  # what is there is not made again
     same(prepare(source, RecordEncoder(tokenizer, rules), tmp_path / "made"), expected)
-    assert [path.name for path in (tmp_path / "made").iterdir()] == [content_key(source, tokenizer, rules)]
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [
+        content_key(source, tokenizer, rules)
+    ]
 
 
 def test_an_interrupted_prepare_goes_on(tmp_path, jsonl, tokenizer, monkeypatch):
@@ -132,7 +160,9 @@ def test_an_interrupted_prepare_goes_on(tmp_path, jsonl, tokenizer, monkeypatch)
     monkeypatch.setattr(preparing, "_write_part", counted)
     with pytest.raises(KeyboardInterrupt):
         prepare(source, RecordEncoder(tokenizer, RULES), tmp_path / "made")
-    monkeypatch.setattr(preparing, "_write_part", lambda *args: (tokenised.append(args[0].name), write(*args)))
+    monkeypatch.setattr(
+        preparing, "_write_part", lambda *args: (tokenised.append(args[0].name), write(*args))
+    )
     made = prepare(source, RecordEncoder(tokenizer, RULES), tmp_path / "made")
     same(made, prepare(source, RecordEncoder(tokenizer, RULES)))
     assert tokenised == [f"{number:06}.npz" for number in range(6)], "each part was tokenised once"
@@ -154,7 +184,9 @@ def test_the_name_of_prepared_samples_follows_their_content(tmp_path, jsonl, tok
     jsonl.write_text(jsonl.read_text().replace("1 and", "1 or"))
     assert len(keys | {content_key(source, tokenizer, RULES)}) == 7
     with refused("dataset.process_example_fn=", "source code", "dataset.prepared_dir"):
-        content_key(source, tokenizer, replace(RULES, process_example_fn=eval("lambda record: record")))
+        content_key(
+            source, tokenizer, replace(RULES, process_example_fn=eval("lambda record: record"))
+        )
     with refused("dataset.streaming=True", "dataset.revision"):
         HubSource("a", None, "train", streaming=True).fingerprint()
 
@@ -186,9 +218,14 @@ def test_a_blend_has_the_shares_of_its_weights_at_every_moment(tmp_path, tokeniz
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for stem in ("training", "validation"):
-            lines = [json.dumps({"prompt": f"{name}{number}", "completion": "x"}) + "\n" for number in range(5)]
+            lines = [
+                json.dumps({"prompt": f"{name}{number}", "completion": "x"}) + "\n"
+                for number in range(5)
+            ]
             (tmp_path / name / f"{stem}.jsonl").write_text("".join(lines))
-        parts.append(FinetuningDatasetConfig(seq_length=16, dataset_root=str(tmp_path / name), do_test=False))
+        parts.append(
+            FinetuningDatasetConfig(seq_length=16, dataset_root=str(tmp_path / name), do_test=False)
+        )
     parts[1].do_validation = False
     config = BlendedDatasetConfig(seq_length=16, datasets=parts, weights=[3, 1])
     train, valid, test = config.build(DatasetRequest((40, 6, 6), tokenizer))
@@ -197,10 +234,17 @@ def test_a_blend_has_the_shares_of_its_weights_at_every_moment(tmp_path, tokeniz
     shares = torch.tensor([text.startswith("<s>a") for text in texts]).float()
     for count in range(1, 41):
         assert abs(shares[:count].sum() - 0.75 * count) <= 1
-    assert len({text for text in texts[:20] if text.startswith("<s>b")}) == 5, "an epoch of each part is whole"
-    assert all(tokenizer.detokenize(valid[place]["tokens"].tolist()).startswith("<s>a") for place in range(6))
+    assert len({text for text in texts[:20] if text.startswith("<s>b")}) == 5, (
+        "an epoch of each part is whole"
+    )
+    assert all(
+        tokenizer.detokenize(valid[place]["tokens"].tolist()).startswith("<s>a")
+        for place in range(6)
+    )
     parts[1].seq_length = 8
-    assert any("dataset.datasets" in problem and "seq_length" in problem for problem in config.problems())
+    assert any(
+        "dataset.datasets" in problem and "seq_length" in problem for problem in config.problems()
+    )
 
 
 def test_columns_get_the_names_of_a_format(jsonl):
@@ -223,6 +267,9 @@ def test_data_of_a_recipe_may_be_a_file_a_saved_dataset_or_a_hub_id(jsonl, tmp_p
         held_out, rest = (dataset.limited_source(split).records() for split in ("valid", "train"))
         found = [record["prompt"] for _, record in (*held_out, *rest)]
         assert sorted(found) == sorted(record["prompt"] for record in RECORDS)
-    assert smollm2_135m_finetune_config(dataset_root="some/hub-id").dataset.dataset_name == "some/hub-id"
+    assert (
+        smollm2_135m_finetune_config(dataset_root="some/hub-id").dataset.dataset_name
+        == "some/hub-id"
+    )
     folder = smollm2_135m_finetune_config(dataset_root=str(tmp_path)).dataset
     assert folder.dataset_root == str(tmp_path)

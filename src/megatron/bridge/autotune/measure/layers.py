@@ -22,7 +22,9 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.precision import without_quantization
 
 _CALLS = 4  # of each batch in a round; the first call is not counted
-_ROUNDS = 5  # over all batches, so that a slow moment of the machine does not affect only one of them
+_ROUNDS = (
+    5  # over all batches, so that a slow moment of the machine does not affect only one of them
+)
 _Size = tuple[int, int]
 _Calls = list[dict[str, list[float]]]
 _SHARE = 4  # the model may use this fraction of the device memory
@@ -64,7 +66,12 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
 
 def _batches(length: int) -> list[_Size]:
     """Return batch sizes as rows and tokens, from small to large."""
-    return [(1, length // 8), (1, length // 4), (1, length // 2), *((rows, length) for rows in (1, 2, 4, 8))]
+    return [
+        (1, length // 8),
+        (1, length // 4),
+        (1, length // 2),
+        *((rows, length) for rows in (1, 2, 4, 8)),
+    ]
 
 
 def _short_model(config: ConfigContainer) -> tuple[Any, list[str]]:
@@ -83,7 +90,9 @@ def _shape(config: ConfigContainer, layer: nn.Module, length: int) -> LayerShape
 
 def _fill(chunk: nn.Module) -> None:
     swapped = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # Mamba mixers hold their parameters twice
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # Mamba mixers hold their parameters twice
     chunk.to_empty(device=speed.device())
     torch.__future__.set_swap_module_params_on_conversion(swapped)
     for parameter in chunk.parameters():
@@ -93,13 +102,21 @@ def _fill(chunk: nn.Module) -> None:
 
 
 def _add(
-    found: dict[str, Samples], config: ConfigContainer, size: _Size, chunk: Any, kinds: list[str], calls: _Calls
+    found: dict[str, Samples],
+    config: ConfigContainer,
+    size: _Size,
+    chunk: Any,
+    kinds: list[str],
+    calls: _Calls,
 ) -> None:
     """Add the median times of the passes of one batch size."""
     rows, length = size
-    run = replace(run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False)
+    run = replace(
+        run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False
+    )
     operations = [
-        run.tokens * operations_per_token(_shape(config, layer, length), run) for layer in chunk.decoder.layers
+        run.tokens * operations_per_token(_shape(config, layer, length), run)
+        for layer in chunk.decoder.layers
     ]
     last = 2.0 * run.tokens * chunk.config.hidden_size * chunk.vocab_size
     for direction in ("forward", "backward"):
@@ -114,7 +131,11 @@ def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     tokens = torch.randint(0, chunk.vocab_size, (rows, length), device=speed.device())
     positions = torch.arange(length, device=speed.device()).expand(rows, length)
     marks: dict[tuple[int, str], float] = {}
-    hooks = [hook for index, layer in enumerate(chunk.decoder.layers) for hook in _hooks(layer, marks, index)]
+    hooks = [
+        hook
+        for index, layer in enumerate(chunk.decoder.layers)
+        for hook in _hooks(layer, marks, index)
+    ]
     start = _now()
     loss = chunk(tokens, positions, None, labels=tokens).float().mean()
     middle = _now()
@@ -126,7 +147,10 @@ def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for direction, seconds in whole.items():
         layers = range(len(chunk.decoder.layers))
-        inside = [marks[index, f"{direction} end"] - marks[index, f"{direction} start"] for index in layers]
+        inside = [
+            marks[index, f"{direction} end"] - marks[index, f"{direction} start"]
+            for index in layers
+        ]
         found[direction] = [*inside, seconds - sum(inside)]
     return found
 
@@ -152,4 +176,7 @@ def _hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) ->
         hidden = output[0] if isinstance(output, tuple) else output
         hidden.register_hook(lambda gradient: mark("backward start"))
 
-    return [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(behind)]
+    return [
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(behind),
+    ]

@@ -39,8 +39,14 @@ def measure(config: ConfigContainer, shapes: Iterable[Shape], budget: float) -> 
     return merged(distributed.all_gather_object(profile))
 
 
-def _compute(profile: Profile, config: ConfigContainer, shapes: Iterable[Shape], budget: float) -> None:
-    model, dtype, end = config.model, config.model.resolved().params_dtype, time.monotonic() + budget / 2
+def _compute(
+    profile: Profile, config: ConfigContainer, shapes: Iterable[Shape], budget: float
+) -> None:
+    model, dtype, end = (
+        config.model,
+        config.model.resolved().params_dtype,
+        time.monotonic() + budget / 2,
+    )
     width = model.kv_channels or model.hidden_size // model.num_attention_heads
     heads = attention(config.dataset.seq_length, model.num_attention_heads, width, dtype)
     profile.kernels = heads | {"moved": moved(dtype)}
@@ -79,6 +85,10 @@ def merged(profiles: Sequence[Profile]) -> Profile:
     """Merge the profiles of all ranks: the slowest time of each message, and the products of the first rank."""
     messages: dict[str, Samples] = {}
     for name in profiles[0].messages:
-        columns = zip(*(each.messages[name] for each in profiles if name in each.messages), strict=True)
-        messages[name] = [(column[0][0], max(seconds for _, seconds in column)) for column in columns]
+        columns = zip(
+            *(each.messages[name] for each in profiles if name in each.messages), strict=True
+        )
+        messages[name] = [
+            (column[0][0], max(seconds for _, seconds in column)) for column in columns
+        ]
     return replace(profiles[0], messages=messages)

@@ -22,18 +22,26 @@ def messages() -> dict[str, Samples]:
     found: dict[str, Samples] = {}
     size, rank = distributed.world_size(), distributed.rank()
     for ranks in [ranks for ranks in (2, 4, 8, 16, 32, 64) if ranks <= size]:
-        groups = [dist.new_group(range(start, start + ranks)) for start in range(0, size - ranks + 1, ranks)]
+        groups = [
+            dist.new_group(range(start, start + ranks))
+            for start in range(0, size - ranks + 1, ranks)
+        ]
         if rank >= len(groups) * ranks:
             continue
         group: Any = groups[rank // ranks]
         for kind, call in _COLLECTIVES.items():
-            found[f"{kind} of {ranks}"] = [(float(amount), _message(call, amount, group)) for amount in _SIZES]
+            found[f"{kind} of {ranks}"] = [
+                (float(amount), _message(call, amount, group)) for amount in _SIZES
+            ]
     return found
 
 
 def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
     """Return the mean time after a matrix product, so that cores are as busy as in training."""
-    data, matrix = torch.ones(size // 4, device=speed.device()), torch.randn(384, 384, device=speed.device())
+    data, matrix = (
+        torch.ones(size // 4, device=speed.device()),
+        torch.randn(384, 384, device=speed.device()),
+    )
     dist.barrier(group)
     seconds: list[float] = []
     for _ in range(_CALLS):
@@ -50,14 +58,22 @@ def _send(data: Tensor, group: Any) -> None:
     """Exchange data between pairs of neighboring ranks."""
     other = dist.get_global_rank(group, group.rank() ^ 1)
     into = torch.empty_like(data)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, data, other), dist.P2POp(dist.irecv, into, other)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, data, other), dist.P2POp(dist.irecv, into, other)]
+    ):
         work.wait()
 
 
 _COLLECTIVES: dict[str, Callable[[Tensor, Any], object]] = {
-    "all_gather": lambda data, group: dist.all_gather_into_tensor(data, _part(data, group), group=group),
-    "reduce_scatter": lambda data, group: dist.reduce_scatter_tensor(_part(data, group), data, group=group),
+    "all_gather": lambda data, group: dist.all_gather_into_tensor(
+        data, _part(data, group), group=group
+    ),
+    "reduce_scatter": lambda data, group: dist.reduce_scatter_tensor(
+        _part(data, group), data, group=group
+    ),
     "all_reduce": lambda data, group: dist.all_reduce(data, group=group),
-    "all_to_all": lambda data, group: dist.all_to_all_single(torch.empty_like(data), data, group=group),
+    "all_to_all": lambda data, group: dist.all_to_all_single(
+        torch.empty_like(data), data, group=group
+    ),
     "send": _send,
 }

@@ -41,10 +41,14 @@ class Candidate:
     expert_tensor: int | None = None
     micro_batch: int = 1  # samples per microbatch
     recompute: Recompute = NO_RECOMPUTE  # recomputation in the backward pass
-    gradients: str | None = None  # bf16 reduces and accumulates gradients in bf16; None keeps the config's type
+    gradients: str | None = (
+        None  # bf16 reduces and accumulates gradients in bf16; None keeps the config's type
+    )
     batch: int | None = None  # factor of the config's global batch size
     switches: tuple[tuple[str, Any], ...] = ()  # keys of ``SWITCHES`` and their values
-    layout: str | None = None  # layers of each chunk in Megatron-Core's notation; None splits them evenly
+    layout: str | None = (
+        None  # layers of each chunk in Megatron-Core's notation; None splits them evenly
+    )
 
     def settings(self) -> dict[str, Any]:
         """Return the values of all config keys that a candidate sets."""
@@ -54,7 +58,9 @@ class Candidate:
             "model.sequence_parallel": self.tensor > 1,
             "model.context_parallel_size": self.context,
             "model.pipeline_model_parallel_size": self.pipeline,
-            "model.virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None,
+            "model.virtual_pipeline_model_parallel_size": self.virtual
+            if self.virtual > 1
+            else None,
             "model.pipeline_model_parallel_layout": self.layout,
             "model.num_layers_in_first_pipeline_stage": None,
             "model.num_layers_in_last_pipeline_stage": None,
@@ -87,14 +93,23 @@ class Candidate:
         if granularity:
             words.append("recompute " + (granularity if modules is None else "+".join(modules)))
         words += [f"of {layers} layers a chunk"] * (method == "block")
-        words += [f"batch x{self.batch}"] * bool(self.batch) + [f"gradients {self.gradients}"] * bool(self.gradients)
-        words += [name.rpartition(".")[2] + (f"={value}" if value is not True else "") for name, value in self.switches]
+        words += [f"batch x{self.batch}"] * bool(self.batch) + [
+            f"gradients {self.gradients}"
+        ] * bool(self.gradients)
+        words += [
+            name.rpartition(".")[2] + (f"={value}" if value is not True else "")
+            for name, value in self.switches
+        ]
         return " ".join(words)
 
     def changes(self, other: "Candidate") -> list[tuple[str, Any]]:
         """Return the fields in which this candidate differs from ``other``, with the values of this candidate."""
         names = [field.name for field in fields(self) if field.name != "layout"]
-        return [(name, getattr(self, name)) for name in names if getattr(self, name) != getattr(other, name)]
+        return [
+            (name, getattr(self, name))
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,9 @@ class Space:
 
     def fixed(self, **values: Any) -> "Space":
         """Return the same space with some fields fixed."""
-        return replace(self, sizes={**self.sizes, **{name: (value,) for name, value in values.items()}})
+        return replace(
+            self, sizes={**self.sizes, **{name: (value,) for name, value in values.items()}}
+        )
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -123,7 +140,11 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:
     """Return ``key=value`` for each setting that differs from the value in ``config``."""
-    return [f"{key}={as_yaml(value)}" for key, value in settings.items() if attrgetter(key)(config) != value]
+    return [
+        f"{key}={as_yaml(value)}"
+        for key, value in settings.items()
+        if attrgetter(key)(config) != value
+    ]
 
 
 def as_yaml(value: Any) -> str:

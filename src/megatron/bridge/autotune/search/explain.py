@@ -59,7 +59,10 @@ def _slower(best: Price, price: Price) -> str:
     change = price.seconds / best.seconds - 1
     if change <= 0:
         return f"{-change:.1%} faster"
-    grown = {name: price.prediction.split.get(name, 0.0) - seconds for name, seconds in best.prediction.split.items()}
+    grown = {
+        name: price.prediction.split.get(name, 0.0) - seconds
+        for name, seconds in best.prediction.split.items()
+    }
     cause = max(grown, key=grown.__getitem__)
     return f"{change:.1%} slower: {KINDS[cause]} takes {grown[cause]:.3g} s more"
 
@@ -95,7 +98,9 @@ def nearest_fit(search: Search) -> Price | None:
             each = replace(candidate, recompute=recompute)
             ranked.setdefault(len(each.changes(start)), []).append(each)
     for changes in sorted(ranked):
-        if fitting := [price for price in _priced(search, ranked[changes]) if price.fullest <= search.budget]:
+        if fitting := [
+            price for price in _priced(search, ranked[changes]) if price.fullest <= search.budget
+        ]:
             return min(fitting, key=lambda price: price.seconds)
     return None
 
@@ -127,12 +132,19 @@ def steps_to(search: Search, goal: Price) -> list[Step]:
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = rf"(\d+(?:\.\d+)?) ({'|'.join(_UNITS)})"
-_TRIED, _ALLOCATED = re.compile(f"Tried to allocate {_SIZE}"), re.compile(f"{_SIZE} is allocated by PyTorch")
+_TRIED, _ALLOCATED = (
+    re.compile(f"Tried to allocate {_SIZE}"),
+    re.compile(f"{_SIZE} is allocated by PyTorch"),
+)
 
 
 def unpredicted(search: Search, path: Path) -> int:
     """Return at least how many bytes the config's layout needs beyond its prediction; 0 if it needs less."""
-    needed = _peak(path) if path.suffix == ".pickle" else _of_error(read_text(path, f"--fix-oom {path}"), path)
+    needed = (
+        _peak(path)
+        if path.suffix == ".pickle"
+        else _of_error(read_text(path, f"--fix-oom {path}"), path)
+    )
     price = None if search.problems(search.current) else search.price(search.current)
     reserve = search.pricer.reserve(search.current)
     return 0 if price is None else max(0, reserve.around(needed) - price.fullest)
@@ -146,7 +158,9 @@ def _of_error(text: str, path: Path) -> int:
             f"--fix-oom {path} has no memory error of PyTorch (Tried to allocate ..., ... is allocated by PyTorch): "
             "give the output of the run, or a snapshot whose name ends in .pickle"
         )
-    return sum(int(float(size) * _UNITS[unit]) for size, unit in (tried.groups(), allocated.groups()))
+    return sum(
+        int(float(size) * _UNITS[unit]) for size, unit in (tried.groups(), allocated.groups())
+    )
 
 
 def _peak(path: Path) -> int:

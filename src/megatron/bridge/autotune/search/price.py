@@ -68,12 +68,16 @@ class Pricer:
     With a ``profile``, times are those of its device.
     """
 
-    def __init__(self, config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None) -> None:
+    def __init__(
+        self, config: ConfigContainer, world_size: int, card: str, profile: Profile | None = None
+    ) -> None:
         self.config, self.world_size, self.card, self.profile = config, world_size, card, profile
         self.length = config.dataset.seq_length  # of a sample, for attention
         self.factor = 1.0  # measured over predicted time
         self.imbalance = 1.0  # tokens of the busiest expert rank divided by the average
-        self.microbatches: Callable[[Candidate], int] | None = None  # replaces the microbatches of the config's batch
+        self.microbatches: Callable[[Candidate], int] | None = (
+            None  # replaces the microbatches of the config's batch
+        )
         self._layers: dict[tuple[int, int], _Layers] = {}
         self._counted: dict[Any, activations.LayerCounts] = {}
         self._towers: dict[int, TowerCounts] = {}
@@ -118,15 +122,21 @@ class Pricer:
         """Return a lower bound of the bytes of weights, gradients and optimizer state on the fullest stage."""
         return sum(self.parts(candidate, config))
 
-    def parts(self, candidate: Candidate, config: ConfigContainer | None = None) -> tuple[float, float, float]:
+    def parts(
+        self, candidate: Candidate, config: ConfigContainer | None = None
+    ) -> tuple[float, float, float]:
         """Return the bytes of the layers' weights, gradients and optimizer state on an average stage."""
         config = config or self.configured(candidate)
         shapes = [shape for shape, _ in self._of(candidate).decoder]
         local = (config.model.num_moe_experts or 0) / candidate.expert
         held = [
-            (shape.weights / candidate.pipeline, shape.expert_weights * local / candidate.pipeline) for shape in shapes
+            (shape.weights / candidate.pipeline, shape.expert_weights * local / candidate.pipeline)
+            for shape in shapes
         ]
-        trained = [(d * shape.trained, e * shape.trained) for (d, e), shape in zip(held, shapes, strict=True)]
+        trained = [
+            (d * shape.trained, e * shape.trained)
+            for (d, e), shape in zip(held, shapes, strict=True)
+        ]
         return self._state_bytes(np.sum(held, 0), np.sum(trained, 0), candidate, config)
 
     def memory(self, candidate: Candidate) -> tuple[int, ...] | None:
@@ -151,10 +161,15 @@ class Pricer:
         setting = setting_of(config, self.world_size)
         setting = replace(setting, run=replace(setting.run, imbalance=self.imbalance))
         if self.microbatches is not None:
-            setting = replace(setting, pipeline=replace(setting.pipeline, microbatches=self.microbatches(candidate)))
+            setting = replace(
+                setting,
+                pipeline=replace(setting.pipeline, microbatches=self.microbatches(candidate)),
+            )
         plan, modules = self._plan(candidate, counts)
         memory = memory or self._memory(candidate, config, plan, modules)
-        return Price(candidate, memory, predict_step(plan, setting, self.kernels, span).scaled(self.factor))
+        return Price(
+            candidate, memory, predict_step(plan, setting, self.kernels, span).scaled(self.factor)
+        )
 
     def divide(self, candidate: Candidate) -> tuple[Candidate, list[int]] | None:
         """Return the candidate with its pipeline layout, and the layers per chunk; None if there are too few layers."""
@@ -162,8 +177,12 @@ class Pricer:
             return candidate, [part.count("t") for part in candidate.layout.split("|")]
         parts, layers = candidate.pipeline * candidate.virtual, self._of(candidate)
         count, ahead = len(layers.decoder), len(layers.ahead)
-        is_hybrid = hasattr(self.config.model, "has_own_stages")  # its pattern defines the stages, or they are equal
-        if parts == 1 or (count % parts == 0 and not ahead and (is_hybrid or count // parts >= _MANY)):
+        is_hybrid = hasattr(
+            self.config.model, "has_own_stages"
+        )  # its pattern defines the stages, or they are equal
+        if parts == 1 or (
+            count % parts == 0 and not ahead and (is_hybrid or count // parts >= _MANY)
+        ):
             return candidate, [count // parts] * parts
         if count < parts - 1 or is_hybrid:
             return None
@@ -195,29 +214,49 @@ class Pricer:
             inside = (*inside, *(layers.ahead if last else ()))
             start += count
             stage = position % candidate.pipeline
-            chunk = Chunk(tuple(shape for shape, _ in inside), position == 0, (1 + len(layers.ahead)) if last else 0)
-            key = (*map(id, chunk.layers), chunk.embedding, chunk.losses)  # faster than hashing all layers
+            chunk = Chunk(
+                tuple(shape for shape, _ in inside),
+                position == 0,
+                (1 + len(layers.ahead)) if last else 0,
+            )
+            key = (
+                *map(id, chunk.layers),
+                chunk.embedding,
+                chunk.losses,
+            )  # faster than hashing all layers
             plan[stage].append(equal.setdefault(key, chunk))
             modules[stage].append([module for _, module in inside])
         return tuple(map(tuple, plan)), modules
 
     def _memory(
-        self, candidate: Candidate, config: ConfigContainer, plan: Plan, modules: list[list[list[Any]]]
+        self,
+        candidate: Candidate,
+        config: ConfigContainer,
+        plan: Plan,
+        modules: list[list[list[Any]]],
     ) -> tuple[int, ...]:
-        setting, sizes = setting_of(config, self.world_size), replace(activations.sizes_of(config), experts=1)
+        setting, sizes = (
+            setting_of(config, self.world_size),
+            replace(activations.sizes_of(config), experts=1),
+        )
         sizes = replace(sizes, chosen=int(sizes.chosen * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
         found = []
         for stage, chunks in enumerate(plan):
             front = None if stage else self._with_tower
             counted = [
-                activations.ChunkCounts([self._count(module, sizes) for module in inside], chunk.losses > 0)
+                activations.ChunkCounts(
+                    [self._count(module, sizes) for module in inside], chunk.losses > 0
+                )
                 for chunk, inside in zip(chunks, modules[stage], strict=True)
             ]
             if front is not None:
                 counted[0] = replace(counted[0], tower=self._count_tower(sizes.images))
             most = max(
-                moment.total for moment in activations.stage_moments(config.model, counted, sizes, pipeline, stage)
+                moment.total
+                for moment in activations.stage_moments(
+                    config.model, counted, sizes, pipeline, stage
+                )
             )
             tower = (0 if front is None else sum(map(torch.numel, front.vision.parameters())), 0)
             held = np.sum([stage_weights(chunks, setting, frozen=True), tower], 0)
@@ -241,7 +280,11 @@ class Pricer:
     @cached_property
     def _with_tower(self) -> Any:
         """The full model on one rank if it has a vision tower, else None."""
-        return meta_model.whole_model(self.config.model) if getattr(self.config.model, "vision", None) else None
+        return (
+            meta_model.whole_model(self.config.model)
+            if getattr(self.config.model, "vision", None)
+            else None
+        )
 
     def _count_tower(self, tokens: int) -> TowerCounts:
         if tokens not in self._towers:
@@ -263,7 +306,9 @@ class Pricer:
         copies = quantized_bytes(model)
         gradient = 4 if ddp.grad_reduce_in_fp32 or number == 4 else 2
         replicas = self.world_size // (candidate.tensor * candidate.pipeline)
-        expert_ranks = (candidate.expert_tensor or candidate.tensor) * candidate.expert * candidate.pipeline
+        expert_ranks = (
+            (candidate.expert_tensor or candidate.tensor) * candidate.expert * candidate.pipeline
+        )
         expert_replicas = max(1, self.world_size // expert_ranks)
         moments = optimizer_bytes(config, torch.bfloat16 if number == 2 else torch.float32)
         if not ddp.use_distributed_optimizer:
@@ -284,7 +329,10 @@ class Pricer:
             setattr(model, name, getattr(self.config.model, name))
         model.tensor_model_parallel_size, model.sequence_parallel = tensor, tensor > 1
         if model.num_moe_experts:
-            model.expert_model_parallel_size, model.expert_tensor_parallel_size = (model.num_moe_experts, expert_tensor)
+            model.expert_model_parallel_size, model.expert_tensor_parallel_size = (
+                model.num_moe_experts,
+                expert_tensor,
+            )
         with silenced(model_provider):  # each build would warn about missing kernels
             (chunk,) = meta_model.stage_chunks(model, self.config.peft)[0]
         first: dict[LayerShape, Any] = {}
@@ -333,7 +381,11 @@ def _fill(times: Sequence[float], parts: int, last: float, most: float) -> list[
         end = part == parts - 1
         used, count = (last if end else 0.0), 0
         spare = len(times) - index - max(parts - part - 2, 0)
-        while index < len(times) and used + times[index] <= most and count < (len(times) if end else spare):
+        while (
+            index < len(times)
+            and used + times[index] <= most
+            and count < (len(times) if end else spare)
+        ):
             used, count, index = used + times[index], count + 1, index + 1
         if used > most or (not count and not end):
             return None

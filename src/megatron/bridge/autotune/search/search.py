@@ -24,18 +24,37 @@ from megatron.bridge.autotune.search.candidate import (
 from megatron.bridge.autotune.search.price import Price, Pricer
 from megatron.bridge.autotune.time.simulate import makespan
 from megatron.bridge.training.config import ConfigContainer
-from megatron.bridge.training.config.rules import RULES, SIZE_RULES, experts, layout, performance, stages, violations
+from megatron.bridge.training.config.rules import (
+    RULES,
+    SIZE_RULES,
+    experts,
+    layout,
+    performance,
+    stages,
+    violations,
+)
 from megatron.bridge.utils.errors import UserError
 
 # Rules that depend only on the layout; ``resolve`` checks the others for the finalists.
-_LAYOUT_RULES = [rule for rule in RULES if rule.__module__ in {experts.__name__, layout.__name__, stages.__name__}]
+_LAYOUT_RULES = [
+    rule
+    for rule in RULES
+    if rule.__module__ in {experts.__name__, layout.__name__, stages.__name__}
+]
 
 # The rules that must hold before the model can be built.
 _EARLY_RULES = [
-    *(layout.tp_divides_heads, layout.tp_fits_query_groups, layout.tp_divides_ffn, layout.tp_divides_vocabulary),
+    *(
+        layout.tp_divides_heads,
+        layout.tp_fits_query_groups,
+        layout.tp_divides_ffn,
+        layout.tp_divides_vocabulary,
+    ),
     *(rule for rule in _LAYOUT_RULES if rule.__module__ == experts.__name__),
 ]
-_SWITCH_RULES = [rule for rule in RULES if rule.__module__ in {performance.__name__, layout.__name__}]
+_SWITCH_RULES = [
+    rule for rule in RULES if rule.__module__ in {performance.__name__, layout.__name__}
+]
 _VALUE, _NUMBER = re.compile(r"=\d+\b"), re.compile(r"\b\d+\b")
 
 # Number of candidates that are simulated; simulation moves a candidate by fewer places than this.
@@ -55,7 +74,9 @@ LONG = 2048
 class Found:
     best: list[Price]  # the fastest candidates that fit, fastest first
     tried: int  # number of candidates that the rules allow
-    refused: Counter[str]  # messages of rules without numbers, and how many candidates each rule refused
+    refused: Counter[
+        str
+    ]  # messages of rules without numbers, and how many candidates each rule refused
     too_large: int  # number of allowed candidates that exceed the budget
     # bytes and layout of the candidate that needs the least memory, if any was counted
     smallest: tuple[int, Candidate] | None
@@ -97,7 +118,12 @@ class Search:
         smallest: tuple[int, Candidate] | None = None
         for candidate in self.space.candidates():
             if problems := self.problems(candidate):
-                refused.update({_NUMBER.sub("N", _VALUE.sub("", problem)).split(":")[0] for problem in problems})
+                refused.update(
+                    {
+                        _NUMBER.sub("N", _VALUE.sub("", problem)).split(":")[0]
+                        for problem in problems
+                    }
+                )
                 continue
             tried += 1
             price, least = self._first_that_fits(candidate)
@@ -112,7 +138,9 @@ class Search:
     def problems(self, candidate: Candidate) -> list[str]:
         """Return the rules of training that a candidate violates; none if it is allowed."""
         config = self.pricer.configured(candidate)
-        if found := violations(SIZE_RULES, config, self.world_size) or [*self._batch_problems(candidate)]:
+        if found := violations(SIZE_RULES, config, self.world_size) or [
+            *self._batch_problems(candidate)
+        ]:
             return found
         if found := violations(_EARLY_RULES, config, self.world_size):
             return found
@@ -121,7 +149,9 @@ class Search:
         except UserError as error:  # building the model checks the model's own rules
             return [str(error)]
         if divided is None:
-            return [f"{candidate.pipeline} x {candidate.virtual} stages: there are too few layers for them"]
+            return [
+                f"{candidate.pipeline} x {candidate.virtual} stages: there are too few layers for them"
+            ]
         return violations(_LAYOUT_RULES, self.pricer.configured(divided[0]), self.world_size)
 
     def price(self, candidate: Candidate) -> Price | None:
@@ -138,12 +168,16 @@ class Search:
         elif candidate.virtual > 1 and candidate.pipeline == 1:
             yield "virtual stages need a pipeline"
 
-    def _first_that_fits(self, candidate: Candidate) -> tuple[Price | None, tuple[int, Candidate] | None]:
+    def _first_that_fits(
+        self, candidate: Candidate
+    ) -> tuple[Price | None, tuple[int, Candidate] | None]:
         """Return the cost with the least recomputation that fits, and the memory and candidate of the last try."""
         if self.pricer.states(candidate, self.pricer.configured(candidate)) > self.budget:
             return None, None
         least = None
-        for recompute in (candidate.recompute,) if candidate.recompute != NO_RECOMPUTE else self.recomputes:
+        for recompute in (
+            (candidate.recompute,) if candidate.recompute != NO_RECOMPUTE else self.recomputes
+        ):
             each = replace(candidate, recompute=recompute)
             memory = self.pricer.memory(each)
             if memory is None:
@@ -159,20 +193,30 @@ class Search:
         finalists = [price for candidate in plain if (price := self._recomputing_least(candidate))]
         finalists.sort(key=lambda price: price.seconds_per_token)
         switched = [self._switched(price) for price in finalists[:_SWITCHED]]
-        return sorted([*switched, *finalists[_SWITCHED:]], key=lambda price: price.seconds_per_token)
+        return sorted(
+            [*switched, *finalists[_SWITCHED:]], key=lambda price: price.seconds_per_token
+        )
 
     def _recomputing_least(self, candidate: Candidate) -> Price | None:
         """Return the cost of the candidate or, if faster, with full recomputation of some layers of each chunk only."""
         choices = (candidate, *self._with_block(candidate))
-        return min(filter(None, map(self.price, choices)), key=lambda price: price.seconds_per_token, default=None)
+        return min(
+            filter(None, map(self.price, choices)),
+            key=lambda price: price.seconds_per_token,
+            default=None,
+        )
 
     def _with_block(self, candidate: Candidate) -> list[Candidate]:
         """Return the candidate with the fewest such layers that fit; none if no or all layers must be recomputed."""
         if candidate.recompute not in self.recomputes[1:] or self.config.model.mtp_num_layers:
             return []  # Megatron-Core does not support block recomputation with multi-token prediction
         most = -(-self.config.model.num_layers // (candidate.pipeline * candidate.virtual))
-        blocks = [replace(candidate, recompute=("full", "block", count, None)) for count in range(1, most)]
-        fewest = bisect_left(blocks, True, key=lambda each: max(self.pricer.memory(each) or (0,)) <= self.budget)
+        blocks = [
+            replace(candidate, recompute=("full", "block", count, None)) for count in range(1, most)
+        ]
+        fewest = bisect_left(
+            blocks, True, key=lambda each: max(self.pricer.memory(each) or (0,)) <= self.budget
+        )
         return blocks[fewest : fewest + 1]
 
     def _switched(self, price: Price) -> Price:
@@ -180,10 +224,13 @@ class Search:
         for switch in self.switches:
             before = {key: value for key, value in price.candidate.switches if key != switch[0]}
             candidate = replace(price.candidate, layout=None, switches=(*before.items(), switch))
-            if known.issuperset(self._switch_problems(candidate)) and (found := self.price(candidate)):
+            if known.issuperset(self._switch_problems(candidate)) and (
+                found := self.price(candidate)
+            ):
                 price = (
                     found
-                    if found.fullest <= self.budget and found.seconds_per_token < _WORTH * price.seconds_per_token
+                    if found.fullest <= self.budget
+                    and found.seconds_per_token < _WORTH * price.seconds_per_token
                     else price
                 )
         return price
@@ -227,17 +274,23 @@ def _space(config: ConfigContainer, world_size: int) -> Space:
     model: Any = config.model
     experts, length = model.num_moe_experts or 0, config.dataset.seq_length
     expert = tuple(size for size in powers_of_two(min(experts, world_size)) if experts % size == 0)
-    tensor = tuple(size for size in powers_of_two(min(8, world_size)) if model.num_attention_heads % size == 0)
+    tensor = tuple(
+        size for size in powers_of_two(min(8, world_size)) if model.num_attention_heads % size == 0
+    )
     stages = powers_of_two(min(world_size, model.num_layers, 64))
     return Space(
         {
             "tensor": tensor,
             "context": powers_of_two(max(1, min(world_size, length // LONG))),
             "pipeline": (1,) if getattr(model, "has_own_stages", False) else stages,
-            "virtual": tuple(size for size in range(1, 13) if size in (1, 2, 4) or model.num_layers % size == 0),
+            "virtual": tuple(
+                size for size in range(1, 13) if size in (1, 2, 4) or model.num_layers % size == 0
+            ),
             "expert": expert if experts else (1,),
             "expert_tensor": ((1,) if model.add_bias_linear else (1, None)) if experts else (None,),
-            "micro_batch": tuple(size for size in powers_of_two(8) if config.train.global_batch_size % size == 0),
+            "micro_batch": tuple(
+                size for size in powers_of_two(8) if config.train.global_batch_size % size == 0
+            ),
         }
     )
 

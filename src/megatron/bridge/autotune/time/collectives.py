@@ -90,7 +90,10 @@ class AlphaBeta:
         near = size * (group.size - 1) / group.size / (self.card.nvlink * NVLINK_EFFICIENCY)
         if inside >= group.size:
             return near
-        return max(near, size * (1 - inside / group.size) / (inside * self.card.network * NETWORK_EFFICIENCY))
+        return max(
+            near,
+            size * (1 - inside / group.size) / (inside * self.card.network * NETWORK_EFFICIENCY),
+        )
 
     def _latency(self, group: Group) -> float:
         inside = group.inside(self.card.domain)

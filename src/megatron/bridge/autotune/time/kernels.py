@@ -10,8 +10,12 @@ from megatron.bridge.autotune.time.collectives import AlphaBeta
 from megatron.bridge.autotune.time.work import Cost
 
 # docs/tuner.md lists the origins of these numbers.
-GROUPED_EFFICIENCY = 0.87  # part of the rate of dense products that products of experts with many tokens reach
-GROUPED_GRADIENT_EFFICIENCY = 0.70  # the same for the gradient of the weight, which is added in fp32
+GROUPED_EFFICIENCY = (
+    0.87  # part of the rate of dense products that products of experts with many tokens reach
+)
+GROUPED_GRADIENT_EFFICIENCY = (
+    0.70  # the same for the gradient of the weight, which is added in fp32
+)
 GROUPED_HALF = 100  # tokens of an expert with half of that rate
 INNER_HALF = 300  # bytes of the inner dimension with half of the rate of products, because each tile starts and ends
 INNER_FULL = 8192  # inner dimension with the rate of ``Efficiency.matrix``
@@ -22,7 +26,10 @@ SLOWEST = 0.04  # how much longer than the average GPU the slowest of 2^SLOWEST_
 SLOWEST_AT = 8
 
 _NUMBER: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes
-_TILE = (128, 256)  # output elements that one multiprocessor computes at a time in cuBLAS's large kernels
+_TILE = (
+    128,
+    256,
+)  # output elements that one multiprocessor computes at a time in cuBLAS's large kernels
 _MULTIPROCESSORS = 132
 
 
@@ -34,7 +41,9 @@ class Roofline:
     precision: Precision = "bf16"
     fp8_attention: bool = False
 
-    def matrix(self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True) -> float:
+    def matrix(
+        self, tokens: float, rows: int, columns: int, count: int = 1, quantized: bool = True
+    ) -> float:
         """Time ``count`` products of ``tokens`` x ``columns`` with ``columns`` x ``rows`` in one grouped kernel.
 
         Products that are not ``quantized`` run in bf16.
@@ -54,7 +63,11 @@ class Roofline:
             seen: Keys of a query, on average.
             head: Width of a head.
         """
-        reached = self.card.efficiency.fp8_attention if self.fp8_attention else self.card.efficiency.attention
+        reached = (
+            self.card.efficiency.fp8_attention
+            if self.fp8_attention
+            else self.card.efficiency.attention
+        )
         rate = self.card.bf16 * reached[direction] * min(1.0, head / FULL_HEAD) ** 0.5
         return operations / rate * (1 + ATTENTION_HALF / seen) + LAUNCH
 

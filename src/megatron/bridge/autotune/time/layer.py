@@ -6,7 +6,11 @@ from functools import lru_cache
 
 from megatron.bridge.autotune.efficiency import MXFP8_BYTES, Direction
 from megatron.bridge.autotune.time.collectives import AlphaBeta, Group, reached
-from megatron.bridge.autotune.time.kernels import GROUPED_EFFICIENCY, GROUPED_GRADIENT_EFFICIENCY, Roofline
+from megatron.bridge.autotune.time.kernels import (
+    GROUPED_EFFICIENCY,
+    GROUPED_GRADIENT_EFFICIENCY,
+    Roofline,
+)
 from megatron.bridge.autotune.time.work import Cost, LayerShape, Matrix, Run, operations_per_token
 
 # Scans of Mamba-2 and gated delta nets reach a lower fraction of the peak rate than attention (an assumption).
@@ -33,25 +37,39 @@ class LayerTime:
 def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
     operations = run.tokens * operations_per_token(shape, run)
     forward = kernels.measured(f"{shape.kind} forward", operations, _compute(shape, run, kernels))
-    backward = kernels.measured(f"{shape.kind} backward", operations, _backward(shape, run, kernels))
+    backward = kernels.measured(
+        f"{shape.kind} backward", operations, _backward(shape, run, kernels)
+    )
     forward = forward + _exchange(shape, run, kernels, "forward")
     backward = backward + _exchange(shape, run, kernels, "backward")
     again = replace(forward, tensor=0.0, context=0.0, expert=0.0).total * run.recompute
-    repeated = Cost(recompute=again, tensor=forward.tensor * run.recompute, expert=forward.expert * run.recompute)
+    repeated = Cost(
+        recompute=again,
+        tensor=forward.tensor * run.recompute,
+        expert=forward.expert * run.recompute,
+    )
     return LayerTime(forward, backward + repeated)
 
 
 def _compute(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(kernels.matrix(run.tokens, each.rows, each.columns) for each in shape.matrices)
-    matrix += sum(kernels.matrix(run.between, each.rows, each.columns, quantized=False) for each in shape.router)
+    matrix += sum(
+        kernels.matrix(run.between, each.rows, each.columns, quantized=False)
+        for each in shape.router
+    )
     matrix += sum(_grouped(each, run, kernels) for each in shape.experts)
     moved = _moved(shape, run, kernels) + _quantized(shape, run, kernels, "forward")
     return Cost(matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=moved)
 
 
 def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
-    matrix = sum(_twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices)
-    matrix += 2 * sum(kernels.matrix(run.between, each.columns, each.rows, quantized=False) for each in shape.router)
+    matrix = sum(
+        _twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices
+    )
+    matrix += 2 * sum(
+        kernels.matrix(run.between, each.columns, each.rows, quantized=False)
+        for each in shape.router
+    )
     of_weight = GROUPED_EFFICIENCY / GROUPED_GRADIENT_EFFICIENCY
     matrix += sum(_twice(each, _grouped(each, run, kernels), of_weight) for each in shape.experts)
     moved = 2 * _moved(shape, run, kernels) + _quantized(shape, run, kernels, "backward")
@@ -76,7 +94,9 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
         # the backward kernel recomputes the scores: five products instead of two
         factor = 1.0 if direction == "forward" else 2.5
         return kernels.attention(operations * factor, direction, shape.seen, shape.head)
-    scan = max(operations / (kernels.card.bf16 * SCAN_EFFICIENCY), kernels.moved(shape.states * run.tokens))
+    scan = max(
+        operations / (kernels.card.bf16 * SCAN_EFFICIENCY), kernels.moved(shape.states * run.tokens)
+    )
     return scan * (1 if direction == "forward" else 2)
 
 
@@ -89,7 +109,11 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     gates = sum(each.rows for each in shape.experts if each.name == "linear_fc1")
     experts += _CLAMP * gates * run.chosen * shape.clamped
     experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
-    launched = 8 + 40 * bool(shape.experts) + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
+    launched = (
+        8
+        + 40 * bool(shape.experts)
+        + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
+    )
     return kernels.moved((stream + inner + experts) * run.number, kernels=launched)
 
 
@@ -117,7 +141,9 @@ def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Directi
     tensor = shape.blocks * _around_block(run, kernels, forward)
     if run.tensor_overlap:
         tensor /= run.tensor  # all parts but the first arrive during the products of others
-    context = _context(shape, run, links, _between(shape, run, kernels, direction), 1.0 if forward else 2.0)
+    context = _context(
+        shape, run, links, _between(shape, run, kernels, direction), 1.0 if forward else 2.0
+    )
     return Cost(tensor=tensor, context=context, expert=_expert(shape, run, links))
 
 
@@ -136,7 +162,9 @@ def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
     return gather * (1 if forward else 2) + links.reduce_scatter(size, group)
 
 
-def _context(shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float) -> float:
+def _context(
+    shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float
+) -> float:
     if run.context == 1 or not shape.keys:
         return 0.0
     group = Group(run.context, run.tensor)

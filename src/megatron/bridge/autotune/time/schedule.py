@@ -34,7 +34,9 @@ class Pipeline:
     # ``microbatch_group_size_per_vp_stage``: microbatches that run through one chunk before the next chunk runs
     group: int = 1
     forward_only: bool = False  # evaluation and inference run no backward pass
-    overlap_experts: bool = False  # ``overlap_moe_expert_parallel_comm``, which runs one more forward pass in advance
+    overlap_experts: bool = (
+        False  # ``overlap_moe_expert_parallel_comm``, which runs one more forward pass in advance
+    )
 
     def warmup(self, stage: int) -> int:
         """Return the number of forward passes of ``stage`` before its first pair of forward and backward passes."""
@@ -85,33 +87,50 @@ def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, .
 
 
 @lru_cache(maxsize=4096)
-def distinct_moments(pipeline: Pipeline, stage: int) -> tuple[tuple[Kind, int, tuple[int, ...]], ...]:
+def distinct_moments(
+    pipeline: Pipeline, stage: int
+) -> tuple[tuple[Kind, int, tuple[int, ...]], ...]:
     """Return the moments that differ in memory: kind and chunk of a pass, and the microbatches that chunks hold."""
-    return tuple(dict.fromkeys((each.kind, each.chunk, held) for each, held in held_counts(pipeline, stage)))
+    return tuple(
+        dict.fromkeys((each.kind, each.chunk, held) for each, held in held_counts(pipeline, stage))
+    )
 
 
 def short_pipeline(pipeline: Pipeline) -> Pipeline:
     """Return the same schedule with fewer microbatches that has the same distinct moments."""
     group = pipeline.group if pipeline.chunks > 1 else pipeline.stages
-    enough = pipeline.warmup(0) // pipeline.chunks // group * group + 3 * group + pipeline.microbatches % group
+    enough = (
+        pipeline.warmup(0) // pipeline.chunks // group * group
+        + 3 * group
+        + pipeline.microbatches % group
+    )
     return replace(pipeline, microbatches=min(pipeline.microbatches, enough))
 
 
-def most_held(pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = None) -> tuple[int, ...]:
+def most_held(
+    pipeline: Pipeline, stage: int, sizes: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Return how many microbatches each chunk holds at the peak of ``stage``.
 
     ``sizes`` are the bytes that each chunk saves for one microbatch; None means that they are equal.
     """
     weights = [1.0] * pipeline.chunks if sizes is None else sizes
     mixes = [held for _, _, held in distinct_moments(pipeline, stage)]
-    return max(mixes, key=lambda held: sum(count * size for count, size in zip(held, weights, strict=True)))
+    return max(
+        mixes, key=lambda held: sum(count * size for count, size in zip(held, weights, strict=True))
+    )
 
 
 def pipeline_of(config: ConfigContainer, world_size: int) -> Pipeline:
     """Return the schedule of a step of a config whose layout has been checked."""
     model, train = config.model, config.train
-    stages, chunks = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
-    microbatches = train.global_batch_size // (train.micro_batch_size * config.data_parallel_size(world_size))
+    stages, chunks = (
+        model.pipeline_model_parallel_size,
+        model.virtual_pipeline_model_parallel_size or 1,
+    )
+    microbatches = train.global_batch_size // (
+        train.micro_batch_size * config.data_parallel_size(world_size)
+    )
     return Pipeline(
         stages=stages,
         microbatches=max(microbatches, 1),

@@ -30,7 +30,9 @@ class PassTimes:
     forward: tuple[tuple[float, ...], ...]  # by stage and chunk
     backward: tuple[tuple[float, ...], ...]  # by stage and chunk
     message: float = 0.0  # from the end of a pass until its output has arrived at the next stage
-    blocking: bool = False  # the sender waits for its messages, as in Megatron-Core without ``overlap_p2p_comm``
+    blocking: bool = (
+        False  # the sender waits for its messages, as in Megatron-Core without ``overlap_p2p_comm``
+    )
 
     def busy(self, stage: int) -> float:
         """Return the seconds of one microbatch on ``stage``."""
@@ -47,7 +49,10 @@ def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, flo
     stages = pipeline.stages
     durations = {"forward": times.forward, "backward": times.backward}
     travel, blocked = (0.0 if stages == 1 else times.message), times.message * times.blocking
-    queues = [deque(zip(passes(pipeline, stage), _inputs(pipeline, stage), strict=True)) for stage in range(stages)]
+    queues = [
+        deque(zip(passes(pipeline, stage), _inputs(pipeline, stage), strict=True))
+        for stage in range(stages)
+    ]
     free = [0.0] * stages
     arrived: dict[_Input | None, float] = {None: 0.0}
     waiting: dict[_Input, int] = {}  # stages by the input that they wait for
@@ -83,7 +88,11 @@ def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
     done: dict[str, list[Pass]] = {"forward": [], "backward": []}
     found: list[_Input] = []
     for work in passes(pipeline, stage):
-        position, backward, earlier = work.chunk * stages + stage, work.kind == "backward", done[work.kind]
+        position, backward, earlier = (
+            work.chunk * stages + stage,
+            work.kind == "backward",
+            done[work.kind],
+        )
         source = (work.kind, position + 2 * backward - 1, work.microbatch)
         if backward and position == last:
             source = ("forward", last, work.microbatch)

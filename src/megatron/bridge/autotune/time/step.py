@@ -43,7 +43,9 @@ class Setting:
     # fraction of each layer's forward pass that is recomputed, by its shape and its index in its chunk
     recompute: Callable[[LayerShape, int], float]
     vocabulary: int  # rows of the output layer on a rank
-    embedding_weights: int  # parameters of the embedding on a rank, same as those of the output layer
+    embedding_weights: (
+        int  # parameters of the embedding on a rank, same as those of the output layer
+    )
     tied: bool  # whether embedding and output layer share their weight
     world_size: int  # GPUs
     replicas: int  # ranks that hold the same dense weights
@@ -88,7 +90,10 @@ class Prediction:
 
 
 def predict_step(
-    plan: Plan, setting: Setting, kernels: Roofline, span: Callable[[Pipeline, PassTimes], float] = makespan
+    plan: Plan,
+    setting: Setting,
+    kernels: Roofline,
+    span: Callable[[Pipeline, PassTimes], float] = makespan,
 ) -> Prediction:
     """Predict the time of a step; ``plan`` contains the layers of all stages.
 
@@ -101,7 +106,8 @@ def predict_step(
         forward=tuple(tuple(forward.total for forward, _ in chunks) for chunks in costs),
         backward=tuple(tuple(backward.total for _, backward in chunks) for chunks in costs),
         message=_message(setting, kernels),
-        blocking=not (setting.overlap_messages and kernels.overlaps) and setting.pipeline.stages > 1,
+        blocking=not (setting.overlap_messages and kernels.overlaps)
+        and setting.pipeline.stages > 1,
     )
     stages = setting.pipeline.stages
     busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
@@ -124,10 +130,17 @@ def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowd
 
 
 def _prediction(
-    plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes, busy: tuple[float, ...], split: dict[str, float]
+    plan: Plan,
+    setting: Setting,
+    kernels: Roofline,
+    times: PassTimes,
+    busy: tuple[float, ...],
+    split: dict[str, float],
 ) -> Prediction:
     seconds = sum(split.values())
-    half = SPREAD[any(layer.experts for chunks in plan for chunk in chunks for layer in chunk.layers)]
+    half = SPREAD[
+        any(layer.experts for chunks in plan for chunk in chunks for layer in chunk.layers)
+    ]
     operations = model_operations(plan, setting)
     return Prediction(
         seconds=seconds,
@@ -161,7 +174,9 @@ def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost
         key = (layer, setting.recompute(layer, index))
         runs[key] = runs.get(key, 0) + 1
     for (layer, again), count in runs.items():
-        found = layer_time(layer, replace(setting.run, recompute=again) if again else setting.run, kernels)
+        found = layer_time(
+            layer, replace(setting.run, recompute=again) if again else setting.run, kernels
+        )
         forward, backward = forward + found.forward * count, backward + found.backward * count
     slowest = kernels.slowest(setting.world_size)
     return forward.slowed(slowest), backward.slowed(slowest)
@@ -179,7 +194,9 @@ def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, 
         operations = 2.0 * run.tokens * setting.vocabulary * run.hidden
         last = kernels.measured("ends forward", operations, Cost(matrix=product, memory=logits))
         forward = forward + last * chunk.losses
-        last = kernels.measured("ends backward", operations, Cost(matrix=2 * product, memory=logits / 2))
+        last = kernels.measured(
+            "ends backward", operations, Cost(matrix=2 * product, memory=logits / 2)
+        )
         backward = backward + last * chunk.losses
     return forward, backward
 
@@ -192,7 +209,9 @@ def _message(setting: Setting, kernels: Roofline) -> float:
     return kernels.links.send(size, setting.world_size // setting.pipeline.stages)
 
 
-def stage_weights(chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = False) -> tuple[float, float]:
+def stage_weights(
+    chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = False
+) -> tuple[float, float]:
     """Return a rank's trained parameters, or all with ``frozen``: dense parameters, then parameters of experts."""
     layers = [layer for chunk in chunks for layer in chunk.layers]
     parts = [1.0 if frozen else layer.trained for layer in layers]
@@ -208,7 +227,9 @@ def stage_weights(chunks: tuple[Chunk, ...], setting: Setting, frozen: bool = Fa
 
 def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) -> dict[str, float]:
     """Return the times after the last pass, on the stage where they are longest."""
-    found = [_after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)]
+    found = [
+        _after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)
+    ]
     longest = max(found, key=lambda split: sum(split.values()))
     return longest | {"other": FIXED}
 
@@ -225,7 +246,11 @@ def _after_stage(
     beside = sum(times.backward[stage]) if setting.overlap_gradients else None
     reduce = _exposed(gather, parts, setting.gradient, setting.bucket, beside)
     beside = sum(times.forward[stage]) if setting.overlap_parameters else None
-    spread = _exposed(links.all_gather, parts, setting.parameter, setting.bucket, beside) if setting.sharded else 0.0
+    spread = (
+        _exposed(links.all_gather, parts, setting.parameter, setting.bucket, beside)
+        if setting.sharded
+        else 0.0
+    )
     owned = dense / (setting.replicas if setting.sharded else 1)
     owned += experts / (setting.expert_replicas if setting.sharded else 1)
     return {
@@ -245,5 +270,10 @@ def _exposed(
     """Return the exposed time of messages of ``number`` bytes a parameter, in buckets; all but the last overlap."""
     if beside is None:
         return sum(gather(size * number, group) for size, group in parts)
-    messages = [(max(size / bucket, 1.0), gather(min(size, bucket) * number, group)) for size, group in parts]
-    return max(sum(count * each for count, each in messages) - beside, sum(each for _, each in messages))
+    messages = [
+        (max(size / bucket, 1.0), gather(min(size, bucket) * number, group))
+        for size, group in parts
+    ]
+    return max(
+        sum(count * each for count, each in messages) - beside, sum(each for _, each in messages)
+    )

@@ -21,10 +21,14 @@ class LayerShape:
     """One layer on one rank of a tensor and an expert tensor group."""
 
     matrices: tuple[Matrix, ...]  # multiply each token of the rank's part of the sequence
-    router: tuple[Matrix, ...]  # and projections around experts: multiply the tokens of one sequence-parallel rank
+    router: tuple[
+        Matrix, ...
+    ]  # and projections around experts: multiply the tokens of one sequence-parallel rank
     experts: tuple[Matrix, ...]  # matrices of one expert
     between: float  # forward operations per token between the matrices: attention, or the scan of a mixer
-    states: float  # bytes per token of the states between chunks that a scan writes and reads forward
+    states: (
+        float  # bytes per token of the states between chunks that a scan writes and reads forward
+    )
     quadratic: bool  # whether ``between`` is attention, which runs in a fused kernel
     norms: int  # norms over the hidden size
     inner: int  # elements per token that activations and rotary embeddings read or write
@@ -72,7 +76,9 @@ class Cost:
     expert: float = 0.0  # exposed communication of expert parallelism
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(x + y for x, y in zip(self.parts().values(), other.parts().values(), strict=True)))
+        return Cost(
+            *(x + y for x, y in zip(self.parts().values(), other.parts().values(), strict=True))
+        )
 
     def __mul__(self, factor: float) -> "Cost":
         return Cost(*(x * factor for x in self.parts().values()))
@@ -109,7 +115,9 @@ class Run:
     expert_tensor: int = 1  # expert-tensor-parallel ranks
     local_experts: int = 1  # experts on a rank
     top_k: int = 0  # experts per token
-    sequence_parallel: bool = False  # whether norms and the residual stream are split over tensor ranks
+    sequence_parallel: bool = (
+        False  # whether norms and the residual stream are split over tensor ranks
+    )
     tensor_overlap: bool = False  # ``tp_comm_overlap``
     expert_overlap: bool = False  # ``overlap_moe_expert_parallel_comm``
     flex: bool = False  # ``moe_token_dispatcher_type=flex``: DeepEP or HybridEP

@@ -51,7 +51,9 @@ class Tile:
     rows: slice
     keys: slice
     causal: bool = False  # query i of a square tile sees the keys up to i
-    positions: tuple[int, int] | None = None  # positions of first query and key, if the mask differs
+    positions: tuple[int, int] | None = (
+        None  # positions of first query and key, if the mask differs
+    )
 
 
 def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) -> Iterator[Tile]:
@@ -134,12 +136,16 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
         assert seen is not None
         shared[key] = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
     return [
-        None if tile.positions is None else shared[kind(tile, tile.positions)][:, -_length(tile.keys) :]
+        None
+        if tile.positions is None
+        else shared[kind(tile, tile.positions)][:, -_length(tile.keys) :]
         for tile in plan
     ]
 
 
-def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor | None, AttentionWindow]:
+def looking_ahead(
+    mask: Tensor | None, window: AttentionWindow
+) -> tuple[Tensor | None, AttentionWindow]:
     """Return no mask if no query sees later keys, else a window that includes the farthest later key."""
     if mask is None or mask.dtype == torch.bool:
         return mask, window
@@ -149,12 +155,20 @@ def looking_ahead(mask: Tensor | None, window: AttentionWindow) -> tuple[Tensor 
             f"{reach + 1} tokens see each other both ways, more than the attention window of {window.left + 1}: "
             "use smaller images or shorter prompts"
         )
-    return (mask, AttentionWindow(window.left, reach)) if reach else (None, AttentionWindow(window.left, 0))
+    return (
+        (mask, AttentionWindow(window.left, reach))
+        if reach
+        else (None, AttentionWindow(window.left, 0))
+    )
 
 
 def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
     """Return a tile's boolean [b, 1, queries, keys], true after the last key that a query sees by ``ahead`` [b, s]."""
-    queries = torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device) - span.row + span.position
+    queries = (
+        torch.arange(tile.rows.start, tile.rows.stop, device=ahead.device)
+        - span.row
+        + span.position
+    )
     keys = torch.arange(tile.keys.start, tile.keys.stop, device=ahead.device) - span.key_row
     return (keys > (queries + ahead[:, tile.rows])[..., None])[:, None]
 
@@ -168,7 +182,9 @@ def slice_sequence(tensor: Tensor, parts: list[slice]) -> list[Tensor]:
     total = tensor.size(2)
     if parts == [slice(0, total)]:
         return [tensor]
-    if sum(_length(part) for part in parts) > 4 * total:  # all their gradients at once would take too much memory
+    if (
+        sum(_length(part) for part in parts) > 4 * total
+    ):  # all their gradients at once would take too much memory
         return [tensor[:, :, part] for part in parts]
     return list(_SliceSequence.apply(tensor, parts))  # type: ignore[arg-type]
 
@@ -184,7 +200,9 @@ class _SliceSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
-        given = [(part, grad) for part, grad in zip(ctx.parts, grads, strict=True) if grad is not None]
+        given = [
+            (part, grad) for part, grad in zip(ctx.parts, grads, strict=True) if grad is not None
+        ]
         total = given[0][1].new_zeros(ctx.shape)
         for part, grad in given:
             total[:, :, part] += grad
@@ -232,13 +250,17 @@ def packed_segments(packed: Any) -> tuple[list[PackedSegment], list[PackedSegmen
     def of(real: Tensor, padded: Tensor | None) -> list[PackedSegment]:
         return segments(host_values(real), None if padded is None else host_values(padded))
 
-    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
+    return of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded), of(
+        packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded
+    )
 
 
 def packed_spans(queries: list[PackedSegment], keys: list[PackedSegment]) -> list[QuerySpan]:
     """Return one span for each segment, without its padding."""
     return [
-        QuerySpan(row=q.start, rows=q.length, position=k.length - q.length, key_row=k.start, keys=k.length)
+        QuerySpan(
+            row=q.start, rows=q.length, position=k.length - q.length, key_row=k.start, keys=k.length
+        )
         for q, k in zip(queries, keys, strict=True)
     ]
 

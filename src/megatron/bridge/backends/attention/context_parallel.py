@@ -13,13 +13,17 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 from megatron.bridge.backends.attention.block_mask import PackedSegment
 
 
-def gather_sequence(local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup) -> torch.Tensor:
+def gather_sequence(
+    local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
+) -> torch.Tensor:
     """Gather the whole sequence in natural order on every rank; the backward pass reduce-scatters gradients."""
     gathered = gather_from_sequence_parallel_region(local.contiguous(), group=group)
     return to_natural_order(gathered, parts, group.size())
 
 
-def sequence_to_heads(local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup) -> torch.Tensor:
+def sequence_to_heads(
+    local: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
+) -> torch.Tensor:
     """Exchange a part of the sequence with all heads for the whole sequence with ``heads / size`` heads."""
     size = group.size()
     rows, batch, heads, width = local.shape
@@ -28,7 +32,9 @@ def sequence_to_heads(local: torch.Tensor, parts: list[PackedSegment], group: di
     return to_natural_order(exchanged.view(size * rows, batch, heads // size, width), parts, size)
 
 
-def heads_to_sequence(natural: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup) -> torch.Tensor:
+def heads_to_sequence(
+    natural: torch.Tensor, parts: list[PackedSegment], group: dist.ProcessGroup
+) -> torch.Tensor:
     """The inverse of `sequence_to_heads`."""
     size = group.size()
     total, batch, heads, width = natural.shape

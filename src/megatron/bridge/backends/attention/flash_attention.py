@@ -44,7 +44,9 @@ def attend_packed(
 ) -> Tensor:
     """Compute attention [t, 1, h, d] of a packed row with sequences between ``bounds`` (int32, on the device)."""
     q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
-    return _varlen_attention(q, k, v, (bounds, bounds), (longest, longest), window, scale, sinks).unsqueeze(1)
+    return _varlen_attention(
+        q, k, v, (bounds, bounds), (longest, longest), window, scale, sinks
+    ).unsqueeze(1)
 
 
 def attend_spans(
@@ -68,7 +70,9 @@ def attend_spans(
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _attend_span(qkv: QKV, span: QuerySpan, window: AttentionWindow, scale: float, sinks: Tensor | None) -> Tensor:
+def _attend_span(
+    qkv: QKV, span: QuerySpan, window: AttentionWindow, scale: float, sinks: Tensor | None
+) -> Tensor:
     query, key, value = qkv
     low = 0 if window.left is None else max(0, span.position - window.left)
     high = span.keys if window.right is None else span.position + span.rows
@@ -76,7 +80,9 @@ def _attend_span(qkv: QKV, span: QuerySpan, window: AttentionWindow, scale: floa
     k, v = (tensor[span.key_row + low : span.key_row + high] for tensor in (key, value))
     batch = q.size(1)
     lengths = q.size(0), k.size(0)
-    bounds = [torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length for length in lengths]
+    bounds = [
+        torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length for length in lengths
+    ]
     q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (q, k, v))
     out = _varlen_attention(q, k, v, (bounds[0], bounds[1]), lengths, window, scale, sinks)
     return out.unflatten(0, (batch, -1)).transpose(0, 1)

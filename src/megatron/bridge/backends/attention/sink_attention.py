@@ -34,7 +34,9 @@ class CpuFlashKernel:
             query, key, value, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
         )
 
-    def backward(self, grad: Tensor, out: Tensor, log_sum: Tensor, *qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, grad: Tensor, out: Tensor, log_sum: Tensor, *qkv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value."""
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, *qkv, out, log_sum, 0.0, self.causal, attn_mask=self.bias, scale=self.scale
@@ -65,8 +67,12 @@ class CudaFlashKernel:
         )
         return out, log_sum.t()
 
-    def backward(self, grad: Tensor, out: Tensor, log_sum: Tensor, *qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, which is not used
+    def backward(
+        self, grad: Tensor, out: Tensor, log_sum: Tensor, *qkv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        state = torch.zeros(
+            2, dtype=torch.uint64, device=grad.device
+        )  # of dropout, which is not used
         unused = torch.empty(0, device=grad.device)
         shared = (*self.bounds, *self.longest, 0.0, self._causal(), state, unused)
         by_head = log_sum.t().contiguous()
@@ -88,7 +94,9 @@ FlashKernel = CpuFlashKernel | CudaFlashKernel
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel
+    ) -> Tensor:
         out, log_sum = kernel.forward(query, key, value)
         whole = torch.logaddexp(log_sum, kernel.expand_sinks(sinks.to(log_sum.dtype)))
         out = (out * (log_sum - whole).exp().unsqueeze(-1)).to(query.dtype)

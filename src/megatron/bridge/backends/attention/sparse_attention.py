@@ -69,17 +69,23 @@ class Indexer(MegatronModule):
         super().__init__(config=config)
         self.groups = groups
         heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        sizes: Any = {"device": None if config.use_cpu_initialization else torch.cuda.current_device()}
+        sizes: Any = {
+            "device": None if config.use_cpu_initialization else torch.cuda.current_device()
+        }
         sizes["dtype"] = config.params_dtype
         self.linear_wq_b = nn.Linear(config.q_lora_rank, heads * width, bias=False, **sizes)
         self.linear_wk = nn.Linear(config.hidden_size, width, bias=False, **sizes)
-        self.k_norm = nn.LayerNorm(width, config.dsa_indexer_k_norm_epsilon or config.layernorm_epsilon, **sizes)
+        self.k_norm = nn.LayerNorm(
+            width, config.dsa_indexer_k_norm_epsilon or config.layernorm_epsilon, **sizes
+        )
         self.linear_weights_proj = nn.Linear(config.hidden_size, heads, bias=False, **sizes)
         if config.perform_initialization:
             for linear in (self.linear_wq_b, self.linear_wk, self.linear_weights_proj):
                 config.init_method(linear.weight)
         rotated = config.qk_pos_emb_head_dim
-        self.rotary_pos_emb = RotaryEmbedding(rotated, 1.0, rotary_base=config.rotary_base, cp_group=groups.cp)
+        self.rotary_pos_emb = RotaryEmbedding(
+            rotated, 1.0, rotary_base=config.rotary_base, cp_group=groups.cp
+        )
 
     def forward(self, x: Tensor, latent: Tensor, packed: PackedSeqParams | None = None) -> Index:
         """Compute the index of hidden states [s, b, hidden] and the normalized latents of their queries."""
@@ -88,7 +94,9 @@ class Indexer(MegatronModule):
         latent = latent.view(*x.shape[:2], -1)
         length = self.rotary_pos_emb.get_rotary_seq_len(None, None, x, config, packed)  # type: ignore[arg-type]
         if config.sequence_parallel and tp.size() > 1:
-            x, latent = (gather_from_sequence_parallel_region(part, group=tp) for part in (x, latent))
+            x, latent = (
+                gather_from_sequence_parallel_region(part, group=tp) for part in (x, latent)
+            )
         angles: Any = self.rotary_pos_emb(length, packed_seq=packed is not None)
         queries = self.linear_wq_b(latent).unflatten(-1, (config.dsa_indexer_n_heads, -1))
         keys = self.k_norm(self.linear_wk(x)).unsqueeze(2)
@@ -107,7 +115,9 @@ class Indexer(MegatronModule):
             turned = apply_rotary_pos_emb(turned, angles[: len(x)], config, **options)
         else:
             bounds = padded_cu_seqlens(packed)
-            turned = apply_rotary_pos_emb(turned.squeeze(1), angles, config, bounds, **options).unsqueeze(1)
+            turned = apply_rotary_pos_emb(
+                turned.squeeze(1), angles, config, bounds, **options
+            ).unsqueeze(1)
         return torch.cat((turned, plain), dim=-1)
 
     def scores(self, index: Index, later: Tensor) -> Tensor:
@@ -128,13 +138,19 @@ class SparseAttention(TorchAttention):
         source: the attention whose choice this layer uses; empty if it has an indexer.
     """
 
-    requires_dsa_inputs = True  # makes Megatron-Core's layer pass hidden states and the latents of queries
+    requires_dsa_inputs = (
+        True  # makes Megatron-Core's layer pass hidden states and the latents of queries
+    )
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, layer_number, *args, **kwargs)
         self.layer_number = layer_number
         offset, every = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
-        self.indexer = None if takes_over(layer_number, offset, every) else Indexer(config, kwargs["pg_collection"])
+        self.indexer = (
+            None
+            if takes_over(layer_number, offset, every)
+            else Indexer(config, kwargs["pg_collection"])
+        )
         self.source: list[SparseAttention] = []  # in a list, so that it does not become a submodule
         self.hidden: Tensor | None = None
         self._index: Index | None = None
@@ -157,11 +173,15 @@ class SparseAttention(TorchAttention):
             self._index = index and self._with_all_keys(index, packed_seq_params)
         if self.cache is not None:
             self._index, self.masks = None, self._masks(index) if index else self.source[0].masks
-        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **options)
+        return super().forward(
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params, **options
+        )
 
     @property
     def _learns(self) -> bool:
-        return self.training and torch.is_grad_enabled() and bool(self.config.dsa_indexer_loss_coeff)
+        return (
+            self.training and torch.is_grad_enabled() and bool(self.config.dsa_indexer_loss_coeff)
+        )
 
     def _with_all_keys(self, index: Index, packed: PackedSeqParams | None) -> Index:
         """Return the index with the keys of all context-parallel ranks, in natural order."""
@@ -170,20 +190,31 @@ class SparseAttention(TorchAttention):
             return index
         total = len(index.keys) * group.size()
         parts = packed_segments(packed)[0] if packed else [PackedSegment(0, total, total)]
-        return index._replace(keys=gather_sequence(index.keys.unsqueeze(2), parts, group).squeeze(2))
+        return index._replace(
+            keys=gather_sequence(index.keys.unsqueeze(2), parts, group).squeeze(2)
+        )
 
     def _attend(
-        self, qkv: QKV, mask: Tensor | None, spans: list[QuerySpan], window: AttentionWindow, sinks: Tensor | None
+        self,
+        qkv: QKV,
+        mask: Tensor | None,
+        spans: list[QuerySpan],
+        window: AttentionWindow,
+        sinks: Tensor | None,
     ) -> Tensor:
         if self.cache is not None:
             return super()._attend(qkv, mask, spans, window, sinks)
         index, self._index = self._index, None
         self.hidden = self._choose(index, spans) if index else self.source[0].hidden
-        hidden = self.hidden if mask is None else mask if self.hidden is None else mask | self.hidden
+        hidden = (
+            self.hidden if mask is None else mask if self.hidden is None else mask | self.hidden
+        )
         out = super()._attend(qkv, hidden, spans, window, sinks)
         if index is None or not self._learns:
             return out
-        return DSAIndexerLossAutoScaler.apply(out, self._loss(index, qkv[0].detach(), qkv[1].detach(), spans))
+        return DSAIndexerLossAutoScaler.apply(
+            out, self._loss(index, qkv[0].detach(), qkv[1].detach(), spans)
+        )
 
     @torch.no_grad()
     def _choose(self, index: Index, spans: list[QuerySpan]) -> Tensor | None:
@@ -202,7 +233,9 @@ class SparseAttention(TorchAttention):
         assert self.indexer is not None
         return self.indexer.scores(part, later)
 
-    def _blocks(self, index: Index, spans: list[QuerySpan]) -> Iterator[tuple[slice, slice, Index, Tensor]]:
+    def _blocks(
+        self, index: Index, spans: list[QuerySpan]
+    ) -> Iterator[tuple[slice, slice, Index, Tensor]]:
         """Yield rows and keys of blocks of queries, their part of the index, and a mask of later keys."""
         for span in spans:
             keys = slice(span.key_row, span.key_row + span.keys)
@@ -222,7 +255,11 @@ class SparseAttention(TorchAttention):
         masks = []
         for span in cache.step.spans:
             rows, stop = slice(span.row, span.row + span.count), span.start + span.count
-            part = Index(index.queries[rows], cache.keys[span.extent : span.extent + stop], index.weights[rows])
+            part = Index(
+                index.queries[rows],
+                cache.keys[span.extent : span.extent + stop],
+                index.weights[rows],
+            )
             masks.append(self._choose(part, [QuerySpan(0, span.count, span.start, 0, stop)]))
         return masks
 
@@ -236,7 +273,9 @@ class SparseAttention(TorchAttention):
                 unseen = unseen | self.hidden[:, 0, rows, keys]
             wanted = self._attention(query[rows], key[keys], unseen)
             # recomputed in the backward pass; otherwise the scores of all heads would stay in memory
-            part_of_all: Any = checkpoint(self._divergence, part, wanted, unseen, use_reentrant=False)
+            part_of_all: Any = checkpoint(
+                self._divergence, part, wanted, unseen, use_reentrant=False
+            )
             total = total + part_of_all
         mean = total / (query.size(1) * sum(span.rows for span in spans))
         layers = config.num_layers + (config.mtp_num_layers or 0)
@@ -248,7 +287,10 @@ class SparseAttention(TorchAttention):
         """Compute the attention probabilities [b, queries, keys], averaged over all heads."""
         given = query.new_zeros(unseen.shape, dtype=torch.float32)
         for head in range(query.size(2)):
-            scores = torch.einsum("sbd,tbd->bst", query[:, :, head].float(), key[:, :, head].float()) * self.scale
+            scores = (
+                torch.einsum("sbd,tbd->bst", query[:, :, head].float(), key[:, :, head].float())
+                * self.scale
+            )
             given += scores.masked_fill(unseen, -torch.inf).softmax(-1)
         if self.tp_group.size() > 1:
             dist.all_reduce(given, group=self.tp_group)

@@ -81,9 +81,13 @@ class TorchAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
         self.tp_group: dist.ProcessGroup = groups.tp
-        self.cp_group: dist.ProcessGroup | None = groups.cp if config.context_parallel_size > 1 else None
+        self.cp_group: dist.ProcessGroup | None = (
+            groups.cp if config.context_parallel_size > 1 else None
+        )
         self.attn_mask_type = attn_mask_type
         width = k_channels or config.kv_channels
         assert width is not None, "Megatron-Core derives kv_channels from the hidden size"
@@ -120,7 +124,9 @@ class TorchAttention(MegatronModule):
             self.softmax_offset = torch.zeros(heads, device=device, dtype=config.params_dtype)
         elif config.softmax_type == "learnable":
             all_heads = torch.empty(heads * ranks, device=device, dtype=config.params_dtype)
-            if config.perform_initialization:  # all heads on every rank: the same values under any layout
+            if (
+                config.perform_initialization
+            ):  # all heads on every rank: the same values under any layout
                 config.init_method(all_heads)  # type: ignore[misc]
             mine = all_heads.split(heads)[self.tp_group.rank()].clone()
             self.softmax_offset = torch.nn.Parameter(mine)
@@ -155,12 +161,16 @@ class TorchAttention(MegatronModule):
             return self.cache.attend(self, query, key, value)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
-            assert attention_mask is None or attention_mask.dtype != torch.bool, "packed rows have no mask"
+            assert attention_mask is None or attention_mask.dtype != torch.bool, (
+                "packed rows have no mask"
+            )
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         window = self._mask_window(attn_mask_type or self.attn_mask_type)
         attention_mask, window = looking_ahead(attention_mask, window)
         attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
-        out = attend((query, key, value), attention_mask, window, packed_seq_params if packed else None).flatten(2)
+        out = attend(
+            (query, key, value), attention_mask, window, packed_seq_params if packed else None
+        ).flatten(2)
         return out.squeeze(1) if packed else out
 
     def first_key(self, position: Any) -> Any:
@@ -175,7 +185,9 @@ class TorchAttention(MegatronModule):
     def _mask_window(self, mask_type: AttnMaskType) -> AttentionWindow:
         left, right = (-1, -1) if self.chunk_size is not None else self.window_size or (-1, -1)
         causal = mask_type in _CAUSAL
-        return AttentionWindow(None if left < 0 else left, 0 if causal else (None if right < 0 else right))
+        return AttentionWindow(
+            None if left < 0 else left, 0 if causal else (None if right < 0 else right)
+        )
 
     def _cp(self, packed: PackedSeqParams | None) -> dist.ProcessGroup | None:
         """Return the context-parallel group. A packed row may have its own group, or None if it is not split."""
@@ -189,12 +201,18 @@ class TorchAttention(MegatronModule):
         query, key, value = qkv
         if packed is None:
             spans = whole_sequence(query.size(0), key.size(0))
-        elif mask is None and self.takes_packed_rows(query, window) and packed.cu_seqlens_q_padded is None:
+        elif (
+            mask is None
+            and self.takes_packed_rows(query, window)
+            and packed.cu_seqlens_q_padded is None
+        ):
             values = value.size(-1)
             value = _pad_width(value, query)
             bounds, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             options = (window, self.scale, self.softmax_offset)
-            return flash_attention.attend_packed(query, key, value, bounds, int(longest), *options)[..., :values]
+            return flash_attention.attend_packed(query, key, value, bounds, int(longest), *options)[
+                ..., :values
+            ]
         else:
             spans = packed_spans(*packed_segments(packed))
         return self._attend(qkv, mask, spans, window, self.softmax_offset)
@@ -221,17 +239,27 @@ class TorchAttention(MegatronModule):
         assert group is not None
         total = query.size(0) * group.size()
         parts = packed_segments(packed)[0] if packed else [PackedSegment(0, total, total)]
-        assert sum(part.padded for part in parts) == total, "packed rows under context parallelism need no tail"
+        assert sum(part.padded for part in parts) == total, (
+            "packed rows under context parallelism need no tail"
+        )
         if self.cp_comm_type == "all_gather":
-            key, value = (context_parallel.gather_sequence(tensor, parts, group) for tensor in (key, value))
+            key, value = (
+                context_parallel.gather_sequence(tensor, parts, group) for tensor in (key, value)
+            )
             spans = zigzag_spans(parts, group.rank(), group.size())
             return self._attend((query, key, value), mask, spans, window, self.softmax_offset)
         if mask is not None:
-            raise UserError("cp_comm_type='a2a' cannot split an attention mask; use 'all_gather', or no mask")
+            raise UserError(
+                "cp_comm_type='a2a' cannot split an attention mask; use 'all_gather', or no mask"
+            )
         return self._attend_all_to_all(qkv, window, parts, group)
 
     def _attend_all_to_all(
-        self, qkv: QKV, window: AttentionWindow, parts: list[PackedSegment], group: dist.ProcessGroup
+        self,
+        qkv: QKV,
+        window: AttentionWindow,
+        parts: list[PackedSegment],
+        group: dist.ProcessGroup,
     ) -> Tensor:
         """Compute attention over all tokens for a part of the heads, between two all-to-all exchanges."""
         query, key, value = qkv
@@ -244,7 +272,10 @@ class TorchAttention(MegatronModule):
             )
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
-        query, key, value = (context_parallel.sequence_to_heads(tensor, parts, group) for tensor in (query, key, value))
+        query, key, value = (
+            context_parallel.sequence_to_heads(tensor, parts, group)
+            for tensor in (query, key, value)
+        )
         sinks = self.softmax_offset
         if sinks is not None:
             sinks = sinks.split(heads // size)[group.rank()]
@@ -252,7 +283,12 @@ class TorchAttention(MegatronModule):
         return context_parallel.heads_to_sequence(out, parts, group)
 
     def _attend(
-        self, qkv: QKV, mask: Tensor | None, spans: list[QuerySpan], window: AttentionWindow, sinks: Tensor | None
+        self,
+        qkv: QKV,
+        mask: Tensor | None,
+        spans: list[QuerySpan],
+        window: AttentionWindow,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Compute attention [s, b, h, dv] of queries and keys in natural order, tile by tile."""
         query, key, value = qkv
@@ -262,9 +298,13 @@ class TorchAttention(MegatronModule):
             spans = chunk_spans(spans, self.chunk_size)
         beyond_sdpa = len(spans) > 1 or window.left is not None or sinks is not None
         if beyond_sdpa and mask is None and self._can_use_flash(query, window):
-            return flash_attention.attend_spans(query, key, value, spans, window, self.scale, sinks)[..., :values]
+            return flash_attention.attend_spans(
+                query, key, value, spans, window, self.scale, sinks
+            )[..., :values]
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        kernel = _TileAttention(self.scale, self.softcap, sinks, self.dropout if self.training else 0.0)
+        kernel = _TileAttention(
+            self.scale, self.softcap, sinks, self.dropout if self.training else 0.0
+        )
         limit = kernel.limit(q, k, masked=mask is not None)
         cut = [(span, tile) for span in spans for tile in tiles(span, window, limit)]
         plan = [tile for _, tile in cut]
@@ -278,7 +318,9 @@ class TorchAttention(MegatronModule):
             strict=True,
         )
         with self._dropout_rng(kernel.dropout):
-            pieces = [(tile.rows, kernel(*parts)) for tile, parts in zip(plan, columns, strict=True)]
+            pieces = [
+                (tile.rows, kernel(*parts)) for tile, parts in zip(plan, columns, strict=True)
+            ]
         return _join_tiles(pieces, query.size(0), q)[..., :values]
 
     def _dropout_rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
@@ -307,7 +349,9 @@ class TorchAttention(MegatronModule):
 def _window_size(config: TransformerConfig, layer_number: int) -> tuple[int, int] | None:
     """Return the earlier and later positions that queries see (-1: no limit); None for a layer without a window."""
     skip: Any = config.window_attn_skip_freq
-    if config.window_size is None or not is_layer_window_attention(config.window_size, skip, layer_number):
+    if config.window_size is None or not is_layer_window_attention(
+        config.window_size, skip, layer_number
+    ):
         return None
     left, right = config.window_size
     return left, right
@@ -370,7 +414,13 @@ class _TileAttention:
         return MASKED_ROWS if masked else None
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, hidden: Tensor | None, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        hidden: Tensor | None,
+        causal: bool,
     ) -> Tensor:
         """Compute attention [b, h, rows, d] with ``bias`` [rows, keys]; ``hidden`` broadcasts to [b, h, rows, keys]."""
         if hidden is None:  # every row of a tile sees a key
@@ -381,13 +431,17 @@ class _TileAttention:
             hidden = hidden | (bias < 0)
         # the caller's mask may hide every key of a row, where softmax is undefined and kernels differ
         nothing = hidden.all(-1, keepdim=True)
-        bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden & ~nothing, float("-inf"))
+        bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(
+            hidden & ~nothing, float("-inf")
+        )
         return self._attend(q, k, v, bias, False).masked_fill(nothing, 0.0)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
         if self.fused(q.device):
             if self.sinks is not None:
-                return sink_attention.attend(q, k, v, self.sinks, CpuFlashKernel(bias, causal, self.scale))
+                return sink_attention.attend(
+                    q, k, v, self.sinks, CpuFlashKernel(bias, causal, self.scale)
+                )
             if bias is not None and q.is_cuda:
                 # with a mask, only the formula has grouped queries there: it keeps the scores of all tiles
                 k, v = (_heads_of_queries(tensor, q.size(1)) for tensor in (k, v))
@@ -403,18 +457,34 @@ class _TileAttention:
             )
         # recomputed in the backward pass, so only the scores of one tile are in memory at a time
         out = checkpoint(
-            self._formula, q, k, v, bias, self.sinks, causal, use_reentrant=False, preserve_rng_state=self.dropout > 0.0
+            self._formula,
+            q,
+            k,
+            v,
+            bias,
+            self.sinks,
+            causal,
+            use_reentrant=False,
+            preserve_rng_state=self.dropout > 0.0,
         )
         assert isinstance(out, Tensor)
         return out
 
     def _formula(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        causal: bool,
     ) -> Tensor:
         batch, heads, rows, width = q.shape
         groups, keys = k.size(1), k.size(2)
         grouped = q.reshape(batch, groups, heads // groups * rows, width)
-        scores = (grouped @ k.transpose(-1, -2)).float().mul(self.scale).view(batch, heads, rows, keys)
+        scores = (
+            (grouped @ k.transpose(-1, -2)).float().mul(self.scale).view(batch, heads, rows, keys)
+        )
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         if causal:
@@ -425,4 +495,6 @@ class _TileAttention:
             column = sinks.float().view(1, heads, 1, 1).expand(batch, heads, rows, 1)
             scores = torch.cat((scores, column), dim=-1)
         probabilities = F.dropout(scores.softmax(-1)[..., :keys], self.dropout)
-        return (probabilities.to(v.dtype).view(batch, groups, -1, keys) @ v).view(batch, heads, rows, -1)
+        return (probabilities.to(v.dtype).view(batch, groups, -1, keys) @ v).view(
+            batch, heads, rows, -1
+        )

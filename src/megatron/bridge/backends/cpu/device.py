@@ -145,7 +145,9 @@ def _patch_streams() -> None:
     torch.Tensor.record_stream = _no_op()  # type: ignore[assignment]
 
 
-def _get_rng_state(device: object = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _get_rng_state(
+    device: object = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
     return torch.get_rng_state()
 
 
@@ -307,7 +309,9 @@ def _patch_all_to_all() -> None:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return exchange(output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op)
+        return exchange(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op
+        )
 
     dist.all_to_all_single = all_to_all_single
 
@@ -318,7 +322,10 @@ def _patch_uneven_collectives() -> None:
 
     @functools.wraps(gather)
     def all_gather(
-        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if len({part.shape for part in tensor_list}) == 1:
             return gather(tensor_list, tensor, group, async_op)
@@ -333,7 +340,10 @@ def _patch_uneven_collectives() -> None:
 
     @functools.wraps(dist.reduce_scatter)
     def reduce_scatter(
-        output: torch.Tensor, input_list: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
     ) -> None:
         assert op == dist.ReduceOp.SUM, "only sums are supported"
         rows, ranks = len(output), len(input_list)
@@ -350,14 +360,20 @@ def _patch_coalescing_manager() -> None:
     """Give each tensor a collective: gloo's coalesced all-gather corrupts memory (torch 2.11)."""
 
     @contextlib.contextmanager
-    def coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+    def coalescing_manager(
+        group: Any = None, device: Any = None, async_ops: bool = False
+    ) -> Iterator[Any]:
         group = group or dist.group.WORLD
         manager = distributed_c10d._CoalescingManager()
         collectives = distributed_c10d._world.pg_coalesce_state.setdefault(group, [])
         yield manager
         del distributed_c10d._world.pg_coalesce_state[group]
         for collective in collectives:
-            tensors = [tensor for tensor in (collective.dst_tensor, collective.tensor) if tensor is not None]
+            tensors = [
+                tensor
+                for tensor in (collective.dst_tensor, collective.tensor)
+                if tensor is not None
+            ]
             options = {} if collective.redop is None else {"op": collective.redop}
             manager.append(collective.op(*tensors, **options, group=group, async_op=True))
         if not async_ops:
@@ -399,7 +415,10 @@ def patch_linear(module: Any) -> None:
     from megatron.bridge.backends.kernels import onednn_linear
 
     if onednn_linear.is_faster():
-        for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        for name in (
+            "linear_with_grad_accumulation_and_async_allreduce",
+            "linear_with_frozen_weight",
+        ):
             setattr(module, name, onednn_linear.replacing(getattr(module, name)))
 
 
@@ -436,7 +455,9 @@ def core_import_context() -> Iterator[None]:
     for sentence in (*_CUDA_WARNINGS, *_HARMLESS_WARNINGS):
         warnings.filterwarnings("ignore", message=sentence)
     with warnings.catch_warnings(), _without_compile(), _without_cuda_home_warning():
-        warnings.simplefilter("ignore", SyntaxWarning)  # in the source of Megatron-Core, once per machine
+        warnings.simplefilter(
+            "ignore", SyntaxWarning
+        )  # in the source of Megatron-Core, once per machine
         yield
 
 

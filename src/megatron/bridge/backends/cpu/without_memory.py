@@ -71,7 +71,9 @@ def _everyone_says_the_same(traffic: Traffic) -> AbstractContextManager[None]:
     def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
         """Keep this rank's objects for every sender."""
 
-    return patched(dist, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list)
+    return patched(
+        dist, all_gather_object=all_gather_object, broadcast_object_list=broadcast_object_list
+    )
 
 
 _KINDS = {
@@ -119,8 +121,13 @@ class Messages(TorchDispatchMode):
 
 
 def _message(func: Any, args: tuple[Any, ...]) -> Message:
-    group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
-    sizes = [sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)) for each in args]
+    group = next(
+        dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)
+    )
+    sizes = [
+        sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor))
+        for each in args
+    ]
     name = str(func.overloadpacket.__name__)
     return Message(_KINDS.get(name, name.strip("_")), group.group_desc, group.size(), max(sizes))
 
@@ -128,7 +135,10 @@ def _message(func: Any, args: tuple[Any, ...]) -> Message:
 @contextmanager
 def recorded_messages(chosen: float) -> Iterator[list[Message]]:
     """Record the messages of this process in ``one_rank``; tokens are distributed evenly over the experts."""
-    recompute = {"checkpoint": _recomputed, "discard_output_and_register_recompute": lambda *_: None}
+    recompute = {
+        "checkpoint": _recomputed,
+        "discard_output_and_register_recompute": lambda *_: None,
+    }
     with (
         patched(dist, batch_isend_irecv=_one_by_one),
         patched(MoEAlltoAllTokenDispatcher, _maybe_dtoh_and_synchronize=_shared_out),
@@ -150,7 +160,11 @@ def _recomputed(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
 
 def _shared_out(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
     """Set the numbers of tokens that a dispatcher reads, instead of the router's numbers."""
-    tokens, experts, local = dispatcher.num_out_tokens, dispatcher.num_experts, dispatcher.num_local_experts
+    tokens, experts, local = (
+        dispatcher.num_out_tokens,
+        dispatcher.num_experts,
+        dispatcher.num_local_experts,
+    )
     ranks, parts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.ep_size
     each = np.full(experts, tokens // experts)
     each[: tokens % experts] += 1

@@ -17,7 +17,9 @@ from megatron.bridge.backends.attention.block_mask import AttentionWindow, Query
 from megatron.bridge.backends.decoding.step import SingleTokens, Span, Step
 from megatron.bridge.backends.kernels import c_kernels
 
-_New = tuple[Tensor, Tensor, Tensor]  # queries [rows, h, d], keys [rows, g, d], values [rows, g, dv]
+_New = tuple[
+    Tensor, Tensor, Tensor
+]  # queries [rows, h, d], keys [rows, g, d], values [rows, g, dv]
 
 
 class AttentionCache:
@@ -32,7 +34,12 @@ class AttentionCache:
     step: Step
 
     def __init__(
-        self, tokens: int, groups: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        tokens: int,
+        groups: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.keys = torch.empty(tokens, groups, widths[0], dtype=dtype, device=device)
         self.values = torch.empty(tokens, groups, widths[1], dtype=dtype, device=device)
@@ -55,7 +62,9 @@ class AttentionCache:
             self.store(*new[1:])
             form = self.step.extents, _window(core), core.scale, core.softmax_offset
             tokens = self.step.tokens
-            out[:tokens] = flash_attention.attend_extents(new[0][:tokens], self.keys, self.values, *form)
+            out[:tokens] = flash_attention.attend_extents(
+                new[0][:tokens], self.keys, self.values, *form
+            )
         elif isinstance(self.step, SingleTokens):
             self._attend_compiled(core, new, (), out)
         else:
@@ -68,7 +77,9 @@ class AttentionCache:
         self.keys.index_copy_(0, self.step.places, key[:tokens])
         self.values.index_copy_(0, self.step.places, value[:tokens])
 
-    def _attend_spans(self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor) -> None:
+    def _attend_spans(
+        self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor
+    ) -> None:
         """Attend to the keys of each text, in one call for all texts whose tokens see no later ones."""
         plain, others, compiles = [], [], self._compiles(core)
         for span, mask in zip(self.step.spans, masks, strict=True):
@@ -81,7 +92,9 @@ class AttentionCache:
         if plain:
             self._attend_compiled(core, new, plain, out)
         for span, mask in others:
-            seen = slice(span.extent + core.first_key(span.start), span.extent + span.start + span.count)
+            seen = slice(
+                span.extent + core.first_key(span.start), span.extent + span.start + span.count
+            )
             rows = slice(span.row, span.row + span.count)
             out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
 
@@ -106,11 +119,17 @@ class AttentionCache:
 
     def _compiles(self, core: Any) -> bool:
         """Return whether the compiled kernel attends to the keys of single tokens."""
-        return self.keys.shape == self.values.shape and _is_softmax(core) and c_kernels.is_supported(self.keys)
+        return (
+            self.keys.shape == self.values.shape
+            and _is_softmax(core)
+            and c_kernels.is_supported(self.keys)
+        )
 
     def attends_at_once(self, core: Any) -> bool:
         """Return whether one kernel attends to the keys of all texts, if no token sees later ones."""
-        return self.keys.shape == self.values.shape and core.takes_packed_rows(self.keys, _window(core))
+        return self.keys.shape == self.values.shape and core.takes_packed_rows(
+            self.keys, _window(core)
+        )
 
 
 class WindowCache(AttentionCache):
@@ -121,7 +140,13 @@ class WindowCache(AttentionCache):
     """
 
     def __init__(
-        self, requests: int, length: int, groups: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self,
+        requests: int,
+        length: int,
+        groups: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__(requests * length, groups, widths, dtype, device)
         self._length = length
@@ -129,10 +154,16 @@ class WindowCache(AttentionCache):
     def copy(self, source: int, target: int, count: int) -> None:
         """Do nothing: a ring stays in its slot when the keys of other layers move."""
 
-    def _attend_spans(self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor) -> None:
+    def _attend_spans(
+        self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor
+    ) -> None:
         """Store and attend span by span, because a step may have several chunks of a text."""
         spans, compiles = self.step.spans, self._compiles(core)
-        if compiles and all(span.count == 1 for span in spans) and len({span.slot for span in spans}) == len(spans):
+        if (
+            compiles
+            and all(span.count == 1 for span in spans)
+            and len({span.slot for span in spans}) == len(spans)
+        ):
             self._attend_compiled(core, new, spans, out)
             return
         for span in spans:
@@ -140,13 +171,20 @@ class WindowCache(AttentionCache):
             if compiles and span.count == 1:
                 self._attend_compiled(core, new, [span], out)
             else:
-                keys, values = self._seen(span, core.first_key(span.start), new[1][rows], new[2][rows])
+                keys, values = self._seen(
+                    span, core.first_key(span.start), new[1][rows], new[2][rows]
+                )
                 out[rows] = _attend(core, new[0][rows], keys, values, span.ahead)
 
     def _tables(self, core: Any, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         first = [span.slot * self._length for span in spans]
         rows = [
-            (span.row, low + span.start % self._length, low, span.start + 1 - core.first_key(span.start))
+            (
+                span.row,
+                low + span.start % self._length,
+                low,
+                span.start + 1 - core.first_key(span.start),
+            )
             for span, low in zip(spans, first, strict=True)
         ]
         return torch.tensor(rows), torch.arange(len(rows) + 1)
@@ -167,7 +205,10 @@ class WindowCache(AttentionCache):
         return whole
 
     def _places(self, span: Span, start: int, stop: int) -> Tensor:
-        return span.slot * self._length + torch.arange(start, stop, device=self.keys.device) % self._length
+        return (
+            span.slot * self._length
+            + torch.arange(start, stop, device=self.keys.device) % self._length
+        )
 
     def _store(self, span: Span, key: Tensor, value: Tensor) -> None:
         count = min(span.count, self._length)
@@ -184,7 +225,9 @@ class LatentCache(AttentionCache):
     DeepSeek-V3 instead of 40,960.
     """
 
-    def __init__(self, tokens: int, attention: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tokens: int, attention: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
         config = attention.config
         self.latent_width: int = config.kv_lora_rank
         width = self.latent_width + config.qk_pos_emb_head_dim
@@ -207,7 +250,9 @@ class LatentCache(AttentionCache):
         return torch.bmm(query.transpose(0, 1), weight).transpose(0, 1)
 
     def attend(self, core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        latents = super().attend(core, query, key, value).view(len(query), self._heads, self.latent_width)
+        latents = (
+            super().attend(core, query, key, value).view(len(query), self._heads, self.latent_width)
+        )
         weight = self._weight()[:, self._key_width :]
         return torch.bmm(latents.transpose(0, 1), weight.mT).transpose(0, 1).flatten(1).unsqueeze(1)
 
@@ -219,9 +264,13 @@ def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     """Compute [count, h, dv] of a text's last tokens [count, h, d], which see the keys [s, g, d]."""
     count = len(query)
     if count == 1 and _sees_all(mask) and _is_softmax(core) and keys.size(2) == values.size(2):
-        row = query.reshape(keys.size(1), 1, -1, keys.size(2))  # groups are the batch: their heads are written together
+        row = query.reshape(
+            keys.size(1), 1, -1, keys.size(2)
+        )  # groups are the batch: their heads are written together
         k, v = (tensor.transpose(0, 1).unsqueeze(1) for tensor in (keys, values))
-        return F.scaled_dot_product_attention(row, k, v, scale=core.scale).reshape(1, -1, values.size(2))
+        return F.scaled_dot_product_attention(row, k, v, scale=core.scale).reshape(
+            1, -1, values.size(2)
+        )
     mask, window = looking_ahead(mask, _window(core))
     span = QuerySpan(0, count, len(keys) - count, 0, len(keys))
     qkv = query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1)

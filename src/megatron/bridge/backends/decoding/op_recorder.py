@@ -37,20 +37,28 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._graph = fx.Graph()
-        self._nodes: MutableMapping[Tensor, fx.Node] = WeakIdKeyDictionary()  # memory of results is freed as always
+        self._nodes: MutableMapping[Tensor, fx.Node] = (
+            WeakIdKeyDictionary()
+        )  # memory of results is freed as always
         self._constants: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the value of a tensor is read in Python"
+        assert func is not torch.ops.aten._local_scalar_dense.default, (
+            "the value of a tensor is read in Python"
+        )
         kwargs = kwargs or {}
         with self:
             found = NotImplemented if func in _WHOLE else func.decompose(*args, **kwargs)
         if found is not NotImplemented:  # it consists of other operators, which have been recorded
             return found
         found = func(*args, **kwargs)
-        if args and found is args[0] and not func._schema.is_mutable:  # such as a cast to the same dtype
+        if (
+            args and found is args[0] and not func._schema.is_mutable
+        ):  # such as a cast to the same dtype
             return found
-        node = self._graph.call_function(FUNCTIONS.get(func, func), *tree_map(self._node, (args, kwargs)))
+        node = self._graph.call_function(
+            FUNCTIONS.get(func, func), *tree_map(self._node, (args, kwargs))
+        )
         if isinstance(found, Tensor):
             self._nodes.setdefault(found, node)  # an operator in place returns its argument
         else:

@@ -19,7 +19,11 @@ _NARROW = 512  # columns of weights that oneDNN may leave unblocked
 
 def can_pack(weight: Any) -> bool:
     """Return whether this machine has packed products for ``weight``."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    plain = (
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.device.type == "cpu"
+        and weight.dtype in _DTYPES
+    )
     same_bits = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     packs = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return plain and same_bits and packs
@@ -42,7 +46,9 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
 
     def _is_another_with_8_rows(self, weight: Tensor) -> bool:
-        x = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        x = torch.randn(16, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
+            weight.dtype
+        )
         return not torch.equal(self._product(x)[:8], self._product(x[:8]))
 
     def unpacked(self) -> Tensor:
@@ -70,6 +76,8 @@ class PackedForward:
     def __init__(self, packed: PackedWeight) -> None:
         self._packed = packed
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any
+    ) -> Tensor:
         """Multiply with the packed weight; ``weight`` is its original."""
         return self._packed(input, bias)

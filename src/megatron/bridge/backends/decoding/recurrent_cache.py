@@ -33,7 +33,9 @@ class RecurrentCache:
 
     def __init__(self, requests: int, shapes: Sequence[StateShape], device: torch.device) -> None:
         # the last slot is for padding
-        self.states = [torch.zeros(requests + 1, *it.shape, dtype=it.dtype, device=device) for it in shapes]
+        self.states = [
+            torch.zeros(requests + 1, *it.shape, dtype=it.dtype, device=device) for it in shapes
+        ]
 
     def run(self, inputs: Tensor, width: int, mix: Mix, dtype: torch.dtype | None = None) -> Tensor:
         """Advance the states of the step's requests.

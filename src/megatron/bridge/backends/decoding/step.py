@@ -31,7 +31,9 @@ class Span:
     extent: int  # first token of the request's keys and values in the caches
     slot: int  # index of the request's recurrent states
     long: bool = False  # whether the text is so long that rotary embeddings use their frequencies for long texts
-    ahead: Tensor | None = None  # [1, count], number of later tokens that each token sees; None: no later ones
+    ahead: Tensor | None = (
+        None  # [1, count], number of later tokens that each token sees; None: no later ones
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Step:
         """Return the ``tokens`` of ``c_kernels.attend``; ``first`` has the position of the first key that each sees."""
         positions, rows = self.positions[: self.tokens], torch.arange(self.tokens)
         first = first[: self.tokens]
-        return torch.stack((rows, self.places, self.places - positions + first, positions + 1 - first), dim=1)
+        return torch.stack(
+            (rows, self.places, self.places - positions + first, positions + 1 - first), dim=1
+        )
 
     @cached_property
     def long_rows(self) -> Tensor:
@@ -90,10 +94,15 @@ class Step:
         """Return the extents for kernels that attend to the keys of all texts at once."""
         lengths = [span.start + span.count for span in self.spans]
         bounds = [*(span.row for span in self.spans), self.tokens]
-        table = torch.tensor([bounds, [*(span.extent for span in self.spans), 0], [*lengths, 0]], dtype=torch.int32).to(
-            self.device
+        table = torch.tensor(
+            [bounds, [*(span.extent for span in self.spans), 0], [*lengths, 0]], dtype=torch.int32
+        ).to(self.device)
+        return Extents(
+            table[0],
+            table[1],
+            table[2, :-1],
+            (max(span.count for span in self.spans), max(lengths)),
         )
-        return Extents(table[0], table[1], table[2, :-1], (max(span.count for span in self.spans), max(lengths)))
 
     @cached_property
     def groups(self) -> list[Group]:

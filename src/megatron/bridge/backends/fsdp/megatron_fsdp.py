@@ -42,13 +42,22 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
     the config, with equal weights on all ranks.
     """
 
-    def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+    ) -> None:
         if (stages := config.pipeline_model_parallel_size) > 1:
-            raise UserError(f"ddp.use_megatron_fsdp=True: model.pipeline_model_parallel_size={stages} must be 1")
+            raise UserError(
+                f"ddp.use_megatron_fsdp=True: model.pipeline_model_parallel_size={stages} must be 1"
+            )
         group = _replica_group()
         ddp_config = resolve_ddp_config(ddp_config, group.size())
         ranges = row_ranges(module, ddp_config, group.size())
-        attributes = {name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()}
+        attributes = {
+            name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()
+        }
         super().__init__(
             config,
             ddp_config,
@@ -80,7 +89,9 @@ class MegatronFSDPWrapper(core.FullyShardedDataParallel):
             mesh=[[rank] for rank in torch.distributed.get_process_group_ranks(group)],
             mesh_dim_names=names,
         )
-        return FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh)
+        return FSDPDistributedIndex(
+            device_mesh=mesh, dp_shard_dim=names[0], tp_dim=names[1], expt_device_mesh=mesh
+        )
 
     def _compute_rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return this rank's rows of the compute weights, by parameter name."""
@@ -109,7 +120,9 @@ def _replica_group() -> ProcessGroup:
     return cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
-def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int) -> DistributedDataParallelConfig:
+def resolve_ddp_config(
+    ddp_config: DistributedDataParallelConfig, replicas: int
+) -> DistributedDataParallelConfig:
     """Return ``ddp_config`` with the reduction, overlap and precision settings that Megatron-FSDP needs here.
 
     Gradients must have the dtype of the master weights: otherwise they are copies, and changes before they are
@@ -130,7 +143,8 @@ def resolve_ddp_config(ddp_config: DistributedDataParallelConfig, replicas: int)
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
-        bucket_size=ddp_config.bucket_size or max(40_000_000, 1_000_000 * replicas),  # as in Megatron-Core
+        bucket_size=ddp_config.bucket_size
+        or max(40_000_000, 1_000_000 * replicas),  # as in Megatron-Core
         gradient_reduce_div_fusion=False,  # only for NCCL
         fsdp_all_gather_in_start_param_sync=False,
         megatron_fsdp_main_params_dtype=torch.float32,
@@ -143,7 +157,9 @@ def fsdp_units(ddp_config: DistributedDataParallelConfig) -> list[nn.Module]:
 
     Megatron-Core's annotation says modules, but it expects classes.
     """
-    kinds = [TransformerLayer] if ddp_config.data_parallel_sharding_strategy == SHARD_WEIGHTS else []
+    kinds = (
+        [TransformerLayer] if ddp_config.data_parallel_sharding_strategy == SHARD_WEIGHTS else []
+    )
     return cast(list[nn.Module], kinds)
 
 
@@ -157,7 +173,9 @@ class FlatBuffer:
     unit: int | None  # the index of the layer that the parameters belong to; None outside of layers
 
 
-def flat_buffers(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> Iterator[FlatBuffer]:
+def flat_buffers(
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
+) -> Iterator[FlatBuffer]:
     """Return the buffers of Megatron-FSDP for the parameters of a chunk, which may be on the meta device."""
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, fsdp_units(ddp_config), strategy)
@@ -179,7 +197,9 @@ class TemporaryElements:
     reduced: int  # whole gradients that wait for their reduction, and the gradients of one more layer or buffer
 
 
-def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]) -> TemporaryElements:
+def temporary_elements(
+    ddp_config: DistributedDataParallelConfig, buffers: Sequence[FlatBuffer]
+) -> TemporaryElements:
     """Return the peak of gathered and unreduced elements: usually all of a model with less than 500M parameters."""
     layers: dict[int, int] = {}
     for buffer in buffers:
@@ -189,12 +209,18 @@ def temporary_elements(ddp_config: DistributedDataParallelConfig, buffers: Seque
     inside, layer = sum(layers.values()), max(layers.values(), default=0)
     in_flight = ddp_config.suggested_communication_unit_size
     if in_flight is None:
-        in_flight = max(1_000_000_000, 2 * inside // max(len(layers), 1))  # a minimum; its comment says maximum
+        in_flight = max(
+            1_000_000_000, 2 * inside // max(len(layers), 1)
+        )  # a minimum; its comment says maximum
     gathered = sum(outside) + min(inside, layer + in_flight // 2)
-    return TemporaryElements(gathered, min(sum(outside) + inside, max(layer, *outside, 0) + in_flight))
+    return TemporaryElements(
+        gathered, min(sum(outside) + inside, max(layer, *outside, 0) + in_flight)
+    )
 
 
-def row_ranges(module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int) -> dict[str, RowRanges]:
+def row_ranges(
+    module: nn.Module, ddp_config: DistributedDataParallelConfig, replicas: int
+) -> dict[str, RowRanges]:
     """Return the rows of each parameter that each of ``replicas`` ranks will keep."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return {
@@ -206,7 +232,9 @@ def row_ranges(module: nn.Module, ddp_config: DistributedDataParallelConfig, rep
     }
 
 
-def _row_ranges(name: str, shape: tuple[int, ...], start: int, part: int, replicas: int) -> RowRanges:
+def _row_ranges(
+    name: str, shape: tuple[int, ...], start: int, part: int, replicas: int
+) -> RowRanges:
     size, row = prod(shape), max(1, prod(shape[1:]))
     bounds = [min(max(rank * part - start, 0), size) for rank in range(replicas + 1)]
     if any(bound % row for bound in bounds):

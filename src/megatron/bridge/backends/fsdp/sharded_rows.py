@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 _STORED_DTYPE = "fully_sharded_dtype"  # attribute of a parameter: its dtype in a checkpoint
 _ROW_RANGES = "fully_sharded_rows"  # the rows of each rank, in rank order
-_COMPUTE_COPY = "fully_sharded_copy"  # this rank's rows of the compute weights, if they are a separate copy
+_COMPUTE_COPY = (
+    "fully_sharded_copy"  # this rank's rows of the compute weights, if they are a separate copy
+)
 
 
 RowRanges = tuple[range, ...]  # the rows of a parameter that each rank keeps, in rank order
@@ -36,7 +38,9 @@ class ParameterAttributes:
     def of(cls, parameter: Tensor) -> "ParameterAttributes":
         return cls({**vars(parameter), _STORED_DTYPE: parameter.dtype})
 
-    def attach(self, parameter: Tensor, ranges: RowRanges, compute_copy: Tensor | None = None) -> None:
+    def attach(
+        self, parameter: Tensor, ranges: RowRanges, compute_copy: Tensor | None = None
+    ) -> None:
         """Set the attributes on the sharded parameter.
 
         ``ranges`` are the rows of each rank, in rank order. ``compute_copy`` is this rank's rows of the weights that
@@ -46,7 +50,9 @@ class ParameterAttributes:
         vars(parameter).update(self.attributes)
         setattr(parameter, _ROW_RANGES, ranges)
         setattr(parameter, _COMPUTE_COPY, compute_copy)
-        assert len(row_range(cast(DTensor, parameter))) == local_rows(parameter).shape[0], "another rank's rows"
+        assert len(row_range(cast(DTensor, parameter))) == local_rows(parameter).shape[0], (
+            "another rank's rows"
+        )
 
 
 def local_rows(tensor: Tensor) -> Tensor:
@@ -128,12 +134,16 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Replace sharded parameters of ``part`` by whole ones inside; yield the whole ones by the sharded ones' ids."""
-    with _replaced(part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)) as pairs:
+    with _replaced(
+        part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)
+    ) as pairs:
         yield {id(parameter): replacement for parameter, replacement in pairs}
 
 
 @contextmanager
-def _replaced(part: nn.Module, make: Callable[[DTensor], nn.Parameter]) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
+def _replaced(
+    part: nn.Module, make: Callable[[DTensor], nn.Parameter]
+) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
     """Replace the sharded parameters of ``part`` inside the context, and yield pairs (sharded, replacement)."""
     held = [
         (module, name, parameter)
@@ -165,7 +175,11 @@ def keep_local_rows(state: dict[str, Any], parameters: dict[int, DTensor]) -> di
     Parameters without rows on this rank are left out, because Megatron-Core drops empty entries at loading.
     """
     entries = {name: _local_part(entry, parameters) for name, entry in state.items()}
-    return {name: entry for name, entry in entries.items() if not isinstance(entry, ShardedRowsFactory) or entry.shards}
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if not isinstance(entry, ShardedRowsFactory) or entry.shards
+    }
 
 
 def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
@@ -175,11 +189,16 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
     mine, rows, dtype = local_rows(parameter), row_range(parameter), stored_dtype(parameter)
     whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     row = max(1, prod(parameter.shape[1:]))
-    found = [_local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, mine, rows) for shard in whole]
+    found = [
+        _local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, mine, rows)
+        for shard in whole
+    ]
     shards = [shard for shard in found if shard is not None]
 
     def build(*_: Any) -> Any:
-        return [replace(shard, data=cast(Tensor, shard.data).to(dtype), dtype=dtype) for shard in shards]
+        return [
+            replace(shard, data=cast(Tensor, shard.data).to(dtype), dtype=dtype) for shard in shards
+        ]
 
     def merge(loaded: Any) -> Tensor:
         for shard, stored in zip(shards, loaded, strict=True):
@@ -188,10 +207,14 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
             master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
         return mine
 
-    return ShardedRowsFactory(entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, shards=shards)
+    return ShardedRowsFactory(
+        entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, shards=shards
+    )
 
 
-def _local_shard(shard: ShardedTensor, begin: int, mine: Tensor, rows: range) -> ShardedTensor | None:
+def _local_shard(
+    shard: ShardedTensor, begin: int, mine: Tensor, rows: range
+) -> ShardedTensor | None:
     """Return the rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
     first, end = max(rows.start, begin), min(rows.stop, begin + shard.local_shape[0])
     if first >= end:

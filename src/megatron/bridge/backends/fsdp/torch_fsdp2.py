@@ -37,11 +37,20 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
     ranks; it may be in host memory: each unit is moved to the device when it is sharded.
     """
 
-    def __init__(self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: nn.Module) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+    ) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
-        group = cast(ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
-        attributes = {name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()}
+        group = cast(
+            ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        attributes = {
+            name: ParameterAttributes.of(parameter) for name, parameter in module.named_parameters()
+        }
         policy = MixedPrecisionPolicy(
             param_dtype=config.params_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -83,7 +92,9 @@ def _mesh(group: ProcessGroup, device: str) -> DeviceMesh:
 
 
 def _experts(module: nn.Module) -> list[nn.Module]:
-    return [cast(nn.Module, layer.experts) for layer in module.modules() if isinstance(layer, MoELayer)]
+    return [
+        cast(nn.Module, layer.experts) for layer in module.modules() if isinstance(layer, MoELayer)
+    ]
 
 
 def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -106,6 +117,8 @@ def _row_ranges(rows: int, ranks: int) -> RowRanges:
 
 def _units(module: nn.Module) -> list[nn.Module]:
     """Return modules that are gathered separately; a tied embedding is also the output layer and is not separate."""
-    tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules())
+    tied = any(
+        getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules()
+    )
     kinds = (TransformerLayer,) if tied else (TransformerLayer, LanguageModelEmbedding)
     return [part for part in module.modules() if isinstance(part, kinds)]

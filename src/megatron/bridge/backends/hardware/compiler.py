@@ -27,7 +27,11 @@ def why_not_compiled() -> str | None:
     if os.environ.get("CC") is None and not any(map(shutil.which, ("gcc", "clang"))):
         return "Triton needs a C compiler (gcc, clang, or the one in CC)"
     header = python_header()
-    return None if header.exists() else f"Triton needs Python's headers (python3-dev), and {header} is missing"
+    return (
+        None
+        if header.exists()
+        else f"Triton needs Python's headers (python3-dev), and {header} is missing"
+    )
 
 
 def lacks_compiler() -> bool:

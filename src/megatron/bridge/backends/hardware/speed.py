@@ -52,7 +52,9 @@ def device() -> torch.device:
 
 
 def _bytes(size: int | None) -> Tensor:
-    return torch.zeros(size or (1 << 30 if has_cuda() else 1 << 26), dtype=torch.uint8, device=device())
+    return torch.zeros(
+        size or (1 << 30 if has_cuda() else 1 << 26), dtype=torch.uint8, device=device()
+    )
 
 
 def _fastest(call: Callable[[], object], patience: float | None = PATIENCE) -> float:

@@ -38,7 +38,9 @@ def _precision(base: Any, config: TransformerConfig) -> dict[str, Any]:
     modes = base.UserBufferQuantizationMode
     if config.fp8 is None:
         return {"quantization_modes": [modes.NONE]}
-    return {"quantization_modes": [modes.FP8, *([modes.NONE] if config.first_last_layers_bf16 else [])]}
+    return {
+        "quantization_modes": [modes.FP8, *([modes.NONE] if config.first_last_layers_bf16 else [])]
+    }
 
 
 def _read(settings: str | None) -> dict[str, Any]:
@@ -47,7 +49,11 @@ def _read(settings: str | None) -> dict[str, Any]:
     try:
         found = yaml.safe_load(Path(settings).read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"comm_overlap.tp_comm_overlap_cfg={settings} cannot be read: {error}") from error
+        raise UserError(
+            f"comm_overlap.tp_comm_overlap_cfg={settings} cannot be read: {error}"
+        ) from error
     if not isinstance(found, dict):
-        raise UserError(f"comm_overlap.tp_comm_overlap_cfg={settings} must be a mapping of products to settings")
+        raise UserError(
+            f"comm_overlap.tp_comm_overlap_cfg={settings} must be a mapping of products to settings"
+        )
     return found

@@ -75,16 +75,23 @@ def _swiglu(x: Tensor) -> Tensor:
 
 def _call(name: str, x: Tensor, *arguments: Tensor | float) -> None:
     """Call a kernel for the dtype of ``x``."""
-    getattr(_library(x.dtype), name)(*(it.data_ptr() if isinstance(it, Tensor) else it for it in (x, *arguments)))
+    getattr(_library(x.dtype), name)(
+        *(it.data_ptr() if isinstance(it, Tensor) else it for it in (x, *arguments))
+    )
 
 
 class _Tensors(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "out")]
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "out")
+    ]
 
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("key_row", "value_row", "tokens", "texts", "groups", "heads", "width")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("key_row", "value_row", "tokens", "texts", "groups", "heads", "width")
+        ),
         ("scale", ctypes.c_float),
     ]
 
@@ -125,7 +132,9 @@ def _attend(
     assert key.stride(1) == value.stride(1) == 1, "the features of a token lie side by side"
     groups, width = keys.shape[1:]
     heads = query.size(1) // groups
-    shape = _Shape(key.stride(0), value.stride(0), len(tokens), len(starts) - 1, groups, heads, width, scale)
+    shape = _Shape(
+        key.stride(0), value.stride(0), len(tokens), len(starts) - 1, groups, heads, width, scale
+    )
     tensors = _Tensors(*(tensor.data_ptr() for tensor in (query, key, value, keys, values, out)))
     library = _library(query.dtype)
     assert library is not None, "is_supported() comes first"
@@ -142,12 +151,25 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         compiler = shlex.split(os.environ.get("CC", "cc"))
         with tempfile.TemporaryDirectory() as folder:
             object_file, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
-            _run([*compiler, *_OPTIMIZE.split(), *wide, *_FLAGS[dtype], "-c", str(source), "-o", object_file])
+            _run(
+                [
+                    *compiler,
+                    *_OPTIMIZE.split(),
+                    *wide,
+                    *_FLAGS[dtype],
+                    "-c",
+                    str(source),
+                    "-o",
+                    object_file,
+                ]
+            )
             # Linking without -fopenmp leaves OpenMP to PyTorch's own library, so both use the same threads.
             _run([*compiler, "-shared", object_file, "-o", library])
             return _typed(ctypes.CDLL(library))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        _log.warning("no C compiler, so decoding is slower; install gcc, or set CC to a compiler: %s", error)
+        _log.warning(
+            "no C compiler, so decoding is slower; install gcc, or set CC to a compiler: %s", error
+        )
         return None
 
 

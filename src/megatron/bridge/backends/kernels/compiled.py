@@ -30,7 +30,9 @@ from megatron.bridge.backends.kernels.eager import (
     row_blocks,
 )
 
-CHUNK = 1 << 27  # logits in a block: at most 0.5 GB in fp32 without compilation, and few launches with compilation
+CHUNK = (
+    1 << 27
+)  # logits in a block: at most 0.5 GB in fp32 without compilation, and few launches with compilation
 
 # A formula is compiled for each width, dtype and set of tensors that need gradients, first for one number of rows
 # and then for any. Beyond PyTorch's limit of 8, it would run operation by operation.
@@ -64,7 +66,9 @@ def can_compile() -> bool:
         return True
     if not _warned:
         _warned.append(reason)
-        _log.warning("%s, so norms, rotary embeddings and cross entropy run operation by operation", reason)
+        _log.warning(
+            "%s, so norms, rotary embeddings and cross entropy run operation by operation", reason
+        )
     return False
 
 
@@ -121,7 +125,9 @@ def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
 
 
 @compiled
-def _rotate(x: Tensor, angles: Tensor, positions: Tensor | None, factor: float, interleaved: bool, mla: bool) -> Tensor:
+def _rotate(
+    x: Tensor, angles: Tensor, positions: Tensor | None, factor: float, interleaved: bool, mla: bool
+) -> Tensor:
     """Rotate ``x`` [s, b, h, d] by ``angles`` [s, 1 or b, 1, r <= d]; token i takes row ``positions[i]``."""
     angles = angles if positions is None else angles[positions]
     rotated, rest = x[..., : angles.shape[-1]], x[..., angles.shape[-1] :]
@@ -134,7 +140,12 @@ def _rotate(x: Tensor, angles: Tensor, positions: Tensor | None, factor: float, 
 
 @compiled
 def _rotate_gradient(
-    grad: Tensor, angles: Tensor, positions: Tensor | None, factor: float, interleaved: bool, mla: bool
+    grad: Tensor,
+    angles: Tensor,
+    positions: Tensor | None,
+    factor: float,
+    interleaved: bool,
+    mla: bool,
 ) -> Tensor:
     """The transpose of `_rotate`; the transpose of `_rotate_half` is its negative."""
     angles = angles if positions is None else angles[positions]
@@ -150,7 +161,9 @@ class _Rotary(torch.autograd.Function):
     """Rotation, which is linear in ``x``, so only the angles are saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, angles: Tensor, positions: Tensor | None, *options: Any
+    ) -> Tensor:
         ctx.save_for_backward(angles, positions)
         ctx.options = options
         return _rotate(x, angles, positions, *options)
@@ -159,7 +172,14 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         angles, positions = ctx.saved_tensors
-        return _rotate_gradient(grads[0], angles, positions, *ctx.options), None, None, None, None, None
+        return (
+            _rotate_gradient(grads[0], angles, positions, *ctx.options),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def rotary(
@@ -196,12 +216,23 @@ def rotary_packed(
     """
     if cp_group is None or cp_group.size() > 1:
         return _core_rotary_packed(
-            t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group, multi_latent_attention
+            t,
+            cu_seqlens,
+            freqs,
+            rotary_interleaved,
+            mla_rotary_interleaved,
+            mscale,
+            cp_group,
+            multi_latent_attention,
         )
     mla = mla_rotary_interleaved if multi_latent_attention is None else multi_latent_attention
     # with as many angles as tokens, the angles belong to the tokens of the row, not to positions in sequences
-    positions = None if freqs.size(0) == t.size(0) else positions_in_sequences(cu_seqlens, t.size(0))
-    return _apply_rotary(t.unsqueeze(1), freqs, positions, float(mscale), rotary_interleaved, mla).squeeze(1)
+    positions = (
+        None if freqs.size(0) == t.size(0) else positions_in_sequences(cu_seqlens, t.size(0))
+    )
+    return _apply_rotary(
+        t.unsqueeze(1), freqs, positions, float(mscale), rotary_interleaved, mla
+    ).squeeze(1)
 
 
 @compiled
@@ -214,7 +245,9 @@ def _statistics(rows: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, ...]
 
 
 @compiled
-def _logit_gradients(rows: Tensor, local: Tensor, here: Tensor, log_sum: Tensor, grad: Tensor) -> Tensor:
+def _logit_gradients(
+    rows: Tensor, local: Tensor, here: Tensor, log_sum: Tensor, grad: Tensor
+) -> Tensor:
     """(softmax - target) * grad for [n, v]."""
     columns = torch.arange(rows.shape[-1], device=rows.device)
     target = (columns == local.unsqueeze(-1)) & here.unsqueeze(-1)
@@ -226,9 +259,13 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     """Cross entropy that saves the logits and one number per token; ``reuse``: the gradient overwrites the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool
+    ) -> Tensor:
         rows, local, here = local_targets(logits, target, group)
-        parts = [_statistics(rows[part], local[part], here[part]) for part in row_blocks(rows, CHUNK)]
+        parts = [
+            _statistics(rows[part], local[part], here[part]) for part in row_blocks(rows, CHUNK)
+        ]
         highest, total, picked = (torch.cat(column) for column in zip(*parts, strict=True))
         reduce_statistics(highest, total, picked, group)
         log_sum = total.log() + highest
@@ -244,7 +281,9 @@ class _CompiledCrossEntropy(torch.autograd.Function):
         # autograd refuses a second backward pass after the logits have changed
         out = rows if ctx.reuse else torch.empty_like(rows)
         for part in row_blocks(rows, CHUNK):
-            out[part] = _logit_gradients(rows[part], local[part], here[part], log_sum[part], grad[part])
+            out[part] = _logit_gradients(
+                rows[part], local[part], here[part], log_sum[part], grad[part]
+            )
         return out.view(*grads[0].shape, rows.shape[-1]), None, None, None
 
 

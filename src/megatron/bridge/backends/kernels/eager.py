@@ -48,7 +48,11 @@ class _RMSNorm(torch.autograd.Function):
         backward = torch.ops.aten.native_layer_norm_backward
         grad_x, along_gain, _ = backward(grad, wide, gain.shape, mean, scale, weight, None, wanted)
         grad_x.add_((grad @ weight).unsqueeze(-1).mul_(scale).div_(x.shape[-1]))
-        return grad_x.to(x.dtype), along_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None, None
+        return (
+            grad_x.to(x.dtype),
+            along_gain.to(gain.dtype) if ctx.needs_input_grad[1] else None,
+            None,
+        )
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -102,8 +106,15 @@ def rotary(t: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return core_rotary(t, freqs, *args, mscale=mscale, **kwargs)
     known = vars(freqs).setdefault("cos_sin", {})  # all layers get the same angles
     if (mscale, t.dtype) not in known:
-        known[mscale, t.dtype] = tuple((turn(freqs) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin))
-    if c_kernels.takes(t) and t.dim() == 4 and t.size(1) == t.stride(3) == 1 and len(freqs) == len(t):
+        known[mscale, t.dtype] = tuple(
+            (turn(freqs) * mscale).to(t.dtype) for turn in (torch.cos, torch.sin)
+        )
+    if (
+        c_kernels.takes(t)
+        and t.dim() == 4
+        and t.size(1) == t.stride(3) == 1
+        and len(freqs) == len(t)
+    ):
         return torch.ops.megatron_bridge.rotate(t, *known[mscale, t.dtype])
     apply = _Rotary.apply if _records() else rotate
     return apply(t, *known[mscale, t.dtype])  # pyright: ignore[reportReturnType]
@@ -146,7 +157,9 @@ class _CrossEntropy(torch.autograd.Function):
     """Cross entropy by blocks of rows; with ``reuse``, exponentials and then the gradient overwrite the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, group: dist.ProcessGroup, reuse: bool
+    ) -> Tensor:
         rows, local, here = local_targets(logits, target, group)
         local = local.unsqueeze(-1)
         picked = upcast(rows.gather(1, local)).squeeze(-1) * here
@@ -178,14 +191,18 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_logits.view(shape), None, None, None
 
 
-def local_targets(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def local_targets(
+    logits: Tensor, target: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits as rows [n, v / tp], the local column of each target, and whether the target is on this rank."""
     rows, local = logits.detach().flatten(0, -2), target.flatten() - group.rank() * logits.shape[-1]
     here = (local >= 0) & (local < logits.shape[-1])
     return rows, local.clamp(0, logits.shape[-1] - 1), here
 
 
-def reduce_statistics(highest: Tensor, total: Tensor, picked: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_statistics(
+    highest: Tensor, total: Tensor, picked: Tensor, group: dist.ProcessGroup
+) -> Tensor:
     """Reduce the statistics over the vocabulary in place; return the factor for this rank's exponentials."""
     if group.size() == 1:
         return torch.ones_like(total)
@@ -265,7 +282,11 @@ def accumulate_by_parts(chunk: torch.nn.Module) -> None:
     """
     for parameter in chunk.parameters():
         main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is not None and main_grad.device.type == "cpu" and main_grad.dtype != parameter.dtype:
+        if (
+            main_grad is not None
+            and main_grad.device.type == "cpu"
+            and main_grad.dtype != parameter.dtype
+        ):
             parameter.register_post_accumulate_grad_hook(_accumulate)
 
 

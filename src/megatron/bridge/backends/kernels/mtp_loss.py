@@ -46,7 +46,9 @@ def collect_losses() -> Iterator[dict[str, torch.Tensor]]:
         _collectors.remove(totals)
 
 
-def process_mtp_loss(hidden_states: torch.Tensor, labels: torch.Tensor | None, **others: Any) -> torch.Tensor:
+def process_mtp_loss(
+    hidden_states: torch.Tensor, labels: torch.Tensor | None, **others: Any
+) -> torch.Tensor:
     """Attach the losses of multi-token prediction to the hidden states of the decoder.
 
     ``hidden_states`` are the decoder's, which are returned, followed by each depth's: [(1 + depths) x sequence, batch,
@@ -87,11 +89,15 @@ def _attach(
             shifted.append(rolled)
         return shifted
 
-    masks = following(torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask.float())
+    masks = following(
+        torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask.float()
+    )
     weights = _weights(masks, config, cp_group)
     targets = following(labels)[1:]
     for depth, (state, target, mask) in enumerate(zip(states, targets, masks[1:], strict=True)):
-        logits, _ = output_layer(state, weight=output_weight, runtime_gather_output=runtime_gather_output)
+        logits, _ = output_layer(
+            state, weight=output_weight, runtime_gather_output=runtime_gather_output
+        )
         logits = logits if scale_logits_fn is None else scale_logits_fn(logits)
         losses = mask * compute_language_model_loss(target, logits)
         main = MTPLossAutoScaler.apply(main, losses * weights[depth])
@@ -99,7 +105,9 @@ def _attach(
     return main
 
 
-def _weights(masks: list[torch.Tensor], config: TransformerConfig, cp_group: dist.ProcessGroup) -> torch.Tensor:
+def _weights(
+    masks: list[torch.Tensor], config: TransformerConfig, cp_group: dist.ProcessGroup
+) -> torch.Tensor:
     """Return the factor for each depth's loss relative to the loss of the next token.
 
     With ``calculate_per_token_loss``, the schedule and ``finalize_model_grads`` divide by the tokens of all ranks;

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor, nn
 
 from megatron.bridge.backends.kernels import compiled
@@ -22,7 +25,9 @@ class TorchNorm:
     ) -> "RMSNorm | LayerNorm":
         """Return the norm instead of an instance of this class, as Megatron-Core's builders do."""
         norms = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
-        assert config.normalization in norms, f"normalization is {config.normalization}, not one of {list(norms)}"
+        assert config.normalization in norms, (
+            f"normalization is {config.normalization}, not one of {list(norms)}"
+        )
         return norms[config.normalization](config, hidden_size, eps)
 
 
@@ -66,7 +71,9 @@ class LayerNorm(_Norm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
-        self.bias = replicated(config, hidden_size) if getattr(config, "layernorm_bias", True) else None
+        self.bias = (
+            replicated(config, hidden_size) if getattr(config, "layernorm_bias", True) else None
+        )
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -100,10 +107,16 @@ class HeadsNorm(SplitNorm):
     """A norm of queries or keys with a gain for each feature of this rank's heads, padding included."""
 
     def __init__(
-        self, config: TransformerConfig, heads: int, true_heads: int, group: torch.distributed.ProcessGroup
+        self,
+        config: TransformerConfig,
+        heads: int,
+        true_heads: int,
+        group: torch.distributed.ProcessGroup,
     ) -> None:
         super().__init__()
-        assert config.kv_channels is not None, "Megatron-Core derives kv_channels from the hidden size"
+        assert config.kv_channels is not None, (
+            "Megatron-Core derives kv_channels from the hidden size"
+        )
         self.config = config  # conversion reads the number of heads from it
         self.tp_group = group
         self.true_width = true_heads * config.kv_channels
@@ -111,7 +124,9 @@ class HeadsNorm(SplitNorm):
         tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def _make_gain(self, heads: int, width: int) -> nn.Parameter:
-        raise TypeError(f"{type(self).__name__} is abstract: it has no gain for {heads} heads of {width}")
+        raise TypeError(
+            f"{type(self).__name__} is abstract: it has no gain for {heads} heads of {width}"
+        )
 
 
 class ByHeadNorm(HeadsNorm):
@@ -145,11 +160,19 @@ class AcrossHeadsNorm(HeadsNorm):
         """Normalize ``x`` [s, b, heads of this rank, head width]."""
         wide = x.flatten(-2).float()
         squares = wide.square().sum(-1, keepdim=True)
-        if self.tp_group.size() > 1:  # each output depends on the squares of all ranks: sum forward and backward
-            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
-            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+        if (
+            self.tp_group.size() > 1
+        ):  # each output depends on the squares of all ranks: sum forward and backward
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(
+                squares, group=self.tp_group
+            )
+            squares = tensor_parallel.copy_to_tensor_model_parallel_region(
+                squares, group=self.tp_group
+            )
         gain = self.weight.float() + float(self.config.layernorm_zero_centered_gamma)
-        normed = wide * torch.rsqrt(squares / self.true_width + self.config.layernorm_epsilon) * gain
+        normed = (
+            wide * torch.rsqrt(squares / self.true_width + self.config.layernorm_epsilon) * gain
+        )
         return normed.to(self.weight.dtype).view_as(x)
 
 

@@ -19,7 +19,11 @@ _ROWS, _FEATURES = 128, 256
 def is_faster() -> bool:
     """Return whether oneDNN is the faster library on this processor."""
     amd = str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
-    return amd and torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return (
+        amd
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
 
 
 def gains(x: Tensor, weight: Tensor) -> bool:
@@ -37,7 +41,9 @@ class OneDnnLinear(torch.autograd.Function):
     """``x @ weight.T + bias``; the gradient of ``x`` is summed over ``group``, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.group = group
         return product(x, weight, bias)
@@ -72,8 +78,12 @@ def replacing(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Replace Megatron-Core's function of a parallel linear layer by oneDNN where oneDNN is faster and equivalent."""
 
     @functools.wraps(linear)
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **settings: Any) -> Tensor:
-        plain = not args and all(settings.get(name, value) == value for name, value in _PLAIN.items())
+    def forward(
+        input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **settings: Any
+    ) -> Tensor:
+        plain = not args and all(
+            settings.get(name, value) == value for name, value in _PLAIN.items()
+        )
         if not plain or not gains(input, weight):
             return linear(input, weight, bias, *args, **settings)
         group = settings["tp_group"] if settings.get("allreduce_dgrad") else None

@@ -20,9 +20,13 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 class GrowingMoEMetricsTracker(MoEMetricsTracker):
     """Megatron-Core's tracker with per-layer values that grow with the deepest model."""
 
-    def record(self, name: str, value: torch.Tensor, layer_number: int, num_layers: int, **groups: Any) -> None:
+    def record(
+        self, name: str, value: torch.Tensor, layer_number: int, num_layers: int, **groups: Any
+    ) -> None:
         entry = self._metrics.get(name)
-        if entry is not None and entry.values.device != value.device:  # of a model on the meta device
+        if (
+            entry is not None and entry.values.device != value.device
+        ):  # of a model on the meta device
             del self._metrics[name]
         self._grow(name, num_layers)
         super().record(name, value, layer_number, num_layers, **groups)

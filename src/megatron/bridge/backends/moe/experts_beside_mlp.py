@@ -18,9 +18,13 @@ from megatron.bridge.backends.kernels.norms import TorchNorm, replicated
 class ExpertsBesideMLP(MoELayer):
     """Megatron-Core's experts and a dense feed-forward layer, which the argument ``dense`` builds."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, dense: Any, pg_collection: Any, **others: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *args: Any, dense: Any, pg_collection: Any, **others: Any
+    ) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **others)
-        self.dense = dense(config=config, pg_collection=pg_collection, is_mtp_layer=False, name=None)
+        self.dense = dense(
+            config=config, pg_collection=pg_collection, is_mtp_layer=False, name=None
+        )
         for name in ("dense_norm", "dense_output_norm", "expert_norm", "expert_output_norm"):
             setattr(self, name, TorchNorm(config, config.hidden_size, config.layernorm_epsilon))
         router: Any = self.router

@@ -23,7 +23,10 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
 from megatron.core.utils import divide
 
 from megatron.bridge.backends.decoding.packed_linear import PackedWeight
@@ -33,13 +36,17 @@ class _GroupedMatmul(torch.autograd.Function):
     """Computes ``x[rows of expert i] @ weight[i].T + bias[i]`` for each expert, in one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: list[int], biased: bool, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         """Compute [tokens, out] from x [tokens, in], weights [out, in] and, if ``biased``, biases [out]."""
         weights, biases = parameters[: len(counts)], parameters[len(counts) :]
         ctx.save_for_backward(x, *weights)
         ctx.counts, ctx.biased = counts, biased
         if not biased and can_use_grouped_mm(x, weights[0]):
-            return torch._grouped_mm(x, stack_weights(weights).transpose(1, 2), offs=_group_offsets(counts, x.device))
+            return torch._grouped_mm(
+                x, stack_weights(weights).transpose(1, 2), offs=_group_offsets(counts, x.device)
+            )
         out = x.new_empty(x.size(0), weights[0].size(0))
         for index, rows in enumerate(_expert_slices(counts)):
             if biased:
@@ -55,23 +62,32 @@ class _GroupedMatmul(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         if not ctx.biased and can_use_grouped_mm(x, weights[0]):
-            return _grouped_gradients(grad.contiguous(), x, weights, ctx.counts, ctx.needs_input_grad)
+            return _grouped_gradients(
+                grad.contiguous(), x, weights, ctx.counts, ctx.needs_input_grad
+            )
         slices = _expert_slices(ctx.counts)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
             for weight, rows in zip(weights, slices, strict=True):
                 torch.mm(grad[rows], weight, out=grad_x[rows])
-        grad_weights = [grad[rows].t() @ x[rows] if need else None for rows, need in zip(slices, needed, strict=False)]
+        grad_weights = [
+            grad[rows].t() @ x[rows] if need else None
+            for rows, need in zip(slices, needed, strict=False)
+        ]
         biases = slices if ctx.biased else []
         grad_biases = [
-            grad[rows].sum(0) if need else None for rows, need in zip(biases, needed[len(slices) :], strict=True)
+            grad[rows].sum(0) if need else None
+            for rows, need in zip(biases, needed[len(slices) :], strict=True)
         ]
         return (grad_x, None, None, *grad_weights, *grad_biases)
 
 
 def grouped_matmul(
-    x: torch.Tensor, counts: list[int], weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()
+    x: torch.Tensor,
+    counts: list[int],
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Compute ``x[rows of expert i] @ weights[i].T + biases[i]`` [tokens, out].
 
@@ -84,7 +100,11 @@ def grouped_matmul(
 
 
 def _grouped_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weights: list[torch.Tensor], counts: list[int], needed: tuple[bool, ...]
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    counts: list[int],
+    needed: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of ``_GroupedMatmul`` without biases, each in one kernel for all experts."""
     ends = _group_offsets(counts, x.device)
@@ -102,7 +122,13 @@ def can_use_grouped_mm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether PyTorch's grouped kernel applies: bf16 on Hopper or later, rows aligned to 16 bytes."""
     bf16 = x.dtype is weight.dtype is torch.bfloat16
     aligned = x.is_contiguous() and not any(size % 8 for size in weight.shape)
-    return x.is_cuda and bf16 and aligned and len(x) > 0 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return (
+        x.is_cuda
+        and bf16
+        and aligned
+        and len(x) > 0
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )
 
 
 def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -110,9 +136,12 @@ def stack_weights(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     first, size = weights[0], weights[0].numel()
     starts = [weight.data_ptr() for weight in weights]
     step = (starts[1] - starts[0]) // first.element_size() if len(starts) > 1 else size
-    even = all(later - earlier == step * first.element_size() for earlier, later in pairwise(starts))
+    even = all(
+        later - earlier == step * first.element_size() for earlier, later in pairwise(starts)
+    )
     shared = all(
-        weight.is_contiguous() and weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        weight.is_contiguous()
+        and weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         for weight in weights
     )
     if even and shared and step >= size:
@@ -133,7 +162,9 @@ class GroupedLinear(torch.nn.Module):
     """One linear layer per local expert (``weight{i}``, ``bias{i}``), split over expert-tensor-parallel ranks."""
 
     split: int  # the dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers
-    packed: list[PackedWeight] | None = None  # weights in oneDNN's layout for decoding; then the parameters are empty
+    packed: list[PackedWeight] | None = (
+        None  # weights in oneDNN's layout for decoding; then the parameters are empty
+    )
     row_multiple = 1
     """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""
 
@@ -154,7 +185,9 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert is_expert, "grouped layers are for experts"
-        assert not bias or pg_collection.expt_tp.size() == 1, "Megatron-Core's configs refuse such a bias"
+        assert not bias or pg_collection.expt_tp.size() == 1, (
+            "Megatron-Core's configs refuse such a bias"
+        )
         self.config = config
         self.count = num_local_experts
         self.groups = pg_collection
@@ -203,7 +236,9 @@ class GroupedLinear(torch.nn.Module):
         """Split the outputs of a gated layer into gates and values, each sharded over the ranks."""
         return 2 if self.split == 0 and self.config.gated_linear_unit else 1
 
-    def _initialize(self, rows: int, columns: int, init_method: Callable[[torch.Tensor], Any]) -> None:
+    def _initialize(
+        self, rows: int, columns: int, init_method: Callable[[torch.Tensor], Any]
+    ) -> None:
         config, stride = self.config, self._stride()
         if not config.perform_initialization:
             for weight in self.weights():
@@ -211,10 +246,15 @@ class GroupedLinear(torch.nn.Module):
             return
         if not config.use_cpu_initialization:
             for weight in self.weights():
-                _initialize_affine_weight_gpu(weight, init_method, self.split, stride=stride, is_expert=True)
+                _initialize_affine_weight_gpu(
+                    weight, init_method, self.split, stride=stride, is_expert=True
+                )
             return
         # every rank draws all experts and keeps its own, so the model is the same under any layout
-        mine = {self.groups.ep.rank() * self.count + index: weight for index, weight in enumerate(self.weights())}
+        mine = {
+            self.groups.ep.rank() * self.count + index: weight
+            for index, weight in enumerate(self.weights())
+        }
         for expert in range(self.groups.ep.size() * self.count):
             if expert in mine:
                 _initialize_affine_weight_cpu(
@@ -236,28 +276,40 @@ class GroupedLinear(torch.nn.Module):
         return [getattr(self, f"weight{index}") for index in range(self.count)]
 
     def biases(self) -> list[torch.nn.Parameter]:
-        return [getattr(self, f"bias{index}") for index in range(self.count)] if self.has_bias else []
+        return (
+            [getattr(self, f"bias{index}") for index in range(self.count)] if self.has_bias else []
+        )
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Return outputs [tokens, out] and, if the caller adds them, the biases."""
         later = self.has_bias and self.skip_bias_add
         biases = [] if later else self.biases()
         if self.row_multiple > 1:
-            return self._padded(x, tokens_per_expert, biases), list(self.biases()) if later else None
+            return self._padded(x, tokens_per_expert, biases), list(
+                self.biases()
+            ) if later else None
         out = grouped_matmul(x, tokens_per_expert, self.weights(), biases)
         return out, list(self.biases()) if later else None
 
-    def _padded(self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]) -> torch.Tensor:
+    def _padded(
+        self, x: torch.Tensor, counts: list[int], biases: list[torch.nn.Parameter]
+    ) -> torch.Tensor:
         """Return outputs [tokens, out], without a gradient."""
         weights = self.weights()
         found: list[torch.Tensor] = []
         for index, rows in enumerate(_expert_slices(counts)):
             if counts[index]:
-                padded = torch.nn.functional.pad(x[rows], (0, 0, 0, -counts[index] % self.row_multiple))
+                padded = torch.nn.functional.pad(
+                    x[rows], (0, 0, 0, -counts[index] % self.row_multiple)
+                )
                 bias = biases[index] if biases else None
                 packed = None if self.packed is None else self.packed[index]
                 out = (
-                    torch.nn.functional.linear(padded, weights[index], bias) if packed is None else packed(padded, bias)
+                    torch.nn.functional.linear(padded, weights[index], bias)
+                    if packed is None
+                    else packed(padded, bias)
                 )
                 found.append(out[: counts[index]])
         return torch.cat(found) if found else x.new_empty(0, self.output_size)
@@ -279,7 +331,9 @@ class GroupedLinear(torch.nn.Module):
                 tensors,
                 "",
                 {"expert.weight": self.split} | ({"expert.bias": 0} if self.split == 0 else {}),
-                sharded_offsets if alone else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
+                sharded_offsets
+                if alone
+                else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
                 tp_group=self.tp_group,
                 dp_cp_group=metadata["dp_cp_group"],
             )

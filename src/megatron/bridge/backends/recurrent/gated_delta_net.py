@@ -27,11 +27,17 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.bridge.backends.attention.block_mask import host_values, positions_in_sequences
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
+from megatron.bridge.backends.decoding.recurrent_cache import (
+    RecurrentCache,
+    StateShape,
+    with_history,
+)
 from megatron.bridge.backends.kernels.eager import upcast
 
 CHUNK = 64  # tokens of a chunk; as in fla
-CHANNEL_CHUNK = 16  # if each key feature has its own decay, each pair of tokens needs one number per feature
+CHANNEL_CHUNK = (
+    16  # if each key feature has its own decay, each pair of tokens needs one number per feature
+)
 _log = logging.getLogger(__name__)
 
 recomputed: Any = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -44,7 +50,9 @@ def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
 
 
-def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
     """Compute the weighted sum of each feature over the last tokens of its sequence.
 
     ``x`` and the result are [b, t, features], ``weight`` is [features, taps] with the tap of the current token last,
@@ -124,7 +132,9 @@ def chunk_gated_delta_rule(
     recalled, within = _products(q, k, kept)
     system = recalled * beta.unsqueeze(-1)
     fresh, seen = (
-        torch.linalg.solve_triangular(system, right * beta.unsqueeze(-1), upper=False, unitriangular=True)
+        torch.linalg.solve_triangular(
+            system, right * beta.unsqueeze(-1), upper=False, unitriangular=True
+        )
         for right in (v, k * faded)
     )
     to_end = k * (kept[..., -1:, :] - kept).exp()
@@ -174,7 +184,9 @@ def _scan(
 def _chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
     """[b, t, h, ...] -> [b, h, chunks, size, ...]; the last chunk of each sequence is padded with zeros."""
     padding = [0, 0] * (x.dim() - 2)
-    parts = [F.pad(part, [*padding, 0, -part.shape[1] % size]) for part in upcast(x).split(lengths, 1)]
+    parts = [
+        F.pad(part, [*padding, 0, -part.shape[1] % size]) for part in upcast(x).split(lengths, 1)
+    ]
     return torch.cat(parts, 1).unflatten(1, (-1, size)).movedim(3, 1)
 
 
@@ -210,7 +222,9 @@ def install() -> None:
     if common.HAVE_FLA and has_cuda():
         return
     if has_cuda():
-        _log.warning("flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk")
+        _log.warning(
+            "flash-linear-attention is not installed, so gated delta nets compute in PyTorch, chunk by chunk"
+        )
     common.HAVE_FLA = True  # Megatron-Core checks this before it builds the layer
     common.l2norm = functools.partial(recomputed, l2norm)
     gdn.causal_conv1d = functools.partial(recomputed, causal_conv1d)
@@ -231,7 +245,11 @@ class DeltaNet(GatedDeltaNet):
     cache: RecurrentCache | None = None
 
     def __init__(
-        self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         install()
         norm = ModuleSpec(module=_PlainNormBuilder, params={"norm": submodules.out_norm})
@@ -247,7 +265,9 @@ class DeltaNet(GatedDeltaNet):
         if self.config.perform_initialization:
             init_conv_weight(self.conv1d.weight, self.tp_group)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Mix hidden states [s, b, h]; the arguments are Megatron-Core's."""
         if self.cache is None:
             return super().forward(hidden_states, *args, **kwargs)
@@ -257,7 +277,9 @@ class DeltaNet(GatedDeltaNet):
     def _gated_norm_and_a2a(self, *args: Any, **kwargs: Any) -> Tensor:
         return recomputed(super()._gated_norm_and_a2a, *args, **kwargs)
 
-    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _advance(
+        self, projected: Tensor, history: Tensor, state: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute outputs [b, s, values] of continued texts, and their new states."""
         batch, length, _ = projected.shape
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, dim=-1)
@@ -267,9 +289,13 @@ class DeltaNet(GatedDeltaNet):
         width: Any = self.value_head_dim
         gate = gate.reshape(batch, length, -1, width)
         prepare: Any = self._prepare_input_for_gated_delta_rule
-        q, k, v, gate, beta, alpha = prepare(mixed[:, history.size(1) :], gate, batch, length, beta, alpha)
+        q, k, v, gate, beta, alpha = prepare(
+            mixed[:, history.size(1) :], gate, batch, length, beta, alpha
+        )
         g, beta = self._compute_g_and_beta(self.A_log, self.dt_bias, alpha, beta)
-        out, after = chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, output_final_state=True)
+        out, after = chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=state, output_final_state=True
+        )
         assert after is not None, "it was asked for"
         return self._apply_gated_norm(out, gate).view(batch, length, -1), (history, after)
 
@@ -282,14 +308,19 @@ class DeltaNet(GatedDeltaNet):
         """Return the shapes of a text's states: last inputs of the convolution, and the state of each head."""
         taps, channels = self.conv1d.weight.shape[-1], self.conv1d.weight.shape[0]
         heads: Any = (self.num_v_heads_local_tp, self.key_head_dim, self.value_head_dim)
-        return [StateShape((taps - 1, channels), self.config.params_dtype), StateShape(heads, torch.float32)]
+        return [
+            StateShape((taps - 1, channels), self.config.params_dtype),
+            StateShape(heads, torch.float32),
+        ]
 
     def _sum_over_ranks(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()
         dist.all_reduce(total, group=self.tp_group)
         return total
 
-    def _compute_g_and_beta(self, rate: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_g_and_beta(
+        self, rate: Tensor, bias: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute the logarithm of the decay, and beta; both [b, t, h]."""
         return -rate.float().exp() * F.softplus(alpha.float() + bias.float()), beta.sigmoid()
 

@@ -45,17 +45,28 @@ class KimiDeltaAttention(TensorParallelMixer):
         config: Any = self.config
         self.width, heads = config.linear_key_head_dim, config.linear_num_key_heads
         self.heads = heads // self.tp_group.size()
-        inner, hidden, taps = self.heads * self.width, config.hidden_size, config.linear_conv_kernel_dim
+        inner, hidden, taps = (
+            self.heads * self.width,
+            config.hidden_size,
+            config.linear_conv_kernel_dim,
+        )
         shapes: dict[str, tuple[int, ...]] = {}
-        shapes |= {f"{name}_proj": (inner, hidden) for name in _QKV} | {f"{n}_conv1d": (inner, 1, taps) for n in _QKV}
+        shapes |= {f"{name}_proj": (inner, hidden) for name in _QKV} | {
+            f"{n}_conv1d": (inner, 1, taps) for n in _QKV
+        }
         shapes |= {"b_proj": (self.heads, hidden), "dt_bias": (inner,), "A_log": (1, self.heads, 1)}
         for name in ("f", "g"):
-            shapes |= {f"{name}_a_proj": (self.width, hidden), f"{name}_b_proj": (inner, self.width)}
+            shapes |= {
+                f"{name}_a_proj": (self.width, hidden),
+                f"{name}_b_proj": (inner, self.width),
+            }
         self.make_parameters(shapes | {"o_norm": (self.width,)})
         if config.perform_initialization:
             with torch.no_grad():
                 spread = torch.linspace(1, 16, heads, **self.like).log()
-                self.A_log.copy_(spread.chunk(self.tp_group.size())[self.tp_group.rank()].view_as(self.A_log))
+                self.A_log.copy_(
+                    spread.chunk(self.tp_group.size())[self.tp_group.rank()].view_as(self.A_log)
+                )
         return heads * self.width
 
     @property
@@ -73,7 +84,10 @@ class KimiDeltaAttention(TensorParallelMixer):
         else:
             x = mappings.copy_to_tensor_model_parallel_region(hidden_states, self.tp_group)
         parts = [F.linear(x, getattr(self, f"{name}_proj")) for name in _QKV]
-        low = [F.linear(F.linear(x, self._whole(f"{name}_a_proj")), getattr(self, f"{name}_b_proj")) for name in "fg"]
+        low = [
+            F.linear(F.linear(x, self._whole(f"{name}_a_proj")), getattr(self, f"{name}_b_proj"))
+            for name in "fg"
+        ]
         return torch.cat((*parts, *low, F.linear(x, self.b_proj)), -1)
 
     def _whole(self, name: str) -> Tensor:
@@ -97,8 +111,15 @@ class KimiDeltaAttention(TensorParallelMixer):
         taps = torch.cat([getattr(self, f"{name}_conv1d") for name in _QKV]).squeeze(1)
         mixed = F.silu(causal_convolution(whole, taps, None, bounds)[:, seen:])
         q, k, v = (part.unflatten(-1, (self.heads, -1)).float() for part in mixed.chunk(3, -1))
-        g = F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1)) * -self.A_log.float().exp()
-        options: Any = {"initial_state": state, "output_final_state": state is not None, "cu_seqlens": bounds}
+        g = (
+            F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1))
+            * -self.A_log.float().exp()
+        )
+        options: Any = {
+            "initial_state": state,
+            "output_final_state": state is not None,
+            "cu_seqlens": bounds,
+        }
         out, state = chunk_gated_delta_rule(l2norm(q), l2norm(k), v, g, beta.sigmoid(), **options)
         out = out * (out.square().mean(-1, keepdim=True) + self.config.layernorm_epsilon).rsqrt()
         out = (out * self._whole("o_norm").float()).flatten(-2) * gate.float().sigmoid()

@@ -20,9 +20,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.bridge.backends.attention import context_parallel
-from megatron.bridge.backends.attention.block_mask import host_values, packed_segments, padded_cu_seqlens
+from megatron.bridge.backends.attention.block_mask import (
+    host_values,
+    packed_segments,
+    padded_cu_seqlens,
+)
 from megatron.bridge.backends.cpu.device import has_cuda
-from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache, StateShape, with_history
+from megatron.bridge.backends.decoding.recurrent_cache import (
+    RecurrentCache,
+    StateShape,
+    with_history,
+)
 from megatron.bridge.backends.kernels.norms import SplitNorm
 from megatron.bridge.backends.recurrent import ssd
 from megatron.bridge.backends.recurrent.gated_delta_net import causal_convolution, recomputed
@@ -50,13 +58,17 @@ def step_limit(config: Any) -> tuple[float, float]:
 
 @functools.cache
 def _say_that_kernels_are_missing() -> None:
-    _log.warning("mamba-ssm or causal-conv1d is not installed, so Mamba layers compute in PyTorch, chunk by chunk")
+    _log.warning(
+        "mamba-ssm or causal-conv1d is not installed, so Mamba layers compute in PyTorch, chunk by chunk"
+    )
 
 
 class FusedMambaMixer(MambaMixer):
     """Megatron-Core's mixer with the step limits and the epsilon of ``config``."""
 
-    def __init__(self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, submodules: MambaMixerSubmodules, **kwargs: Any
+    ) -> None:
         super().__init__(config, submodules, **kwargs)
         self.step_limit = step_limit(config)
         self.norm.eps = config.layernorm_epsilon
@@ -73,7 +85,9 @@ class FusedMambaMixer(MambaMixer):
             -torch.exp(cp.get_A_log().float()),
             D=cp.get_D(),
             chunk_size=self.chunk_size,
-            seq_idx=None if packed_seq_params is None else _sequence_indices(packed_seq_params, zxBCdt),
+            seq_idx=None
+            if packed_seq_params is None
+            else _sequence_indices(packed_seq_params, zxBCdt),
             dt_limit=self.step_limit,
             activation=self.activation,
             headdim=self.headdim,
@@ -105,7 +119,11 @@ class TorchMambaMixer(MambaMixer):
         **others: Any,
     ) -> None:
         # without mamba-ssm, with the norm of this module
-        here = {"HAVE_MAMBA_SSM": True, "MAMBA_HAS_STATE_DTYPE": True, "ExtendedRMSNorm": GroupRMSNorm}
+        here = {
+            "HAVE_MAMBA_SSM": True,
+            "MAMBA_HAS_STATE_DTYPE": True,
+            "ExtendedRMSNorm": GroupRMSNorm,
+        }
         with patched(mamba_mixer, **here), _MetaDeviceMode():
             super().__init__(config, submodules, **others)
         self.step_limit = step_limit(config)
@@ -138,7 +156,10 @@ class TorchMambaMixer(MambaMixer):
             (self.A_log, kinds[4:], lambda whole: whole.uniform_(1, 16).log()),
         ):
             whole = draw(torch.empty(sum(sizes), *parameter.shape[1:]))
-            parts = [part.chunk(self.tp_group.size())[self.tp_group.rank()] for part in whole.split(sizes)]
+            parts = [
+                part.chunk(self.tp_group.size())[self.tp_group.rank()]
+                for part in whole.split(sizes)
+            ]
             parameter.copy_(torch.cat(parts))
 
     def forward(
@@ -158,7 +179,9 @@ class TorchMambaMixer(MambaMixer):
         projected, _ = self.in_proj(hidden_states)
         if self.cache is not None:
             width = self.cp.d_inner_local_tpcp
-            return self.out_proj(self.norm(self.cache.run(projected, width, self._advance, torch.float32)))
+            return self.out_proj(
+                self.norm(self.cache.run(projected, width, self._advance, torch.float32))
+            )
         whole = self._gather(projected, packed_seq_params)
         parts = whole.split(lengths_of(packed_seq_params, len(whole)))
         mixed = torch.cat([recomputed(self._mix, part) for part in parts])
@@ -187,7 +210,9 @@ class TorchMambaMixer(MambaMixer):
         convolved = self.cp.conv1d(xbc.transpose(1, 2))[..., : xbc.shape[1]].transpose(1, 2)
         return self._scan(gate, convolved, dt)[0].transpose(0, 1)
 
-    def _advance(self, projected: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def _advance(
+        self, projected: Tensor, history: Tensor, state: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute gated outputs [b, s, inner] of continued texts, and their new states."""
         gate, xbc, dt = self._split(projected)
         whole, history = with_history(xbc, history)
@@ -207,7 +232,10 @@ class TorchMambaMixer(MambaMixer):
         groups = cp.ngroups_local_tpcp
         channels = cp.d_inner_local_tpcp + 2 * groups * self.d_state
         heads = (groups, cp.nheads_local_tpcp // groups, self.headdim, self.d_state)
-        return [StateShape((self.d_conv - 1, channels), self.config.params_dtype), StateShape(heads, torch.float32)]
+        return [
+            StateShape((self.d_conv - 1, channels), self.config.params_dtype),
+            StateShape(heads, torch.float32),
+        ]
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Split projections [..., z + x + B + C + dt] into the gate, x with B and C, and dt."""
@@ -215,7 +243,9 @@ class TorchMambaMixer(MambaMixer):
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
         return projected.split([inner, inner + 2 * states, cp.nheads_local_tpcp], dim=-1)
 
-    def _scan(self, gate: Tensor, convolved: Tensor, dt: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _scan(
+        self, gate: Tensor, convolved: Tensor, dt: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute gated outputs [b, s, inner] in float32, and the state after them."""
         cp = self.cp
         inner, states = cp.d_inner_local_tpcp, cp.ngroups_local_tpcp * self.d_state
@@ -236,7 +266,13 @@ class GroupRMSNorm(SplitNorm):
     """RMSNorm over each group of a mixer's gated outputs on this rank, with the signature of mamba-ssm's norm."""
 
     def __init__(
-        self, hidden_size: int, eps: float, group_size: int, norm_before_gate: bool, device: Any, dtype: torch.dtype
+        self,
+        hidden_size: int,
+        eps: float,
+        group_size: int,
+        norm_before_gate: bool,
+        device: Any,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         assert not norm_before_gate, "Megatron-Core's mixer normalizes gated outputs"
@@ -253,7 +289,9 @@ class GroupRMSNorm(SplitNorm):
 class _MetaDeviceMode(TorchFunctionMode):
     """Makes ``with torch.device("meta")`` apply to a mixer, although Megatron-Core passes the current device."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs and torch.get_default_device().type == "meta":
             kwargs["device"] = None
@@ -273,4 +311,6 @@ def _sequence_indices(packed: Any, tokens: Tensor) -> Tensor:
     if packed.seq_idx is not None:
         return packed.seq_idx
     positions = torch.arange(len(tokens), device=tokens.device)
-    return (torch.bucketize(positions, padded_cu_seqlens(packed).to(tokens.device), right=True) - 1).int()[None]
+    return (
+        torch.bucketize(positions, padded_cu_seqlens(packed).to(tokens.device), right=True) - 1
+    ).int()[None]

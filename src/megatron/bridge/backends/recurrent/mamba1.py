@@ -52,14 +52,18 @@ def selective_scan(
     return torch.cat(outputs, 1), state
 
 
-def _scan_chunk(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _scan_chunk(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """``selective_scan`` of one chunk, in log2(tokens) steps."""
     kept = (dt.unsqueeze(-1) * rate).exp()
     states = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
     states = torch.cat((states[:, :1] + kept[:, :1] * state.unsqueeze(1), states[:, 1:]), 1)
     reach = 1  # each state is the sum over this many tokens
     while reach < x.size(1):
-        states = torch.cat((states[:, :reach], states[:, reach:] + kept[:, reach:] * states[:, :-reach]), 1)
+        states = torch.cat(
+            (states[:, :reach], states[:, reach:] + kept[:, reach:] * states[:, :-reach]), 1
+        )
         kept = torch.cat((kept[:, :reach], kept[:, reach:] * kept[:, :-reach]), 1)
         reach *= 2
     return (states @ c.unsqueeze(-1)).squeeze(-1), states[:, -1]
@@ -87,15 +91,32 @@ class Mamba1Mixer(TensorParallelMixer):
         inner = config.mamba_num_heads * config.mamba_head_dim
         self.d_inner_local_tp = width = inner // self.tp_group.size()
         self.states, self.rank = states, rank = config.mamba_state_dim, config.mamba_dt_rank
-        self.in_proj = build_module(submodules.in_proj, config.hidden_size, 2 * inner, **self.first_options)
-        self.shared = {"dt": rank, "b": states, "c": states}  # widths of the parts that all features share
+        self.in_proj = build_module(
+            submodules.in_proj, config.hidden_size, 2 * inner, **self.first_options
+        )
+        self.shared = {
+            "dt": rank,
+            "b": states,
+            "c": states,
+        }  # widths of the parts that all features share
         self.norms = nn.ModuleDict(
-            {n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like) for n, s in self.shared.items()}
+            {
+                n: nn.RMSNorm(s, config.layernorm_epsilon, **self.like)
+                for n, s in self.shared.items()
+            }
         )
         taps = config.mamba_conv_kernel
-        shapes = {"conv1d_weight": (width, 1, taps), "x_proj": (rank + 2 * states, width), "dt_proj": (width, rank)}
+        shapes = {
+            "conv1d_weight": (width, 1, taps),
+            "x_proj": (rank + 2 * states, width),
+            "dt_proj": (width, rank),
+        }
         self.make_parameters(
-            {**shapes, "A_log": (width, states), **dict.fromkeys(("conv1d_bias", "dt_bias", "D"), (width,))}
+            {
+                **shapes,
+                "A_log": (width, states),
+                **dict.fromkeys(("conv1d_bias", "dt_bias", "D"), (width,)),
+            }
         )
         if config.perform_initialization:
             with torch.no_grad():
@@ -121,11 +142,18 @@ class Mamba1Mixer(TensorParallelMixer):
         x, gate = projected.chunk(2, -1)
         seen = 0 if history is None else history.size(1)
         whole, history = with_history(x, x[:, :0] if history is None else history)
-        x = F.silu(causal_convolution(whole, self.conv1d_weight.squeeze(1), self.conv1d_bias, None)[:, seen:])
-        shared = mappings.reduce_from_tensor_model_parallel_region(F.linear(x, self.x_proj), self.tp_group)
+        x = F.silu(
+            causal_convolution(whole, self.conv1d_weight.squeeze(1), self.conv1d_bias, None)[
+                :, seen:
+            ]
+        )
+        shared = mappings.reduce_from_tensor_model_parallel_region(
+            F.linear(x, self.x_proj), self.tp_group
+        )
         pieces = zip(self.norms.values(), shared.split(list(self.shared.values()), -1), strict=True)
         narrow, b, c = (
-            mappings.copy_to_tensor_model_parallel_region(norm(piece), self.tp_group) for norm, piece in pieces
+            mappings.copy_to_tensor_model_parallel_region(norm(piece), self.tp_group)
+            for norm, piece in pieces
         )
         dt = F.softplus(F.linear(narrow, self.dt_proj).float() + self.dt_bias.float())
         y, state = selective_scan(x, dt, -self.A_log.float().exp(), b, c, state)

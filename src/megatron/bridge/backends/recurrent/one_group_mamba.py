@@ -34,11 +34,16 @@ class OneGroupMambaMixer(TorchMambaMixer):
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
         ranks, cut = groups.tp.size(), copy.copy(config)
         # each rank has a part of the shared rows of B and C
         cut.mamba_num_groups, cut.mamba_state_dim = ranks, config.mamba_state_dim // ranks
-        sizes: Any = {"d_model": config.hidden_size, "d_conv": getattr(config, "mamba_conv_kernel", 4)}
+        sizes: Any = {
+            "d_model": config.hidden_size,
+            "d_conv": getattr(config, "mamba_conv_kernel", 4),
+        }
         super().__init__(cut, submodules, layer_number=layer_number, pg_collection=groups, **sizes)
         self.state_size = config.mamba_state_dim
         norm = NormOverRanks(
@@ -52,17 +57,24 @@ class OneGroupMambaMixer(TorchMambaMixer):
         norm.weight, norm.tp_group = self.norm.weight, groups.tp
         self.norm = norm
 
-    def forward(self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden_states: Tensor, packed_seq_params: Any = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Map [s, b, hidden] to the same shape; there is no bias."""
         return super().forward(hidden_states, packed_seq_params=packed_seq_params)
 
     def state_shapes(self) -> list[StateShape]:
         history, scan = super().state_shapes()
-        return [history, StateShape((1, self.nheads_local_tp, self.headdim, self.state_size), scan.dtype)]
+        return [
+            history,
+            StateShape((1, self.nheads_local_tp, self.headdim, self.state_size), scan.dtype),
+        ]
 
     def _grouped(self, states: Tensor) -> Tensor:
         group: Any = self.tp_group
-        return mappings.all_gather_last_dim_from_tensor_parallel_region(states, group=group).unsqueeze(-2)
+        return mappings.all_gather_last_dim_from_tensor_parallel_region(
+            states, group=group
+        ).unsqueeze(-2)
 
 
 class NormOverRanks(GroupRMSNorm):
@@ -72,7 +84,9 @@ class NormOverRanks(GroupRMSNorm):
         """Normalize ``x`` [..., outputs of this rank]; the result has the dtype of the gain."""
         x, ranks = x.float(), self.tp_group.size()
         # each rank's outputs depend on the sum, so its gradient is also summed
-        total = mappings.reduce_from_tensor_model_parallel_region(x.square().sum(-1, keepdim=True), self.tp_group)
+        total = mappings.reduce_from_tensor_model_parallel_region(
+            x.square().sum(-1, keepdim=True), self.tp_group
+        )
         total = mappings.copy_to_tensor_model_parallel_region(total, self.tp_group)
         normed = x * (total / (x.shape[-1] * ranks) + self.eps).rsqrt()
         return normed.to(self.weight.dtype) * self.weight
@@ -87,7 +101,12 @@ class AttentionBesideMamba(SelfAttention):
     """Attention and a mixer; ``multipliers`` scale their outputs."""
 
     def __init__(
-        self, config: Any, submodules: BesideMambaSubmodules, layer_number: int, *args: Any, **kwargs: Any
+        self,
+        config: Any,
+        submodules: BesideMambaSubmodules,
+        layer_number: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         groups: Any = {"layer_number": layer_number, "pg_collection": self.pg_collection}
@@ -104,7 +123,9 @@ class AttentionBesideMamba(SelfAttention):
         self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Map [s, b, hidden] to the same shape, and return the bias of the output projection."""
-        out, bias = super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+        out, bias = super().forward(
+            hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
         mixed, _ = self.mixer(hidden_states, packed_seq_params=packed_seq_params)
         return out * self.multipliers[0] + mixed * self.multipliers[1], bias
 

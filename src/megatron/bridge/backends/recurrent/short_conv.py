@@ -38,7 +38,12 @@ class ShortConv(TensorParallelMixer):
         features = width // self.tp_group.size()
         assert config.linear_conv_kernel_dim is not None, "linear_conv_kernel_dim has a default"
         self.conv1d = nn.Conv1d(
-            features, features, config.linear_conv_kernel_dim, groups=features, bias=False, **self.like
+            features,
+            features,
+            config.linear_conv_kernel_dim,
+            groups=features,
+            bias=False,
+            **self.like,
         )
         set_tensor_model_parallel_attributes(self.conv1d.weight, True, 0, 1)
         if config.perform_initialization:
@@ -48,7 +53,9 @@ class ShortConv(TensorParallelMixer):
     def mix(self, projected: Tensor, history: Tensor) -> tuple[Tensor, tuple[Tensor]]:
         before, after, x = projected.chunk(3, dim=-1)
         whole, history = with_history(before * x, history)
-        seen = causal_convolution(whole, self.conv1d.weight.squeeze(1), None, None)[:, history.size(1) :]
+        seen = causal_convolution(whole, self.conv1d.weight.squeeze(1), None, None)[
+            :, history.size(1) :
+        ]
         return after * seen, (history,)
 
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
@@ -58,4 +65,6 @@ class ShortConv(TensorParallelMixer):
 
     def state_shapes(self) -> list[StateShape]:
         """Return the shape of a text's state: the last inputs of the convolution."""
-        return [StateShape((self.conv1d.weight.shape[-1] - 1, self.features), self.config.params_dtype)]
+        return [
+            StateShape((self.conv1d.weight.shape[-1] - 1, self.features), self.config.params_dtype)
+        ]

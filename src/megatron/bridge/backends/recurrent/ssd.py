@@ -17,7 +17,13 @@ from torch import Tensor
 
 
 def scan(
-    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, chunk: int, state: Tensor | None = None
+    x: Tensor,
+    dt: Tensor,
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk: int,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute all outputs in float32, and the state after them.
 
@@ -58,7 +64,12 @@ def _decay(remaining: Tensor) -> Tensor:
     """Compute the fraction of the input of position j that remains in the state at position i >= j, [..., i, j]."""
     size = remaining.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=remaining.device).triu(1)
-    return (remaining[..., :, None] - remaining[..., None, :]).float().masked_fill(later, -torch.inf).exp()
+    return (
+        (remaining[..., :, None] - remaining[..., None, :])
+        .float()
+        .masked_fill(later, -torch.inf)
+        .exp()
+    )
 
 
 def _recurrence(added: Tensor, remaining: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

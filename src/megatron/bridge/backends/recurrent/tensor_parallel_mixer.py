@@ -51,12 +51,21 @@ class TensorParallelMixer(MegatronModule):
         self.like: Any = {"device": device, "dtype": config.params_dtype}
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": groups.tp}
         first = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
-        last = {"init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": True}
+        last = {
+            "init_method": config.output_layer_init_method,
+            "input_is_parallel": True,
+            "skip_bias_add": True,
+        }
         self.first_options: Any = {**common, **first, "tp_comm_buffer_name": "fc1"}
         inner = self.prepare(submodules)
         self.features = inner // groups.tp.size()
         self.out_proj = build_module(
-            submodules.out_proj, inner, config.hidden_size, **common, **last, tp_comm_buffer_name="fc2"
+            submodules.out_proj,
+            inner,
+            config.hidden_size,
+            **common,
+            **last,
+            tp_comm_buffer_name="fc2",
         )
 
     @property
@@ -79,11 +88,15 @@ class TensorParallelMixer(MegatronModule):
 
     def mix(self, projected: Tensor, *states: Any) -> tuple[Tensor, tuple[Any, ...]]:
         """Compute outputs [b, s, features] of texts that continue from ``states``, or begin, and their new states."""
-        raise TypeError(f"{type(self).__name__} is abstract: it does not mix {projected.shape} with {states}")
+        raise TypeError(
+            f"{type(self).__name__} is abstract: it does not mix {projected.shape} with {states}"
+        )
 
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
         """Compute outputs [b, s, features] of packed sequences, each from its start."""
-        raise TypeError(f"{type(self).__name__} is abstract: no {projected.shape} of {packed_seq_params}")
+        raise TypeError(
+            f"{type(self).__name__} is abstract: no {projected.shape} of {packed_seq_params}"
+        )
 
     def forward(
         self, hidden_states: Tensor, packed_seq_params: PackedSeqParams | None = None, **_: Any
@@ -119,12 +132,21 @@ class TensorParallelMixer(MegatronModule):
             weight.copy_(whole.chunk(ranks, dim)[self.tp_group.rank() if ranks > 1 else 0])
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        own = {name: weight for name, weight in self.named_parameters() if "." not in name or name in self.cut}
-        state = make_sharded_tensors_for_checkpoint(own, prefix, self.cut, sharded_offsets, **groups)
+        own = {
+            name: weight
+            for name, weight in self.named_parameters()
+            if "." not in name or name in self.cut
+        }
+        state = make_sharded_tensors_for_checkpoint(
+            own, prefix, self.cut, sharded_offsets, **groups
+        )
         for name, module in self.named_children():
             if f"{name}.weight" in own:
                 continue
@@ -132,5 +154,7 @@ class TensorParallelMixer(MegatronModule):
             state |= sharded_state_dict_default(module, *options, tp_group=self.tp_group)
         if parts := list(self.projected):
             weight = f"{prefix}in_proj.weight"
-            state[weight] = _split_tensor_factory(state[weight], [self.features] * len(parts), parts, 0)
+            state[weight] = _split_tensor_factory(
+                state[weight], [self.features] * len(parts), parts, 0
+            )
         return state

@@ -34,7 +34,9 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         spec = hybrid_layer_specs.hybrid_stack_spec
         layers: Any = spec.submodules
         mamba = layers.mamba_layer
-        parts = dataclasses.replace(mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules))
+        parts = dataclasses.replace(
+            mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules)
+        )
         mamba = dataclasses.replace(mamba, submodules=parts)
         return dataclasses.replace(spec, submodules=dataclasses.replace(layers, mamba_layer=mamba))
     provider = TorchSpecProvider()
@@ -44,7 +46,9 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
             mamba_layer=_mamba_layer(config, provider),
             attention_layer=_attention_layer(config, provider),
             mlp_layer=_feed_forward_layer(config, provider, moe=False),
-            moe_layer=_feed_forward_layer(config, provider, moe=True) if config.num_moe_experts else MLPLayer,
+            moe_layer=_feed_forward_layer(config, provider, moe=True)
+            if config.num_moe_experts
+            else MLPLayer,
         ),
     )
 
@@ -72,7 +76,9 @@ def _mixer(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSp
 
 
 def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
-    linears = MambaMixerSubmodules(in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear())
+    linears = MambaMixerSubmodules(
+        in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()
+    )
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
@@ -90,13 +96,19 @@ def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -
     return _half(TransformerLayer, whole, "input_layernorm", "self_attention", "self_attn_bda")
 
 
-def _feed_forward_layer(config: TransformerConfig, provider: BackendSpecProvider, moe: bool) -> ModuleSpec:
+def _feed_forward_layer(
+    config: TransformerConfig, provider: BackendSpecProvider, moe: bool
+) -> ModuleSpec:
     """The second half of a decoder layer."""
     whole = layer_spec(config, provider, moe)
-    return _half(TransformerLayer if moe else MLPLayer, whole, "pre_mlp_layernorm", "mlp", "mlp_bda")
+    return _half(
+        TransformerLayer if moe else MLPLayer, whole, "pre_mlp_layernorm", "mlp", "mlp_bda"
+    )
 
 
 def _half(module: type[Any], whole: ModuleSpec, *parts: str) -> ModuleSpec:
     """A layer with only some ``parts`` of another one."""
-    kept = {name: getattr(whole.submodules, name) for name in (*parts, "sharded_state_dict_keys_map")}
+    kept = {
+        name: getattr(whole.submodules, name) for name in (*parts, "sharded_state_dict_keys_map")
+    }
     return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**kept))

@@ -44,7 +44,11 @@ class SharedKVAttention(SelfAttention):
     kept: tuple[Tensor, Tensor] | None = None
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, **others: Any
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        **others: Any,
     ) -> None:
         roles = projections(config, layer_number)
 
@@ -54,14 +58,18 @@ class SharedKVAttention(SelfAttention):
 
         own = dataclasses.replace(submodules, linear_qkv=projection)
         super().__init__(config, own, layer_number, **others)
-        self.source: list[SharedKVAttention] = []  # in a list, so that it does not become a submodule
+        self.source: list[
+            SharedKVAttention
+        ] = []  # in a list, so that it does not become a submodule
         self.roles, self.is_source, self.is_last = roles, False, False
         if roles == "q":
             self.k_layernorm = None
         elif roles == "qk":
             self.get_submodule("linear_qkv").register_forward_hook(self._repeat_keys)
 
-    def _repeat_keys(self, _module: Any, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def _repeat_keys(
+        self, _module: Any, _inputs: Any, outputs: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
         grouped = outputs[0].unflatten(-1, (self.num_query_groups_per_partition, -1))
         keys = grouped[..., -self.hidden_size_per_attention_head :]
         return torch.cat((grouped, keys), dim=-1).flatten(-2), outputs[1]

@@ -38,7 +38,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
 from megatron.bridge.backends.kernels.norms import AcrossHeadsNorm, ByHeadNorm, HeadsNorm
 from megatron.bridge.backends.moe.experts_beside_mlp import ExpertsBesideMLP
-from megatron.bridge.backends.recurrent.one_group_mamba import AttentionBesideMamba, BesideMambaSubmodules
+from megatron.bridge.backends.recurrent.one_group_mamba import (
+    AttentionBesideMamba,
+    BesideMambaSubmodules,
+)
 from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 from megatron.bridge.utils.config import yaml_text
@@ -66,24 +69,35 @@ def add_features(
 def _check(config: TransformerConfig, provider: BackendSpecProvider) -> None:
     placement = getattr(config, "norm_placement", "pre")
     if placement not in get_args(NormPlacement):
-        raise UserError(f"norm_placement={placement!r}: choose one of {', '.join(get_args(NormPlacement))}")
+        raise UserError(
+            f"norm_placement={placement!r}: choose one of {', '.join(get_args(NormPlacement))}"
+        )
     _check_parallel_residual(config, placement)
     _check_norms(config, provider)
     across, by_head, late = (getattr(config, f"qk_norm_{name}", False) for name in _QK_NORMS)
     if by_head and (across or late or config.qk_layernorm):
-        raise UserError("qk_norm_by_head=True excludes the other norms of queries and keys: set only one")
+        raise UserError(
+            "qk_norm_by_head=True excludes the other norms of queries and keys: set only one"
+        )
     if late and not config.qk_layernorm:
-        raise UserError("qk_norm_after_rope=True has no norms to apply: set model.qk_layernorm=True")
+        raise UserError(
+            "qk_norm_after_rope=True has no norms to apply: set model.qk_layernorm=True"
+        )
     if across and (config.qk_layernorm or config.qk_l2_norm or config.multi_latent_attention):
         raise UserError(
             "qk_norm_across_heads=True excludes qk_layernorm, qk_l2_norm and multi_latent_attention: set only one"
         )
-    if getattr(config, "value_norm", False) and (across or by_head or late or config.multi_latent_attention):
+    if getattr(config, "value_norm", False) and (
+        across or by_head or late or config.multi_latent_attention
+    ):
         raise UserError(
             "value_norm=True excludes multi_latent_attention and all norms of queries and keys but qk_layernorm: "
             "set only one"
         )
-    groups, ranks = config.num_query_groups or config.num_attention_heads, config.tensor_model_parallel_size
+    groups, ranks = (
+        config.num_query_groups or config.num_attention_heads,
+        config.tensor_model_parallel_size,
+    )
     if (across or by_head) and groups < ranks:
         raise UserError(
             f"qk_norm_{'across_heads' if across else 'by_head'}=True cannot split num_query_groups={groups} over "
@@ -109,14 +123,19 @@ def _check_parallel_residual(config: TransformerConfig, placement: str) -> None:
 def _check_norms(config: TransformerConfig, provider: BackendSpecProvider) -> None:
     if isinstance(provider, TorchSpecProvider):
         return
-    for name, part in (("layernorm_bias", "LayerNorm has a bias"), ("norm_gain", "norms have a gain")):
+    for name, part in (
+        ("layernorm_bias", "LayerNorm has a bias"),
+        ("norm_gain", "norms have a gain"),
+    ):
         if not getattr(config, name, True):
             raise UserError(
                 f"{name}=False does not work with backend='transformer_engine', whose {part}: set model.backend='torch'"
             )
 
 
-def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+def _with_features(
+    spec: ModuleSpec, config: TransformerConfig, provider: BackendSpecProvider
+) -> ModuleSpec:
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules), spec
     edits: dict[str, Any] = {"self_attention": _attention(layer.self_attention, config)}
@@ -127,7 +146,11 @@ def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: Backen
         edits |= _with_one_norm(dataclasses.replace(layer, **edits), provider)
     if parallel:
         spec = dataclasses.replace(spec, module=_PARALLEL_LAYERS[parallel])
-    if getattr(config, "experts_beside_mlp", False) and isinstance(layer.mlp, partial) and layer.mlp.func is MoELayer:
+    if (
+        getattr(config, "experts_beside_mlp", False)
+        and isinstance(layer.mlp, partial)
+        and layer.mlp.func is MoELayer
+    ):
         edits |= _with_dense(layer, provider)
     placement = getattr(config, "norm_placement", "pre")
     if placement == "post":
@@ -135,14 +158,20 @@ def _with_features(spec: ModuleSpec, config: TransformerConfig, provider: Backen
     scale = getattr(config, "residual_multiplier", 1.0)
     if placement != "pre" or scale != 1.0:
         norm = None if placement == "pre" else provider.layer_norm()
-        add = ModuleSpec(module=ResidualAdd, params={"config": config, "norm": norm, "scale": scale})
+        add = ModuleSpec(
+            module=ResidualAdd, params={"config": config, "norm": norm, "scale": scale}
+        )
         edits |= {"self_attn_bda": add, "mlp_bda": add}
     return dataclasses.replace(spec, submodules=dataclasses.replace(layer, **edits))
 
 
 def _attention(spec: Any, config: TransformerConfig) -> Any:
-    if getattr(config, "attn_logit_softcapping", None) is not None or getattr(config, "chunked_attention", False):
-        spec = dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention))
+    if getattr(config, "attn_logit_softcapping", None) is not None or getattr(
+        config, "chunked_attention", False
+    ):
+        spec = dataclasses.replace(
+            spec, submodules=dataclasses.replace(spec.submodules, core_attention=TorchAttention)
+        )
     if getattr(config, "qk_norm_across_heads", False):
         spec = dataclasses.replace(spec, module=AcrossHeadsNormAttention)
     if getattr(config, "qk_norm_by_head", False):
@@ -154,16 +183,28 @@ def _attention(spec: Any, config: TransformerConfig) -> Any:
     return spec
 
 
-def _with_mixer_beside(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
+def _with_mixer_beside(
+    layer: TransformerLayerSubmodules, provider: BackendSpecProvider
+) -> dict[str, Any]:
     """Edit a layer spec: put a mixer beside attention, with a separate norm before both."""
-    column, row, attention = provider.column_parallel_linear(), provider.row_parallel_linear(), layer.self_attention
+    column, row, attention = (
+        provider.column_parallel_linear(),
+        provider.row_parallel_linear(),
+        layer.self_attention,
+    )
     assert isinstance(attention, ModuleSpec)
     parts = {**vars(attention.submodules), "linear_qkv": column}
     both = BesideMambaSubmodules(**parts, mixer=MambaMixerSubmodules(in_proj=column, out_proj=row))
-    names = {name: own for name, own in layer.sharded_state_dict_keys_map.items() if name != "input_layernorm."}
+    names = {
+        name: own
+        for name, own in layer.sharded_state_dict_keys_map.items()
+        if name != "input_layernorm."
+    }
     return {
         "input_layernorm": provider.layer_norm(),
-        "self_attention": dataclasses.replace(attention, module=AttentionBesideMamba, submodules=both),
+        "self_attention": dataclasses.replace(
+            attention, module=AttentionBesideMamba, submodules=both
+        ),
         "sharded_state_dict_keys_map": names,
     }
 
@@ -171,16 +212,23 @@ def _with_mixer_beside(layer: TransformerLayerSubmodules, provider: BackendSpecP
 def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:
     """Edit a layer spec: put a dense feed-forward layer beside the experts, which normalize their own inputs."""
     beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
-    return {"mlp": partial(beside, dense=get_mlp_module_spec_for_backend(provider)), "pre_mlp_layernorm": IdentityOp}
+    return {
+        "mlp": partial(beside, dense=get_mlp_module_spec_for_backend(provider)),
+        "pre_mlp_layernorm": IdentityOp,
+    }
 
 
-def _with_one_norm(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
+def _with_one_norm(
+    layer: TransformerLayerSubmodules, provider: BackendSpecProvider
+) -> dict[str, Any]:
     """Edit a layer spec: use one separate norm for attention and MLP."""
     edits = _without_norms(layer, provider)
     return {**edits, "input_layernorm": provider.layer_norm(), "sharded_state_dict_keys_map": {}}
 
 
-def _without_norms(layer: TransformerLayerSubmodules, provider: BackendSpecProvider) -> dict[str, Any]:
+def _without_norms(
+    layer: TransformerLayerSubmodules, provider: BackendSpecProvider
+) -> dict[str, Any]:
     """Edit a layer spec: remove the norms before attention and MLP, also if they are fused into a linear layer."""
     column = provider.column_parallel_linear()
     attention: Any = layer.self_attention
@@ -204,7 +252,9 @@ class ResidualAdd(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, norm: Any, scale: float) -> None:
         super().__init__()
-        self.norm = norm and norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = norm and norm(
+            config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
         self.scale = scale
 
     def forward(self, training: bool, fused: bool) -> Residual:
@@ -262,13 +312,28 @@ class HeadsNormAttention(SelfAttention):
     norm: ClassVar[type[HeadsNorm]]
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         # not the spec's norms: these are per head, and their gradients are summed over tensor-parallel ranks
-        super().__init__(config, dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None), *args, **kwargs)
+        super().__init__(
+            config,
+            dataclasses.replace(submodules, q_layernorm=None, k_layernorm=None),
+            *args,
+            **kwargs,
+        )
         padded = (config.num_attention_heads, config.num_query_groups or config.num_attention_heads)
-        for role, heads, true_heads in zip("qk", padded, getattr(config, "unpadded_heads", padded), strict=True):
-            setattr(self, f"{role}_layernorm", self.norm(config, heads, true_heads, self.pg_collection.tp))
+        for role, heads, true_heads in zip(
+            "qk", padded, getattr(config, "unpadded_heads", padded), strict=True
+        ):
+            setattr(
+                self,
+                f"{role}_layernorm",
+                self.norm(config, heads, true_heads, self.pg_collection.tp),
+            )
 
 
 class ByHeadNormAttention(HeadsNormAttention):
@@ -311,7 +376,11 @@ class LateNormAttention(SelfAttention):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, *args: Any, **kwargs: Any
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
         for name in ("q_layernorm", "k_layernorm"):

@@ -34,11 +34,17 @@ from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.heterogeneous.heterogeneous_config import TransformerBlockConfig
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -86,8 +92,12 @@ def resolve_backend(name: str = "auto") -> str:
     if name not in BACKENDS:
         raise UserError(f"backend={name!r} is not one of 'auto', 'torch', 'transformer_engine'")
     if name == "transformer_engine" and not usable:
-        reason = "this machine has no CUDA device" if HAVE_TE else "Transformer Engine is not installed"
-        raise UserError(f"backend='transformer_engine' cannot run here: {reason}; use 'torch' or 'auto'")
+        reason = (
+            "this machine has no CUDA device" if HAVE_TE else "Transformer Engine is not installed"
+        )
+        raise UserError(
+            f"backend='transformer_engine' cannot run here: {reason}; use 'torch' or 'auto'"
+        )
     return name
 
 
@@ -101,7 +111,10 @@ def decoder_block_spec(
         block = _transformer_engine_block(config, vp_stage)
         return layer_features.add_features(block, config, get_backend("transformer_engine"))
     provider = TorchSpecProvider()
-    kinds = [tuple(map(bool, kind)) for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)]
+    kinds = [
+        tuple(map(bool, kind))
+        for kind in zip(moe_pattern(config), linear_pattern(config), strict=True)
+    ]
     specs = {kind: layer_spec(config, provider, *kind) for kind in set(kinds)}
     layers = [specs[kinds[index]] for index in _layers_here(config, vp_stage)]
     layers = _with_mixers(layers, config, vp_stage, provider, provider.column_parallel_linear())
@@ -115,7 +128,9 @@ def decoder_block_spec(
     return layer_features.add_features(block, config, provider)
 
 
-def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _transformer_engine_block(
+    config: TransformerConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     if config.heterogeneous_block_specs:
         # here, because its import warns about missing Apex, which only its other backend uses
         from megatron.core.models.gpt.heterogeneous import heterogeneous_layer_specs as own
@@ -129,13 +144,19 @@ def _transformer_engine_block(config: TransformerConfig, vp_stage: int | None) -
         first = provider.column_parallel_layer_norm_linear()
         layers = _with_mixers(block.layer_specs or [], config, vp_stage, provider, first)
     else:
-        block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+        block = get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=vp_stage
+        )
         layers = block.layer_specs or []
     return dataclasses.replace(block, layer_specs=[_with_own_attention(spec) for spec in layers])
 
 
 def _with_mixers(
-    layers: list[ModuleSpec], config: TransformerConfig, vp_stage: int | None, provider: BackendSpecProvider, first: Any
+    layers: list[ModuleSpec],
+    config: TransformerConfig,
+    vp_stage: int | None,
+    provider: BackendSpecProvider,
+    first: Any,
 ) -> list[ModuleSpec]:
     """Replace attention by the mixers of ``MIXERS`` in the layers that ``config`` selects."""
     field = next((name for name in MIXERS if getattr(config, name, None) is not None), None)
@@ -143,7 +164,9 @@ def _with_mixers(
         return layers
     mixer: type = Mamba1Mixer if getattr(config, "mamba_dt_rank", None) else MIXERS[field]
     pattern: list[int] = getattr(config, field)
-    spec = ModuleSpec(module=mixer, submodules=MambaMixerSubmodules(first, provider.row_parallel_linear()))
+    spec = ModuleSpec(
+        module=mixer, submodules=MambaMixerSubmodules(first, provider.row_parallel_linear())
+    )
     return [
         _with_mixer(layer, spec) if pattern[index] else layer
         for layer, index in zip(layers, _layers_here(config, vp_stage), strict=True)
@@ -157,7 +180,10 @@ def _with_mixer(layer: ModuleSpec, mixer: ModuleSpec) -> ModuleSpec:
     if "input_layernorm." in names:
         names["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     return dataclasses.replace(
-        layer, submodules=dataclasses.replace(parts, self_attention=mixer, sharded_state_dict_keys_map=names)
+        layer,
+        submodules=dataclasses.replace(
+            parts, self_attention=mixer, sharded_state_dict_keys_map=names
+        ),
     )
 
 
@@ -168,7 +194,10 @@ class LatentAttention(MLASelfAttention):
     """
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
+        return {
+            **super()._resolve_qk_norm_config(submodules),
+            "linear_q_proj": submodules.linear_q_proj,
+        }
 
 
 _OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: LatentAttention}
@@ -181,7 +210,9 @@ def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
     if own is None:
         return spec
     attention = dataclasses.replace(parts.self_attention, module=own)
-    return dataclasses.replace(spec, submodules=dataclasses.replace(parts, self_attention=attention))
+    return dataclasses.replace(
+        spec, submodules=dataclasses.replace(parts, self_attention=attention)
+    )
 
 
 def mtp_block_spec(
@@ -199,7 +230,9 @@ def mtp_block_spec(
             "(m) on a stage without decoder layers, but it copies the last one: put a layer (t) before it"
         )
     provider: BackendSpecProvider = (
-        get_backend("transformer_engine") if backend == "transformer_engine" else TorchSpecProvider()
+        get_backend("transformer_engine")
+        if backend == "transformer_engine"
+        else TorchSpecProvider()
     )
     return get_gpt_mtp_block_spec_for_backend(config, decoder, provider, vp_stage=vp_stage)
 
@@ -241,12 +274,16 @@ def _layers_here(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
 
 
-def layer_spec(config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False) -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig, provider: BackendSpecProvider, moe: bool, linear: bool = False
+) -> ModuleSpec:
     """Return the spec of a decoder layer with separate norms, attention, and an MLP or experts (``moe``).
 
     Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).
     """
-    attention = _latent_attention if config.multi_latent_attention else _delta_net if linear else _attention
+    attention = (
+        _latent_attention if config.multi_latent_attention else _delta_net if linear else _attention
+    )
     norm = provider.layer_norm(has_residual=True)
     return ModuleSpec(
         module=TransformerLayer,
@@ -279,7 +316,9 @@ def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str
         return {"input_layernorm.": f"self_attention.{first}.layer_norm_"} | names
     if config.qk_layernorm:
         for kind in ("q", "kv"):
-            names[f"self_attention.{kind}_layernorm."] = f"self_attention.linear_{kind}_up_proj.layer_norm_"
+            names[f"self_attention.{kind}_layernorm."] = (
+                f"self_attention.linear_{kind}_up_proj.layer_norm_"
+            )
     return names
 
 
@@ -350,13 +389,18 @@ _WITHOUT_EXTENSIONS = {
     "memory_efficient_layer_norm": "it needs Apex or Transformer Engine",
     "persist_layer_norm": "it needs Apex",
 }
-_WITHOUT_CUDA = {"masked_softmax_fusion": "it is a CUDA kernel", "bias_dropout_fusion": "it is compiled for CUDA"}
+_WITHOUT_CUDA = {
+    "masked_softmax_fusion": "it is a CUDA kernel",
+    "bias_dropout_fusion": "it is compiled for CUDA",
+}
 
 
 _Use = Callable[[str, object, str], None]  # sets a field to a value for a reason
 
 
-def apply_backend_settings(config: TransformerConfig, backend: str = "torch") -> list[DisabledSetting]:
+def apply_backend_settings(
+    config: TransformerConfig, backend: str = "torch"
+) -> list[DisabledSetting]:
     """Choose the kernels that ``backend`` supports here, and return the changes of values from the user."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     changes: list[DisabledSetting] = []
@@ -399,7 +443,9 @@ def _use_compiled_kernels(config: TransformerConfig, use: _Use) -> None:
 def _use_cpu_kernels(config: TransformerConfig, use: _Use) -> None:
     for field, reason in _WITHOUT_CUDA.items():
         use(field, False, reason)
-    if config.moe_token_dispatcher_type == "flex":  # for plans of runs on GPUs: a run here is refused
+    if (
+        config.moe_token_dispatcher_type == "flex"
+    ):  # for plans of runs on GPUs: a run here is refused
         use("moe_token_dispatcher_type", "alltoall", "there is no CUDA")
     use("cuda_graph_impl", "none", "there is no CUDA")
     fuses = eager.fuses_activation(config)
@@ -414,7 +460,10 @@ def heterogeneous_layer(plain: ModuleSpec, block: TransformerBlockConfig) -> Mod
     parts: Any = plain.submodules
     names: dict[str, str] = dict(parts.sharded_state_dict_keys_map)
     if block.attention.no_op:
-        edits |= {"self_attention": ModuleSpec(module=IdentityOp), **_left_out("input_layernorm", "self_attn_bda")}
+        edits |= {
+            "self_attention": ModuleSpec(module=IdentityOp),
+            **_left_out("input_layernorm", "self_attn_bda"),
+        }
     elif block.attention.replace_with_linear:
         edits["self_attention"] = ModuleSpec(module=LinearReplacement)
         names["input_layernorm."] = "self_attention.layer_norm_"
@@ -442,7 +491,9 @@ class LinearReplacement(ColumnParallelLinear):
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         assert config.init_method is not None, "Megatron-Core derives init_method"
         width = config.hidden_size
-        super().__init__(width, width, config=config, init_method=config.init_method, bias=config.add_bias_linear)
+        super().__init__(
+            width, width, config=config, init_method=config.init_method, bias=config.add_bias_linear
+        )
 
     def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
         """Map [s, b, hidden] to the same shape; there is no bias."""

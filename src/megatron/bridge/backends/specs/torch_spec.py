@@ -13,7 +13,10 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.moe_layer import ExpertsBuilder
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from torch import Tensor
 
@@ -26,7 +29,9 @@ from megatron.bridge.backends.moe.grouped_experts import grouped_experts
 class TorchSpecProvider(LocalSpecProvider):
     """Megatron-Core's parallel linear layers, with norms, attention and experts in plain PyTorch."""
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
+    def layer_norm(
+        self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
+    ) -> LayerNormBuilder:
         """Return one builder for all norms, which reads the kind of norm from the config."""
         return TorchNorm
 
@@ -65,7 +70,13 @@ class TorchLatentAttention(MLASelfAttention):
             parameter.average_gradients_across_tp_domain = True
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        names = (
+            "linear_q_proj",
+            "linear_q_up_proj",
+            "linear_kv_up_proj",
+            "q_layernorm",
+            "kv_layernorm",
+        )
         return {name: getattr(submodules, name) for name in names}
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +90,9 @@ class TorchLatentAttention(MLASelfAttention):
             return queries, latent
         latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
         if self.config.sequence_parallel:  # clones, because a view would keep the whole latents
-            return queries.clone(), scatter_to_sequence_parallel_region(latent, group=self.tp_group).clone()
+            return queries.clone(), scatter_to_sequence_parallel_region(
+                latent, group=self.tp_group
+            ).clone()
         positions = self.config.qk_pos_emb_head_dim
         compressed, rotated = latent.split([latent.size(-1) - positions, positions], dim=-1)
         rotated = copy_to_tensor_model_parallel_region(rotated, group=self.tp_group)
@@ -92,14 +105,18 @@ class TorchLatentAttention(MLASelfAttention):
         queries, latents = self._qkv_down_projection(hidden_states)
         if self.config.sequence_parallel:
             latents = gather_from_sequence_parallel_region(latents, group=self.tp_group)
-        compressed, rotated = latents.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        compressed, rotated = latents.split(
+            [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
+        )
         norm: Any = self.kv_layernorm
         compressed = norm(compressed)
         if self.config.q_lora_rank is not None:
             norm = self.q_layernorm
             queries = norm(queries)
         query = self._queries(queries)
-        plain, turned = query.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        plain, turned = query.split(
+            [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
+        )
         turned, rotated = self._rotate(turned), self._rotate(rotated.unsqueeze(2))
         plain = self.cache.project_queries(plain[:, 0]).unsqueeze(1)
         key = torch.cat((compressed.unsqueeze(2), rotated), dim=-1)
@@ -116,5 +133,10 @@ class TorchLatentAttention(MLASelfAttention):
         found: Any = self.rotary_pos_emb(x.size(0))
         angles, factor = found if isinstance(found, tuple) else (found, 1.0)
         return apply_rotary_pos_emb(
-            x, angles, self.config, mscale=factor, cp_group=self.pg_collection.cp, mla_rotary_interleaved=True
+            x,
+            angles,
+            self.config,
+            mscale=factor,
+            cp_group=self.pg_collection.cp,
+            mla_rotary_interleaved=True,
         )

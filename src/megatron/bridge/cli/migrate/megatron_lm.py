@@ -29,10 +29,17 @@ _FORMATS = (
     "bf16 fp16 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 fp4_recipe "
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
 )
-_PRECISION = {"fp8-format": "fp8", "fp4-format": "fp4"} | {name.replace("_", "-"): name for name in _FORMATS.split()}
-LATENT_DEFAULTS: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 32, "rotary_scaling_factor": 1.0}
+_PRECISION = {"fp8-format": "fp8", "fp4-format": "fp4"} | {
+    name.replace("_", "-"): name for name in _FORMATS.split()
+}
+LATENT_DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+}
 _IMPLIED, _MISSING = (
-    {name: reason for reason, names in TABLES[table].items() for name in names} for table in ("implied", "missing")
+    {name: reason for reason, names in TABLES[table].items() for name in names}
+    for table in ("implied", "missing")
 )
 _BLENDS = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 _BLEND_FILES = ("data-args-path", "per-split-data-args-path")
@@ -44,7 +51,9 @@ class MegatronLMRun:
 
     translation: Translation
     arguments: Arguments
-    world_size: int | None  # number of processes that a ``torchrun`` in front of the script starts, if there is one
+    world_size: (
+        int | None
+    )  # number of processes that a ``torchrun`` in front of the script starts, if there is one
 
 
 def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
@@ -107,7 +116,9 @@ def _parse(words: list[str]) -> Arguments:
 
 def _launched(words: list[str]) -> int | None:
     text = " ".join(words)
-    each, nodes = (re.search(rf"--{name}[= ](\d+)", text) for name in ("nproc[_-]per[_-]node", "nnodes"))
+    each, nodes = (
+        re.search(rf"--{name}[= ](\d+)", text) for name in ("nproc[_-]per[_-]node", "nnodes")
+    )
     return int(each[1]) * (int(nodes[1]) if nodes else 1) if each else None
 
 
@@ -118,8 +129,16 @@ def _fields() -> dict[str, str]:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import MLATransformerConfig
 
-    groups = {"optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig, "model": MLATransformerConfig}
-    found = {_dashed(entry.name): f"{group}.{entry.name}" for group, kind in groups.items() for entry in fields(kind)}
+    groups = {
+        "optimizer": OptimizerConfig,
+        "ddp": DistributedDataParallelConfig,
+        "model": MLATransformerConfig,
+    }
+    found = {
+        _dashed(entry.name): f"{group}.{entry.name}"
+        for group, kind in groups.items()
+        for entry in fields(kind)
+    }
     found |= {f"ddp-{name}": key for name, key in found.items() if key.startswith("ddp.")}
     for group, pairs in TABLES["renamed"].items():
         found |= {name: f"{group}.{key}" for name, key in pairs.items()}
@@ -145,14 +164,18 @@ def _missing(name: str) -> str | None:
     """Why the argument has no counterpart; None if it has one or is unknown."""
     if name in TABLES["settings"] or name in _fields() or name in _SPECIAL:
         return _MISSING.get(name)
-    return next((reason for pattern, reason in _MISSING.items() if fnmatchcase(name, pattern)), None)
+    return next(
+        (reason for pattern, reason in _MISSING.items() if fnmatchcase(name, pattern)), None
+    )
 
 
 def _unknown(name: str) -> list[str]:
     if name in _SPECIAL or name in _IMPLIED or _missing(name) or _row(name):
         return []
     hint = misspelling(name, [*_SPECIAL, *TABLES["settings"], *_fields(), *_IMPLIED, *_MISSING])
-    return [f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"]
+    return [
+        f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"
+    ]
 
 
 def _translate(name: str, values: list[str], arguments: Arguments, found: Translation) -> None:
@@ -215,7 +238,11 @@ def _number(arguments: Arguments, *names: str) -> int | None:
 
 def _precision(arguments: Arguments, found: Translation) -> None:
     old = {"fp8-e4m3": "e4m3", "fp8-hybrid": "hybrid"}
-    given = {key: _value(name, key, arguments[name]) for name, key in _PRECISION.items() if name in arguments}
+    given = {
+        key: _value(name, key, arguments[name])
+        for name, key in _PRECISION.items()
+        if name in arguments
+    }
     for name in old.keys() & arguments.keys():
         given["fp8"] = old[name]
     if given:
@@ -238,7 +265,9 @@ def _sizes(arguments: Arguments, found: Translation) -> None:
         layers = _number(arguments, "num-layers") or 0
         _set_virtual(layers // each, arguments, found, "--num-layers-per-virtual-pipeline-stage")
     if layout := arguments.get("pipeline-model-parallel-layout"):
-        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+        from megatron.core.transformer.pipeline_parallel_layer_layout import (
+            PipelineParallelLayerLayout,
+        )
 
         count = PipelineParallelLayerLayout.get_num_stages_from_str(layout[0])
         _set_virtual(count, arguments, found, "--pipeline-model-parallel-layout")
@@ -254,19 +283,31 @@ def _set_virtual(count: int, arguments: Arguments, found: Translation, source: s
 def _unused(arguments: Arguments, found: Translation) -> None:
     """Drop the settings that Megatron-LM switches off, and the files of mock data."""
     if (_number(arguments, "tensor-model-parallel-size", "model-parallel-size") or 1) == 1:
-        found.drop("model.sequence_parallel", "Megatron-LM switches it off without tensor parallelism")
-    if "num-experts" not in arguments and "E" not in found.settings.get("model.hybrid_override_pattern", ""):
+        found.drop(
+            "model.sequence_parallel", "Megatron-LM switches it off without tensor parallelism"
+        )
+    if "num-experts" not in arguments and "E" not in found.settings.get(
+        "model.hybrid_override_pattern", ""
+    ):
         found.drop("model.expert_tensor_parallel_size", "the model has no experts")
     if "mock-data" in arguments:
-        for key in [key for key in found.settings if key.startswith("dataset.") and key not in _MOCK]:
+        for key in [
+            key for key in found.settings if key.startswith("dataset.") and key not in _MOCK
+        ]:
             found.drop(key, "mock data has no files")
 
 
 def _query_groups(values: list[str], arguments: Arguments, found: Translation) -> None:
     if "group-query-attention" in arguments:
-        found.set("model.num_query_groups", _number(arguments, "num-query-groups") or 1, "--num-query-groups")
+        found.set(
+            "model.num_query_groups",
+            _number(arguments, "num-query-groups") or 1,
+            "--num-query-groups",
+        )
     else:
-        found.implied["--num-query-groups"] = "Megatron-LM reads it only with --group-query-attention"
+        found.implied["--num-query-groups"] = (
+            "Megatron-LM reads it only with --group-query-attention"
+        )
 
 
 def _implementation(values: list[str], arguments: Arguments, found: Translation) -> None:
@@ -306,12 +347,22 @@ def _data(arguments: Arguments, found: Translation) -> None:
         found.set("dataset.blend_per_split", [part and list(part) for part in per_split], source)
 
 
-_MOCK = ("dataset.seq_length", "dataset.random_seed", "dataset.num_workers")  # settings of mock data
+_MOCK = (
+    "dataset.seq_length",
+    "dataset.random_seed",
+    "dataset.num_workers",
+)  # settings of mock data
 
 
 def _tokenizer(arguments: Arguments, found: Translation) -> None:
     model, size = arguments.get("tokenizer-model"), _number(arguments, "vocab-size")
-    default = "HuggingFaceTokenizer" if model else "GPT2BPETokenizer" if "merge-file" in arguments else None
+    default = (
+        "HuggingFaceTokenizer"
+        if model
+        else "GPT2BPETokenizer"
+        if "merge-file" in arguments
+        else None
+    )
     kind = next(iter(arguments.get("tokenizer-type", [])), default)
     if padded := _number(arguments, "padded-vocab-size"):
         found.set("model.vocab_size", padded, "--padded-vocab-size")
@@ -329,7 +380,9 @@ def _tokenizer(arguments: Arguments, found: Translation) -> None:
         found.set("model.vocab_size", size or 50257, f"--tokenizer-type={kind}")
         for name in {"--vocab-file", "--merge-file"} & found.missing.keys():
             del found.missing[name]
-            found.implied[name] = "openai-community/gpt2 has GPT-2's; give your directory if yours differ"
+            found.implied[name] = (
+                "openai-community/gpt2 has GPT-2's; give your directory if yours differ"
+            )
     elif kind is not None:
         found.missing["--tokenizer-type"] = (
             f"{kind} reads a file; set tokenizer.tokenizer_model to the directory or hub id of the same tokenizer "

@@ -10,13 +10,18 @@ from megatron.bridge.models.mla_provider import MLAModelProvider
 from megatron.bridge.training import config as blocks
 from megatron.bridge.utils.config.overrides import apply_overrides
 
-_MODEL: dict[str, Any] = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
+_MODEL: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+}
 _MODEL |= {"add_bias_linear": True, "hidden_dropout": 0.1, "should_pad_vocab": True}
 
 
 def build(run: MegatronLMRun) -> blocks.ConfigContainer:
     """The config of the command line, with Megatron-LM's defaults."""
-    dataset = blocks.MockGPTDatasetConfig if "mock-data" in run.arguments else blocks.GPTDatasetConfig
+    dataset = (
+        blocks.MockGPTDatasetConfig if "mock-data" in run.arguments else blocks.GPTDatasetConfig
+    )
     config = blocks.ConfigContainer(
         model=_model(run),
         train=blocks.TrainingConfig(),

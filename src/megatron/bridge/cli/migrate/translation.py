@@ -16,9 +16,15 @@ class Translation:
     """Settings of another framework as settings of a run."""
 
     settings: dict[str, str] = field(default_factory=dict[str, str])  # dotted key -> value as YAML
-    origins: dict[str, str] = field(default_factory=dict[str, str])  # dotted key -> the setting that it comes from
-    implied: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why it needs no setting here
-    missing: dict[str, str] = field(default_factory=dict[str, str])  # setting -> why it has no counterpart
+    origins: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # dotted key -> the setting that it comes from
+    implied: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # setting -> why it needs no setting here
+    missing: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # setting -> why it has no counterpart
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Set ``key``; text stays as it is, other values become YAML."""
@@ -45,6 +51,9 @@ class Translation:
         """A line for each setting, those without counterpart last."""
         for key, value in self.settings.items():
             yield f"{self.origins[key]}: {key}={value}"
-        for title, found in (("nothing to set for", self.implied), ("no counterpart for", self.missing)):
+        for title, found in (
+            ("nothing to set for", self.implied),
+            ("no counterpart for", self.missing),
+        ):
             for name, reason in found.items():
                 yield f"{title} {name}: {reason}"

@@ -34,7 +34,9 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
     """
     forward_step(step_func, job.config)
     if getattr(job.config, "distill", None) is not None:
-        raise UserError(f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it")
+        raise UserError(
+            f"--rehearse does not support --mode {job.mode}: rehearse the same recipe without it"
+        )
     world_size = asked or job.world_size or 1
     small = _toy_of(job, world_size, steps)
     folder = Path(tempfile.mkdtemp(prefix="megatron-bridge-rehearsal-"))
@@ -46,7 +48,9 @@ def rehearse(job: Job, steps: int, step_func: str | None, asked: int | None) -> 
         print_rank_0(f"shrunk: {change}")
     for result in _results(folder):
         if "failed" in result:
-            raise UserError(f"the rehearsal failed: {result['failed']} (its files are kept in {folder})")
+            raise UserError(
+                f"the rehearsal failed: {result['failed']} (its files are kept in {folder})"
+            )
         print_rank_0(f"proven: {result['what']}: {result['result']} ({result['seconds']:.0f} s)")
     shutil.rmtree(folder)
     more = "" if exports else "export (this model has no Hugging Face format here), "
@@ -70,7 +74,9 @@ def _remove_mtp(small: toy_config.Toy) -> None:
     model = small.config.model
     if not model.mtp_num_layers:
         return
-    small.changes.append(f"model.mtp_num_layers={model.mtp_num_layers}: the toy base model predicts one token")
+    small.changes.append(
+        f"model.mtp_num_layers={model.mtp_num_layers}: the toy base model predicts one token"
+    )
     drop_mtp_layers(model)
 
 
@@ -86,7 +92,9 @@ def _process_count(count: int, dimensions: Any) -> str:
     return "one process" if count == 1 else f"{count} processes = {dimensions}"
 
 
-def _write_plan(folder: Path, job: Job, small: toy_config.Toy, steps: int, step_func: str | None) -> bool:
+def _write_plan(
+    folder: Path, job: Job, small: toy_config.Toy, steps: int, step_func: str | None
+) -> bool:
     """Write the plan for the worker process; return whether it ends with an export."""
     hf_config = _without_out_of_range_tokens(AutoBridge.hf_config_of(small.config.model))
     mode = job.mode if small.config.peft is None else ADAPTERS[0]
@@ -95,7 +103,13 @@ def _write_plan(folder: Path, job: Job, small: toy_config.Toy, steps: int, step_
             raise UserError("a rehearsal of fine-tuning makes a toy base model: give --recipe")
         small.config.checkpoint.pretrained_checkpoint = str(folder / "base")
     (folder / CONFIG_FILE).write_text(small.config.to_yaml())
-    plan = {"mode": mode, "ranks": small.dimensions.ranks, "steps": steps, "step_func": step_func, "hf": hf_config}
+    plan = {
+        "mode": mode,
+        "ranks": small.dimensions.ranks,
+        "steps": steps,
+        "step_func": step_func,
+        "hf": hf_config,
+    }
     (folder / PLAN_FILE).write_text(json.dumps(plan, default=str))
     return hf_config is not None
 
@@ -113,18 +127,27 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
         numbers = value if isinstance(value, list) else [value]
         if any(number is not None and number >= text["vocab_size"] for number in numbers):
             found[key] = inside
-    return found if text is hf_config else found | {"text_config": _without_out_of_range_tokens(text)}
+    return (
+        found if text is hf_config else found | {"text_config": _without_out_of_range_tokens(text)}
+    )
 
 
 def _results(folder: Path) -> Iterator[dict[str, Any]]:
     """Run the worker process, without visible GPUs, and yield each result that it prints."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "megatron.bridge.cli.rehearse.worker", str(folder)]
     with (
         (folder / "worker.log").open("w") as log,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as worker,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as worker,
     ):
         assert worker.stdout is not None
         try:
@@ -134,4 +157,6 @@ def _results(folder: Path) -> Iterator[dict[str, Any]]:
             worker.terminate()
     if worker.returncode not in (0, -15):
         tail = (folder / "worker.log").read_text().splitlines()[-1:]
-        raise UserError(f"the rehearsal ended with exit code {worker.returncode}: {' '.join(tail)} ({folder})")
+        raise UserError(
+            f"the rehearsal ended with exit code {worker.returncode}: {' '.join(tail)} ({folder})"
+        )

@@ -22,7 +22,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
 from megatron.bridge import AutoBridge
-from megatron.bridge.backends.cpu.without_memory import Message, Traffic, one_rank, recorded_messages
+from megatron.bridge.backends.cpu.without_memory import (
+    Message,
+    Traffic,
+    one_rank,
+    recorded_messages,
+)
 from megatron.bridge.checkpoint import model_io, saving
 from megatron.bridge.checkpoint.hashing_writer import gc_paused
 from megatron.bridge.cli.support.text_format import columns, say, write_file
@@ -67,7 +72,9 @@ class Clock:
         """Run ``action``, report it as part ``name``, and return its result."""
         before = self._now()
         found = action()
-        wall, cpu, memory, received = (after - start for start, after in zip(before, self._now(), strict=True))
+        wall, cpu, memory, received = (
+            after - start for start, after in zip(before, self._now(), strict=True)
+        )
         self.report(Part(name, wall, cpu, memory, received, facts(found)))
         return found
 
@@ -83,7 +90,9 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     """
     world_size = asked or job.world_size or 1
     if not 0 <= rank < world_size:
-        raise UserError(f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}")
+        raise UserError(
+            f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}"
+        )
     config = resolved_config(job, world_size)
     say(f"rank {rank} of {world_size} of {job.source}: without memory and without other processes")
     say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
@@ -91,7 +100,9 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
     for line in ("", *message_table(messages), ""):
         say(line)
     if file is not None:
-        write_file("--messages", file, "".join(json.dumps(asdict(each)) + "\n" for each in messages))
+        write_file(
+            "--messages", file, "".join(json.dumps(asdict(each)) + "\n" for each in messages)
+        )
     say("not rehearsed: NCCL's connections, the network, the file system, and the time of a step")
     return 0
 
@@ -101,12 +112,20 @@ def resolved_config(job: Job, world_size: int) -> ConfigContainer:
     config = job.resolve(world_size).config
     for name in ("peft", "distill", "dpo"):
         if getattr(config, name) is not None:
-            raise UserError(f"--rehearse-rank does not support {name} of {job.source}: rehearse a pretrain recipe")
+            raise UserError(
+                f"--rehearse-rank does not support {name} of {job.source}: rehearse a pretrain recipe"
+            )
     if getattr(config.model, "vision", None) is not None:
-        raise UserError(f"--rehearse-rank does not support the vision tower of {job.source}: use --dry-run")
+        raise UserError(
+            f"--rehearse-rank does not support the vision tower of {job.source}: use --dry-run"
+        )
     if config.dist.use_torch_fsdp2 or config.ddp.use_megatron_fsdp:
-        raise UserError(f"--rehearse-rank does not support the sharded weights of {job.source}: unset FSDP")
-    config.model = without_quantization(config.model)  # its products need Transformer Engine and a GPU
+        raise UserError(
+            f"--rehearse-rank does not support the sharded weights of {job.source}: unset FSDP"
+        )
+    config.model = without_quantization(
+        config.model
+    )  # its products need Transformer Engine and a GPU
     config.model.vocab_size = config.model.vocab_size or VOCAB_SIZE
     config.model.perform_initialization = False
     return config
@@ -127,7 +146,9 @@ def rehearse_parts(
             model = clock.measure("model chunks", lambda: setup.build_model(config), _parameters)
             if config.model.declared.hf_config is not None:
                 clock.measure("conversion plan", lambda: _conversion(config, model), str)
-            optimizer = clock.measure("optimizer", lambda: _optimizer(config, model), lambda _: "with its state")
+            optimizer = clock.measure(
+                "optimizer", lambda: _optimizer(config, model), lambda _: "with its state"
+            )
             clock.measure("data position", lambda: _first_samples(config), str)
             _checkpoint(clock, model, optimizer, world_size)
             return _step(clock, config, model, optimizer)
@@ -155,7 +176,11 @@ def _parameters(model: list[Any]) -> str:
 def _conversion(config: ConfigContainer, model: list[Any]) -> str:
     """Other stages are assumed to be like this one, so the number of tasks is an estimate."""
     tasks = AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
-    mine = {task.global_param_name: task.mapping.hf_names for task in tasks if task.megatron_module is not None}
+    mine = {
+        task.global_param_name: task.mapping.hf_names
+        for task in tasks
+        if task.megatron_module is not None
+    }
     return f"{sum(map(len, mine.values())):,} tensors of the checkpoint, in {len(mine):,} of {len(tasks):,} tasks"
 
 
@@ -166,7 +191,10 @@ def _optimizer(config: ConfigContainer, model: list[Any]) -> Any:
 
 
 def _first_samples(config: ConfigContainer) -> str:
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     total, micro = samples_of(config.train), config.train.micro_batch_size
     rounds = config.train.global_batch_size // (micro * ranks)
     sampler = MegatronPretrainingSampler(total, 0, micro, rank, ranks)
@@ -189,8 +217,12 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
     def merge() -> Any:
         return create_default_global_save_plan([_slices_only(plan) for _ in range(PLANS)])
 
-    state = clock.measure("checkpoint state", describe, lambda state: f"{len(state['optimizer'])} slices of states")
-    plan = clock.measure("checkpoint plan", lambda: plan_mine(state), lambda plan: f"of {len(plan) / 1e3:.0f} kB")
+    state = clock.measure(
+        "checkpoint state", describe, lambda state: f"{len(state['optimizer'])} slices of states"
+    )
+    plan = clock.measure(
+        "checkpoint plan", lambda: plan_mine(state), lambda plan: f"of {len(plan) / 1e3:.0f} kB"
+    )
     clock.measure(
         f"rank 0 merges {PLANS} plans",
         merge,
@@ -202,7 +234,9 @@ def _step(clock: Clock, config: ConfigContainer, model: list[Any], optimizer: An
     replicas = parallel_state.get_data_parallel_world_size()
     count, whole = microbatches(config, replicas)
     config = copy.copy(config)
-    config.train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * replicas)
+    config.train = replace(
+        config.train, global_batch_size=count * config.train.micro_batch_size * replicas
+    )
     return clock.measure(
         "step",
         lambda: messages_of_step(config, model, optimizer),
@@ -217,7 +251,9 @@ def _slices_only(plan: bytes) -> Any:
 
 
 def _line(part: Part) -> str:
-    line = f"{part.name:<24}{part.wall:>9.2f}{part.cpu:>9.2f}{part.memory:>9.0f}{part.received:>10.1f}"
+    line = (
+        f"{part.name:<24}{part.wall:>9.2f}{part.cpu:>9.2f}{part.memory:>9.0f}{part.received:>10.1f}"
+    )
     return f"{line}  {part.facts}".rstrip()
 
 
@@ -242,15 +278,26 @@ def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) 
         train_batches=[repeat(_batch(config)) for _ in model],
     )
     experts = config.model.num_moe_experts
-    with recorded_messages((config.model.moe_router_topk or 1) / experts if experts else 1.0) as found:
+    with recorded_messages(
+        (config.model.moe_router_topk or 1) / experts if experts else 1.0
+    ) as found:
         train_step(run)
     return found
 
 
 def _batch(config: ConfigContainer) -> dict[str, Any]:
     shape = config.train.micro_batch_size, config.dataset.seq_length
-    tokens, mask = torch.zeros(shape, dtype=torch.long, device="cpu"), torch.ones(shape, device="cpu")
-    return {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": mask, "attention_mask": None}
+    tokens, mask = (
+        torch.zeros(shape, dtype=torch.long, device="cpu"),
+        torch.ones(shape, device="cpu"),
+    )
+    return {
+        "tokens": tokens,
+        "labels": tokens,
+        "position_ids": tokens,
+        "loss_mask": mask,
+        "attention_mask": None,
+    }
 
 
 def message_table(messages: Sequence[Message]) -> Iterator[str]:
@@ -263,5 +310,7 @@ def message_table(messages: Sequence[Message]) -> Iterator[str]:
         low, high = f"{min(sizes) / 1e6:.3g}", f"{max(sizes) / 1e6:.3g}"
         span = low if low == high else f"{low} to {high}"
         name = group.lower().removesuffix("_group").replace("_", " ")
-        rows.append((f"{len(sizes):,}", span, f"{sum(sizes) / 1e9:.3g}", str(ranks), f"{kind}, {name}"))
+        rows.append(
+            (f"{len(sizes):,}", span, f"{sum(sizes) / 1e9:.3g}", str(ranks), f"{kind}, {name}")
+        )
     yield from columns(rows)

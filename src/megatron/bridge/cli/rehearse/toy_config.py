@@ -60,7 +60,9 @@ class Toy:
     config: "ConfigContainer"  # the shrunk config, not resolved
     dimensions: ParallelDimensions
     original: ParallelDimensions
-    changes: list[str] = field(default_factory=list)  # one message for each change that removes a feature
+    changes: list[str] = field(
+        default_factory=list
+    )  # one message for each change that removes a feature
 
 
 def shrink(config: "ConfigContainer", world_size: int, steps: int) -> Toy:
@@ -82,13 +84,20 @@ def _rehearse_without_images(toy: Toy) -> None:
     """A toy tower, which encodes a dummy image in each microbatch: the real processor needs files of the model."""
     shrink_tower(toy.config.model)
     toy.config.dataset = MockGPTDatasetConfig(seq_length=SEQ_LENGTH)
-    toy.config.tokenizer.tokenizer_type, toy.config.tokenizer.tokenizer_model = "NullTokenizer", None
-    toy.changes.append("dataset: no images, only text, and a dummy image in each microbatch for the tower")
+    toy.config.tokenizer.tokenizer_type, toy.config.tokenizer.tokenizer_model = (
+        "NullTokenizer",
+        None,
+    )
+    toy.changes.append(
+        "dataset: no images, only text, and a dummy image in each microbatch for the tower"
+    )
 
 
 def parallel_dimensions(config: "ConfigContainer", world_size: int) -> ParallelDimensions:
     sizes = sizes_of(config.model)
-    kept = {name: sizes[name] for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")}
+    kept = {
+        name: sizes[name] for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    }
     return ParallelDimensions(**kept, data=config.data_parallel_size(world_size))
 
 
@@ -104,7 +113,11 @@ def shrink_dimensions(dimensions: ParallelDimensions) -> ParallelDimensions:
     kept: list[ParallelDimensions] = []
     choices = [range(1, min(getattr(dimensions, name), 2) + 1) for name in _DIMENSIONS]
     for tensor, pipeline, expert, context, data in itertools.product(*choices):
-        cut = tensor if dimensions.expert_tensor == dimensions.tensor else min(dimensions.expert_tensor, 2)
+        cut = (
+            tensor
+            if dimensions.expert_tensor == dimensions.tensor
+            else min(dimensions.expert_tensor, 2)
+        )
         kept.append(ParallelDimensions(tensor, pipeline, context, data, expert, cut))
     possible = [choice for choice in kept if choice.ranks <= MOST_RANKS and choice.is_possible]
     return max(possible, key=lambda choice: (_score(choice), -choice.ranks))
@@ -117,12 +130,18 @@ def _score(dimensions: ParallelDimensions) -> int:
 
 
 def _describe_changes(toy: Toy) -> list[str]:
-    sizes = [(name, getattr(toy.original, name), getattr(toy.dimensions, name)) for name in _DIMENSIONS]
-    smaller_ones = [f"{name} {before} -> {after}" for name, before, after in sizes if before != after > 1]
+    sizes = [
+        (name, getattr(toy.original, name), getattr(toy.dimensions, name)) for name in _DIMENSIONS
+    ]
+    smaller_ones = [
+        f"{name} {before} -> {after}" for name, before, after in sizes if before != after > 1
+    ]
     gone = [f"{name} {before}" for name, before, after in sizes if before > 1 == after]
     sentences = [f"parallel sizes: {', '.join(smaller_ones)}"] if smaller_ones else []
     many = "is" if len(gone) == 1 else "are"
-    return sentences + ([f"{' and '.join(gone)} {many} not rehearsed: 8 processes are too few"] if gone else [])
+    return sentences + (
+        [f"{' and '.join(gone)} {many} not rehearsed: 8 processes are too few"] if gone else []
+    )
 
 
 def _set_parallelism(toy: Toy) -> None:
@@ -134,7 +153,9 @@ def _set_parallelism(toy: Toy) -> None:
     if model.expert_tensor_parallel_size is not None:
         model.expert_tensor_parallel_size = dimensions.expert_tensor
     virtual = model.virtual_pipeline_model_parallel_size
-    model.virtual_pipeline_model_parallel_size = virtual and (min(virtual, 2) if dimensions.pipeline > 1 else None)
+    model.virtual_pipeline_model_parallel_size = virtual and (
+        min(virtual, 2) if dimensions.pipeline > 1 else None
+    )
     model.sequence_parallel = model.sequence_parallel and dimensions.tensor > 1
     model.microbatch_group_size_per_vp_stage = None
     model.hierarchical_context_parallel_sizes = None
@@ -150,7 +171,11 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     kept = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
     # a list of RoPE factors has half as many entries as the head size
     has_factors = any(isinstance(value, list) for value in (model.rope_parameters or {}).values())
-    head = model.kv_channels if model.multi_latent_attention or has_factors else model.kv_channels and HEAD_DIM
+    head = (
+        model.kv_channels
+        if model.multi_latent_attention or has_factors
+        else model.kv_channels and HEAD_DIM
+    )
     # some architectures in transformers have no setting for a head size other than the quotient
     quotient = model.hidden_size // model.num_attention_heads
     divides = not model.multi_latent_attention and model.kv_channels in (None, quotient)
@@ -192,7 +217,10 @@ def _moe_sizes(model: Any, dimensions: ParallelDimensions) -> dict[str, Any]:
     if model.moe_shared_expert_intermediate_size:
         values["moe_shared_expert_intermediate_size"] = HIDDEN_SIZE * 3 // 4
     if model.moe_router_num_groups:
-        values |= {"moe_router_num_groups": 2, "moe_router_group_topk": min(model.moe_router_group_topk or 2, 2)}
+        values |= {
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": min(model.moe_router_group_topk or 2, 2),
+        }
     return values
 
 
@@ -228,7 +256,11 @@ def _state_space_sizes(model: Any, dimensions: ParallelDimensions, width: int) -
     if model.mamba_layers is not None or model.mamba_beside_attention is not None:
         sizes = {"mamba_num_heads": 8, "mamba_head_dim": width // 4, "mamba_state_dim": 16}
         groups = max(2, ranks) if model.mamba_num_groups > 1 else 1
-        return sizes | {"mamba_num_groups": groups} | ({"mamba_dt_rank": 8} if model.mamba_dt_rank else {})
+        return (
+            sizes
+            | {"mamba_num_groups": groups}
+            | ({"mamba_dt_rank": 8} if model.mamba_dt_rank else {})
+        )
     kimi = model.kda_layers is not None
     if model.experimental_attention_variant != "gated_delta_net" and not kimi:
         return {}
@@ -249,7 +281,11 @@ def _heterogeneous_blocks(model: Any, heads: int) -> dict[str, Any]:
     def narrow(attention: dict[str, Any]) -> dict[str, Any]:
         return attention | {"n_heads_in_group": sharing.get(attention.get("n_heads_in_group"), 2)}
 
-    return {_BLOCK_CONFIGS: [block | {"attention": narrow(block["attention"])} for block in model.block_configs]}
+    return {
+        _BLOCK_CONFIGS: [
+            block | {"attention": narrow(block["attention"])} for block in model.block_configs
+        ]
+    }
 
 
 def _shrink_layers(model: Any) -> None:
@@ -262,7 +298,9 @@ def _shrink_layers(model: Any) -> None:
     least = max(kinds.index(kind) + 1 for kind in set(kinds)) if periodic else len(set(kinds))
     count = stages * -(-max(2, least) // stages)
     count += _uneven_layers(model, stages, count)
-    chosen = [layer % len(kinds) for layer in range(count)] if periodic else sample_layers(kinds, count)
+    chosen = (
+        [layer % len(kinds) for layer in range(count)] if periodic else sample_layers(kinds, count)
+    )
     for name in _PER_LAYER:
         value = getattr(model, name, None)
         if isinstance(value, list):
@@ -271,7 +309,11 @@ def _shrink_layers(model: Any) -> None:
         symbols = "".join(pattern.replace(_STAGE_SEPARATOR, "")[layer] for layer in chosen)
         each = count // stages
         parts = [symbols[start : start + each] for start in range(0, count, each)]
-        setattr(model, _HYBRID_PATTERN, (_STAGE_SEPARATOR if _STAGE_SEPARATOR in pattern else "").join(parts))
+        setattr(
+            model,
+            _HYBRID_PATTERN,
+            (_STAGE_SEPARATOR if _STAGE_SEPARATOR in pattern else "").join(parts),
+        )
     model.num_layers = count
     if model.mtp_num_layers:
         model.mtp_num_layers = 1
@@ -282,7 +324,9 @@ def _shrink_layers(model: Any) -> None:
 def _layer_kinds(model: Any) -> list[tuple[Any, ...]]:
     """The properties in which the layers of a model differ, for each layer."""
     columns: list[Sequence[Any]] = [
-        [str(item) for item in value] for name in _PER_LAYER if isinstance(value := getattr(model, name, None), list)
+        [str(item) for item in value]
+        for name in _PER_LAYER
+        if isinstance(value := getattr(model, name, None), list)
     ]
     for name in _PER_LAYER:
         every = getattr(model, name, None)
@@ -303,8 +347,14 @@ def sample_layers(kinds: Sequence[Any], count: int) -> list[int]:
         >>> sample_layers("AAAABB", 2)
         [0, 4]
     """
-    chosen = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())[:count]
-    rest = (layer for layer in itertools.cycle(range(len(kinds))) if len(kinds) < count or layer not in chosen)
+    chosen = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())[
+        :count
+    ]
+    rest = (
+        layer
+        for layer in itertools.cycle(range(len(kinds)))
+        if len(kinds) < count or layer not in chosen
+    )
     return sorted([*chosen, *itertools.islice(rest, count - len(chosen))])
 
 
@@ -318,9 +368,13 @@ def _uneven_layers(model: Any, stages: int, count: int) -> int:
         return 0
     if stages == 1:
         model.num_layers_in_first_pipeline_stage = model.num_layers_in_last_pipeline_stage = None
-        model.account_for_embedding_in_pipeline_split = model.account_for_loss_in_pipeline_split = False
+        model.account_for_embedding_in_pipeline_split = model.account_for_loss_in_pipeline_split = (
+            False
+        )
         return 0
-    counted = model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
+    counted = (
+        model.account_for_embedding_in_pipeline_split + model.account_for_loss_in_pipeline_split
+    )
     if counted:
         return stages - counted  # embedding and loss count as layers
     each, ends = count // model.pipeline_model_parallel_size, 0
@@ -347,9 +401,13 @@ def _remove_hardware_features(toy: Toy) -> None:
     model.use_te_activation_func = False
     kinds = model.cp_comm_type if isinstance(model.cp_comm_type, list) else [model.cp_comm_type]
     if set(kinds) - {None, "a2a", "all_gather"}:
-        toy.changes.append(f"model.cp_comm_type={model.cp_comm_type} needs Transformer Engine: using all_gather")
+        toy.changes.append(
+            f"model.cp_comm_type={model.cp_comm_type} needs Transformer Engine: using all_gather"
+        )
         model.cp_comm_type = "all_gather"
-    recomputed = [part for part in model.recompute_modules or () if part not in RECOMPUTED_BY_ENGINE]
+    recomputed = [
+        part for part in model.recompute_modules or () if part not in RECOMPUTED_BY_ENGINE
+    ]
     if model.recompute_modules and recomputed != list(model.recompute_modules):
         toy.changes.append(
             f"model.recompute_modules={model.recompute_modules}: of these, {recomputed or 'none'} "
@@ -357,7 +415,9 @@ def _remove_hardware_features(toy: Toy) -> None:
         )
         model.recompute_modules = recomputed or ["core_attn"]
     if model.fp8 or model.fp4:
-        toy.changes.append(f"mixed_precision={config.mixed_precision} needs a GPU: using bf16_mixed")
+        toy.changes.append(
+            f"mixed_precision={config.mixed_precision} needs a GPU: using bf16_mixed"
+        )
         model.fp8 = model.fp4 = None
         model.first_last_layers_bf16 = False
         config.mixed_precision = "bf16_mixed"
@@ -367,7 +427,9 @@ def _shorten(toy: Toy, steps: int) -> None:
     config, dimensions = toy.config, toy.dimensions
     train, scheduler, dataset = config.train, config.scheduler, config.dataset
     microbatches = (
-        2 * dimensions.pipeline if config.model.virtual_pipeline_model_parallel_size else max(2, dimensions.pipeline)
+        2 * dimensions.pipeline
+        if config.model.virtual_pipeline_model_parallel_size
+        else max(2, dimensions.pipeline)
     )
     train.micro_batch_size = min(train.micro_batch_size, 2)
     train.global_batch_size = train.micro_batch_size * dimensions.data * microbatches
@@ -390,13 +452,23 @@ def _shorten(toy: Toy, steps: int) -> None:
     config.logger.log_interval, config.logger.tensorboard_dir, config.logger.log_dir = 1, None, None
     config.dist.distributed_backend = "gloo"
     config.logger.log_energy = False
-    for name in ("ft", "nvrx_straggler", "inprocess_restart", "profiling"):  # need a launcher or more steps
+    for name in (
+        "ft",
+        "nvrx_straggler",
+        "inprocess_restart",
+        "profiling",
+    ):  # need a launcher or more steps
         setattr(config, name, None)
 
 
 TOWER_HEADS = 2
 TOWER_WIDTH = 32
-_LAYERS = {"depth": 2, "num_hidden_layers": 2, "num_heads": TOWER_HEADS, "num_attention_heads": TOWER_HEADS}
+_LAYERS = {
+    "depth": 2,
+    "num_hidden_layers": 2,
+    "num_heads": TOWER_HEADS,
+    "num_attention_heads": TOWER_HEADS,
+}
 _WIDTHS = {"embed_dim": TOWER_WIDTH, "intermediate_size": 2 * TOWER_WIDTH}
 _CHOSEN_LAYERS = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 _TOKENS_PER_SIDE = 2
@@ -409,14 +481,27 @@ def shrink_tower(model: Any) -> None:
     is_as_wide = "embed_dim" in tower  # Qwen2-VL's hidden_size is the decoder's
     widths = {**_WIDTHS, "hidden_size": model.hidden_size if is_as_wide else TOWER_WIDTH}
     widths |= {"out_hidden_size": model.hidden_size, **_LAYERS, **_CHOSEN_LAYERS}
-    small = {**tower, **{name: value for name, value in widths.items() if tower.get(name) is not None}}
+    small = {
+        **tower,
+        **{name: value for name, value in widths.items() if tower.get(name) is not None},
+    }
     text = {**values["text_config"], "hidden_size": model.hidden_size}
-    text |= {"num_attention_heads": model.num_attention_heads, "num_key_value_heads": model.num_query_groups}
+    text |= {
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+    }
     if "head_dim" in text:
         text["head_dim"] = model.kv_channels
-    model.vision = {**values, "vision_config": small, "text_config": text, **_image_sizes(values, small)}
+    model.vision = {
+        **values,
+        "vision_config": small,
+        "text_config": text,
+        **_image_sizes(values, small),
+    }
     if model.mrope_section:
-        model.mrope_section = _sections(model.mrope_section, int(model.kv_channels * model.rotary_percent) // 2)
+        model.mrope_section = _sections(
+            model.mrope_section, int(model.kv_channels * model.rotary_percent) // 2
+        )
 
 
 def _image_sizes(values: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:

@@ -76,8 +76,13 @@ class Rehearsal:
         self._fork("resuming", self.plan["ranks"], lambda: self._run(self.second))
         expected = {step: loss for step, loss in _losses(self.first).items() if step > steps}
         if _losses(self.second) != expected:
-            raise UserError(f"the resumed run has losses {_losses(self.second)}, but the first has {expected}")
-        return "checkpoint and resume", f"new processes resumed from step {steps} with bitwise equal losses"
+            raise UserError(
+                f"the resumed run has losses {_losses(self.second)}, but the first has {expected}"
+            )
+        return (
+            "checkpoint and resume",
+            f"new processes resumed from step {steps} with bitwise equal losses",
+        )
 
     def export(self) -> tuple[str, str]:
         """Export the Hugging Face model, and compare it with the checkpoint."""
@@ -108,14 +113,25 @@ class Rehearsal:
 
     def _export(self) -> None:
         exported = self.folder / "exported"
-        AutoBridge.from_hf_config(self._hf_config()).export_ckpt(self.first, exported, show_progress=False)
+        AutoBridge.from_hf_config(self._hf_config()).export_ckpt(
+            self.first, exported, show_progress=False
+        )
         tensors_only = [] if self._is_native else ["--skip-logits"]
         if command(["verify", str(exported), str(self.first), "--no-progress", *tensors_only]):
             raise UserError("the exported model differs from the checkpoint")
 
     def _merge(self) -> None:
         for action in ("merge", "export"):
-            code = command(["adapter", action, "--adapter", str(self.first), "--hf-path", str(self.folder / action)])
+            code = command(
+                [
+                    "adapter",
+                    action,
+                    "--adapter",
+                    str(self.first),
+                    "--hf-path",
+                    str(self.folder / action),
+                ]
+            )
             if code and action == "merge":
                 raise UserError("adapter merge failed")
 
@@ -162,7 +178,9 @@ def _run_rank(rank: int, count: int, port: int, log: Path, function: Callable[[]
 
         die_with_parent(signal.SIGKILL)
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update(
+            {name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1"
+        )
         file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)

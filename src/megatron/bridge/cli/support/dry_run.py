@@ -31,7 +31,12 @@ from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.recipes.teachers import teacher_of
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import BatchSize
-from megatron.bridge.training.inputs import count_rows_here, elsewhere, input_problems, with_vocabulary
+from megatron.bridge.training.inputs import (
+    count_rows_here,
+    elsewhere,
+    input_problems,
+    with_vocabulary,
+)
 from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml, leaf_values
 
 
@@ -52,7 +57,11 @@ def report(job: Job, asked: int | None) -> Report:
         return _teacher_report(job, world_size)
     resolved = with_vocabulary(job.resolve(world_size, count_rows_here))
     config = resolved.config
-    lines = [f"{job.mode} from {job.source}", *_differences(job), *summary.describe(config, world_size)]
+    lines = [
+        f"{job.mode} from {job.source}",
+        *_differences(job),
+        *summary.describe(config, world_size),
+    ]
     if not given:
         lines.append(f"(for {world_size} processes; set another number with --world-size N)")
     lines += ["", *summary.rank_table(config, world_size), ""]
@@ -60,9 +69,17 @@ def report(job: Job, asked: int | None) -> Report:
     memory = memory_per_rank(config, world_size, teacher)
     lines += [*_memory(config, memory), *_verdict(config, world_size, memory, job.gpu_kind)]
     lines += ["", *_compute(config, world_size, job.gpu_kind, teacher), ""]
-    notes = [*resolved.notes, *summary.warnings(config), *elsewhere(config), *_caveats(config, teacher)]
+    notes = [
+        *resolved.notes,
+        *summary.warnings(config),
+        *elsewhere(config),
+        *_caveats(config, teacher),
+    ]
     problems = list(input_problems(resolved))
-    lines += [*(f"note: {note}" for note in notes), *(f"the run would be refused: {each}" for each in problems)]
+    lines += [
+        *(f"note: {note}" for note in notes),
+        *(f"the run would be refused: {each}" for each in problems),
+    ]
     runs = not problems and _fits(config, world_size, memory, job.gpu_kind)
     return Report(annotated_yaml(resolved.config, resolved.origins), _comments(lines), runs)
 
@@ -74,7 +91,9 @@ def timeline_page(job: Job, asked: int | None) -> str:
     kind = gpu_name(job.gpu_kind)
     prediction = predict(config, world_size, kind)
     lines = list(time_lines(prediction, config.train.train_iters, f"{world_size} x {kind}"))
-    return page(f"{job.source} on {world_size} x {kind}", prediction, [("Summary", f"<p>{lines[0]}</p>")])
+    return page(
+        f"{job.source} on {world_size} x {kind}", prediction, [("Summary", f"<p>{lines[0]}</p>")]
+    )
 
 
 def _teacher_report(job: Job, world_size: int) -> Report:
@@ -131,7 +150,9 @@ def _fits(config: "ConfigContainer", world_size: int, memory: list[RankMemory], 
     return kind not in GPUS or needed <= gpu(kind).memory
 
 
-def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory], kind: str) -> Iterator[str]:
+def _verdict(
+    config: "ConfigContainer", world_size: int, memory: list[RankMemory], kind: str
+) -> Iterator[str]:
     """Whether the model fits, and if not, the nearest settings with which it does."""
     if kind not in GPUS:
         return
@@ -146,7 +167,9 @@ def _verdict(config: "ConfigContainer", world_size: int, memory: list[RankMemory
         yield f"the model needs this before it is sharded: use {host}tensor parallelism or the distributed optimizer"
     elif not found:
         nearest = nearest_fit(Search(config, world_size, kind))
-        changes = "" if nearest is None else " ".join(as_overrides(config, nearest.candidate.settings()))
+        changes = (
+            "" if nearest is None else " ".join(as_overrides(config, nearest.candidate.settings()))
+        )
         yield f"the nearest settings that fit: {changes or f'none on {world_size} GPUs, use more of them'}"
 
 
@@ -159,11 +182,15 @@ def _stage_contents(config: "ConfigContainer") -> list[str]:
         groups = [chunk.decoder.layers for chunk in cast(Any, chunks) if len(chunk.decoder.layers)]
         layers = ", ".join(summary.span(group[0].layer_number - 1, len(group)) for group in groups)
         parts = ["embedding" if first.pre_process else "", f"layers {layers}" if layers else ""]
-        held.append(", ".join(part for part in [*parts, "loss" if last.post_process else ""] if part))
+        held.append(
+            ", ".join(part for part in [*parts, "loss" if last.post_process else ""] if part)
+        )
     return held
 
 
-def _compute(config: "ConfigContainer", world_size: int, kind: str, teacher: "ModelProvider | None") -> Iterator[str]:
+def _compute(
+    config: "ConfigContainer", world_size: int, kind: str, teacher: "ModelProvider | None"
+) -> Iterator[str]:
     length = config.dataset.seq_length
     teachers = [] if teacher is None else [meta_model.whole_model(teacher)]
     token = local_flops_per_token([_model_with_adapters(config)], length)
@@ -212,7 +239,11 @@ def _caveats(config: "ConfigContainer", teacher: "ModelProvider | None") -> Iter
         if any(getattr(config.model, name, None) or ()):
             yield f"activations of model.{name} are computed in PyTorch, which stores several times the estimate"
     best = config.model.dsa_indexer_topk
-    if config.model.experimental_attention_variant == "dsa" and best and config.model.seq_length > best:
+    if (
+        config.model.experimental_attention_variant == "dsa"
+        and best
+        and config.model.seq_length > best
+    ):
         yield "activations leave out the masks of sparse attention: seq_length² x 3 bytes for each layer and sample"
     if package:
         yield f"activations assume the kernels of {package}; without them PyTorch stores several times as much"

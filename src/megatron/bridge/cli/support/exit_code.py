@@ -24,7 +24,8 @@ HEAD_START_SECONDS = 10.0
 
 # what gloo and NCCL raise on a rank whose partner has ended, or whose network is down
 _LOST = re.compile(
-    r"gloo.*(Connection (?:closed|reset) by peer|Broken pipe|No route to host|timed out)|ncclRemoteError", re.IGNORECASE
+    r"gloo.*(Connection (?:closed|reset) by peer|Broken pipe|No route to host|timed out)|ncclRemoteError",
+    re.IGNORECASE,
 )
 
 
@@ -93,7 +94,9 @@ def _flushed(code: int) -> int:
 
 def _without_output(error: OSError) -> int:
     """Discard the rest of the output, and return the exit code for output that cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python tries again when it exits
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+    )  # otherwise Python tries again when it exits
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE
     _report(f"standard output cannot be written: {error.strerror}")
@@ -126,12 +129,22 @@ def _report(message: str) -> None:
         # torchrun prints a long report of its own: this makes the message its last line, in the form that torchrun
         # expects of a traceback
         info = {"py_callstack": prefix + message, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": prefix + message, "extraInfo": info}}))
+        Path(path).write_text(
+            json.dumps({"message": {"message": prefix + message, "extraInfo": info}})
+        )
 
 
 def _rank() -> tuple[int, bool]:
     """This process's rank, and whether the process group exists, so that one rank can fail alone."""
-    torch_distributed = sys.modules.get("torch.distributed")  # if it is not imported, there is no group
-    joined = bool(torch_distributed and torch_distributed.is_available() and torch_distributed.is_initialized())
+    torch_distributed = sys.modules.get(
+        "torch.distributed"
+    )  # if it is not imported, there is no group
+    joined = bool(
+        torch_distributed
+        and torch_distributed.is_available()
+        and torch_distributed.is_initialized()
+    )
     rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdecimal() else 0, joined  # an invalid RANK may be the error to report
+    return int(
+        rank
+    ) if rank.isdecimal() else 0, joined  # an invalid RANK may be the error to report

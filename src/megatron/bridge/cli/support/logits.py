@@ -31,7 +31,9 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
     if ids.numel():  # without tokenizer files, transformers may make an empty tokenizer
         return ids, tokenizer
     if prompt is not None:
-        raise UserError(f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none: leave --prompt out")
+        raise UserError(
+            f"--prompt needs a tokenizer and {bridge.hf_pretrained.directory} has none: leave --prompt out"
+        )
     console().print(f"no tokenizer: running {RANDOM_TOKENS} random tokens")
     generator = torch.Generator().manual_seed(0)
     words = bridge.hf_config.get_text_config().vocab_size
@@ -91,7 +93,11 @@ def reference_activations(
     if not console().is_terminal:
         cast(Any, logging).disable_progress_bar()  # it would write a line per update to a log
     pretrained = bridge.hf_pretrained
-    kind = AutoModelForImageTextToText if hasattr(pretrained.config, "vision_config") else AutoModelForCausalLM
+    kind = (
+        AutoModelForImageTextToText
+        if hasattr(pretrained.config, "vision_config")
+        else AutoModelForCausalLM
+    )
     hf = kind.from_pretrained(
         pretrained.state.directory,
         dtype=dtype or pretrained.config.dtype or torch.float32,

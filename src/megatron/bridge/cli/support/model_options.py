@@ -27,12 +27,18 @@ def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    given = {name: size for name in ("tp", "pp", "vp", "ep", "etp") if (size := getattr(args, name)) is not None}
+    given = {
+        name: size
+        for name in ("tp", "pp", "vp", "ep", "etp")
+        if (size := getattr(args, name)) is not None
+    }
     for name, size in given.items():
         if size < 1:
             raise UserError(f"--{name} {size}: a parallel size must be at least 1")
     if "vp" in given and args.pp == 1:
-        raise UserError(f"--vp {args.vp} divides pipeline stages: give --pp 2 or more, or leave --vp out")
+        raise UserError(
+            f"--vp {args.vp} divides pipeline stages: give --pp 2 or more, or leave --vp out"
+        )
     groups = {
         " x ".join(f"--{name} {given[name]}" for name in names): prod(given[name] for name in names)
         for names in (("tp", "pp"), ("ep", "etp" if "etp" in given else "tp", "pp"))
@@ -57,7 +63,9 @@ def set_parallel_sizes(provider: Any, sizes: dict[str, Any]) -> None:
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
     if groups := pad_query_groups(provider):
         ranks = provider.tensor_model_parallel_size
-        console().print(f"{groups} query groups are padded for --tp {ranks}; the padding is zero and not exported")
+        console().print(
+            f"{groups} query groups are padded for --tp {ranks}; the padding is zero and not exported"
+        )
 
 
 def build_model(bridge: Any, sizes: dict[str, Any]) -> list[Any]:
@@ -75,7 +83,18 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-_SAME = ("adapter", "tokenizer", "dtype", "tp", "pp", "ep", "etp", "max_context", "max_requests", "kv_memory")
+_SAME = (
+    "adapter",
+    "tokenizer",
+    "dtype",
+    "tp",
+    "pp",
+    "ep",
+    "etp",
+    "max_context",
+    "max_requests",
+    "kv_memory",
+)
 
 
 def check_paths(args: argparse.Namespace) -> None:

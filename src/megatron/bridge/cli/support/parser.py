@@ -42,7 +42,9 @@ def count(text: str) -> int:
 def workers(text: str) -> int:
     """The ``type`` of an option that takes a number of worker processes on this machine."""
     if count(text) > MOST_WORKERS:
-        raise argparse.ArgumentTypeError(f"{text} is more than {MOST_WORKERS}, too many processes for one machine")
+        raise argparse.ArgumentTypeError(
+            f"{text} is more than {MOST_WORKERS}, too many processes for one machine"
+        )
     return int(text)
 
 
@@ -67,7 +69,9 @@ def memory_size(text: str) -> int:
 class _NamedPaths(argparse.Action):
     """Collects ``name=path``."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
         name, _, path = values.partition("=")
         found = dict(getattr(namespace, self.dest) or {})
         if not name or not path or name in found:
@@ -86,8 +90,19 @@ class _Refused(argparse.Action):
 
 
 _BY_NAME: dict[str, dict[str, Any]] = {
-    "type": {"int": int, "float": float, "path": Path, "count": count, "workers": workers, "memory_size": memory_size},
-    "action": {"toggle": argparse.BooleanOptionalAction, "named_paths": _NamedPaths, "refused": _Refused},
+    "type": {
+        "int": int,
+        "float": float,
+        "path": Path,
+        "count": count,
+        "workers": workers,
+        "memory_size": memory_size,
+    },
+    "action": {
+        "toggle": argparse.BooleanOptionalAction,
+        "named_paths": _NamedPaths,
+        "refused": _Refused,
+    },
 }
 """The types and actions that tables name, in addition to argparse's own actions."""
 
@@ -109,7 +124,9 @@ def add_options(parser: Any, table: dict[str, Any]) -> None:
         elif name in ("one of", "exactly one of"):
             add_options(parser.add_mutually_exclusive_group(required=name != "one of"), row)
         else:
-            known = {key: values[row[key]] for key, values in _BY_NAME.items() if row.get(key) in values}
+            known = {
+                key: values[row[key]] for key, values in _BY_NAME.items() if row.get(key) in values
+            }
             parser.add_argument(*name.split(), **row | known)
 
 
@@ -119,5 +136,8 @@ def add_shared(parser: Any, name: str, changes: dict[str, Any] | None = None) ->
 
 
 def _changed(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    own = {key: _changed(table[key], value) if isinstance(value, dict) else value for key, value in changes.items()}
+    own = {
+        key: _changed(table[key], value) if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
     return table | own

@@ -22,11 +22,15 @@ def table(recipes: list[Recipe]) -> str:
     terminal = sys.stdout.isatty()
     shown = Table(box=None, header_style="bold", pad_edge=False)
     for column in COLUMNS:
-        shown.add_column(column, no_wrap=True, justify="right" if column in ("GB", "sequence") else "left")
+        shown.add_column(
+            column, no_wrap=True, justify="right" if column in ("GB", "sequence") else "left"
+        )
     for recipe in recipes:
         shown.add_row(*row(recipe))
     text = StringIO()
-    console = Console(file=text, force_terminal=terminal, width=None if terminal else _PLAIN, highlight=False)
+    console = Console(
+        file=text, force_terminal=terminal, width=None if terminal else _PLAIN, highlight=False
+    )
     console.print(shown)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 

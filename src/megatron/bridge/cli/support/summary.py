@@ -46,7 +46,9 @@ def rank_table(config: "ConfigContainer", world_size: int) -> Iterator[str]:
         for replica in range(replicas)
     }
     width = max(map(len, [*texts.values(), f"data {replicas - 1}"]))
-    yield "ranks".ljust(10) + "  ".join("..." if at is None else f"data {at}".ljust(width) for at in columns)
+    yield "ranks".ljust(10) + "  ".join(
+        "..." if at is None else f"data {at}".ljust(width) for at in columns
+    )
     for stage in _shortened(stages, _ROWS):
         if stage is None:
             yield "..."
@@ -86,12 +88,22 @@ def _across_nodes(config: "ConfigContainer", world_size: int) -> str:
     expert = model.expert_tensor_ranks * model.expert_model_parallel_size
     reach = {
         "tensor": (model.tensor_model_parallel_size, model.tensor_model_parallel_size),
-        "context": (model.context_parallel_size, model.tensor_model_parallel_size * model.context_parallel_size),
+        "context": (
+            model.context_parallel_size,
+            model.tensor_model_parallel_size * model.context_parallel_size,
+        ),
         "expert": (model.expert_model_parallel_size, expert),
-        "data": (config.data_parallel_size(world_size), world_size // model.pipeline_model_parallel_size),
+        "data": (
+            config.data_parallel_size(world_size),
+            world_size // model.pipeline_model_parallel_size,
+        ),
         "pipeline": (model.pipeline_model_parallel_size, world_size),
     }
-    inside = [name for name, (size, ranks) in reach.items() if size > 1 and ranks <= NODE and NODE % ranks == 0]
+    inside = [
+        name
+        for name, (size, ranks) in reach.items()
+        if size > 1 and ranks <= NODE and NODE % ranks == 0
+    ]
     across = [name for name, (size, _) in reach.items() if size > 1 and name not in inside]
     sentences = [f"{_and(inside)} groups stay within one node"] if inside else []
     sentences += [f"{_and(across)} groups span several nodes"] if across else []
@@ -105,7 +117,17 @@ def _and(names: list[str]) -> str:
 def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
     """Memory of one rank of each stage, in GB (10^9 bytes), beside the ``layers`` of each stage, as text."""
     beside = ("teacher",) if any(rank.teacher for rank in memory) else ()
-    head = ("", "parameters", "weights", "gradients", "optimizer", "activations", *beside, "total GB", "layers")
+    head = (
+        "",
+        "parameters",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        *beside,
+        "total GB",
+        "layers",
+    )
     rows: list[tuple[str, ...]] = [head]
     for stage in _shortened(len(memory), _ROWS):
         if stage is None:
@@ -113,8 +135,17 @@ def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
             continue
         rank = memory[stage]
         teacher = (rank.teacher,) if beside else ()
-        sizes = (rank.weights, rank.gradients, rank.optimizer, rank.activations, *teacher, rank.total)
-        rows.append((f"stage {stage}", f"{rank.parameters:,}", *map(gigabytes, sizes), layers[stage]))
+        sizes = (
+            rank.weights,
+            rank.gradients,
+            rank.optimizer,
+            rank.activations,
+            *teacher,
+            rank.total,
+        )
+        rows.append(
+            (f"stage {stage}", f"{rank.parameters:,}", *map(gigabytes, sizes), layers[stage])
+        )
     width = max(len(row[0]) for row in rows)
     yield from text_format.columns([(row[0].ljust(width), *row[1:]) for row in rows])
 
@@ -144,7 +175,9 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
     tokens = train.global_batch_size * config.dataset.seq_length
     microbatches = train.global_batch_size // (train.micro_batch_size * replicas)
     whole = BatchSize(train).samples_after(train.train_iters) * config.dataset.seq_length
-    first = f", growing from {train.rampup_batch_size[0]} samples" if train.rampup_batch_size else ""
+    first = (
+        f", growing from {train.rampup_batch_size[0]} samples" if train.rampup_batch_size else ""
+    )
     return [
         f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, hidden size {model.hidden_size}",
         f"layout: {_layout(config, world_size)}",

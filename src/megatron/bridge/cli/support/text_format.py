@@ -24,7 +24,9 @@ def size(count: float) -> str:
         >>> size(994_464)
         '994.5 kB'
     """
-    return next((f"{count / step:.1f} {unit}" for step, unit in _UNITS if count >= step), f"{count:.0f} B")
+    return next(
+        (f"{count / step:.1f} {unit}" for step, unit in _UNITS if count >= step), f"{count:.0f} B"
+    )
 
 
 def folder_size(folder: Path) -> int:

@@ -17,7 +17,13 @@ from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
 from megatron.bridge.utils.config.names import TARGET, importing, locate
 from megatron.bridge.utils.config.origins import Origins, leaf_values
-from megatron.bridge.utils.config.overrides import Change, Layer, apply_layers, check_sticks, settle_types
+from megatron.bridge.utils.config.overrides import (
+    Change,
+    Layer,
+    apply_layers,
+    check_sticks,
+    settle_types,
+)
 from megatron.bridge.utils.config.serialize import from_plain
 from megatron.bridge.utils.errors import UserError
 
@@ -41,14 +47,18 @@ class Job:
     mode: str  # one of the choices of ``--mode``
     world_size: int | None  # number of processes for which the recipe was made, if known
     recipe: Recipe | None = None
-    changes: list[Change] = field(default_factory=list)  # settings from files and from the command line
+    changes: list[Change] = field(
+        default_factory=list
+    )  # settings from files and from the command line
 
     @property
     def gpu_kind(self) -> str:
         """The GPU for which the recipe was made; empty if unknown."""
         return "" if self.recipe is None else self.recipe.gpu_kind
 
-    def resolve(self, world_size: int, count_rows: Callable[[Any], int] | None = None) -> "Resolved[ConfigContainer]":
+    def resolve(
+        self, world_size: int, count_rows: Callable[[Any], int] | None = None
+    ) -> "Resolved[ConfigContainer]":
         """``ConfigContainer.resolve`` for ``world_size`` processes, not necessarily on this machine."""
         resolved = self.config.resolve(world_size, self.origins, count_rows)
         check_sticks(resolved.config, self.changes)
@@ -82,7 +92,9 @@ def _configured(args: argparse.Namespace) -> Job:
     if args.mode in DISTILL_MODES and job.config.distill is None:
         from megatron.bridge.training.config import DistillConfig
 
-        job.config.distill = DistillConfig()  # so that the keys of any recipe include ``distill.teacher``
+        job.config.distill = (
+            DistillConfig()
+        )  # so that the keys of any recipe include ``distill.teacher``
     if args.seq_length is not None:
         overrides += [f"{group}.seq_length={args.seq_length}" for group in ("dataset", "model")]
     job.changes += apply_layers(job.config, [*layers, Layer("command line", overrides=overrides)])
@@ -95,7 +107,9 @@ def _follow_checkpoint(job: Job) -> list[Change]:
 
     tokenizer, weights = job.config.tokenizer, job.config.checkpoint.pretrained_checkpoint
     chosen = {change.key for change in job.changes}
-    follows = "checkpoint.pretrained_checkpoint" in chosen and "tokenizer.tokenizer_model" not in chosen
+    follows = (
+        "checkpoint.pretrained_checkpoint" in chosen and "tokenizer.tokenizer_model" not in chosen
+    )
     if not follows or weights is None or tokenizer.tokenizer_type != "HuggingFaceTokenizer":
         return []
     old, found = tokenizer.tokenizer_model, tokenizer_of(weights)
@@ -122,7 +136,9 @@ def _pack(job: Job) -> list[Change]:
     key = "dataset.packed_sequence_specs.packed_sequence_size"
     changes = [Change(key, old, dataset.seq_length, "command line")]
     train = job.config.train
-    if train.micro_batch_size > 1 and "train.micro_batch_size" not in {change.key for change in job.changes}:
+    if train.micro_batch_size > 1 and "train.micro_batch_size" not in {
+        change.key for change in job.changes
+    }:
         changes.append(Change("train.micro_batch_size", train.micro_batch_size, 1, "command line"))
         train.micro_batch_size = 1
     return changes
@@ -132,7 +148,9 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
     """Move ``key=value`` words from ``--data``, which takes all words up to the next option, to the overrides."""
     words = args.data or []
     overrides = [
-        word for word in words if _OVERRIDE.match(word) and not (Path(word).exists() or Path(f"{word}.idx").exists())
+        word
+        for word in words
+        if _OVERRIDE.match(word) and not (Path(word).exists() or Path(f"{word}.idx").exists())
     ]
     if args.data is not None:
         args.data = [word for word in words if word not in overrides]
@@ -142,7 +160,9 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
 def _check_length(job: Job) -> None:
     """Refuse steps beside epochs; the steps of a recipe give way."""
     train = job.config.train
-    if train.num_epochs is not None and "train.train_iters" in {change.key for change in job.changes}:
+    if train.num_epochs is not None and "train.train_iters" in {
+        change.key for change in job.changes
+    }:
         raise UserError(
             f"train.num_epochs={train.num_epochs:g} and train.train_iters={train.train_iters} exclude each other: "
             "remove train.train_iters, or set train.num_epochs=null"
@@ -162,7 +182,9 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
     peft = type(job.config.peft).__name__
     if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
         found = "no peft" if job.config.peft is None else f"peft={peft}"
-        raise UserError(f"--mode {job.mode}, but {job.source} has {found}: change its peft, or leave --mode out")
+        raise UserError(
+            f"--mode {job.mode}, but {job.source} has {found}: change its peft, or leave --mode out"
+        )
 
 
 def _start(args: argparse.Namespace) -> Job:
@@ -171,7 +193,9 @@ def _start(args: argparse.Namespace) -> Job:
     if args.recipe is None and args.hf_model is not None and args.model_alone:
         return _from_model(args)
     if args.recipe is None:
-        reason = f"{args.config} is not a whole config" if args.config else "there is nothing to run"
+        reason = (
+            f"{args.config} is not a whole config" if args.config else "there is nothing to run"
+        )
         raise UserError(f"{reason}: give --recipe NAME (--list shows the names)")
     return _from_recipe(find(args.recipe), args)
 
@@ -179,15 +203,23 @@ def _start(args: argparse.Namespace) -> Job:
 def _read_config(path: Path) -> dict[str, Any]:
     values = yaml_text.read(read_text(path, f"--config {path}"), str(path))
     if not isinstance(values, dict):
-        raise UserError(f"--config {path} holds no settings: write key: value lines, as --dry-run prints them")
+        raise UserError(
+            f"--config {path} holds no settings: write key: value lines, as --dry-run prints them"
+        )
     return values
 
 
-def _from_whole_file(args: argparse.Namespace, values: dict[str, Any], references: list[Layer]) -> Job:
+def _from_whole_file(
+    args: argparse.Namespace, values: dict[str, Any], references: list[Layer]
+) -> Job:
     of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
-    extra = [name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None]
+    extra = [
+        name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None
+    ]
     if extra:
-        raise UserError(f"--{extra[0]} cannot be used with {args.config}, a whole config: leave one out")
+        raise UserError(
+            f"--{extra[0]} cannot be used with {args.config}, a whole config: leave one out"
+        )
     from megatron.bridge.training.config import ConfigContainer
 
     config = from_plain(resolve_tree(values))
@@ -218,7 +250,9 @@ def _from_model(args: argparse.Namespace) -> Job:
     from megatron.bridge.recipes.sizes import CheckpointSize
 
     size = CheckpointSize(args.hf_model, numbers={}, published=False)
-    config = builders.pretrain(size, {"hf_model": args.hf_model, "seq_length": args.seq_length or 4096, "lr": 3e-4})
+    config = builders.pretrain(
+        size, {"hf_model": args.hf_model, "seq_length": args.seq_length or 4096, "lr": 3e-4}
+    )
     return Job(config, Origins.of(config), args.hf_model, "pretrain", None)
 
 
@@ -228,9 +262,13 @@ def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     if scheme is None:
         return {}
     if args.mode is not None and args.mode not in (scheme, "sft"):
-        raise UserError(f"--mode {args.mode} and --peft_scheme {scheme} contradict each other: leave one out")
+        raise UserError(
+            f"--mode {args.mode} and --peft_scheme {scheme} contradict each other: leave one out"
+        )
     if recipe.mode == "pretrain":
-        raise UserError(f"{recipe.name} trains from random weights: use a finetune recipe for adapters")
+        raise UserError(
+            f"{recipe.name} trains from random weights: use a finetune recipe for adapters"
+        )
     return {"peft": scheme}
 
 
@@ -263,7 +301,9 @@ def step_function(name: str) -> Any:
     """Import one of ``STEPS``, or ``package.module.function``."""
     if "." not in name:
         if name not in STEPS:
-            raise UserError(f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function")
+            raise UserError(
+                f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function"
+            )
         name = f"megatron.bridge.training.{name}.forward_step"
     sys.path.insert(0, str(Path.cwd()))  # also find modules in the current directory
     try:

@@ -27,7 +27,10 @@ def run(job: Job, search: "Search", prices: "list[Price]") -> "list[Price]":
     """Return ``prices`` with measured seconds, fastest first; layouts that lost a round follow the winners."""
     steps, left, out = _FIRST, list(prices), []
     while left:
-        measured = sorted((_measured(job, search, price, steps) for price in left), key=lambda price: price.seconds)
+        measured = sorted(
+            (_measured(job, search, price, steps) for price in left),
+            key=lambda price: price.seconds,
+        )
         keep = len(measured) // 2
         out = [*measured[keep:], *out]
         left, steps = measured[:keep], 2 * steps
@@ -42,16 +45,29 @@ def _measured(job: Job, search: "Search", price: "Price", steps: int) -> "Price"
         config.train.train_iters, config.validation.eval_iters = steps, 0
         path = Path(folder) / "config.yaml"
         path.write_text(dump_yaml(config))
-        ranks = ["--nproc-per-node", str(search.world_size), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+        ranks = [
+            "--nproc-per-node",
+            str(search.world_size),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "127.0.0.1:0",
+        ]
         train = ["-m", "megatron.bridge.cli.main", "train", "--config", str(path)]
         command = [sys.executable, "-m", "torch.distributed.run", *ranks, *train]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
+            lines = [
+                line
+                for line in (done.stdout + done.stderr).splitlines()
+                if line.startswith("error")
+            ]
             reason = (lines or [done.stderr.strip()[-300:]])[0]
             raise UserError(f"--probe: {price.candidate.label()} did not run: {reason}")
         rows = loss_curves.read_metrics(Path(folder))
-    seconds = statistics.median(row["step time"] for row in rows if row["kind"] == "train" and row["step"] > _WARM)
+    seconds = statistics.median(
+        row["step time"] for row in rows if row["kind"] == "train" and row["step"] > _WARM
+    )
     return replace(price, prediction=price.prediction.scaled(seconds / price.seconds))
 
 

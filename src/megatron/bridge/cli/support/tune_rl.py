@@ -19,10 +19,17 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.rl import RLSearch, settings
 
     if not 0 <= args.engine_memory < 1:
-        raise UserError(f"--engine-memory {args.engine_memory:g} must be from 0 to below 1, a fraction of a GPU")
+        raise UserError(
+            f"--engine-memory {args.engine_memory:g} must be from 0 to below 1, a fraction of a GPU"
+        )
     fixed = {name: values[0] for name, values in search.space.sizes.items() if len(values) == 1}
-    searches = [RLSearch(search.config, search.world_size, search.pricer.card, job, fixed) for job in _jobs(args)]
-    found = sorted((step for each in searches for step in each.run(args.top)), key=lambda step: step.seconds)
+    searches = [
+        RLSearch(search.config, search.world_size, search.pricer.card, job, fixed)
+        for job in _jobs(args)
+    ]
+    found = sorted(
+        (step for each in searches for step in each.run(args.top)), key=lambda step: step.seconds
+    )
     if not found:
         raise UserError(
             f"no layout fits on {search.world_size} x {search.pricer.card} beside an engine with "
@@ -65,8 +72,14 @@ def _lines(found: "list[rl.Step]") -> Iterator[str]:
     heads = ("step", "log-probs", "update", "without balance", "rows", "of tokens", "GB", "layout")
     rows: list[tuple[str, ...]] = [("", *heads)]
     for place, step in enumerate(found, 1):
-        texts = [f"{each:.2f} s" for each in (step.seconds, step.log_probs, step.update, step.unbalanced)]
-        texts += [f"{step.rows[0]}", f"{step.job.max_token_len:,}", f"{step.price.fullest / 1e9:.1f}"]
+        texts = [
+            f"{each:.2f} s" for each in (step.seconds, step.log_probs, step.update, step.unbalanced)
+        ]
+        texts += [
+            f"{step.rows[0]}",
+            f"{step.job.max_token_len:,}",
+            f"{step.price.fullest / 1e9:.1f}",
+        ]
         rows.append((str(place), *texts, step.price.candidate.label()))
     yield from columns(rows)
 

@@ -7,7 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, StreamingDatasetConfig, too_small
+from megatron.bridge.data.dataset_config import (
+    SPLITS,
+    DatasetRequest,
+    StreamingDatasetConfig,
+    too_small,
+)
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import installed, missing_message
@@ -58,7 +63,12 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
         return self.media_root or self.path
 
     def problems(self) -> list[str]:
-        counts = ("readers", "shuffle_buffer_size", "max_samples_per_sequence", "packing_buffer_size")
+        counts = (
+            "readers",
+            "shuffle_buffer_size",
+            "max_samples_per_sequence",
+            "packing_buffer_size",
+        )
         found = [*super().problems(), *too_small(self, *counts)]
         if self.dataloader_type != "single":
             found.append(
@@ -85,7 +95,9 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
 
     def check_sources(self) -> None:
         if not installed("megatron.energon"):
-            missing = missing_message("megatron-energon", "dataset=EnergonProvider", "energon", is_setting=False)
+            missing = missing_message(
+                "megatron-energon", "dataset=EnergonProvider", "energon", is_setting=False
+            )
             raise UserError(f"{missing}, or use FinetuningDatasetConfig")
         if "://" in self.path:
             return
@@ -97,7 +109,9 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
                 f"dataset.path={self.path} has no index ({INDEX_FOLDER}): run `energon prepare {self.path}` first"
             )
 
-    def iterators(self, request: DatasetRequest, shard: "BatchShard", consumed: tuple[int, int]) -> "Iterators":
+    def iterators(
+        self, request: DatasetRequest, shard: "BatchShard", consumed: tuple[int, int]
+    ) -> "Iterators":
         """Iterators from the first sample on. To resume, load the saved state into ``train``."""
         from megatron.bridge.data.energon.reader import open_reader  # imports torch and Energon
         from megatron.bridge.data.loaders import Iterators
@@ -105,7 +119,9 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
 
         self.finalize()
         self.check_sources()
-        if shard.micro_batch_size > 1 and request.image_share:  # several readers decode the images of a microbatch
+        if (
+            shard.micro_batch_size > 1 and request.image_share
+        ):  # several readers decode the images of a microbatch
             request = replace(request, image_share=(0, 1))
         readers = self.readers or shard.dp_size
         names = (self.train_split, self.validation_split, self.test_split)
@@ -115,7 +131,9 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
             if not size or name is None:
                 return None
             opener = partial(open_reader, self, name, split == "train", request, readers)
-            return StreamingBatchIterator(f"{self.path} ({name})", opener, readers, shard, fingerprint, consumed)
+            return StreamingBatchIterator(
+                f"{self.path} ({name})", opener, readers, shard, fingerprint, consumed
+            )
 
         return Iterators(*map(batches, SPLITS, names, request.sizes, (consumed[0], 0, 0)))
 
@@ -135,5 +153,7 @@ def _content_hash(path: Path) -> str | None:
         return None
     digest = hashlib.blake2b(digest_size=8)
     for file in present:
-        digest.update(file.read_bytes() if file.suffix != ".jsonl" else str(file.stat().st_size).encode())
+        digest.update(
+            file.read_bytes() if file.suffix != ".jsonl" else str(file.stat().st_size).encode()
+        )
     return digest.hexdigest()

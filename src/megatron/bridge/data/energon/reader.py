@@ -30,11 +30,25 @@ MEDIA = {
     "images": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
     "videos": ("mp4", "mkv", "webm", "mov", "avi"),
 }
-NAMING = ("image", "images", "image_url", "video", "videos", "video_url", "path", "url")  # keys of a record
+NAMING = (
+    "image",
+    "images",
+    "image_url",
+    "video",
+    "videos",
+    "video_url",
+    "path",
+    "url",
+)  # keys of a record
 
 
 def open_reader(
-    config: "EnergonProvider", split: str, training: bool, request: DatasetRequest, readers: int, number: int
+    config: "EnergonProvider",
+    split: str,
+    training: bool,
+    request: DatasetRequest,
+    readers: int,
+    number: int,
 ) -> "EnergonReader":
     """Open reader ``number`` of ``readers`` on a split. Training data is shuffled and repeats."""
     worker = energon.WorkerConfig(
@@ -83,7 +97,9 @@ class EnergonReader:
             **({"gc_collect_every_n_steps": 0} if in_this_process else {}),
         )
         loader.pin_memory = torch.cuda.is_available()
-        loader.generator = torch.Generator()  # without it, the loader draws a seed from the run's own generator
+        loader.generator = (
+            torch.Generator()
+        )  # without it, the loader draws a seed from the run's own generator
         # The loader and its epoch iterator refer to each other; closing the latter breaks the cycle. The garbage
         # collector would close the queues to the workers first, so the loader could not tell the workers to end,
         # and would wait 5 s before killing each.
@@ -152,7 +168,12 @@ class RecordTask(energon.DefaultTaskEncoder):
             encoded = self._encode([_record(parts)])
         except UserError as error:
             empty = EncodingReport().to_dict()
-            yield keys | {"problem": str(error), "tokens": np.zeros(2, np.int32), "images": (), "report": empty}
+            yield keys | {
+                "problem": str(error),
+                "tokens": np.zeros(2, np.int32),
+                "images": (),
+                "report": empty,
+            }
             return
         self._unreported.add(encoded.report)
         for found in encoded.samples:
@@ -167,16 +188,28 @@ class RecordTask(energon.DefaultTaskEncoder):
         if media is not None:
             images = [media.total_tokens(sample["images"]) for sample in samples]
         most = (media.max_image_tokens if media else None) or sum(images or [0])
-        rows = pack(rounded_up(lengths, self._config.sequence_multiple), self._config.seq_length, images, most)
+        rows = pack(
+            rounded_up(lengths, self._config.sequence_multiple),
+            self._config.seq_length,
+            images,
+            most,
+        )
         return [[samples[place] for place in row.tolist()] for row in rows]
 
     @energon.stateless
     def pack_selected_samples(self, samples: list[EnergonSample]) -> EnergonSample:
         """One row, or the first problem among its samples."""
-        problem = next((sample["problem"] for sample in samples if sample["problem"] is not None), None)
+        problem = next(
+            (sample["problem"] for sample in samples if sample["problem"] is not None), None
+        )
         row = None
         if problem is None:
-            row = self._row([Sample(sample["tokens"], sample["trained"], sample["images"]) for sample in samples])
+            row = self._row(
+                [
+                    Sample(sample["tokens"], sample["trained"], sample["images"])
+                    for sample in samples
+                ]
+            )
         report = EncodingReport()
         for sample in samples:
             report.add(EncodingReport.from_dict(sample["report"]))
@@ -186,7 +219,9 @@ class RecordTask(energon.DefaultTaskEncoder):
     def _row(self, samples: list[Sample]) -> Row:
         config = self._config
         seq_length = None if config.padding_free else config.seq_length
-        row = make_row(samples, self._padding, config.sequence_multiple, seq_length, config.joins_samples)
+        row = make_row(
+            samples, self._padding, config.sequence_multiple, seq_length, config.joins_samples
+        )
         media = self._encode.media
         if media is None:
             return row
@@ -204,12 +239,16 @@ def _record(parts: dict[str, Any]) -> LocatedRecord:
     where = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
     for key in JSON:
         if key in parts:
-            return where, _with_media(expect(_json(parts[key], where), "an object", where, key), parts)
+            return where, _with_media(
+                expect(_json(parts[key], where), "an object", where, key), parts
+            )
     for key in TEXT:
         if key in parts:
             return where, {"text": _text(parts[key], where)}
     found = ", ".join(key for key in parts if not key.startswith("__")) or "none"
-    raise UserError(f"{where}: the sample has no part json or txt (parts: {found}): add one of them")
+    raise UserError(
+        f"{where}: the sample has no part json or txt (parts: {found}): add one of them"
+    )
 
 
 def _text(part: Any, where: str) -> str:
@@ -226,19 +265,25 @@ def _json(part: Any, where: str) -> Any:
     try:
         return strict_json.loads(_text(part, where))
     except ValueError as error:
-        raise UserError(f"{where}: the part json is not valid JSON ({error}): write it again") from error
+        raise UserError(
+            f"{where}: the part json is not valid JSON ({error}): write it again"
+        ) from error
 
 
 def _with_media(record: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     """``record`` with the bytes of images and videos in the place of the names of their parts."""
     found = {
-        kind: sorted((name for name in parts if name.rpartition(".")[2].lower() in endings), key=_by_number)
+        kind: sorted(
+            (name for name in parts if name.rpartition(".")[2].lower() in endings), key=_by_number
+        )
         for kind, endings in MEDIA.items()
     }
     named = _filled(record, {name: parts[name] for names in found.values() for name in names})
     if named != record:
         return named
-    listed = {kind: [{"bytes": parts[name]} for name in names] for kind, names in found.items() if names}
+    listed = {
+        kind: [{"bytes": parts[name]} for name in names] for kind, names in found.items() if names
+    }
     return listed | record
 
 

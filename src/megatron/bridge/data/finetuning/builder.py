@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from torch.utils.data import Dataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Split, Splits
-from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows, PackedRows, PaddedRows, Row, SampleRows
+from megatron.bridge.data.finetuning.rows import (
+    BlendedRows,
+    EpochRows,
+    PackedRows,
+    PaddedRows,
+    Row,
+    SampleRows,
+)
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare
@@ -23,7 +30,9 @@ def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetReques
     media = media_processor(request.tokenizer, config.encoding_rules())
     if media is not None:
         media.share = request.image_share
-    return build_datasets(config, request, lambda samples: _rows(config, samples, request.tokenizer, media))
+    return build_datasets(
+        config, request, lambda samples: _rows(config, samples, request.tokenizer, media)
+    )
 
 
 def build_datasets(
@@ -46,13 +55,19 @@ def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetReque
     parts = [part.build(request) for part in config.datasets]
     blended: list[Dataset[Row] | None] = []
     for number, size in enumerate(request.sizes):
-        found = {index: dataset for index, part in enumerate(parts) if (dataset := part[number]) is not None}
+        found = {
+            index: dataset
+            for index, part in enumerate(parts)
+            if (dataset := part[number]) is not None
+        }
         weights = [config.weights[index] for index in found]
         blended.append(BlendedRows(list(found.values()), weights, size) if found else None)
     return Splits(*blended)
 
 
-def prepare_split(config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer) -> PreparedSamples | None:
+def prepare_split(
+    config: "SFTDatasetConfig", split: Split, tokenizer: Tokenizer
+) -> PreparedSamples | None:
     """Tokenize a split, unless that was done to count its rows; None if it is not used."""
     if split == "train" and config.counted is not None:
         counted, config.counted = config.counted, None

@@ -64,7 +64,9 @@ class GPTSFTDataset(Dataset[Row]):
         self._parts = _template_parts(prompt_template, label_key, truncation_field)
         bos = bos_token(tokenizer) if add_bos else None
         if add_bos and bos is None:
-            raise UserError("add_bos=True: the tokenizer has no beginning-of-sequence token: remove add_bos")
+            raise UserError(
+                "add_bos=True: the tokenizer has no beginning-of-sequence token: remove add_bos"
+            )
         self._opening = [] if bos is None else [bos]
         self._end = [tokenizer.eod] if add_eos else []
         path = Path(file_path)
@@ -88,7 +90,9 @@ class GPTSFTDataset(Dataset[Row]):
             if over > 0 and name == self.truncation_field:
                 parts[place] = self._shorten(parts[place], over)
         context = [*self._opening, *(token for part in parts[:-1] for token in part)]
-        tokens = np.array([*context, *parts[-1], *self._end][: self.max_seq_length + 1], dtype=np.int32)
+        tokens = np.array(
+            [*context, *parts[-1], *self._end][: self.max_seq_length + 1], dtype=np.int32
+        )
         trained = np.arange(len(tokens)) >= max(len(context) if self.answer_only_loss else 0, 1)
         if not trained.any():
             raise UserError(
@@ -102,7 +106,9 @@ class GPTSFTDataset(Dataset[Row]):
         if name is not None:
             if not isinstance(line.get(name), str):
                 keys = ", ".join(line) or "none"
-                raise UserError(f"{where}: the field {name!r} of the template must be a string (keys: {keys})")
+                raise UserError(
+                    f"{where}: the field {name!r} of the template must be a string (keys: {keys})"
+                )
             text += line[name]
         return self.tokenizer.continue_tokens(text)
 
@@ -111,13 +117,19 @@ class GPTSFTDataset(Dataset[Row]):
         return tokens[len(tokens) - kept :] if self.truncation_method == "left" else tokens[:kept]
 
 
-def _template_parts(template: str, label_key: str, truncation_field: str) -> list[tuple[str | None, str]]:
+def _template_parts(
+    template: str, label_key: str, truncation_field: str
+) -> list[tuple[str | None, str]]:
     """Literal texts as (None, text), and fields as (name, text that is tokenized with it)."""
     fields = FIELD.findall(template)
     if not template.endswith(f"{{{label_key}}}") or fields.count(label_key) != 1:
-        raise UserError(f"prompt_template={template!r} must end with {{{label_key}}} and contain it once")
+        raise UserError(
+            f"prompt_template={template!r} must end with {{{label_key}}} and contain it once"
+        )
     if truncation_field not in fields:
-        raise UserError(f"truncation_field={truncation_field!r} is not a field of prompt_template={template!r}")
+        raise UserError(
+            f"truncation_field={truncation_field!r} is not a field of prompt_template={template!r}"
+        )
     parts: list[tuple[str | None, str]] = []
     texts = FIELD.split(template)  # literal, name, literal, name, ..., name, ""
     for literal, name in zip(texts[0::2], texts[1::2], strict=False):

@@ -38,7 +38,9 @@ def pack(
     rows_with: dict[int, list[int]] = {}  # rows by the space left in them
     spaces: list[int] = []  # the keys of rows_with, sorted
     image_space: list[int] = []  # of each row
-    for sample, size, wanted in zip(order.tolist(), sizes[order].tolist(), needed[order].tolist(), strict=True):
+    for sample, size, wanted in zip(
+        order.tolist(), sizes[order].tolist(), needed[order].tolist(), strict=True
+    ):
         found = _best_row(spaces, rows_with, image_space, size, wanted)
         if found is not None:
             place, index = found
@@ -60,7 +62,11 @@ def pack(
 
 
 def _best_row(
-    spaces: list[int], rows_with: dict[int, list[int]], image_space: list[int], size: int, wanted: int
+    spaces: list[int],
+    rows_with: dict[int, list[int]],
+    image_space: list[int],
+    size: int,
+    wanted: int,
 ) -> tuple[int, int] | None:
     """Where the least space that a sample fits in is in ``spaces``, and where a row is among those that have it."""
     tried = 0
@@ -100,6 +106,8 @@ def cut_for_rank(boundaries: np.ndarray, rank: int, size: int) -> np.ndarray:
     parts = []
     for start, stop in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
         chunk, rest = divmod(stop - start, 2 * size)
-        assert rest == 0, f"a sequence of {stop - start} tokens cannot be cut into {2 * size} chunks"
+        assert rest == 0, (
+            f"a sequence of {stop - start} tokens cannot be cut into {2 * size} chunks"
+        )
         parts += [np.arange(chunk) + start + index * chunk for index in (rank, 2 * size - 1 - rank)]
     return np.concatenate(parts)

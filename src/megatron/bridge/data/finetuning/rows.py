@@ -35,7 +35,9 @@ class SampleRows(Dataset[Row]):
     seq_length: int | None  # length of a row; None: that of its sample
     padding: int  # the padding token, which is never in the loss
     multiple: int = 1  # in rows with ``cu_seqlens``, pad each sample to a multiple of this, for context parallelism
-    media: MediaProcessor | None = None  # rows then have ``images``, and positions of three axes if need be
+    media: MediaProcessor | None = (
+        None  # rows then have ``images``, and positions of three axes if need be
+    )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -87,7 +89,12 @@ class PackedRows(SampleRows):
     """
 
     def __init__(
-        self, samples: Samples, seq_length: int, padding: int, multiple: int = 1, media: MediaProcessor | None = None
+        self,
+        samples: Samples,
+        seq_length: int,
+        padding: int,
+        multiple: int = 1,
+        media: MediaProcessor | None = None,
     ) -> None:
         assert seq_length % multiple == 0, (seq_length, multiple)
         super().__init__(samples, seq_length, padding, multiple, media)
@@ -103,7 +110,11 @@ class PackedRows(SampleRows):
 
 
 def make_row(
-    samples: Sequence[Sample], padding: int, multiple: int, seq_length: int | None, has_cu_seqlens: bool
+    samples: Sequence[Sample],
+    padding: int,
+    multiple: int,
+    seq_length: int | None,
+    has_cu_seqlens: bool,
 ) -> Row:
     """One row of the given samples; see ``SampleRows`` for the parameters."""
     if not has_cu_seqlens:
@@ -111,7 +122,9 @@ def make_row(
         row = _concatenate(samples, [seq_length], padding)
         del row["cu_seqlens"]
         return row
-    lengths = rounded_up(np.array([len(sample.tokens) - 1 for sample in samples]), multiple).tolist()
+    lengths = rounded_up(
+        np.array([len(sample.tokens) - 1 for sample in samples]), multiple
+    ).tolist()
     return _concatenate(samples, lengths, padding, seq_length)
 
 
@@ -130,7 +143,9 @@ def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> R
     return row
 
 
-def _concatenate(samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None) -> Row:
+def _concatenate(
+    samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None
+) -> Row:
     """Samples padded to the given lengths; the rest of ``total`` becomes a sequence of padding."""
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     if total is not None and bounds[-1] < total:
@@ -146,7 +161,9 @@ def _concatenate(samples: Sequence[Sample], lengths: Sequence[int], padding: int
         "tokens": torch.from_numpy(tokens),
         "labels": torch.from_numpy(labels),
         "loss_mask": torch.from_numpy(loss_mask),
-        "position_ids": torch.from_numpy(np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))),
+        "position_ids": torch.from_numpy(
+            np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
+        ),
         "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
     }
 
@@ -158,7 +175,9 @@ class EpochRows(Dataset[Row]):
     rows: Any
     size: int  # number of rows to present
     seed: int | None  # the order depends on it and the epoch only; None keeps that of ``rows``
-    report: EncodingReport = field(default_factory=EncodingReport)  # what became of the records, for the preview
+    report: EncodingReport = field(
+        default_factory=EncodingReport
+    )  # what became of the records, for the preview
     source: str = ""  # where the records are, for the preview
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
 

@@ -6,7 +6,13 @@ from abc import abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.bridge.data.dataset_config import DatasetConfig, DatasetRequest, Split, Splits, too_small
+from megatron.bridge.data.dataset_config import (
+    DatasetConfig,
+    DatasetRequest,
+    Split,
+    Splits,
+    too_small,
+)
 from megatron.bridge.data.records.record_config import RecordDatasetConfig
 from megatron.bridge.data.records.sources import (
     SUFFIXES,
@@ -82,11 +88,15 @@ class SFTDatasetConfig(RecordDatasetConfig):
         counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")
         names = list(self.columns.values())
         twice = sorted({name for name in names if names.count(name) > 1})
-        found = [f"dataset.columns gives two keys the name {name}: choose another one" for name in twice]
+        found = [
+            f"dataset.columns gives two keys the name {name}: choose another one" for name in twice
+        ]
         return [*super().problems(), *too_small(self, *counts), *found]
 
     def build(self, request: DatasetRequest) -> Splits:
-        from megatron.bridge.data.finetuning.builder import build_finetuning_datasets  # imports torch
+        from megatron.bridge.data.finetuning.builder import (
+            build_finetuning_datasets,
+        )  # imports torch
 
         self.finalize()
         return build_finetuning_datasets(self, request)
@@ -117,16 +127,23 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
 
     def check_sources(self) -> None:
         if not storage.fetch(self.dataset_root).is_dir():
-            raise UserError(f"dataset.dataset_root={self.dataset_root} is not a directory: check the path")
+            raise UserError(
+                f"dataset.dataset_root={self.dataset_root} is not a directory: check the path"
+            )
 
     def source(self, split: Split) -> RecordSource:
         folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
         found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
         if len(found) > 1:
-            raise UserError(f"{' and '.join(map(str, found))} both exist: remove or rename one of them")
+            raise UserError(
+                f"{' and '.join(map(str, found))} both exist: remove or rename one of them"
+            )
         if not found:
             names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
-            switches = {"valid": ", or set dataset.do_validation=false", "test": ", or set dataset.do_test=false"}
+            switches = {
+                "valid": ", or set dataset.do_validation=false",
+                "test": ", or set dataset.do_test=false",
+            }
             raise UserError(
                 f"{folder} has no file {stem} with one of the endings {', '.join(SUFFIXES)} (it holds "
                 f"{', '.join(names) or 'nothing'}): add it{switches.get(split, '')}"
@@ -164,15 +181,21 @@ class BlendedDatasetConfig(DatasetConfig):
         if not self.datasets:
             found.append("dataset.datasets is empty: name at least one dataset")
         if len(self.weights) != count:
-            found.append(f"dataset.weights has {len(self.weights)} entries for {count} datasets: give one for each")
+            found.append(
+                f"dataset.weights has {len(self.weights)} entries for {count} datasets: give one for each"
+            )
         if any(not weight > 0 for weight in self.weights):
             found.append(f"dataset.weights={self.weights}: all must be positive")
         for name in ("seq_length", "packed", "padding_free", "sequence_multiple"):
             values = {getattr(dataset, name) for dataset in self.datasets}
             expected = {self.seq_length} if name == "seq_length" else values
             if len(values | expected) > 1:
-                found.append(f"dataset.datasets differ in {name}: set it to the same value in all of them")
-        return found + [problem for number in range(count) for problem in self._part_problems(number)]
+                found.append(
+                    f"dataset.datasets differ in {name}: set it to the same value in all of them"
+                )
+        return found + [
+            problem for number in range(count) for problem in self._part_problems(number)
+        ]
 
     def _part_problems(self, number: int) -> list[str]:
         part, name = self.datasets[number], f"dataset.datasets[{number}]"
@@ -230,9 +253,13 @@ class HFDatasetConfig(SFTDatasetConfig):
     def problems(self) -> list[str]:
         found = super().problems()
         if not 0 < self.val_proportion < 1:
-            found.append(f"dataset.val_proportion={self.val_proportion}: it must be between 0 and 1")
+            found.append(
+                f"dataset.val_proportion={self.val_proportion}: it must be between 0 and 1"
+            )
         if self.do_test and self.test_split is None:
-            found.append("dataset.test_split is not set: name a split, or set dataset.do_test=false")
+            found.append(
+                "dataset.test_split is not set: name a split, or set dataset.do_test=false"
+            )
         return found
 
     @property
@@ -253,7 +280,13 @@ class HFDatasetConfig(SFTDatasetConfig):
             return None
         place = storage.fetch(self.dataset_name)
         place_name = str(place) if storage.is_url(self.dataset_name) else self.dataset_name
-        whole: RecordSource = HubSource(place_name, self.dataset_subset, name, self.revision, self.streaming)
+        whole: RecordSource = HubSource(
+            place_name, self.dataset_subset, name, self.revision, self.streaming
+        )
         if place.is_file():
             whole = FileSource(place)
-        return HoldOutSource(whole, self.val_proportion, self.seed, split == "valid") if holds_out else whole
+        return (
+            HoldOutSource(whole, self.val_proportion, self.seed, split == "valid")
+            if holds_out
+            else whole
+        )

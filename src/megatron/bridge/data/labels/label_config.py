@@ -31,11 +31,17 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
     """
 
     num_labels: int | None = None  # number of classes; None takes ``model.num_labels``
-    label_names: list[str] | None = None  # names of the classes, in the order of their numbers; None takes numbers only
+    label_names: list[str] | None = (
+        None  # names of the classes, in the order of their numbers; None takes numbers only
+    )
 
     def encoding_rules(self) -> EncodingRules:
         names = tuple(self.label_names or ())
-        return super().encoding_rules().extended(LabelRules, num_labels=self.num_labels, label_names=names)
+        return (
+            super()
+            .encoding_rules()
+            .extended(LabelRules, num_labels=self.num_labels, label_names=names)
+        )
 
     def encoder(self, tokenizer: "Tokenizer") -> "LabelEncoder":
         from megatron.bridge.data.labels.label_encoding import LabelEncoder  # imports torch
@@ -45,7 +51,9 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
     def problems(self) -> list[str]:
         found = super().problems()
         if self.split_turns:
-            found.append("dataset.split_turns=True: a record has one label, so it is one sample, set it to False")
+            found.append(
+                "dataset.split_turns=True: a record has one label, so it is one sample, set it to False"
+            )
         found += _unequal_names(self.label_names, self.num_labels)
         return found
 
@@ -69,8 +77,12 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
     """
 
     num_labels: int | None = None  # number of classes; None takes ``model.num_labels``
-    label_names: list[str] | None = None  # names of the classes, in the order of their numbers; None takes numbers only
-    label_all_tokens: bool = False  # whether all tokens of a word have its class; else only the first one counts
+    label_names: list[str] | None = (
+        None  # names of the classes, in the order of their numbers; None takes numbers only
+    )
+    label_all_tokens: bool = (
+        False  # whether all tokens of a word have its class; else only the first one counts
+    )
     text_column: str = "tokens"  # the key of the words
     label_column: str = "ner_tags"  # the key of their classes
 
@@ -97,7 +109,9 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
     def problems(self) -> list[str]:
         found = super().problems() + _unequal_names(self.label_names, self.num_labels)
         if self.truncation not in ("refuse", "drop", "right"):
-            found.append(f"dataset.truncation={self.truncation}: words are cut at their end, use refuse, drop or right")
+            found.append(
+                f"dataset.truncation={self.truncation}: words are cut at their end, use refuse, drop or right"
+            )
         return found
 
 

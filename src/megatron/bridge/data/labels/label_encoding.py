@@ -15,7 +15,14 @@ import numpy as np
 from megatron.bridge.data.finetuning.rows import Row, make_row
 from megatron.bridge.data.labels.label_rules import LabelRules, WordLabelRules
 from megatron.bridge.data.preference.pairs import PairEncoder, PairRows
-from megatron.bridge.data.records.encoding import NO_TARGET, TOO_LONG, Draft, EncodedRecords, RecordEncoder, shorten
+from megatron.bridge.data.records.encoding import (
+    NO_TARGET,
+    TOO_LONG,
+    Draft,
+    EncodedRecords,
+    RecordEncoder,
+    shorten,
+)
 from megatron.bridge.data.records.formats import PromptCompletion, Record, Text
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample
@@ -36,7 +43,9 @@ class TargetAtEnd(RecordEncoder):
 
     def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
         for sample in super()._plain(parsed):
-            yield Sample(sample.tokens[:-1], sample.trained[:-1])  # without the end-of-document token
+            yield Sample(
+                sample.tokens[:-1], sample.trained[:-1]
+            )  # without the end-of-document token
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
         if not len(draft.sample.tokens):
@@ -66,7 +75,9 @@ class LabelEncoder(TargetAtEnd):
     def target(self, where: str) -> int:
         return self._labels[where]
 
-    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
+    def _processed(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[LocatedRecord]:
         rules = self.rules
         assert isinstance(rules, LabelRules)
         for where, record in super()._processed(records, report):
@@ -135,7 +146,10 @@ class WordLabelEncoder(PairEncoder):
         of_tokens = [0 if place is None else classes[place] for place in places[:found]]
         tokens = np.array([*ids[:found], 0], np.int32)
         labels = np.array([0, *of_tokens], np.int32)
-        return [Sample(tokens, np.zeros(len(tokens), np.bool_)), Sample(labels, np.array([False, *counts]))]
+        return [
+            Sample(tokens, np.zeros(len(tokens), np.bool_)),
+            Sample(labels, np.array([False, *counts])),
+        ]
 
     def _fitting(self, ids: list[int], where: str, report: EncodingReport) -> int:
         """How many tokens of a record are kept."""
@@ -155,7 +169,9 @@ class WordLabelEncoder(PairEncoder):
     def _words(self, record: Record, where: str) -> tuple[list[str], list[int]]:
         rules: Any = self.rules
         words, labels = record.get(rules.text_column), record.get(rules.label_column)
-        if not (isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0):
+        if not (
+            isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0
+        ):
             raise UserError(
                 f"{where}: {rules.text_column} and {rules.label_column} must be lists of equal length, the words "
                 f"and their classes (keys: {', '.join(sorted(record))}): correct it, or set "
@@ -169,7 +185,13 @@ class WordLabelRows(PairRows):
 
     def __getitem__(self, index: int) -> Row:
         tokens, classes = (
-            make_row([self.samples[2 * index + part]], self.padding, self.multiple, None, self.has_cu_seqlens)
+            make_row(
+                [self.samples[2 * index + part]],
+                self.padding,
+                self.multiple,
+                None,
+                self.has_cu_seqlens,
+            )
             for part in range(2)
         )
         return {**tokens, "labels": classes["labels"], "loss_mask": classes["loss_mask"]}

@@ -18,10 +18,14 @@ Grid = tuple[int, int, int]
 class Expansion:
     """The image text of one family, from ``config.json`` and ``processor_config.json``, which takes precedence."""
 
-    options: ClassVar[Mapping[str, Any]] = {}  # of the processor, as transformers' of the family passes them
+    options: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # of the processor, as transformers' of the family passes them
     images_in_sample: int | None = None  # images that a sample may have; None for any number
     template: ClassVar[str | None] = None  # the chat template of checkpoints that have none
-    has_patches: ClassVar[bool] = False  # whether tensors hold the patches of one image after another, not of tiles
+    has_patches: ClassVar[bool] = (
+        False  # whether tensors hold the patches of one image after another, not of tiles
+    )
 
     def __init__(self, processor: Any, values: Values, hf: Any) -> None:
         self.processor, self.values, self.hf = processor, values, hf
@@ -70,7 +74,9 @@ class QwenPatches(Expansion):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         size = self.processor.size
-        return smart_resize(height, width, self._factor, size["shortest_edge"], size["longest_edge"])
+        return smart_resize(
+            height, width, self._factor, size["shortest_edge"], size["longest_edge"]
+        )
 
     @property
     def _factor(self) -> int:
@@ -84,7 +90,11 @@ class GlmPatches(QwenPatches):
         from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
         frames, size = self.processor.temporal_patch_size, self.processor.size
-        return smart_resize(*(frames, height, width, frames, self._factor), size["shortest_edge"], size["longest_edge"])
+        return smart_resize(
+            *(frames, height, width, frames, self._factor),
+            size["shortest_edge"],
+            size["longest_edge"],
+        )
 
 
 class Gemma(Expansion):
@@ -132,16 +142,23 @@ class NemotronOmni(Expansion):
     has_patches = True
 
     def count(self, height: int, width: int) -> int:
-        from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import get_patch_grid_size
+        from transformers.models.nemotron_h_omni.image_processing_nemotron_h_omni import (
+            get_patch_grid_size,
+        )
 
         images, merge = self.processor, round(1 / self.processor.downsample_ratio)
         most = (images.max_model_len - 4) * merge**2
         most = max(min(most, images.max_num_patches or most), images.min_num_patches)
-        grid = get_patch_grid_size(height, width, images.patch_size, merge, images.min_num_patches, most)
+        grid = get_patch_grid_size(
+            height, width, images.patch_size, merge, images.min_num_patches, most
+        )
         return math.prod(grid) // merge**2
 
     def text(self, height: int, width: int) -> str:
-        start, end = self.named("image_start_token", "<img>"), self.named("image_end_token", "</img>")
+        start, end = (
+            self.named("image_start_token", "<img>"),
+            self.named("image_end_token", "</img>"),
+        )
         return f"{start}{super().text(height, width)}{end}"
 
 
@@ -155,7 +172,10 @@ class NemotronTiles(Expansion):
         return self.processor.tokens * self.tiles(height, width)
 
     def text(self, height: int, width: int) -> str:
-        start, end = self.values.get("img_start_token", "<img>"), self.values.get("img_end_token", "</img>")
+        start, end = (
+            self.values.get("img_start_token", "<img>"),
+            self.values.get("img_end_token", "</img>"),
+        )
         return f"{start}{super().text(height, width)}{end}"
 
 
@@ -193,7 +213,11 @@ class Llava(Expansion):
     """Llava 1.5: each image has the tower's size."""
 
     def count(self, height: int, width: int) -> int:
-        size = self.processor.crop_size if getattr(self.processor, "do_center_crop", None) else self.processor.size
+        size = (
+            self.processor.crop_size
+            if getattr(self.processor, "do_center_crop", None)
+            else self.processor.size
+        )
         patches = (size["height"] // self._patch) * (size["width"] // self._patch)
         return patches + self._extra - self._without_class
 
@@ -219,12 +243,21 @@ class LlavaNext(Llava):
     def count(self, height: int, width: int) -> int:
         side = self._tile
         patches = side // self._patch
-        return self._tiled(height, width, side, patches) + patches**2 + self._extra - self._without_class
+        return (
+            self._tiled(height, width, side, patches)
+            + patches**2
+            + self._extra
+            - self._without_class
+        )
 
     @property
     def _tile(self) -> int:
         size = self.processor.size
-        return size["shortest_edge"] if size.get("shortest_edge") else min(size["height"], size["width"])
+        return (
+            size["shortest_edge"]
+            if size.get("shortest_edge")
+            else min(size["height"], size["width"])
+        )
 
     def _tiled(self, height: int, width: int, side: int, patches: int) -> int:
         rows, columns = self._unpadded(height, width, side, patches)
@@ -249,12 +282,17 @@ class LlavaOneVision(LlavaNext):
 
     def count(self, height: int, width: int) -> int:
         patches = math.isqrt(self._per_tile)
-        return self._tiled(height, width, self._tile, patches) + self._per_tile - self._without_class
+        return (
+            self._tiled(height, width, self._tile, patches) + self._per_tile - self._without_class
+        )
 
     @property
     def _per_tile(self) -> int:
         vision = self.values["vision_config"]
-        return self.values.get("num_image_tokens") or (vision["image_size"] // vision["patch_size"]) ** 2
+        return (
+            self.values.get("num_image_tokens")
+            or (vision["image_size"] // vision["patch_size"]) ** 2
+        )
 
     @property
     def _without_class(self) -> int:
@@ -262,7 +300,9 @@ class LlavaOneVision(LlavaNext):
 
     def _unpadded(self, height: int, width: int, side: int, patches: int) -> tuple[int, int]:
         rows, columns = super()._unpadded(height, width, side, patches)
-        most = int(self.values.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
+        most = int(
+            self.values.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
+        )
         ratio = math.sqrt(rows * columns / (most * patches**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
 
@@ -283,7 +323,10 @@ class InternVL(Expansion):
         return self.values.get("image_seq_length", 256)
 
     def text(self, height: int, width: int) -> str:
-        start, end = self.named("start_image_token", "<img>"), self.named("end_image_token", "</img>")
+        start, end = (
+            self.named("start_image_token", "<img>"),
+            self.named("end_image_token", "</img>"),
+        )
         return f"{start}{super().text(height, width)}{end}"
 
 
@@ -312,7 +355,8 @@ class Idefics(Expansion):
         around = self.named("fake_image_token", "<fake_token_around_image>")
         tokens, (rows, columns) = self.token * self._per_tile, self._tiles(height, width)
         lines = [
-            "".join(f"{around}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1)) + "\n"
+            "".join(f"{around}<row_{row}_col_{column}>{tokens}" for column in range(1, columns + 1))
+            + "\n"
             for row in range(1, rows + 1)
         ]
         whole = f"{around}{self.named('global_image_token', '<global-img>')}{tokens}{around}"

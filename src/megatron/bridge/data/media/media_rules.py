@@ -36,9 +36,15 @@ class MediaRules:
 
     processor_path: str  # directory or hub id of the checkpoint whose processor is used
     root: str  # folder that the paths of images start from and stay in
-    min_pixels: int | None = None  # images with fewer pixels are enlarged; None: as the checkpoint says
-    max_pixels: int | None = None  # images with more pixels are shrunk; None: as the checkpoint says
+    min_pixels: int | None = (
+        None  # images with fewer pixels are enlarged; None: as the checkpoint says
+    )
+    max_pixels: int | None = (
+        None  # images with more pixels are shrunk; None: as the checkpoint says
+    )
     max_image_tokens: int | None = None  # that a sample may have; None: any number
     fetches: bool = False  # whether addresses on the network are downloaded
-    fps: float | None = None  # frames of a second of video that are used; None: as the checkpoint says
+    fps: float | None = (
+        None  # frames of a second of video that are used; None: as the checkpoint says
+    )
     max_frames: int | None = None  # of a video; None: as the checkpoint says

@@ -24,7 +24,14 @@ from torch.nn.functional import interpolate
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
 from megatron.bridge.data.media.media_rules import MediaRules, loading
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
-from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, refer, shown
+from megatron.bridge.data.media.references import (
+    ImageReference,
+    MediaReference,
+    VideoReference,
+    decode,
+    refer,
+    shown,
+)
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video, zeros_without_memory
 from megatron.bridge.models.vision.media import share_out
 from megatron.bridge.utils import strict_json
@@ -46,10 +53,17 @@ class TileProcessor:
     """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
-        self.values: dict[str, Any] = {"image_size": values.get("force_image_size", 512), **_DEFAULTS}
-        self.values |= {key: values[key] for key in (*self.values, "norm_mean", "norm_std") if key in values}
+        self.values: dict[str, Any] = {
+            "image_size": values.get("force_image_size", 512),
+            **_DEFAULTS,
+        }
+        self.values |= {
+            key: values[key] for key in (*self.values, "norm_mean", "norm_std") if key in values
+        }
         if missing := sorted({"norm_mean", "norm_std"} - self.values.keys()):
-            raise UserError(f"{path}: preprocessor_config.json has no {missing[0]}: download it again")
+            raise UserError(
+                f"{path}: preprocessor_config.json has no {missing[0]}: download it again"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return self.values
@@ -61,24 +75,42 @@ class TileProcessor:
 
     @property
     def tokens(self) -> int:
-        return int((self.values["image_size"] // self.values["patch_size"] * self.values["downsample_ratio"]) ** 2)
+        return int(
+            (
+                self.values["image_size"]
+                // self.values["patch_size"]
+                * self.values["downsample_ratio"]
+            )
+            ** 2
+        )
 
     def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
         whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
         (rows, columns), side = self._grid(image.height, image.width), self.values["image_size"]
         grid = _resized(whole, rows * side, columns * side)[0]
-        tiles = grid.unflatten(2, (columns, side)).unflatten(1, (rows, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        tiles = (
+            grid.unflatten(2, (columns, side))
+            .unflatten(1, (rows, side))
+            .permute(1, 3, 0, 2, 4)
+            .flatten(0, 1)
+        )
         if len(tiles) < self.count(image.height, image.width):
             tiles = torch.cat((tiles, _resized(whole, side, side)))
-        mean, deviation = (torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std"))
+        mean, deviation = (
+            torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std")
+        )
         return {"pixel_values": (tiles - mean) / deviation}
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns."""
-        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+            get_optimal_tiled_canvas,
+        )
 
         tile = (self.values["image_size"],) * 2
-        columns, rows = get_optimal_tiled_canvas((height, width), tile, 1, self.values["max_num_tiles"])
+        columns, rows = get_optimal_tiled_canvas(
+            (height, width), tile, 1, self.values["max_num_tiles"]
+        )
         return rows, columns
 
 
@@ -100,7 +132,10 @@ def fetched(raw: Any, root: Path, where: str) -> Any:
         return [fetched(value, root, where) for value in raw]
     if not isinstance(raw, str) or not raw.startswith(_SCHEMES):
         return raw
-    name = hashlib.blake2b(raw.encode(), digest_size=16).hexdigest() + Path(urlsplit(raw).path).suffix[:8]
+    name = (
+        hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
+        + Path(urlsplit(raw).path).suffix[:8]
+    )
     path = root / FOLDER / name
     if not path.is_file():
         content = _download(raw, where)
@@ -125,7 +160,9 @@ def _download(address: str, where: str) -> bytes:
             f"{where}: {address} cannot be downloaded ({one_line(error)}): correct it, or remove the record"
         ) from error
     if len(content) > MAX_BYTES:
-        raise UserError(f"{where}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path")
+        raise UserError(
+            f"{where}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path"
+        )
     return content
 
 
@@ -134,7 +171,13 @@ _REMOTE = ("NemotronH_Nano_VL_V2",)
 BY_SAMPLE = ("idefics3", "smolvlm")
 """Families in which transformers' tensors are [samples, tiles, ...]."""
 MAX_BLANKS = 1024  # cached tensors that stand for images of other ranks
-_TENSORS = ("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes", "pixel_attention_mask")
+_TENSORS = (
+    "pixel_values",
+    "image_grid_thw",
+    "image_grid_hw",
+    "image_sizes",
+    "pixel_attention_mask",
+)
 
 
 class MediaProcessor:
@@ -157,11 +200,16 @@ class MediaProcessor:
         own = _json(path, "processor_config.json")
         values = {**config, **{key: value for key, value in own.items() if value is not None}}
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
-        self.chat_template = chat_template(path) or (None if hf.chat_template else self.expansion.template)
+        self.chat_template = chat_template(path) or (
+            None if hf.chat_template else self.expansion.template
+        )
         self.kind = kind
         self._rules, self._values = rules, values
         self._blanks: dict[str, dict[str, Tensor]] = {}
-        self.token_ids = [self.expansion.token_id, values.get("video_token_id") or self.expansion.token_id]
+        self.token_ids = [
+            self.expansion.token_id,
+            values.get("video_token_id") or self.expansion.token_id,
+        ]
         """The tokens whose embeddings features of the tower replace: of images, and of videos."""
 
     @cached_property
@@ -177,7 +225,11 @@ class MediaProcessor:
 
     def placeholder(self, media: MediaReference | None = None) -> str:
         """The text that a chat template writes for a video or an image."""
-        return self.videos.placeholder if isinstance(media, VideoReference) else self.expansion.placeholder
+        return (
+            self.videos.placeholder
+            if isinstance(media, VideoReference)
+            else self.expansion.placeholder
+        )
 
     def description(self, has_videos: bool) -> str:
         """The processors and their limits: pixels of an image, frames of a video."""
@@ -189,10 +241,21 @@ class MediaProcessor:
 
     def key(self) -> str:
         """A hash of everything that the tokens of an image depend on."""
-        values = [self.kind, type(self.hf_processor).__name__, self.hf_processor.to_dict(), str(self.root)]
-        values += [self.expansion.values.get(name) for name in ("image_seq_length", "image_seq_len", "patch_size")]
+        values = [
+            self.kind,
+            type(self.hf_processor).__name__,
+            self.hf_processor.to_dict(),
+            str(self.root),
+        ]
+        values += [
+            self.expansion.values.get(name)
+            for name in ("image_seq_length", "image_seq_len", "patch_size")
+        ]
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
-        rules, own = self._rules, _json(self._rules.processor_path, "video_preprocessor_config.json")
+        rules, own = (
+            self._rules,
+            _json(self._rules.processor_path, "video_preprocessor_config.json"),
+        )
         videos = (rules.fps, rules.max_frames, own or self.expansion.values.get("video_processor"))
         values += [videos] if any(videos) else []
         text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
@@ -202,7 +265,10 @@ class MediaProcessor:
         """References to what a record names: ``image`` or ``video``, and what it says about it."""
         if self._rules.fetches:
             named = [(kind, fetched(raw, self.root, where)) for kind, raw in named]
-        found = [(refer_video if kind == "video" else refer)(raw, self.root, where) for kind, raw in named]
+        found = [
+            (refer_video if kind == "video" else refer)(raw, self.root, where)
+            for kind, raw in named
+        ]
         if any(isinstance(item, VideoReference) for item in found):
             self._load_videos(where)
         limit = self.expansion.images_in_sample
@@ -248,7 +314,9 @@ class MediaProcessor:
         """Return positions [3, sequence] of the tokens of one sample."""
         image, video = self.token_ids
         types = np.where(tokens == image, IMAGE, np.where(tokens == video, VIDEO, TEXT))
-        videos = [item for item in media if isinstance(item, VideoReference) and self._is_video(item)]
+        videos = [
+            item for item in media if isinstance(item, VideoReference) and self._is_video(item)
+        ]
         return mrope_positions(
             types,
             [grid for item in media if not self._is_video(item) for grid in self._grids(item)],
@@ -291,21 +359,33 @@ class MediaProcessor:
             return [math.prod(grid) for grid in self._grids(item)]
         if isinstance(item, VideoReference):
             return [1] * len(self.videos.blank(item)["pixel_values"])
-        return [self.tokens(item)] if self.expansion.has_patches else [1] * self._measured(self.expansion.tiles, item)
+        return (
+            [self.tokens(item)]
+            if self.expansion.has_patches
+            else [1] * self._measured(self.expansion.tiles, item)
+        )
 
     def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, only those of the grids that this rank encodes."""
         if all(own) or (any(own) and not self.has_grids):
-            return self.videos.pixels(item) if isinstance(item, VideoReference) else self._processed(item, decode(item))
+            return (
+                self.videos.pixels(item)
+                if isinstance(item, VideoReference)
+                else self._processed(item, decode(item))
+            )
         if not self.has_grids:
-            return self.videos.blank(item) if isinstance(item, VideoReference) else self._blank(item)
+            return (
+                self.videos.blank(item) if isinstance(item, VideoReference) else self._blank(item)
+            )
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
         if any(own):
             found = self._part(item, [])
             pixels = next(name for name in found if name.startswith("pixel_values"))
             patches = found[pixels].split([math.prod(grid) for grid in grids])
-            tensors[pixels] = torch.cat([part for part, mine in zip(patches, own, strict=True) if mine])
+            tensors[pixels] = torch.cat(
+                [part for part, mine in zip(patches, own, strict=True) if mine]
+            )
         return tensors
 
     def _blank(self, image: ImageReference) -> dict[str, Tensor]:
@@ -322,8 +402,14 @@ class MediaProcessor:
                 self._blanks.clear()
             found = self._processed(image, Image.new("RGB", (image.width, image.height)))
             pixels = [name for name in found if name.startswith("pixel")]
-            zeros = {} if self.expansion.has_patches else {name: zeros_without_memory(found[name]) for name in pixels}
-            self._blanks[text] = {name: value for name, value in found.items() if name not in pixels} | zeros
+            zeros = (
+                {}
+                if self.expansion.has_patches
+                else {name: zeros_without_memory(found[name]) for name in pixels}
+            )
+            self._blanks[text] = {
+                name: value for name, value in found.items() if name not in pixels
+            } | zeros
         return self._blanks[text]
 
     def _processed(self, image: ImageReference, decoded: "Image.Image") -> dict[str, Tensor]:
@@ -346,7 +432,9 @@ def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _joined(parts: list[Tensor]) -> Tensor:
     """One after another; images that differ in size are padded with zeros, as transformers pads them."""
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-    return torch.cat([part if list(part.shape[1:]) == shape else _padded(part, shape) for part in parts])
+    return torch.cat(
+        [part if list(part.shape[1:]) == shape else _padded(part, shape) for part in parts]
+    )
 
 
 def _padded(part: Tensor, shape: list[int]) -> Tensor:
@@ -367,7 +455,9 @@ def _config(path: str) -> Mapping[str, Any]:
 
     with loading(path, "config.json that can be read"):
         raw = _json(path, "config.json")
-        return raw if raw.get("model_type") in _REMOTE else AutoConfig.from_pretrained(path).to_dict()
+        return (
+            raw if raw.get("model_type") in _REMOTE else AutoConfig.from_pretrained(path).to_dict()
+        )
 
 
 def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | None) -> Any:

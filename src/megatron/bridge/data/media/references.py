@@ -17,7 +17,9 @@ from megatron.bridge.utils.errors import UserError, one_line
 if TYPE_CHECKING:
     from PIL import Image
 
-MAX_PIXELS = 100_000_000  # an image with more pixels is refused: it would take more than 300 MB to decode
+MAX_PIXELS = (
+    100_000_000  # an image with more pixels is refused: it would take more than 300 MB to decode
+)
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Those that are decoded; for PostScript, PIL would run a program."""
 _DATA, _FILE = "data:", "file://"
@@ -94,7 +96,9 @@ def source_of(raw: Any, root: Path, where: str, kind: str) -> str:
     if raw.startswith(_DATA):
         return raw
     if raw.startswith(_URLS):
-        raise UserError(f"{where}: the {kind} {raw} is on the network: download it, or set dataset.fetch_urls=true")
+        raise UserError(
+            f"{where}: the {kind} {raw} is on the network: download it, or set dataset.fetch_urls=true"
+        )
     return str(_inside(raw.removeprefix(_FILE), root, where, kind))
 
 
@@ -103,7 +107,9 @@ def _named(raw: Mapping[str, Any], where: str, kind: str) -> Any:
     keys = ("bytes", kind, "path", "url")
     found = {key: raw[key] for key in keys if raw.get(key) is not None}
     if not found:
-        raise UserError(f"{where}: the {kind} has none of {', '.join(keys)} (keys: {', '.join(raw) or 'none'})")
+        raise UserError(
+            f"{where}: the {kind} has none of {', '.join(keys)} (keys: {', '.join(raw) or 'none'})"
+        )
     return next(iter(found.values()))
 
 
@@ -154,7 +160,9 @@ def _open(source: str, where: str) -> "Image.Image":
 
     Image.MAX_IMAGE_PIXELS = None
     Image.init()
-    return Image.open(file_of(source, where), formats=[name for name in FORMATS if name in Image.OPEN])
+    return Image.open(
+        file_of(source, where), formats=[name for name in FORMATS if name in Image.OPEN]
+    )
 
 
 def file_of(source: str, where: str) -> str | io.BytesIO:
@@ -167,7 +175,9 @@ def file_of(source: str, where: str) -> str | io.BytesIO:
     try:
         return io.BytesIO(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}: a data: URL has damaged base64 ({error}): encode it again") from error
+        raise UserError(
+            f"{where}: a data: URL has damaged base64 ({error}): encode it again"
+        ) from error
 
 
 def unreadable(kind: str, source: str, where: str, error: Exception) -> UserError:
@@ -175,4 +185,6 @@ def unreadable(kind: str, source: str, where: str, error: Exception) -> UserErro
     if isinstance(error, UserError):
         return error
     reason = one_line(error).split(": <")[0]  # an address of a buffer helps nobody
-    return UserError(f"{where}: the {kind} {shown(source)} cannot be read ({reason}): repair it, or remove the record")
+    return UserError(
+        f"{where}: the {kind} {shown(source)} cannot be read ({reason}): repair it, or remove the record"
+    )

@@ -44,7 +44,9 @@ class VideoProcessor:
         """Whether other tokens stand for videos than for images; if not, a video is a row of images."""
         self.splits_frames = kind.startswith("qwen3")
         self._token: str = self.placeholder if self.has_own_token else self.processor.image_token
-        self._per_second: float | None = values["vision_config"]["tokens_per_second"] if kind == "qwen2_5_vl" else None
+        self._per_second: float | None = (
+            values["vision_config"]["tokens_per_second"] if kind == "qwen2_5_vl" else None
+        )
         self._sized: dict[tuple[Any, ...], Any] = {}
 
     @property
@@ -55,7 +57,9 @@ class VideoProcessor:
             return f"{type(found).__name__}, all frames"
         most = getattr(found, "max_frames", None) or getattr(found, "num_frames", None)
         chosen = [f"{found.fps:g} frames per second"] if found.fps else []
-        return ", ".join([type(found).__name__, *chosen, *([f"at most {most:,} frames"] if most else [])])
+        return ", ".join(
+            [type(found).__name__, *chosen, *([f"at most {most:,} frames"] if most else [])]
+        )
 
     def text(self, video: VideoReference) -> str:
         return self.processor.replace_video_token(self._without_pixels(video), 0)
@@ -76,15 +80,24 @@ class VideoProcessor:
         if self._per_second is None:
             return 1.0
         metadata = self._without_pixels(video)["video_metadata"][0]
-        return self._per_second * self.processor.video_processor.temporal_patch_size / metadata.sampled_fps
+        return (
+            self._per_second
+            * self.processor.video_processor.temporal_patch_size
+            / metadata.sampled_fps
+        )
 
     def frames(self, video: VideoReference) -> list[int]:
         """The numbers of the frames that are used."""
-        return [int(number) for number in self._without_pixels(video)["video_metadata"][0].frames_indices]
+        return [
+            int(number)
+            for number in self._without_pixels(video)["video_metadata"][0].frames_indices
+        ]
 
     def pixels(self, video: VideoReference) -> dict[str, Tensor]:
         """Tensors of the video under the names of transformers' ``get_video_features``, or of images."""
-        return self._tensors(video, self._processed(video, decode_frames(video, self.frames(video)), False))
+        return self._tensors(
+            video, self._processed(video, decode_frames(video, self.frames(video)), False)
+        )
 
     def blank(self, video: VideoReference) -> dict[str, Tensor]:
         """Zeros of the shapes of ``pixels``."""
@@ -95,7 +108,10 @@ class VideoProcessor:
         if self.has_own_token:
             return {name: found[name] for name in ("pixel_values_videos", "video_grid_thw")}
         if "video_grid_thw" in found:
-            return {"pixel_values": found["pixel_values_videos"], "image_grid_thw": torch.tensor(self.grids(video))}
+            return {
+                "pixel_values": found["pixel_values_videos"],
+                "image_grid_thw": torch.tensor(self.grids(video)),
+            }
         names = ("pixel_values_videos", "pixel_values", "pixel_attention_mask")
         return {name.removesuffix("_videos"): found[name][0] for name in names if name in found}
 
@@ -104,7 +120,9 @@ class VideoProcessor:
         listed = isinstance(video.source, list)
         key = (video.frames, video.fps, video.height, video.width, listed)
         if key not in self._sized:
-            empty = torch.empty(video.frames, 3, video.height, video.width, dtype=torch.uint8, device="meta")
+            empty = torch.empty(
+                video.frames, 3, video.height, video.width, dtype=torch.uint8, device="meta"
+            )
             found = self._processed(video, empty, False if listed else None)
             used = len(found["video_metadata"][0].frames_indices)
             if used * video.height * video.width > MAX_PIXELS:
@@ -131,7 +149,11 @@ class VideoProcessor:
         options = {} if sample is None else {"do_sample_frames": sample}
         try:
             return self.processor.video_processor(
-                frames, video_metadata=metadata, return_metadata=True, return_tensors="pt", **options
+                frames,
+                video_metadata=metadata,
+                return_metadata=True,
+                return_tensors="pt",
+                **options,
             )
         except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
             raise UserError(
@@ -158,7 +180,9 @@ def refer_video(raw: Any, root: Path, where: str) -> VideoReference:
         stream = container.streams.video[0]
         # some containers do not say how many frames they have
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        found = VideoReference(source, stream.height, stream.width, where, frames, float(stream.average_rate or 0))
+        found = VideoReference(
+            source, stream.height, stream.width, where, frames, float(stream.average_rate or 0)
+        )
     if not 0 < found.frames <= MAX_FRAMES or not found.fps or not found.height:
         raise UserError(
             f"{where}: {_named(found)} has {found.frames:,} frames of {found.width}x{found.height} pixels at "
@@ -171,13 +195,19 @@ def _refer_frames(frames: Any, fps: Any, root: Path, where: str) -> VideoReferen
     if not isinstance(frames, list) or not frames:
         raise UserError(f"{where}: the frames of a video are {frames!r}: give a list of images")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1000:
-        raise UserError(f"{where}: a video that is a list of frames has fps={fps!r}: say how many there are per second")
+        raise UserError(
+            f"{where}: a video that is a list of frames has fps={fps!r}: say how many there are per second"
+        )
     images = [refer(frame, root, where) for frame in frames]
     sizes = sorted({(image.width, image.height) for image in images})
     if len(sizes) > 1:
-        raise UserError(f"{where}: the frames of a video have the sizes {sizes[0]} and {sizes[1]}: give them one size")
+        raise UserError(
+            f"{where}: the frames of a video have the sizes {sizes[0]} and {sizes[1]}: give them one size"
+        )
     first = images[0]
-    return VideoReference([image.source for image in images], *first[1:3], where, len(images), float(fps))
+    return VideoReference(
+        [image.source for image in images], *first[1:3], where, len(images), float(fps)
+    )
 
 
 def decode_frames(video: VideoReference, numbers: Sequence[int]) -> Tensor:
@@ -195,7 +225,9 @@ def decode_frames(video: VideoReference, numbers: Sequence[int]) -> Tensor:
 
 
 def _of_image(video: VideoReference, number: int) -> np.ndarray:
-    return np.asarray(decode(ImageReference(video.source[number], video.height, video.width, video.where)))
+    return np.asarray(
+        decode(ImageReference(video.source[number], video.height, video.width, video.where))
+    )
 
 
 def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
@@ -226,7 +258,9 @@ def _av(where: str) -> Any:
     try:
         import av  # pyright: ignore[reportMissingImports] - of an extra
     except ImportError as error:
-        raise UserError(f"{where}: the record has a video, and PyAV is not installed: {_EXTRA}") from error
+        raise UserError(
+            f"{where}: the record has a video, and PyAV is not installed: {_EXTRA}"
+        ) from error
     return av
 
 
@@ -241,12 +275,16 @@ def _load(kind: str, rules: MediaRules) -> Any:
 
     path = rules.processor_path
     if kind not in SUPPORTED:
-        raise UserError(f"the records have videos, which {kind} is not supported with, only {', '.join(SUPPORTED)}")
+        raise UserError(
+            f"the records have videos, which {kind} is not supported with, only {', '.join(SUPPORTED)}"
+        )
     if not is_torchvision_available():
         raise UserError(f"the records have videos, and torchvision is not installed: {_EXTRA}")
     with loading(path, "processor for videos that can be loaded"):
         processor: Any = AutoProcessor.from_pretrained(path)
-    _choose_frames(processor.video_processor, rules, "num_frames" if kind == "smolvlm" else "max_frames")
+    _choose_frames(
+        processor.video_processor, rules, "num_frames" if kind == "smolvlm" else "max_frames"
+    )
     return processor
 
 

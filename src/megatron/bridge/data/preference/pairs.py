@@ -38,17 +38,23 @@ class PairEncoder(RecordEncoder):
         report.tokens, report.trained = len(samples.tokens), int(samples.trained.sum())
         return EncodedRecords(samples, report)
 
-    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
+    def _processed(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[LocatedRecord]:
         yield from records  # answers of a pair, which has been processed as a whole
 
     def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
         if record.get("chosen") == record.get("rejected") is not None:
             report.drop(EQUAL, where)
             return []
-        answers = [(f"{where}: {name}", answer) for name, answer in split_pair(record, where).items()]
+        answers = [
+            (f"{where}: {name}", answer) for name, answer in split_pair(record, where).items()
+        ]
         return self._both(answers, where, report)
 
-    def _both(self, texts: Sequence[LocatedRecord], where: str, report: EncodingReport) -> Sequence[Sample]:
+    def _both(
+        self, texts: Sequence[LocatedRecord], where: str, report: EncodingReport
+    ) -> Sequence[Sample]:
         """The samples of two texts; none if one of them is dropped."""
         samples, found = super().__call__(texts)
         report.add(found)
@@ -69,11 +75,20 @@ class PairEncoder(RecordEncoder):
 
 def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
     """The record of each answer, with ``prompt`` and ``completion``."""
-    _require(record, ANSWERS, where, "a pair has prompt, chosen and rejected, or lists of messages chosen and rejected")
+    _require(
+        record,
+        ANSWERS,
+        where,
+        "a pair has prompt, chosen and rejected, or lists of messages chosen and rejected",
+    )
     prompt, begin = _prompt(record, where)
     rest = {key: value for key, value in record.items() if key not in ("prompt", *ANSWERS)}
     return {
-        name: {**rest, "prompt": prompt, "completion": record[name][begin:] if begin else record[name]}
+        name: {
+            **rest,
+            "prompt": prompt,
+            "completion": record[name][begin:] if begin else record[name],
+        }
         for name in ANSWERS
     }
 
@@ -88,18 +103,24 @@ def _prompt(record: Record, where: str) -> tuple[Any, int]:
     """The prompt, and where each answer begins in its key."""
     if record.get("prompt") is not None:
         return record["prompt"], 0
-    chosen, rejected = (expect(record[name], "a list", where, f"{name} without a prompt") for name in ANSWERS)
+    chosen, rejected = (
+        expect(record[name], "a list", where, f"{name} without a prompt") for name in ANSWERS
+    )
     both = zip(chosen, rejected, strict=False)
     shared = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
     if not shared:
-        raise UserError(f"{where}: chosen and rejected do not begin with the same message: give the key prompt")
+        raise UserError(
+            f"{where}: chosen and rejected do not begin with the same message: give the key prompt"
+        )
     return shared, len(shared)
 
 
 class PairRows(SampleRows):
     """One pair in each row, without padding. The rows of a microbatch are concatenated."""
 
-    def __init__(self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, str] = ANSWERS) -> None:
+    def __init__(
+        self, samples: Samples, padding: int, multiple: int = 1, names: tuple[str, str] = ANSWERS
+    ) -> None:
         super().__init__(samples, None, padding, multiple)
         self._names = names
 
@@ -107,7 +128,11 @@ class PairRows(SampleRows):
         return len(self.samples) // len(ANSWERS)
 
     def titles(self, count: int) -> list[str]:
-        return [f"pair {place + 1}, {name}" for place in range(min(count, len(self))) for name in self._names]
+        return [
+            f"pair {place + 1}, {name}"
+            for place in range(min(count, len(self)))
+            for name in self._names
+        ]
 
     def _places(self, index: int) -> list[int]:
         return [2 * index, 2 * index + 1]
@@ -125,15 +150,20 @@ class LabeledEncoder(PairEncoder):
         return encoded
 
     def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
-        _require(record, KEYS, where, "a record for dpo.loss_type=kto has prompt, completion and label")
+        _require(
+            record, KEYS, where, "a record for dpo.loss_type=kto has prompt, completion and label"
+        )
         label = record["label"]
         if not isinstance(label, bool):
-            raise UserError(f"{where}: label={label!r} must be true (desirable) or false: correct it")
+            raise UserError(
+                f"{where}: label={label!r} must be true (desirable) or false: correct it"
+            )
         answer = {key: value for key, value in record.items() if key != "label"}
         samples, found = RecordEncoder.__call__(self, [(where, answer)])
         report.add(found)
         return [
-            Sample(np.append(sample.tokens, np.int32(label)), np.append(sample.trained, False)) for sample in samples
+            Sample(np.append(sample.tokens, np.int32(label)), np.append(sample.trained, False))
+            for sample in samples
         ]
 
 

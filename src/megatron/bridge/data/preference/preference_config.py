@@ -47,7 +47,9 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
     the ``last`` message."""
     padding_free: bool = True
     pair_names: ClassVar[tuple[str, str]] = ("chosen", "rejected")
-    labeled: bool | None = None  # whether a record is one answer with a label. None: True with ``dpo.loss_type=kto``
+    labeled: bool | None = (
+        None  # whether a record is one answer with a label. None: True with ``dpo.loss_type=kto``
+    )
 
     def pair_rules(self) -> EncodingRules:
         """How records become pairs."""
@@ -56,7 +58,10 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         return rules.extended(kind, max_tokens=self.seq_length // 2 // multiple * multiple + 1)
 
     def encoder(self, tokenizer: "Tokenizer") -> "PairEncoder":
-        from megatron.bridge.data.preference.pairs import LabeledEncoder, PairEncoder  # imports torch
+        from megatron.bridge.data.preference.pairs import (
+            LabeledEncoder,
+            PairEncoder,
+        )  # imports torch
 
         return (LabeledEncoder if self.labeled else PairEncoder)(tokenizer, self.pair_rules())
 
@@ -64,19 +69,27 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         from megatron.bridge.data.preference.pairs import LabeledRows, PairRows  # imports torch
 
         if self.labeled:
-            return LabeledRows(samples, padding, self.pair_rules().max_tokens, self.sequence_multiple)
+            return LabeledRows(
+                samples, padding, self.pair_rules().max_tokens, self.sequence_multiple
+            )
         return PairRows(samples, padding, self.sequence_multiple, self.pair_names)
 
     def problems(self) -> list[str]:
         found = super().problems()
         if not self.padding_free or self.packed:
-            found.append("dataset.padding_free=False: rows of pairs have no padding, leave it True, and do not pack")
+            found.append(
+                "dataset.padding_free=False: rows of pairs have no padding, leave it True, and do not pack"
+            )
         if self.train_on not in ("completion", "last"):
-            found.append(f"dataset.train_on={self.train_on}: pairs differ in their completion, use completion or last")
+            found.append(
+                f"dataset.train_on={self.train_on}: pairs differ in their completion, use completion or last"
+            )
         return found
 
     def build(self, request: DatasetRequest) -> Splits:
         from megatron.bridge.data.finetuning.builder import build_datasets  # imports torch
 
         self.finalize()
-        return build_datasets(self, request, lambda samples: self.rows(samples, request.tokenizer.eod))
+        return build_datasets(
+            self, request, lambda samples: self.rows(samples, request.tokenizer.eod)
+        )

@@ -75,13 +75,15 @@ def get_blend_and_blend_per_split(
         raise UserError(f"{' and '.join(used)} are both given: use only one of them")
     if data_args_path:
         return parse_blend(
-            read_text(Path(data_args_path), f"data_args_path={data_args_path}").split(), data_args_path
+            read_text(Path(data_args_path), f"data_args_path={data_args_path}").split(),
+            data_args_path,
         ), None
     if per_split_data_args_path:
         return None, _per_split_file(per_split_data_args_path)
     if any(per_split):
         train, valid, test = (
-            parse_blend(paths, f"{name}_data_paths") for name, paths in zip(SPLITS, per_split, strict=True)
+            parse_blend(paths, f"{name}_data_paths")
+            for name, paths in zip(SPLITS, per_split, strict=True)
         )
         return None, (train, valid, test)
     return parse_blend(data_paths), None
@@ -94,11 +96,17 @@ def _per_split_file(path: str) -> BlendPerSplit:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(table, dict):
-        raise UserError(f'{path} must hold an object such as {{"train": ["30", "path"], "valid": ["path"]}}')
+        raise UserError(
+            f'{path} must hold an object such as {{"train": ["30", "path"], "valid": ["path"]}}'
+        )
     for key in table:
         if key not in SPLITS:
-            raise UserError(f"{path}: unknown key {key!r}: use train, valid or test{did_you_mean(key, SPLITS)}")
-    train, valid, test = (parse_blend(_arguments(table.get(name)), f"{path}: {name}") for name in SPLITS)
+            raise UserError(
+                f"{path}: unknown key {key!r}: use train, valid or test{did_you_mean(key, SPLITS)}"
+            )
+    train, valid, test = (
+        parse_blend(_arguments(table.get(name)), f"{path}: {name}") for name in SPLITS
+    )
     return train, valid, test
 
 
@@ -120,7 +128,9 @@ def split_problems(split: str | None) -> list[str]:
     shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
     if len(shares) == len(numbers) <= len(SPLITS) and sum(shares) > 0:
         return []
-    return [f'dataset.split={split!r}: with dataset.blend, give up to three shares such as "969,30,1"']
+    return [
+        f'dataset.split={split!r}: with dataset.blend, give up to three shares such as "969,30,1"'
+    ]
 
 
 def blend_problems(name: str, blend: Blend | None) -> list[str]:
@@ -132,7 +142,11 @@ def blend_problems(name: str, blend: Blend | None) -> list[str]:
     if not prefixes:
         return [f"{name} names no corpus: give at least one path"]
     if weights is not None and len(weights) != len(prefixes):
-        return [f"{name} has {len(prefixes)} paths and {len(weights)} weights: give one weight for each path"]
+        return [
+            f"{name} has {len(prefixes)} paths and {len(weights)} weights: give one weight for each path"
+        ]
     if weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        return [f"{name} has the weights {list(weights)}: make all positive (remove a corpus with weight 0)"]
+        return [
+            f"{name} has the weights {list(weights)}: make all positive (remove a corpus with weight 0)"
+        ]
     return []

@@ -15,7 +15,12 @@ from torch.utils.data import Dataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetRequest, Splits
 from megatron.bridge.data.pretraining.blend import Blend
-from megatron.bridge.data.pretraining.indexed_writer import INDEX_MAGIC, check_digests, digest, finished_state
+from megatron.bridge.data.pretraining.indexed_writer import (
+    INDEX_MAGIC,
+    check_digests,
+    digest,
+    finished_state,
+)
 from megatron.bridge.data.pretraining.shards import ShardedCorpus, finished_manifest, shard_prefix
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron.bridge.utils import storage
@@ -42,8 +47,12 @@ class CorpusDataset(GPTDataset):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         # rank 0 built the indices in memory; it reads them again as memory maps, like the other ranks
-        self.document_index, self.sample_index, self.shuffle_index = self._build_document_sample_shuffle_indices()
-        if len(self.indices):  # as an array, consecutive numbers would take 4 bytes per document on every rank
+        self.document_index, self.sample_index, self.shuffle_index = (
+            self._build_document_sample_shuffle_indices()
+        )
+        if len(
+            self.indices
+        ):  # as an array, consecutive numbers would take 4 bytes per document on every rank
             self.indices: Any = slice(int(self.indices[0]), int(self.indices[-1]) + 1)
 
     @property
@@ -78,7 +87,9 @@ def build_gpt_datasets(config: "GPTDatasetConfig", request: DatasetRequest) -> S
             f"dataset.path_to_cache={config.path_to_cache}: the index {error.filename}, which rank 0 wrote, is "
             f"missing on another rank: choose a directory that all nodes share"
         ) from error
-    train, valid, test = (dataset if size else None for size, dataset in zip(request.sizes, built, strict=True))
+    train, valid, test = (
+        dataset if size else None for size, dataset in zip(request.sizes, built, strict=True)
+    )
     if config.fim is not None and train is not None:
         train = FIMDataset(train, config.fim, request.tokenizer, config.random_seed)
     return Splits(train, valid, test)
@@ -99,7 +110,9 @@ def core_config(config: "GPTDatasetConfig", request: DatasetRequest) -> CoreGPTD
     )
     if core.split_matrix is not None:
         parts: list[Any] = list(core.split_matrix)
-        needed: Any = [part if size else None for part, size in zip(parts, request.sizes, strict=True)]
+        needed: Any = [
+            part if size else None for part, size in zip(parts, request.sizes, strict=True)
+        ]
         core.split_matrix = needed
     return core
 
@@ -116,11 +129,14 @@ def _needed_blends(config: "GPTDatasetConfig", request: DatasetRequest) -> list[
     if config.blend_per_split is None:
         return None
     return [
-        _local_blend(blend) if size else None for blend, size in zip(config.blend_per_split, request.sizes, strict=True)
+        _local_blend(blend) if size else None
+        for blend, size in zip(config.blend_per_split, request.sizes, strict=True)
     ]
 
 
-def _check_corpora(config: "GPTDatasetConfig", core: CoreGPTDatasetConfig, request: DatasetRequest) -> None:
+def _check_corpora(
+    config: "GPTDatasetConfig", core: CoreGPTDatasetConfig, request: DatasetRequest
+) -> None:
     parts: list[Any] = core.split_matrix or [(0.0, 1.0)] * len(SPLITS)
     blends = config.blend_per_split or (config.blend,) * len(SPLITS)
     for split, size, part, blend in zip(SPLITS, request.sizes, parts, blends, strict=True):
@@ -133,7 +149,9 @@ def _check_corpora(config: "GPTDatasetConfig", core: CoreGPTDatasetConfig, reque
             _check_corpus(prefix, split, part or (0.0, 0.0), config)
 
 
-def _check_corpus(prefix: str, split: str, part: tuple[float, float], config: "GPTDatasetConfig") -> None:
+def _check_corpus(
+    prefix: str, split: str, part: tuple[float, float], config: "GPTDatasetConfig"
+) -> None:
     corpus = open_corpus(prefix)
     count = len(corpus)
     if count > MOST_DOCUMENTS:
@@ -164,17 +182,23 @@ def open_corpus(prefix: str) -> IndexedDataset:
         if not Path(prefix + suffix).is_file():
             raise UserError(_missing_corpus(prefix, suffix))
     if Path(prefix + ".bin").stat().st_size == 0:
-        raise UserError(f"the corpus {prefix}.bin is empty: run `megatron-bridge data preprocess` again")
+        raise UserError(
+            f"the corpus {prefix}.bin is empty: run `megatron-bridge data preprocess` again"
+        )
     try:
         with Path(prefix + ".idx").open("rb") as file:
             assert file.read(len(INDEX_MAGIC)) == INDEX_MAGIC, "it is not an index"
         corpus = IndexedDataset(prefix)
     except (AssertionError, ValueError, OSError) as error:
-        raise UserError(f"the corpus index {prefix}.idx is damaged ({error}): write it again") from error
+        raise UserError(
+            f"the corpus index {prefix}.idx is damaged ({error}): write it again"
+        ) from error
     expected = int(corpus.sequence_lengths.sum(dtype="int64")) * DType.size(corpus.index.dtype)
     actual = Path(prefix + ".bin").stat().st_size
     if actual != expected:
-        raise UserError(f"the corpus {prefix}.bin has {actual} bytes, its index says {expected}: write it again")
+        raise UserError(
+            f"the corpus {prefix}.bin has {actual} bytes, its index says {expected}: write it again"
+        )
     written = finished_state(Path(prefix))
     check_digests(prefix, {} if written is None else written.digests)
     return corpus
@@ -220,7 +244,9 @@ class FIMDataset(Dataset[dict[str, Any]]):
         self._tokenizer = tokenizer
         self._seed = seed
         names = (config.prefix_token, config.suffix_token, config.middle_token)
-        self._prefix, self._suffix, self._middle = (_special_token(tokenizer, name) for name in names)
+        self._prefix, self._suffix, self._middle = (
+            _special_token(tokenizer, name) for name in names
+        )
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -255,7 +281,8 @@ class FIMDataset(Dataset[dict[str, Any]]):
             return ids
         first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
         prefix, middle, suffix = (
-            self._tokenizer.continue_tokens(part) for part in (text[:first], text[first:second], text[second:])
+            self._tokenizer.continue_tokens(part)
+            for part in (text[:first], text[first:second], text[second:])
         )
         if random.random() < self._config.spm_rate:
             new = [self._prefix, self._suffix, *suffix, self._middle, *prefix, *middle]

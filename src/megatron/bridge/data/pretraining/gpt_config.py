@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits
-from megatron.bridge.data.pretraining.blend import Blend, BlendPerSplit, blend_problems, split_problems
+from megatron.bridge.data.pretraining.blend import (
+    Blend,
+    BlendPerSplit,
+    blend_problems,
+    split_problems,
+)
 
 
 @dataclass(kw_only=True)
@@ -85,7 +90,9 @@ class GPTDatasetConfig(DatasetConfig):
 
     def _blend_problems(self) -> list[str]:
         if self.blend is None and self.blend_per_split is None:
-            return ["dataset.blend is not set: name a corpus, or use MockGPTDatasetConfig for synthetic data"]
+            return [
+                "dataset.blend is not set: name a corpus, or use MockGPTDatasetConfig for synthetic data"
+            ]
         if self.blend_per_split is not None:
             return self._per_split_problems(self.blend_per_split)
         return [*blend_problems("dataset.blend", self.blend), *split_problems(self.split)]
@@ -93,11 +100,18 @@ class GPTDatasetConfig(DatasetConfig):
     def _per_split_problems(self, blends: BlendPerSplit) -> list[str]:
         found = []
         if self.blend is not None:
-            found.append("dataset.blend and dataset.blend_per_split are both set: remove one of them")
+            found.append(
+                "dataset.blend and dataset.blend_per_split are both set: remove one of them"
+            )
         if self.split is not None:
-            found.append(f"dataset.split={self.split!r} has no effect with dataset.blend_per_split: remove it")
+            found.append(
+                f"dataset.split={self.split!r} has no effect with dataset.blend_per_split: remove it"
+            )
         if len(blends) != len(SPLITS):
-            return [*found, f"dataset.blend_per_split has {len(blends)} entries: give three (train, valid, test)"]
+            return [
+                *found,
+                f"dataset.blend_per_split has {len(blends)} entries: give three (train, valid, test)",
+            ]
         for name, blend in zip(SPLITS, blends, strict=True):
             found += blend_problems(f"dataset.blend_per_split ({name})", blend)
         return found
@@ -136,7 +150,9 @@ class MockGPTDatasetConfig(DatasetConfig):
         vocab_size = request.tokenizer.vocab_size
         return Splits(
             *(
-                MockGPTDataset(size, self.seq_length, vocab_size, self.random_seed, split) if size else None
+                MockGPTDataset(size, self.seq_length, vocab_size, self.random_seed, split)
+                if size
+                else None
                 for split, size in enumerate(request.sizes)
             )
         )

@@ -103,10 +103,16 @@ class WriterState:
     """The progress of writing a dataset. The field names are keys of the files on disk."""
 
     key: str  # hash of everything that determines the dataset
-    place: InputPosition = field(default_factory=InputPosition)  # the input up to here has been written
+    place: InputPosition = field(
+        default_factory=InputPosition
+    )  # the input up to here has been written
     report: PreprocessReport = field(default_factory=PreprocessReport)
-    digests: dict[str, str] = field(default_factory=dict[str, str])  # digests of the finished files, by ending
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # of a shard: its node, hash and lengths
+    digests: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # digests of the finished files, by ending
+    facts: dict[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # of a shard: its node, hash and lengths
 
     @classmethod
     def load(cls, path: Path) -> "WriterState | None":
@@ -114,7 +120,13 @@ class WriterState:
         try:
             saved = json.loads(path.read_text())
             place, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
-            return cls(saved["key"], place, report, dict(saved.get("digests", {})), dict(saved.get("facts", {})))
+            return cls(
+                saved["key"],
+                place,
+                report,
+                dict(saved.get("digests", {})),
+                dict(saved.get("facts", {})),
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
@@ -169,7 +181,9 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: Path, dtype: Any, key: str) -> None:
         self._prefix = prefix
         self._dtype = np.dtype(dtype)
-        self._tokens_path, self._lengths_path = (_beside(prefix, f"{end}.incomplete") for end in (".bin", ".idx"))
+        self._tokens_path, self._lengths_path = (
+            _beside(prefix, f"{end}.incomplete") for end in (".bin", ".idx")
+        )
         self._progress, self._index = _beside(prefix, ".progress.json"), _beside(prefix, ".idx.new")
         self.state = WriterState(key)
         self._saved = time.monotonic()
@@ -187,7 +201,9 @@ class IndexedDatasetWriter:
             raise self._cannot_write(error) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         try:
             if kind is None:
                 self._finish()
@@ -228,8 +244,12 @@ class IndexedDatasetWriter:
 
     def _finish(self) -> None:
         self._save()
-        write_index(self._index, self._dtype, [Lengths(self._lengths_path, 0, self.state.report.documents)])
-        tokens, index, source = (_beside(self._prefix, end) for end in (".bin", ".idx", ".source.json"))
+        write_index(
+            self._index, self._dtype, [Lengths(self._lengths_path, 0, self.state.report.documents)]
+        )
+        tokens, index, source = (
+            _beside(self._prefix, end) for end in (".bin", ".idx", ".source.json")
+        )
         for path in (index, source):
             path.unlink(missing_ok=True)  # an old index must never describe new tokens
         self._tokens_path.replace(tokens)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig
 
 Format = Literal["jsonl", "text", "chat"]
-CHUNK_BYTES = 1 << 20  # large enough that passing results costs < 1 %, small enough to keep all workers busy
+CHUNK_BYTES = (
+    1 << 20
+)  # large enough that passing results costs < 1 %, small enough to keep all workers busy
 REQUESTS = 16  # simultaneous requests: each takes a tenth of a second in object storage
 HUB, TABLE = "hub:", ".parquet"
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
@@ -79,23 +81,31 @@ def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> lis
     return shards
 
 
-def read_chunks(config: "PreprocessConfig", parts: list[Part], start: InputPosition) -> Iterator[DocumentChunk]:
+def read_chunks(
+    config: "PreprocessConfig", parts: list[Part], start: InputPosition
+) -> Iterator[DocumentChunk]:
     """Yield the documents of ``parts`` after ``start``, in pieces of about a megabyte."""
     for number, part in enumerate(parts):
         if number >= start.file:
             resumed = number == start.file and start.line > 1
             with _named(part.url):
-                yield from _read(config, part, start if resumed else InputPosition(number, part.start))
+                yield from _read(
+                    config, part, start if resumed else InputPosition(number, part.start)
+                )
 
 
 def _read(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[DocumentChunk]:
     if _is_document(config, part):
         with _opened(part.url) as file:
-            yield DocumentChunk(part.name, 1, [file.read()], part.format, InputPosition(place.file + 1))
+            yield DocumentChunk(
+                part.name, 1, [file.read()], part.format, InputPosition(place.file + 1)
+            )
         return
     has_rows = part.url.startswith(HUB) or part.url.endswith(TABLE)
     for lines in _rows(config, part, place) if has_rows else _lines(part, place):
-        end = InputPosition(place.file, place.offset + sum(map(len, lines)), place.line + len(lines))
+        end = InputPosition(
+            place.file, place.offset + sum(map(len, lines)), place.line + len(lines)
+        )
         yield DocumentChunk(part.name, place.line, lines, part.format, end)
         place = end
 
@@ -110,7 +120,9 @@ def _lines(part: Part, place: InputPosition) -> Iterator[list[bytes]]:
     with _opened(part.url) as file:
         if not file.seekable():
             deque(islice(file, place.line - 1), maxlen=0)
-        elif place.line == 1 and offset > 0:  # it may be inside a line, which belongs to the previous part
+        elif (
+            place.line == 1 and offset > 0
+        ):  # it may be inside a line, which belongs to the previous part
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
         else:
@@ -144,7 +156,9 @@ def _table_rows(config: "PreprocessConfig", part: Part) -> Iterator[dict[str, An
     with _table(part.url) as table:
         groups = list(range(part.start, table.num_row_groups if part.end is None else part.end))
         only = part.format != "chat" and config.json_key in table.schema_arrow.names
-        for batch in table.iter_batches(256, row_groups=groups, columns=[config.json_key] if only else None):
+        for batch in table.iter_batches(
+            256, row_groups=groups, columns=[config.json_key] if only else None
+        ):
             yield from batch.to_pylist()
 
 
@@ -157,12 +171,20 @@ def _hub_rows(part: Part) -> Iterator[dict[str, Any]]:
 def _hub(url: str) -> HubSource:
     dataset, _, query = url.removeprefix(HUB).partition("?")
     values = dict(parse_qsl(query))
-    if values.keys() - {"name", "split", "revision"} or not ("revision" in values or Path(dataset).is_dir()):
+    if values.keys() - {"name", "split", "revision"} or not (
+        "revision" in values or Path(dataset).is_dir()
+    ):
         raise UserError(
             f"--input={url}: write hub:ID?revision=COMMIT, followed by &name=SUBSET or &split=SPLIT if they are "
             f"needed; without a revision the dataset may change between two runs"
         )
-    return HubSource(dataset, values.get("name"), values.get("split", "train"), values.get("revision"), streaming=True)
+    return HubSource(
+        dataset,
+        values.get("name"),
+        values.get("split", "train"),
+        values.get("revision"),
+        streaming=True,
+    )
 
 
 def _found(url: str, kind: Format | None) -> list[Part]:
@@ -177,16 +199,30 @@ def _found(url: str, kind: Format | None) -> list[Part]:
             return [part for name in names for part in _found(files.unstrip_protocol(name), kind)]
         info = files.info(path)
     if info["type"] == "directory":
-        raise UserError(f"--input={url} is not a file but a directory: name its files, such as '{url}/*.jsonl'")
-    stamp = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), "")
-    return [Part(url.removeprefix("file://"), kind or _format_of(url), info["size"] or 0, f"{info['size']} {stamp}")]
+        raise UserError(
+            f"--input={url} is not a file but a directory: name its files, such as '{url}/*.jsonl'"
+        )
+    stamp = next(
+        (info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info),
+        "",
+    )
+    return [
+        Part(
+            url.removeprefix("file://"),
+            kind or _format_of(url),
+            info["size"] or 0,
+            f"{info['size']} {stamp}",
+        )
+    ]
 
 
 def _format_of(url: str) -> Format:
     plain = Path(url).with_suffix("") if Path(url).suffix in COMPRESSED else Path(url)
     if plain.suffix not in SUFFIXES:
         known = " ".join([*SUFFIXES, *(f".jsonl{ending}" for ending in COMPRESSED)])
-        raise UserError(f"the format of {url} is unknown (known endings: {known}): add --format jsonl, text or chat")
+        raise UserError(
+            f"the format of {url} is unknown (known endings: {known}): add --format jsonl, text or chat"
+        )
     return SUFFIXES[plain.suffix]
 
 
@@ -194,11 +230,20 @@ def _pieces(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
     """Divide the input into pieces of about ``size`` bytes, if it can be read from any position."""
     with _named(part.url):
         if part.url.startswith(HUB):
-            return [part._replace(start=at, end=at + 1) for at in range(_hub(part.url)._load().num_shards)]
+            return [
+                part._replace(start=at, end=at + 1)
+                for at in range(_hub(part.url)._load().num_shards)
+            ]
         if part.url.endswith(TABLE):
             with _table(part.url) as table:
-                sizes = [table.metadata.row_group(at).total_byte_size for at in range(table.num_row_groups)]
-            return [part._replace(start=at, end=at + 1, size=max(each, 1)) for at, each in enumerate(sizes)]
+                sizes = [
+                    table.metadata.row_group(at).total_byte_size
+                    for at in range(table.num_row_groups)
+                ]
+            return [
+                part._replace(start=at, end=at + 1, size=max(each, 1))
+                for at, each in enumerate(sizes)
+            ]
     if not part.size or Path(part.url).suffix in COMPRESSED or _is_document(config, part):
         return [part]
     return [
@@ -219,7 +264,9 @@ def _opened(url: str) -> Iterator[io.BufferedReader]:
 
     files, path = _files(url)
     with files.open(path, "rb") if "://" in url else Path(url).open("rb") as raw:
-        if Path(url).suffix in COMPRESSED:  # not zstandard, which accepts a truncated file as complete
+        if (
+            Path(url).suffix in COMPRESSED
+        ):  # not zstandard, which accepts a truncated file as complete
             with pyarrow.CompressedInputStream(raw, COMPRESSED[Path(url).suffix]) as stream:
                 yield io.BufferedReader(stream, CHUNK_BYTES)
         else:

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megatron.bridge.data.pretraining.indexed_writer import (
     EncodedDocuments,
@@ -23,7 +30,13 @@ from megatron.bridge.data.pretraining.indexed_writer import (
     PreprocessReport,
     finished_state,
 )
-from megatron.bridge.data.pretraining.inputs import DocumentChunk, Format, Part, find_parts, read_chunks
+from megatron.bridge.data.pretraining.inputs import (
+    DocumentChunk,
+    Format,
+    Part,
+    find_parts,
+    read_chunks,
+)
 from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.formats import expect
@@ -52,9 +65,13 @@ class PreprocessConfig:
     # format of all inputs; None derives it from the file names. ``chat`` is JSONL with records as for fine-tuning: a
     # document is the text that the chat template renders.
     format: Format | None = None
-    text_document: Literal["file", "line"] = "file"  # a document of plain text: the whole file, or each line
+    text_document: Literal["file", "line"] = (
+        "file"  # a document of plain text: the whole file, or each line
+    )
     append_eod: bool = False  # end each document with the tokenizer's end-of-sequence token
-    add_special_tokens: bool = False  # let the tokenizer add its special tokens (such as BOS) to each document
+    add_special_tokens: bool = (
+        False  # let the tokenizer add its special tokens (such as BOS) to each document
+    )
     # number of processes that tokenize; 1 tokenizes in this process
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     # file with a Jinja template, or the template itself, to use instead of the tokenizer's template
@@ -72,10 +89,14 @@ class DocumentEncoder:
         self._by_line = config.text_document == "line"
         self._special = config.add_special_tokens
         self._end = [self.tokenizer.eod] if config.append_eod else []
-        rules = EncodingRules(LONGEST, train_on="everything", chat_template=template_text(config.chat_template))
+        rules = EncodingRules(
+            LONGEST, train_on="everything", chat_template=template_text(config.chat_template)
+        )
         self._records = RecordEncoder(self.tokenizer, rules)
         # Megatron-Core's readers expect uint16 for small vocabularies. Ids may have gaps, so len() is not enough.
-        self.dtype = np.uint16 if max(self.tokenizer.hf.get_vocab().values()) < 65500 - 1 else np.int32
+        self.dtype = (
+            np.uint16 if max(self.tokenizer.hf.get_vocab().values()) < 65500 - 1 else np.int32
+        )
 
     def __call__(self, chunk: DocumentChunk) -> EncodedDocuments:
         documents = self._chats(chunk) if chunk.format == "chat" else self._texts(chunk)
@@ -99,14 +120,18 @@ class DocumentEncoder:
         if self._key not in record:
             keys = ", ".join(record) or "none"
             hint = did_you_mean(self._key, record)
-            raise UserError(f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}")
+            raise UserError(
+                f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
+            )
         return expect(record[self._key], "a string", where, repr(self._key))
 
     def _plain_text(self, document: bytes, where: str) -> str:
         try:
             text = document.decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{where}: the text is not UTF-8 ({error.reason} at byte {error.start})") from error
+            raise UserError(
+                f"{where}: the text is not UTF-8 ({error.reason} at byte {error.start})"
+            ) from error
         return text.rstrip("\r\n") if self._by_line else text
 
 
@@ -134,10 +159,14 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
         if report.documents:
             console().print(f"resuming after {report.documents:,} documents", markup=False)
         chunks = read_chunks(config, parts, output.state.place)
-        for documents in _progress(encode(chunks), sum(part.size for part in parts), report.input_bytes):
+        for documents in _progress(
+            encode(chunks), sum(part.size for part in parts), report.input_bytes
+        ):
             output.write(documents)
         if not report.documents:
-            raise UserError(f"the input {', '.join(map(str, config.inputs))} holds no text: check --input")
+            raise UserError(
+                f"the input {', '.join(map(str, config.inputs))} holds no text: check --input"
+            )
     return report
 
 
@@ -145,7 +174,9 @@ def checked_parts(config: PreprocessConfig) -> list[Part]:
     if config.workers < 1:
         raise UserError(f"--workers={config.workers}: it must be at least 1")
     if config.chat_template is not None and config.format != "chat":
-        raise UserError(f"--chat-template={config.chat_template} is for conversations: add --format chat")
+        raise UserError(
+            f"--chat-template={config.chat_template} is for conversations: add --format chat"
+        )
     return find_parts(config)
 
 
@@ -159,7 +190,9 @@ def refuse_existing(config: PreprocessConfig, endings: tuple[str, ...] = (".bin"
             )
 
 
-def dataset_key(config: PreprocessConfig, tokenizer: HuggingFaceTokenizer, formats: list[Format], inputs: Any) -> str:
+def dataset_key(
+    config: PreprocessConfig, tokenizer: HuggingFaceTokenizer, formats: list[Format], inputs: Any
+) -> str:
     """Return a hash of everything that determines the output."""
     options = (config.json_key, config.text_document, config.append_eod, config.add_special_tokens)
     template = template_text(config.chat_template)
@@ -176,13 +209,21 @@ def _contents(parts: list[Part]) -> list[str]:
     ]
 
 
-def _progress(results: Iterator[EncodedDocuments], size: int, done: int) -> Iterator[EncodedDocuments]:
+def _progress(
+    results: Iterator[EncodedDocuments], size: int, done: int
+) -> Iterator[EncodedDocuments]:
     """Show a progress bar in bytes if the output is a terminal."""
     terminal = console()
     if not terminal.is_terminal:
         yield from results
         return
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=terminal) as progress:
         task = progress.add_task("", total=size or None, completed=done)
         for result in results:

@@ -30,7 +30,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     count = min(len(work["missing"]), TASKS_PER_WORKER * work["workers"])
     common = {
-        "pipeline": [partial(make_share, work["plan"], [work["missing"][rank::count] for rank in range(count)])],
+        "pipeline": [
+            partial(
+                make_share, work["plan"], [work["missing"][rank::count] for rank in range(count)]
+            )
+        ],
         "tasks": count,
         "workers": work["workers"],
         "skip_completed": False,  # the shards themselves are the record of finished work
@@ -45,7 +49,9 @@ def main() -> None:
 def _run_ray(common: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if "RAY_ADDRESS" not in os.environ:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for a cluster on the loopback address
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+            "0"  # Ray's name for a cluster on the loopback address
+        )
     import ray
     from datatrove.executor import RayPipelineExecutor
 
@@ -59,8 +65,12 @@ def _run_slurm(common: dict[str, Any], sbatch: dict[str, str]) -> None:
     own = {name: sbatch.pop(name, "") for name in ("partition", "time", "qos")}
     name = f"preprocess-{os.getpid()}-{int(time.time())}"
     path = f"export PATH='{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}'"
-    executor = SlurmPipelineExecutor(**common, **own, job_name=name, env_command=path, sbatch_args=sbatch)
-    executor.launch_merge_stats = partial(list)  # no job for datatrove's statistics, which are empty
+    executor = SlurmPipelineExecutor(
+        **common, **own, job_name=name, env_command=path, sbatch_args=sbatch
+    )
+    executor.launch_merge_stats = partial(
+        list
+    )  # no job for datatrove's statistics, which are empty
     try:
         executor.run()
         _wait_for(name)

@@ -52,7 +52,11 @@ from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import installed, missing_message
 
-EXECUTORS = {"local": (), "slurm": ("datatrove",), "ray": ("ray", "datatrove")}  # and the packages that they need
+EXECUTORS = {
+    "local": (),
+    "slurm": ("datatrove",),
+    "ray": ("ray", "datatrove"),
+}  # and the packages that they need
 EXTRAS = {"slurm": "shards", "ray": "ray"}
 ROUNDS = 3  # rounds without a new shard, for example if each worker runs out of memory
 SUMS = ("documents", "tokens", "empty", "input_bytes")
@@ -92,12 +96,16 @@ class ShardPlan:
     shards: list[list[Part]]
 
     @classmethod
-    def of(cls, config: PreprocessConfig, encoder: DocumentEncoder, shard_bytes: int) -> "ShardPlan":
+    def of(
+        cls, config: PreprocessConfig, encoder: DocumentEncoder, shard_bytes: int
+    ) -> "ShardPlan":
         """Divide the inputs. The same inputs give the same plan, also on machines with another working directory."""
         if (folder := Path(config.tokenizer_model).expanduser()).is_dir():
             config = replace(config, tokenizer_model=str(folder.absolute()))
         template = template_text(config.chat_template)
-        config = replace(config, output_prefix=config.output_prefix.absolute(), chat_template=template)
+        config = replace(
+            config, output_prefix=config.output_prefix.absolute(), chat_template=template
+        )
         parts = [
             part if ":" in part.url else part._replace(url=str(Path(part.url).absolute()))
             for part in checked_parts(config)
@@ -112,9 +120,17 @@ class ShardPlan:
         try:
             config = saved["config"] | {"output_prefix": Path(saved["config"]["output_prefix"])}
             shards = [[Part(*part) for part in shard["parts"]] for shard in saved["shards"]]
-            return cls(PreprocessConfig(**config), saved["key"], saved["tokenizer"], saved["token_bytes"], shards)
+            return cls(
+                PreprocessConfig(**config),
+                saved["key"],
+                saved["tokenizer"],
+                saved["token_bytes"],
+                shards,
+            )
         except (KeyError, TypeError) as error:
-            raise UserError(f"{path} is not a manifest of this version: choose another --output-prefix") from error
+            raise UserError(
+                f"{path} is not a manifest of this version: choose another --output-prefix"
+            ) from error
 
     def save(self, facts: list[WriterState] | None = None, **more: Any) -> None:
         found = [asdict(fact) for fact in facts or ()] or [{} for _ in self.shards]
@@ -156,17 +172,25 @@ def preprocess_shards(
     config: PreprocessConfig, executor: str, shard_bytes: int, sbatch: dict[str, str]
 ) -> dict[str, Any]:
     """Make the missing shards, and return the manifest. After an error or a kill, the same call resumes."""
-    if (executor == "slurm") != ({"partition", "time"} <= sbatch.keys()) or (sbatch and executor != "slurm"):
+    if (executor == "slurm") != ({"partition", "time"} <= sbatch.keys()) or (
+        sbatch and executor != "slurm"
+    ):
         raise UserError(
             f"--executor {executor} with --sbatch {' '.join(sbatch)}: --sbatch partition=NAME time=HH:MM:SS belongs to "
             f"--executor slurm, and only there"
         )
     for package in EXECUTORS[executor]:
         if not installed(package):
-            raise UserError(missing_message(package, f"--executor {executor}", EXTRAS[executor], is_setting=False))
+            raise UserError(
+                missing_message(
+                    package, f"--executor {executor}", EXTRAS[executor], is_setting=False
+                )
+            )
     encoder = DocumentEncoder(config)
     plan = ShardPlan.of(config, encoder, shard_bytes)
-    with refuse_unwritable(f"--output-prefix={config.output_prefix}", "free some space, or choose another one"):
+    with refuse_unwritable(
+        f"--output-prefix={config.output_prefix}", "free some space, or choose another one"
+    ):
         _claim(plan)
     missing, fruitless = plan.missing(range(len(plan.shards))), 0
     if not missing and (found := finished_manifest(plan.config.output_prefix)):
@@ -187,7 +211,9 @@ def make_shards(path: Path, numbers: list[int]) -> None:
     try:
         encoder = DocumentEncoder(plan.config)
         if _identity(encoder) != plan.tokenizer:
-            raise UserError(f"--tokenizer-model={plan.config.tokenizer_model} is another tokenizer here: copy it again")
+            raise UserError(
+                f"--tokenizer-model={plan.config.tokenizer_model} is another tokenizer here: copy it again"
+            )
         said = next(filter(None, (make_shard(plan, encoder, number) for number in numbers)), "")
     except UserError as error:
         said = f"node {socket.gethostname()}: {error}"
@@ -208,7 +234,9 @@ def make_shard(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> str:
 def _write(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> None:
     aside, node = plan.aside(number, f"{socket.gethostname()}.{os.getpid()}"), socket.gethostname()
     with IndexedDatasetWriter(aside, encoder.dtype, plan.key) as output:
-        for documents in map(encoder, read_chunks(plan.config, plan.shards[number], output.state.place)):
+        for documents in map(
+            encoder, read_chunks(plan.config, plan.shards[number], output.state.place)
+        ):
             output.write(documents)
     state, sha256 = output.state, hashlib.sha256()
     lengths = np.fromfile(f"{aside}.idx", np.int32, state.report.documents, offset=HEADER.size)
@@ -239,15 +267,32 @@ def _claim(plan: ShardPlan) -> None:
         note.unlink()
 
 
-def _make(plan: ShardPlan, encoder: DocumentEncoder, missing: list[int], executor: str, sbatch: dict[str, str]) -> None:
+def _make(
+    plan: ShardPlan,
+    encoder: DocumentEncoder,
+    missing: list[int],
+    executor: str,
+    sbatch: dict[str, str],
+) -> None:
     said = ""
     if executor == "local":  # a killed worker ends the pool, and the next round resumes
-        with suppress(UserError), ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as made:
-            shown = track(made(missing), "", len(missing), console=console(), disable=not console().is_terminal)
+        with (
+            suppress(UserError),
+            ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as made,
+        ):
+            shown = track(
+                made(missing),
+                "",
+                len(missing),
+                console=console(),
+                disable=not console().is_terminal,
+            )
             said = next(filter(None, shown), "")
     else:
         broken = _run_cluster(plan, missing, executor, sbatch)
-        said = next((note.read_text() for note in sorted(plan.folder.glob("incomplete/*.failed"))), broken)
+        said = next(
+            (note.read_text() for note in sorted(plan.folder.glob("incomplete/*.failed"))), broken
+        )
     if said:
         raise UserError(said)
 
@@ -256,10 +301,18 @@ def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dic
     """Run the executor in its own process, which Ray kills if it loses the cluster, and return the error."""
     log = plan.folder / f"{executor}.log"
     path = str(manifest_path(plan.config.output_prefix))
-    work = {"executor": executor, "plan": path, "missing": missing, "workers": plan.config.workers, "sbatch": sbatch}
+    work = {
+        "executor": executor,
+        "plan": path,
+        "missing": missing,
+        "workers": plan.config.workers,
+        "sbatch": sbatch,
+    }
     code = "from megatron.bridge.data.pretraining.shard_cluster import main; main()"
     with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=output, stderr=output
+        )
         try:
             process.communicate(json.dumps(work).encode())
         finally:
@@ -267,14 +320,20 @@ def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dic
             process.wait()
     lines = log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
     said = [*lines, *(line for line in lines if line.startswith("sbatch: error: "))][-1]
-    node = os.environ.get("RAY_ADDRESS", socket.gethostname()) if executor == "ray" else socket.gethostname()
+    node = (
+        os.environ.get("RAY_ADDRESS", socket.gethostname())
+        if executor == "ray"
+        else socket.gethostname()
+    )
     left = f"{len(plan.missing(missing))} of {len(plan.shards)} shards were missing"
     message = f"--executor {executor} on {node} ended when {left} ({said[:300]}): see {log}, then repeat the command"
     return message if process.returncode else ""
 
 
 def _lost(plan: ShardPlan, missing: list[int]) -> str:
-    begun = sorted(path.name.rsplit(".", 3)[0] for path in plan.folder.glob(f"incomplete/{missing[0]:06d}.*"))
+    begun = sorted(
+        path.name.rsplit(".", 3)[0] for path in plan.folder.glob(f"incomplete/{missing[0]:06d}.*")
+    )
     return (
         f"{len(missing)} shards are missing after {ROUNDS} rounds without a new one, first {plan.name(missing[0])}, "
         f"begun on node {begun[-1].partition('.')[2] if begun else 'none'}: its processes were killed, probably for "
@@ -284,19 +343,27 @@ def _lost(plan: ShardPlan, missing: list[int]) -> str:
 
 def _join(plan: ShardPlan) -> dict[str, Any]:
     prefix = plan.config.output_prefix
-    states = [state for number in range(len(plan.shards)) if (state := plan.made(number)) is not None]
+    states = [
+        state for number in range(len(plan.shards)) if (state := plan.made(number)) is not None
+    ]
     assert len(states) == len(plan.shards), "the caller makes missing shards again"
     _name_repeated(plan, states)
     reports = [state.report for state in states]
     sums = {name: sum(getattr(report, name) for report in reports) for name in SUMS}
     if not sums["documents"]:
-        raise UserError(f"the input {', '.join(map(str, plan.config.inputs))} holds no text: check --input")
+        raise UserError(
+            f"the input {', '.join(map(str, plan.config.inputs))} holds no text: check --input"
+        )
     index = Path(f"{prefix}.idx")
     files = [Path(f"{plan.prefix(number)}.idx") for number in range(len(states))]
     with refuse_unwritable(f"--output-prefix={prefix}", "free some space, then repeat the command"):
         with published_file(index) as aside:
             pairs = zip(files, reports, strict=True)
-            write_index(aside, f"u{plan.token_bytes}", [Lengths(file, HEADER.size, at.documents) for file, at in pairs])
+            write_index(
+                aside,
+                f"u{plan.token_bytes}",
+                [Lengths(file, HEADER.size, at.documents) for file, at in pairs],
+            )
         plan.save(states, digests={".idx": digest(index)}, **sums)
     shutil.rmtree(plan.folder / "incomplete", ignore_errors=True)
     return strict_json.read(manifest_path(prefix))
@@ -322,11 +389,18 @@ class ShardedCorpus(IndexedDataset):
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *others: Any) -> None:
         """Open the index and the shards; unpickling also calls this."""
         self.path_prefix, self.multimodal, self.mmap = path_prefix, multimodal, mmap
-        self.object_storage_config, self.fast_cache_load, self.sequences_per_dataset, self.dtype_code = others
+        (
+            self.object_storage_config,
+            self.fast_cache_load,
+            self.sequences_per_dataset,
+            self.dtype_code,
+        ) = others
         manifest = finished_manifest(path_prefix)
         assert manifest is not None
         tokens = [shard["report"]["tokens"] for shard in manifest["shards"]]
-        self.bin_reader = ShardReader(path_prefix, np.cumsum(tokens, dtype=np.int64) * manifest["token_bytes"], mmap)
+        self.bin_reader = ShardReader(
+            path_prefix, np.cumsum(tokens, dtype=np.int64) * manifest["token_bytes"], mmap
+        )
         self.index = _IndexReader(f"{path_prefix}.idx", multimodal)
 
 

@@ -12,7 +12,14 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig
 from megatron.bridge.data.finetuning.rows import BlendedRows, EpochRows
-from megatron.bridge.data.loaders import Batch, BatchIterator, BatchShard, DataIterator, Iterators, make_iterator
+from megatron.bridge.data.loaders import (
+    Batch,
+    BatchIterator,
+    BatchShard,
+    DataIterator,
+    Iterators,
+    make_iterator,
+)
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.media.references import MediaReference, VideoReference
 from megatron.bridge.data.pretraining.gpt_builder import FIMDataset
@@ -70,7 +77,9 @@ def _shares(dataset: Any) -> list[CorpusShare]:
 
 def _share(corpus: Any, samples: int) -> CorpusShare:
     lengths = corpus.dataset.sequence_lengths[corpus.indices]
-    return CorpusShare(str(corpus.dataset_path), len(lengths), int(lengths.sum(dtype=np.int64)), samples)
+    return CorpusShare(
+        str(corpus.dataset_path), len(lengths), int(lengths.sum(dtype=np.int64)), samples
+    )
 
 
 BINS = 12
@@ -100,7 +109,9 @@ class SplitPreview:
     mean: float
     histogram: list[tuple[int, int]]  # number of samples up to each length, as (length, number)
     rows: int
-    fill: float | None  # fraction of the rows that is not padding; None if rows have no fixed length
+    fill: (
+        float | None
+    )  # fraction of the rows that is not padding; None if rows have no fixed length
     samples: list[list[TextSegment]]
     media: str  # the processors of images and videos; "" without one
     titles: list[str]  # of each sample: its number, which answer of a pair it is, or its label
@@ -122,13 +133,21 @@ class RankBatch:
 class Preview:
     splits: list[SplitPreview] = field(default_factory=list)  # data of records
     corpora: list[CorpusPreview] = field(default_factory=list)  # data without records
-    texts: list[list[TextSegment]] = field(default_factory=list)  # the first rows of training data without records
-    first_batches: list[RankBatch] = field(default_factory=list)  # the first microbatch of each of the first ranks
+    texts: list[list[TextSegment]] = field(
+        default_factory=list
+    )  # the first rows of training data without records
+    first_batches: list[RankBatch] = field(
+        default_factory=list
+    )  # the first microbatch of each of the first ranks
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a JSON file, without the text of samples."""
         splits = [
-            {name: value for name, value in vars(split).items() if name not in ("report", "samples", "titles")}
+            {
+                name: value
+                for name, value in vars(split).items()
+                if name not in ("report", "samples", "titles")
+            }
             | {"report": split.report.to_dict()}
             for split in self.splits
         ]
@@ -140,7 +159,11 @@ class Preview:
 
 
 def preview(
-    config: DatasetConfig, data: Iterators, tokenizer: Tokenizer, sizes: tuple[int, int, int], samples: int = 3
+    config: DatasetConfig,
+    data: Iterators,
+    tokenizer: Tokenizer,
+    sizes: tuple[int, int, int],
+    samples: int = 3,
 ) -> Preview:
     """Look at ``samples`` of each split of a run's data, without drawing from its iterators."""
     splits, corpora = [], []
@@ -166,7 +189,9 @@ def _parts(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
             yield f"{name} {number}", part
 
 
-def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples: int) -> SplitPreview:
+def _preview_split(
+    name: str, dataset: EpochRows, tokenizer: Tokenizer, samples: int
+) -> SplitPreview:
     rows = dataset.rows
     lengths, titles = rows.samples.lengths, rows.titles(samples)
     return SplitPreview(
@@ -180,7 +205,9 @@ def _preview_split(name: str, dataset: EpochRows, tokenizer: Tokenizer, samples:
         rows=len(rows),
         fill=rows.fill,
         media=rows.media.description(dataset.report.videos > 0) if rows.media else "",
-        samples=[segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))],
+        samples=[
+            segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))
+        ],
         titles=titles,
     )
 
@@ -198,25 +225,43 @@ def histogram(lengths: np.ndarray, bins: int = BINS) -> list[tuple[int, int]]:
     return [((place + 1) * width, int(count)) for place, count in enumerate(counts)]
 
 
-def segments(sample: Sample, tokenizer: Tokenizer, media: MediaProcessor | None = None) -> list[TextSegment]:
+def segments(
+    sample: Sample, tokenizer: Tokenizer, media: MediaProcessor | None = None
+) -> list[TextSegment]:
     """The text of a sample, split where the loss or an image begins and ends."""
     images = _image_places(sample, media)
-    edges = {*(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(), *(place for part in images for place in part)}
+    edges = {
+        *(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(),
+        *(place for part in images for place in part),
+    }
     bounds = [0, *sorted(edges - {0, len(sample.tokens)}), len(sample.tokens)]
-    return [_segment(sample, start, stop, images.get((start, stop)), tokenizer) for start, stop in pairwise(bounds)]
+    return [
+        _segment(sample, start, stop, images.get((start, stop)), tokenizer)
+        for start, stop in pairwise(bounds)
+    ]
 
 
-def _segment(sample: Sample, start: int, stop: int, image: MediaReference | None, tokenizer: Tokenizer) -> TextSegment:
+def _segment(
+    sample: Sample, start: int, stop: int, image: MediaReference | None, tokenizer: Tokenizer
+) -> TextSegment:
     trained = bool(sample.trained[start])
     if image is None:
-        return TextSegment(tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained)
+        return TextSegment(
+            tokenizer.detokenize(sample.tokens[start:stop].tolist()), stop - start, trained
+        )
     size = f"{image.width}x{image.height}"
-    name = f"video {size}, {image.frames} frames" if isinstance(image, VideoReference) else f"image {size}"
+    name = (
+        f"video {size}, {image.frames} frames"
+        if isinstance(image, VideoReference)
+        else f"image {size}"
+    )
     label = f"[{name} -> {stop - start} tokens]"
     return TextSegment(label, stop - start, trained, image)
 
 
-def _image_places(sample: Sample, media: MediaProcessor | None) -> dict[tuple[int, int], MediaReference]:
+def _image_places(
+    sample: Sample, media: MediaProcessor | None
+) -> dict[tuple[int, int], MediaReference]:
     """From the first token of each image to its last one, with tokens for the ends of rows between them."""
     if media is None or not sample.images:
         return {}
@@ -250,7 +295,9 @@ def _first_batches(
             batches = make_iterator(train.dataset, config, shard, prefetch=False)
         batch, ids = next(batches), batches.sample_ids
         dataset: Any = batches.dataset if isinstance(batches, BatchIterator) else None
-        images = sum(map(dataset.image_tokens, ids)) if getattr(dataset, "has_images", False) else None
+        images = (
+            sum(map(dataset.image_tokens, ids)) if getattr(dataset, "has_images", False) else None
+        )
         tokens, trained = batch["tokens"].numel(), int(batch["loss_mask"].sum())
         yield batch, RankBatch(rank, ids, tokens, trained, _sequences(batch), images)
 

@@ -13,7 +13,13 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron.bridge.data.media.references import ImageReference, MediaReference, VideoReference, decode, png
+from megatron.bridge.data.media.references import (
+    ImageReference,
+    MediaReference,
+    VideoReference,
+    decode,
+    png,
+)
 from megatron.bridge.data.media.videos import decode_frames
 from megatron.bridge.data.preview.collect import Preview, RankBatch, SplitPreview, TextSegment
 
@@ -37,7 +43,9 @@ def to_console(console: Console, preview: Preview) -> None:
     for split in preview.splits:
         console.print(_split(split))
     for corpus in preview.corpora:
-        console.print(Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n")
+        console.print(
+            Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n"
+        )
     for number, text in enumerate(preview.texts, start=1):
         console.print(Text(f"beginning of row {number}", style="bold"), _text(text), sep="\n")
     if preview.first_batches:
@@ -47,30 +55,43 @@ def to_console(console: Console, preview: Preview) -> None:
 def to_html(preview: Preview) -> str:
     """The preview as a page that needs no other file."""
     console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO(), highlight=False)
-    to_console(console, replace(preview, splits=[_with_pictures(split) for split in preview.splits]))
+    to_console(
+        console, replace(preview, splits=[_with_pictures(split) for split in preview.splits])
+    )
     page = console.export_html(code_format=PAGE, inline_styles=True)
-    shown = (part.image for split in preview.splits for sample in split.samples for part in sample if part.image)
+    shown = (
+        part.image
+        for split in preview.splits
+        for sample in split.samples
+        for part in sample
+        if part.image
+    )
     return re.sub(PICTURE, lambda _: _picture(next(shown)), page)
 
 
 def _with_pictures(split: SplitPreview) -> SplitPreview:
     """The split with a mark for the picture in front of each image."""
     samples = [
-        [replace(part, text=PICTURE + part.text) if part.image else part for part in sample] for sample in split.samples
+        [replace(part, text=PICTURE + part.text) if part.image else part for part in sample]
+        for sample in split.samples
     ]
     return replace(split, samples=samples)
 
 
 def _picture(media: MediaReference) -> str:
     """The image, or some frames of the video, as HTML, small enough for a page."""
-    return "".join(map(_html, [decode(media)] if isinstance(media, ImageReference) else _frames(media)))
+    return "".join(
+        map(_html, [decode(media)] if isinstance(media, ImageReference) else _frames(media))
+    )
 
 
 def _frames(video: VideoReference) -> list["Image.Image"]:
     from PIL import Image
 
     numbers = np.linspace(0, video.frames - 1, min(video.frames, FRAMES)).astype(int).tolist()
-    return [Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in decode_frames(video, numbers)]
+    return [
+        Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in decode_frames(video, numbers)
+    ]
 
 
 def _html(picture: "Image.Image") -> str:
@@ -118,7 +139,9 @@ def _text(segments: list[TextSegment]) -> Text:
             shown.append(segment.text, CONTEXT)
     trained = sum(segment.tokens for segment in segments if segment.trained)
     tokens = sum(segment.tokens for segment in segments)
-    shown.append(f"\n({trained:,} of {tokens:,} tokens, those in \u27e6\u27e7, are in the loss)", "italic")
+    shown.append(
+        f"\n({trained:,} of {tokens:,} tokens, those in \u27e6\u27e7, are in the loss)", "italic"
+    )
     return shown
 
 
@@ -127,6 +150,13 @@ def _batches(batches: list[RankBatch]) -> Table:
     columns += [] if batches[0].images is None else ["of images"]
     table = Table(*columns, title="first microbatch of each data-parallel rank", box=None)
     for batch in batches:
-        counts = (batch.sequences, batch.tokens, batch.trained, *([] if batch.images is None else [batch.images]))
-        table.add_row(str(batch.rank), ", ".join(map(str, batch.samples)), *(f"{count:,}" for count in counts))
+        counts = (
+            batch.sequences,
+            batch.tokens,
+            batch.trained,
+            *([] if batch.images is None else [batch.images]),
+        )
+        table.add_row(
+            str(batch.rank), ", ".join(map(str, batch.samples)), *(f"{count:,}" for count in counts)
+        )
     return table

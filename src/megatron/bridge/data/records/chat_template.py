@@ -48,9 +48,16 @@ def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator
     def interrupt(*_: object) -> NoReturn:
         raise TimeoutError(f"it takes more than {cpu_seconds:.0f} s")
 
-    before, (soft, hard) = signal.signal(signal.SIGVTALRM, interrupt), resource.getrlimit(resource.RLIMIT_AS)
-    wanted = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard))
+    before, (soft, hard) = (
+        signal.signal(signal.SIGVTALRM, interrupt),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
+    wanted = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
+    )
+    resource.setrlimit(
+        resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard)
+    )
     signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
     try:
         yield
@@ -75,7 +82,9 @@ class RenderedChat:
     text: str
     spans: list[Span]  # first character and end of each part that is in the loss, in order
     unused: list[str]  # the fields that the template does not render, one entry per message
-    images: tuple[MediaReference, ...] = ()  # the images and videos whose placeholders are expanded, in order
+    images: tuple[
+        MediaReference, ...
+    ] = ()  # the images and videos whose placeholders are expanded, in order
 
 
 @dataclass(eq=False)
@@ -123,7 +132,11 @@ class ChatTemplate:
 
         found = list(unused_fields(chat, text, render))
         for name, index in found:
-            if index in chat.answers and index not in chat.excluded and not chat.messages[index]["content"]:
+            if (
+                index in chat.answers
+                and index not in chat.excluded
+                and not chat.messages[index]["content"]
+            ):
                 raise UserError(
                     f"{where}: message {index + 1} has {name} and no content, and the chat template does not "
                     f"render {name}, so the model would learn to answer with nothing: set dataset.chat_template "
@@ -139,7 +152,9 @@ class ChatTemplate:
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}
         probe = replace(chat, messages=[question, answer])
         try:
-            asked, prompted = (self._text(probe, 1, generate, where)[0] for generate in (False, True))
+            asked, prompted = (
+                self._text(probe, 1, generate, where)[0] for generate in (False, True)
+            )
             text, marked = self._text(probe, 2, False, where)
         except UserError:  # the template expects other messages
             return
@@ -161,9 +176,13 @@ class ChatTemplate:
         before, _ = self._text(chat, index, True, where)
         through, _ = self._text(chat, index + 1, False, where)
         if not through.startswith(before):
-            raise _ambiguous(where, index, "the template changes the prompt once the answer is there")
+            raise _ambiguous(
+                where, index, "the template changes the prompt once the answer is there"
+            )
         if not text.startswith(through):
-            raise _ambiguous(where, index, "the template changes the answer once more messages follow")
+            raise _ambiguous(
+                where, index, "the template changes the answer once more messages follow"
+            )
         return len(before), len(through)
 
     def _text(self, chat: Chat, count: int, generate: bool, where: str) -> tuple[str, list[Span]]:
@@ -174,7 +193,9 @@ class ChatTemplate:
         template = self._source(chat, where)
         messages = chat.messages[:count]
         if self.parts and not _STRINGS.search(template):
-            messages = [{**message, "content": as_parts(message["content"])} for message in messages]
+            messages = [
+                {**message, "content": as_parts(message["content"])} for message in messages
+            ]
         values = {**self.hf.special_tokens_map, **self.options, **chat.template_options}
         try:
             with limited():
@@ -188,7 +209,9 @@ class ChatTemplate:
                 )
         except Exception as error:  # the template is a program of its own
             part = "" if count == len(chat.messages) else f", given its first {count} messages"
-            raise UserError(f"{where}: the chat template refuses the conversation{part}: {one_line(error)}") from error
+            raise UserError(
+                f"{where}: the chat template refuses the conversation{part}: {one_line(error)}"
+            ) from error
         return texts[0], spans[0] if spans else []
 
     def _source(self, chat: Chat, where: str) -> str:
@@ -215,7 +238,9 @@ def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
     return [index for index in answers if index not in chat.excluded]
 
 
-def _choose(spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, where: str) -> list[Span]:
+def _choose(
+    spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, where: str
+) -> list[Span]:
     answers = chat.answers
     if selected == answers:
         return spans

@@ -27,7 +27,13 @@ from megatron.bridge.data.records.media_parts import MARKS, text_of
 from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample, Truncation
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord
-from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, bos_token, encode_many, encode_with_offsets
+from megatron.bridge.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    bos_token,
+    encode_many,
+    encode_with_offsets,
+)
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,9 +54,12 @@ UNUSED = "fields that the chat template does not render: {}"
 UNUSED_KEYS = "records have keys that are not used: {}"
 CONTROL = "messages contain a special token as text: the model takes it for one of the template"
 NO_IMAGE = (
-    f"messages contain {' or '.join(MARKS.values())} as text, in records without any: the model sees nothing there"
+    f"messages contain {' or '.join(MARKS.values())} as text, in records without any: "
+    "the model sees nothing there"
 )
-MOSTLY_IMAGES = "samples consist of images by more than half: dataset.max_pixels makes images smaller"
+MOSTLY_IMAGES = (
+    "samples consist of images by more than half: dataset.max_pixels makes images smaller"
+)
 
 
 class EncodedRecords(NamedTuple):
@@ -96,13 +105,16 @@ class RecordEncoder:
         """Tokenize all records in one call, which is several times as fast as one call per record."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
-            [self._render(where, item, report) for where, item in parsed if isinstance(item, Chat)], report
+            [self._render(where, item, report) for where, item in parsed if isinstance(item, Chat)],
+            report,
         )
         plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
         for where, item in parsed:
             yield Draft(where, next(chats if isinstance(item, Chat) else plain))
 
-    def _processed(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[LocatedRecord]:
+    def _processed(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[LocatedRecord]:
         for where, record in records:
             processed = self._process(record) if self._process else record
             if processed is None:
@@ -110,7 +122,9 @@ class RecordEncoder:
             else:
                 yield where, processed
 
-    def _parse(self, records: Sequence[LocatedRecord], report: EncodingReport) -> Iterator[tuple[str, ParsedRecord]]:
+    def _parse(
+        self, records: Sequence[LocatedRecord], report: EncodingReport
+    ) -> Iterator[tuple[str, ParsedRecord]]:
         for where, record in self._processed(records, report):
             parsed = parse(record, where)
             report.formats[type(parsed).__name__] += 1
@@ -128,11 +142,15 @@ class RecordEncoder:
         for index in parsed.answers:
             if index not in parsed.excluded:
                 kept = tuple(image for image in parsed.images if image.message <= index)
-                yield replace(parsed, messages=parsed.messages[: index + 1], completion=None, images=kept)
+                yield replace(
+                    parsed, messages=parsed.messages[: index + 1], completion=None, images=kept
+                )
 
     def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
         """Prompt and completion are tokenized separately, so that a prompt has the same tokens at inference."""
-        first = [item.prompt if isinstance(item, PromptCompletion) else item.text for item in parsed]
+        first = [
+            item.prompt if isinstance(item, PromptCompletion) else item.text for item in parsed
+        ]
         rest = [item.completion for item in parsed if isinstance(item, PromptCompletion)]
         beginnings = encode_many(self.tokenizer, first, special=True)
         completions = iter(encode_many(self.tokenizer, rest, special=False))
@@ -146,14 +164,22 @@ class RecordEncoder:
     def template(self) -> ChatTemplate:
         """The chat template, created with the first conversation."""
         if self._template is None:
-            if not isinstance(self.tokenizer, HuggingFaceTokenizer) or not self.tokenizer.hf.is_fast:
+            if (
+                not isinstance(self.tokenizer, HuggingFaceTokenizer)
+                or not self.tokenizer.hf.is_fast
+            ):
                 raise UserError(
                     "conversations need a tokenizer that maps tokens to characters (a fast Hugging Face "
                     "tokenizer): convert the tokenizer, or use prompt and completion"
                 )
-            template = self.rules.chat_template or (self.media.chat_template if self.media else None)
+            template = self.rules.chat_template or (
+                self.media.chat_template if self.media else None
+            )
             self._template = ChatTemplate(
-                self.tokenizer.hf, template, self.rules.chat_template_options, self.media is not None
+                self.tokenizer.hf,
+                template,
+                self.rules.chat_template_options,
+                self.media is not None,
             )
         return self._template
 
@@ -178,16 +204,22 @@ class RecordEncoder:
         if not isinstance(parsed, Chat):
             return
         messages = parsed.messages
-        report.notes[SYSTEMS] += sum(message["role"] in ("system", "developer") for message in messages) > 1
+        report.notes[SYSTEMS] += (
+            sum(message["role"] in ("system", "developer") for message in messages) > 1
+        )
         if (pattern := self._special_tokens) is not None:
-            report.notes[CONTROL] += sum(bool(pattern.search(text_of(message["content"]))) for message in messages)
+            report.notes[CONTROL] += sum(
+                bool(pattern.search(text_of(message["content"]))) for message in messages
+            )
         if not parsed.images:
             report.notes[NO_IMAGE] += sum(
-                any(mark in text_of(message["content"]) for mark in MARKS.values()) for message in messages
+                any(mark in text_of(message["content"]) for mark in MARKS.values())
+                for message in messages
             )
         trained = [messages[index] for index in parsed.answers if index not in parsed.excluded]
         report.notes[EMPTY] += sum(
-            not text_of(message["content"]) and not any(message.get(key) for key in INSTEAD_OF_CONTENT)
+            not text_of(message["content"])
+            and not any(message.get(key) for key in INSTEAD_OF_CONTENT)
             for message in trained
         )
 
@@ -247,7 +279,10 @@ class RecordEncoder:
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
         assert self.media is not None
-        found, wanted = int(np.isin(ids, self.media.token_ids).sum()), self.media.total_tokens(chat.images)
+        found, wanted = (
+            int(np.isin(ids, self.media.token_ids).sum()),
+            self.media.total_tokens(chat.images),
+        )
         if found != wanted:
             where = chat.images[0].where if chat.images else "a record without images"
             raise UserError(
@@ -326,7 +361,9 @@ class _Endings:
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
-    special = [token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special]
+    special = [
+        token.content for token in tokenizer.hf.added_tokens_decoder.values() if token.special
+    ]
     return re.compile("|".join(map(re.escape, special))) if special else None
 
 
@@ -345,7 +382,9 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
     return lambda record: function(record, given)
 
 
-def expand(rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, where: str) -> RenderedChat:
+def expand(
+    rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, where: str
+) -> RenderedChat:
     """Replace the placeholder of each image or video in ``rendered`` by its text, and shift the spans."""
     wanted = [media.placeholder(image) for image in images]
     marks = dict.fromkeys((media.placeholder(), *wanted))
@@ -361,7 +400,10 @@ def expand(rendered: RenderedChat, images: Sequence[MediaReference], media: Medi
         return rendered
     ends = list(accumulate(map(len, pieces)))[1::2]
     pieces[1::2] = texts = [media.text(image) for image in images]
-    shifts = [0, *accumulate(len(text) - len(mark) for text, mark in zip(texts, wanted, strict=True))]
+    shifts = [
+        0,
+        *accumulate(len(text) - len(mark) for text, mark in zip(texts, wanted, strict=True)),
+    ]
 
     def moved(place: int) -> int:
         return place + shifts[bisect_right(ends, place)]

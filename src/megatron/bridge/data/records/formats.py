@@ -10,7 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.bridge.data.records.media_parts import MEDIA_KEYS, PlacedMedium, content_part, place_media
+from megatron.bridge.data.records.media_parts import (
+    MEDIA_KEYS,
+    PlacedMedium,
+    content_part,
+    place_media,
+)
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -37,16 +42,28 @@ FORMATS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Chat:
-    messages: list[Message]  # as chat templates expect them: ``role``, ``content``, and any other keys of the record
-    tools: list[dict[str, Any]] | None = None  # descriptions of the tools that the assistant may call
-    excluded: frozenset[int] = frozenset()  # assistant messages that are left out of the loss (``weight`` 0)
-    completion: int | None = None  # index of its first message; None: the first after the last user message
+    messages: list[
+        Message
+    ]  # as chat templates expect them: ``role``, ``content``, and any other keys of the record
+    tools: list[dict[str, Any]] | None = (
+        None  # descriptions of the tools that the assistant may call
+    )
+    excluded: frozenset[int] = (
+        frozenset()
+    )  # assistant messages that are left out of the loss (``weight`` 0)
+    completion: int | None = (
+        None  # index of its first message; None: the first after the last user message
+    )
     template_options: dict[str, Any] = field(default_factory=dict)  # such as ``enable_thinking``
-    images: tuple[PlacedMedium, ...] = ()  # in the order of rendering; with them, all content is a list of parts
+    images: tuple[
+        PlacedMedium, ...
+    ] = ()  # in the order of rendering; with them, all content is a list of parts
 
     @property
     def answers(self) -> list[int]:
-        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [
+            index for index, message in enumerate(self.messages) if message["role"] == "assistant"
+        ]
 
     @property
     def completion_start(self) -> int:
@@ -74,7 +91,10 @@ class Text:
 
 ParsedRecord = Chat | PromptCompletion | Text
 CHAT_KEYS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos")
-USED_WITH: dict[str, tuple[str, ...]] = {"messages": CHAT_KEYS, "conversations": (*CHAT_KEYS, "system")}
+USED_WITH: dict[str, tuple[str, ...]] = {
+    "messages": CHAT_KEYS,
+    "conversations": (*CHAT_KEYS, "system"),
+}
 """Further keys that each format reads."""
 
 
@@ -101,13 +121,19 @@ def parse(record: Record, where: str) -> ParsedRecord:
     prompt, completion = FORMATS[name]
     if isinstance(record[prompt], list):
         return _conversational_pair(record, where)
-    return PromptCompletion(*(expect(record[key], "a string", where, key) for key in (prompt, completion)))
+    return PromptCompletion(
+        *(expect(record[key], "a string", where, key) for key in (prompt, completion))
+    )
 
 
 def _refuse_images(record: Record, name: str, where: str) -> None:
     """Refuse images in plain text; under a media key, a list, a mapping or bytes count as images."""
-    if found := next((key for key in MEDIA_KEYS if isinstance(record.get(key), list | Mapping | bytes)), None):
-        raise UserError(f"{where}: {name} with {found} cannot have images: write messages with image parts")
+    if found := next(
+        (key for key in MEDIA_KEYS if isinstance(record.get(key), list | Mapping | bytes)), None
+    ):
+        raise UserError(
+            f"{where}: {name} with {found} cannot have images: write messages with image parts"
+        )
 
 
 def _format(record: Record, where: str) -> str:
@@ -121,7 +147,9 @@ def _format(record: Record, where: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"{where}: the record has both {' and '.join(found)}: keep one, with a process_example_fn")
+        raise UserError(
+            f"{where}: the record has both {' and '.join(found)}: keep one, with a process_example_fn"
+        )
     raise UserError(
         f"{where}: expected messages, conversations, prompt and completion, input and output, or text; the keys "
         f"are: {_keys(record)}"
@@ -142,12 +170,19 @@ def expect(value: Any, kind: str, where: str, name: str) -> Any:
 def _chat(record: Record, messages: Any, where: str, completion: int | None = None) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: messages must be a list with at least one message")
-    cleaned = [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, start=1)]
-    excluded = frozenset(index for index, message in enumerate(cleaned) if message.pop("weight", 1) == 0)
+    cleaned = [
+        _message(message, f"{where}: message {number}")
+        for number, message in enumerate(messages, start=1)
+    ]
+    excluded = frozenset(
+        index for index, message in enumerate(cleaned) if message.pop("weight", 1) == 0
+    )
     options = record.get("chat_template_kwargs") or {}
     expect(options, "an object", where, "chat_template_kwargs")
     images = tuple(place_media(record, cleaned, where))
-    return Chat(cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options), images)
+    return Chat(
+        cleaned, _tools(record.get("tools"), where), excluded, completion, dict(options), images
+    )
 
 
 def _conversational_pair(record: Record, where: str) -> Chat:
@@ -166,10 +201,16 @@ def _message(message: Any, where: str) -> Message:
         hint = did_you_mean(str(role), ROLES)
         raise UserError(f"{where}: role={role!r} is unknown: use one of {', '.join(ROLES)}{hint}")
     if cleaned.get("weight", 1) not in (0, 1):
-        raise UserError(f"{where}: weight={cleaned['weight']} must be 0 (left out of the loss) or 1")
-    if "content" not in cleaned and not (role == "assistant" and any(map(cleaned.get, INSTEAD_OF_CONTENT))):
+        raise UserError(
+            f"{where}: weight={cleaned['weight']} must be 0 (left out of the loss) or 1"
+        )
+    if "content" not in cleaned and not (
+        role == "assistant" and any(map(cleaned.get, INSTEAD_OF_CONTENT))
+    ):
         problem = "is null" if "content" in message else "is missing"
-        raise UserError(f'{where}: the key content {problem} (keys: {_keys(cleaned)}): write "" for no content')
+        raise UserError(
+            f'{where}: the key content {problem} (keys: {_keys(cleaned)}): write "" for no content'
+        )
     cleaned["content"] = _content(cleaned.get("content", ""), where)
     if "tool_calls" in cleaned:
         calls = expect(cleaned["tool_calls"], "a list", where, "tool_calls")
@@ -197,8 +238,14 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         arguments = _json(arguments or "{}", f"{where}: the arguments of {function['name']}")
     if arguments is not None:
         expect(arguments, "an object", where, f"the arguments of {function['name']}")
-    rest = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
-    return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments or {}}}
+    rest = {
+        key: value for key, value in call.items() if key not in ("function", "name", "arguments")
+    }
+    return {
+        "type": "function",
+        **rest,
+        "function": {"name": function["name"], "arguments": arguments or {}},
+    }
 
 
 def _tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
@@ -220,10 +267,16 @@ def _json(text: str, where: str) -> Any:
 
 def _sharegpt(record: Record, where: str) -> Chat:
     turns = expect(record["conversations"], "a list", where, "conversations")
-    messages = [_turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns, start=1)]
+    messages = [
+        _turn(turn, f"{where}: message {number}") for number, turn in enumerate(turns, start=1)
+    ]
     if record.get("system"):
-        if any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages):
-            raise UserError(f"{where}: the record has both the key system and a system message: keep one")
+        if any(
+            isinstance(message, Mapping) and message.get("role") == "system" for message in messages
+        ):
+            raise UserError(
+                f"{where}: the record has both the key system and a system message: keep one"
+            )
         messages.insert(0, {"role": "system", "content": record["system"]})
     return _chat(record, messages, where)
 
@@ -235,10 +288,14 @@ def _turn(turn: Any, where: str) -> Any:
     role = turn["from"]
     if not isinstance(role, str) or role not in SHAREGPT_ROLES:
         hint = did_you_mean(str(role), SHAREGPT_ROLES)
-        raise UserError(f"{where}: from={role!r} is unknown: use one of {', '.join(SHAREGPT_ROLES)}{hint}")
+        raise UserError(
+            f"{where}: from={role!r} is unknown: use one of {', '.join(SHAREGPT_ROLES)}{hint}"
+        )
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if "value" not in turn and not any(rest.get(key) for key in INSTEAD_OF_CONTENT):
-        raise UserError(f'{where}: the key value is missing (keys: {_keys(turn)}): write "" for no content')
+        raise UserError(
+            f'{where}: the key value is missing (keys: {_keys(turn)}): write "" for no content'
+        )
     if role == "function_call":
         calls = _json(_content(turn.get("value"), where), f"{where}: the function call")
         calls = calls if isinstance(calls, list) else [calls]

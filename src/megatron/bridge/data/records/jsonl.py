@@ -31,7 +31,9 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, record in enumerate(records, start=1):
         where = f"{path}: record {number}"
         if not isinstance(record, dict):
-            raise UserError(f"{where} must be a JSON object, not {type(record).__name__}: write a list of objects")
+            raise UserError(
+                f"{where} must be a JSON object, not {type(record).__name__}: write a list of objects"
+            )
         yield where, record
 
 

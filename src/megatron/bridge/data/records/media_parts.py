@@ -33,7 +33,9 @@ class PlacedMedium(NamedTuple):
     raw: Any
 
 
-def place_media(record: Mapping[str, Any], messages: list[Message], where: str) -> list[PlacedMedium]:
+def place_media(
+    record: Mapping[str, Any], messages: list[Message], where: str
+) -> list[PlacedMedium]:
     """Find the media of a record and put ``{"type": kind}`` into its messages where each belongs.
 
     Messages are changed: with media, all content becomes a list of parts; without, it stays as it is.
@@ -71,7 +73,9 @@ def text_of(content: Any) -> str:
 def _listed(record: Mapping[str, Any], kind: str, where: str) -> list[Any] | None:
     """Return the media of this kind beside the messages, or None if the record has no such list."""
     if key := next((key for key in ("audio", "audios") if record.get(key)), None):
-        raise UserError(f"{where}: the record has {key}, and only images and videos are supported: remove {key}")
+        raise UserError(
+            f"{where}: the record has {key}, and only images and videos are supported: remove {key}"
+        )
     keys = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
     if len(keys) > 1:
         raise UserError(f"{where}: the record has both {kind} and {kind}s: keep one")
@@ -88,7 +92,12 @@ def _of_message(message: Message, given: _Listed, where: str) -> list[tuple[str,
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         for piece in _split(part["text"], given) if part["type"] == "text" else [part]:
             if (kind := piece["type"]) in MARKS:
-                found.append((kind, piece["raw"] if piece.get("raw") is not None else _next(given, kind, where)))
+                found.append(
+                    (
+                        kind,
+                        piece["raw"] if piece.get("raw") is not None else _next(given, kind, where),
+                    )
+                )
                 piece = {"type": kind}  # noqa: PLW2901
             parts.append(piece)
     if found and message["role"] not in _WITH_MEDIA:
@@ -117,7 +126,9 @@ def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
     marks = {MARKS[kind]: kind for kind in given}
     pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
     return [
-        {"type": marks[piece]} if piece in marks else {"type": "text", "text": piece} for piece in pieces if piece
+        {"type": marks[piece]} if piece in marks else {"type": "text", "text": piece}
+        for piece in pieces
+        if piece
     ] or [{"type": "text", "text": ""}]
 
 
@@ -133,8 +144,12 @@ def content_part(part: Any, where: str) -> dict[str, Any]:
         if kind := _TYPES.get(name):
             return {"type": kind, "raw": _raw(part, kind, where)}
     if name in _AUDIO:
-        raise UserError(f"{where}: a content part of type {name}: audio is not supported: remove it")
-    raise UserError(f"{where}: a content part of type {name} is neither text nor an image nor a video: remove it")
+        raise UserError(
+            f"{where}: a content part of type {name}: audio is not supported: remove it"
+        )
+    raise UserError(
+        f"{where}: a content part of type {name} is neither text nor an image nor a video: remove it"
+    )
 
 
 def _untyped(part: Mapping[str, Any]) -> str:
@@ -151,14 +166,18 @@ def _raw(part: Mapping[str, Any], kind: str, where: str) -> Any:
     names = _SOURCES[kind]
     found = [part[key] for key in names if key in part]
     if len(found) > 1 and not ("bytes" in part or "path" in part):
-        raise UserError(f"{where}: a part of type {kind} has several of {', '.join(names)}: keep one")
+        raise UserError(
+            f"{where}: a part of type {kind} has several of {', '.join(names)}: keep one"
+        )
     if not found:
         return None
     raw = part["bytes"] if "bytes" in part else found[0]
     if isinstance(raw, list) and kind == "video":
         return {"frames": raw, "fps": part.get("fps")}
     if "fps" in part and kind == "video":
-        raise UserError(f"{where}: a video part has fps={part['fps']}, and the file has its own: set dataset.fps")
+        raise UserError(
+            f"{where}: a video part has fps={part['fps']}, and the file has its own: set dataset.fps"
+        )
     if isinstance(raw, Mapping) and "url" in raw:  # OpenAI's {"image_url": {"url": ...}}
         return raw["url"]
     return raw

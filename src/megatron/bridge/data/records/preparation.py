@@ -27,7 +27,12 @@ from megatron.bridge.data.records.sources import LocatedRecord, RecordSource
 from megatron.bridge.data.tokenizer import Tokenizer, tokenizer_key
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.atomic import published_directory, published_file, refuse_unwritable, write_text
+from megatron.bridge.utils.atomic import (
+    published_directory,
+    published_file,
+    refuse_unwritable,
+    write_text,
+)
 from megatron.bridge.utils.console import track
 from megatron.bridge.utils.errors import UserError
 
@@ -65,7 +70,9 @@ def prepare(
 def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules) -> str:
     """Return a hash of everything that determines the samples; it names their folder."""
     function, media = rules.process_example_fn, media_processor(tokenizer, rules)
-    values = {entry.name: getattr(rules, entry.name) for entry in fields(rules) if entry.name != "media"}
+    values = {
+        entry.name: getattr(rules, entry.name) for entry in fields(rules) if entry.name != "media"
+    }
     parts = [
         VERSION,
         source.fingerprint(),
@@ -120,7 +127,9 @@ def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: in
         shutil.rmtree(parts)
 
 
-def _make_parts(folder: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> Iterator[Path]:
+def _make_parts(
+    folder: Path, source: RecordSource, encoder: RecordEncoder, workers: int
+) -> Iterator[Path]:
     missing: list[Path] = []
 
     def records() -> Iterator[tuple[LocatedRecord, ...]]:
@@ -156,13 +165,17 @@ def _join_parts(parts: Path, final: Path) -> None:
     for path in paths:
         report.add(EncodingReport.from_dict(json.loads(str(np.load(path)["report"]))))
     with published_directory(final, overwrite=True) as staging:
-        _write_pieces(staging, paths, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples)
+        _write_pieces(
+            staging, paths, "bounds", {"tokens": np.int32, "trained": np.bool_}, report.samples
+        )
         if report.images or report.videos:
             _write_pieces(staging, paths, "image_bounds", {"images": np.uint8}, report.samples)
         write_text(staging / "report.json", json.dumps(report.to_dict()))
 
 
-def _write_pieces(folder: Path, parts: list[Path], bounds_name: str, kinds: dict[str, Any], samples: int) -> None:
+def _write_pieces(
+    folder: Path, parts: list[Path], bounds_name: str, kinds: dict[str, Any], samples: int
+) -> None:
     """Join arrays that the array ``bounds_name`` divides into samples."""
     bounds, sample = np.zeros(samples + 1, dtype=np.int64), 0
     for path in parts:
@@ -189,7 +202,9 @@ def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
 def _load(folder: Path) -> PreparedSamples:
     try:
         bounds = np.load(folder / "bounds.npy")
-        tokens, trained = (_mapped(folder / f"{name}.npy", bounds) for name in ("tokens", "trained"))
+        tokens, trained = (
+            _mapped(folder / f"{name}.npy", bounds) for name in ("tokens", "trained")
+        )
         report = EncodingReport.from_dict(json.loads((folder / "report.json").read_text()))
         images: list[np.ndarray] = []
         if report.images or report.videos:
@@ -197,7 +212,9 @@ def _load(folder: Path) -> PreparedSamples:
             images = [_mapped(folder / "images.npy", image_bounds), image_bounds]
         return PreparedSamples(Samples(tokens, trained, bounds, *images), report)
     except (OSError, ValueError, AssertionError) as error:
-        raise UserError(f"the prepared samples in {folder} cannot be read ({error}): remove that folder") from error
+        raise UserError(
+            f"the prepared samples in {folder} cannot be read ({error}): remove that folder"
+        ) from error
 
 
 def _mapped(path: Path, bounds: np.ndarray) -> np.ndarray:

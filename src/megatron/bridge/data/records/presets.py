@@ -20,4 +20,7 @@ def alpaca_example(record: Mapping[str, Any]) -> dict[str, Any]:
     messages = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for asked, answered in [*(record.get("history") or ()), (question, record["output"])]:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    return {"messages": messages, **{key: value for key, value in record.items() if key not in ALPACA}}
+    return {
+        "messages": messages,
+        **{key: value for key, value in record.items() if key not in ALPACA},
+    }

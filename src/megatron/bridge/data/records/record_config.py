@@ -31,7 +31,9 @@ class EncodingRules:
 
     def extended[Rules: EncodingRules](self, kind: type[Rules], **values: Any) -> Rules:
         """Copy these rules to the subclass ``kind``; ``values`` add or replace fields."""
-        return kind(**{**{entry.name: getattr(self, entry.name) for entry in fields(self)}, **values})
+        return kind(
+            **{**{entry.name: getattr(self, entry.name) for entry in fields(self)}, **values}
+        )
 
 
 @dataclass(kw_only=True)
@@ -110,7 +112,10 @@ class RecordDatasetConfig(DatasetConfig):
 
     @property
     def packed(self) -> bool:
-        return self.packed_sequence_specs is not None and self.packed_sequence_specs.packed_sequence_size > 0
+        return (
+            self.packed_sequence_specs is not None
+            and self.packed_sequence_specs.packed_sequence_size > 0
+        )
 
     @property
     def joins_samples(self) -> bool:
@@ -149,7 +154,14 @@ class RecordDatasetConfig(DatasetConfig):
         """Return the rules for images, or None if the config has no image processor."""
         if self.hf_processor_path is None:
             return None
-        limits = (self.min_pixels, self.max_pixels, self.max_image_tokens, self.fetch_urls, self.fps, self.max_frames)
+        limits = (
+            self.min_pixels,
+            self.max_pixels,
+            self.max_image_tokens,
+            self.fetch_urls,
+            self.fps,
+            self.max_frames,
+        )
         return MediaRules(self.hf_processor_path, self.media_folder, *limits)
 
     def problems(self) -> list[str]:
@@ -165,7 +177,9 @@ class RecordDatasetConfig(DatasetConfig):
                 "one of them"
             )
         if self.fps is not None and not 0 < self.fps <= 1000:
-            found.append(f"dataset.fps={self.fps}: choose a number of frames per second above 0, at most 1000")
+            found.append(
+                f"dataset.fps={self.fps}: choose a number of frames per second above 0, at most 1000"
+            )
         if self.split_turns and self.train_on != "assistant":
             found.append(
                 f"dataset.split_turns=True trains on one answer of each sample, so "
@@ -187,7 +201,9 @@ class RecordDatasetConfig(DatasetConfig):
                 f"to one value, because packed rows have the length of other rows"
             )
         if not self.packed and size != -1:
-            found.append(f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing")
+            found.append(
+                f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing"
+            )
         if multiple < 1 or self.seq_length % multiple:
             found.append(
                 f"{name}.pad_seq_to_mult={multiple} does not divide dataset.seq_length={self.seq_length}: choose "

@@ -86,7 +86,9 @@ class Samples(Sequence[Sample]):
         if start == end:
             return ()
         return tuple(
-            (VideoReference if len(values) > len(ImageReference._fields) else ImageReference)(*values)
+            (VideoReference if len(values) > len(ImageReference._fields) else ImageReference)(
+                *values
+            )
             for values in json.loads(self.images[start:end].tobytes())
         )
 
@@ -114,7 +116,9 @@ class EncodingReport:
     dropped: Counter[str] = field(default_factory=Counter)
     # reason -> the place of the first record that was dropped for it
     first_dropped: dict[str, str] = field(default_factory=dict[str, str])
-    notes: Counter[str] = field(default_factory=Counter)  # unusual property of a kept sample -> count
+    notes: Counter[str] = field(
+        default_factory=Counter
+    )  # unusual property of a kept sample -> count
     formats: Counter[str] = field(default_factory=Counter)  # number of records of each format
 
     def drop(self, reason: str, where: str) -> None:
@@ -131,7 +135,10 @@ class EncodingReport:
                 setattr(self, name, getattr(self, name) + value)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncodingReport":
@@ -144,7 +151,8 @@ class EncodingReport:
     def lines(self) -> Iterator[str]:
         """Return the report as text, one sentence per item, without counts of zero."""
         losses = [
-            f"{count:,} dropped {reason}" + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
+            f"{count:,} dropped {reason}"
+            + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
             for reason, count in self.dropped.items()
         ]
         cut = [f"{self.cut:,} truncated"] if self.cut else []
@@ -155,7 +163,9 @@ class EncodingReport:
         if 0 < texts < self.formats.total():
             yield f"{texts:,} records are plain text among conversations or pairs, with all tokens in the loss"
         if media := self.images + self.videos:
-            names = f"{self.images:,} images" + (f" and {self.videos:,} videos" if self.videos else "")
+            names = f"{self.images:,} images" + (
+                f" and {self.videos:,} videos" if self.videos else ""
+            )
             yield (
                 f"{names}, {self.image_tokens / media:,.0f} tokens each, "
                 f"{self.image_tokens / self.tokens:.0%} of all tokens"

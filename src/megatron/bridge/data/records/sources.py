@@ -121,7 +121,11 @@ class HubSource:
             return self._load_saved(datasets)
         try:
             return datasets.load_dataset(
-                self.dataset_name, self.subset, split=self.split, revision=self.revision, streaming=self.streaming
+                self.dataset_name,
+                self.subset,
+                split=self.split,
+                revision=self.revision,
+                streaming=self.streaming,
             )
         except (OSError, ValueError, DatasetsError) as error:
             name = f"dataset.dataset_name={self.dataset_name} (split {self.split})"
@@ -131,10 +135,14 @@ class HubSource:
         loaded = datasets.load_from_disk(self.dataset_name)
         if isinstance(loaded, datasets.DatasetDict):
             if self.split not in loaded:
-                raise UserError(f"{self.dataset_name} has no split {self.split}: choose one of {', '.join(loaded)}")
+                raise UserError(
+                    f"{self.dataset_name} has no split {self.split}: choose one of {', '.join(loaded)}"
+                )
             return loaded[self.split]
         if self.split != "train":
-            raise UserError(f"{self.dataset_name} holds a single split: call it train, not {self.split}")
+            raise UserError(
+                f"{self.dataset_name} holds a single split: call it train, not {self.split}"
+            )
         return loaded
 
 

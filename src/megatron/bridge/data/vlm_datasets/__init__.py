@@ -7,4 +7,8 @@ from megatron.bridge.data.vlm_datasets.providers import (
     PreloadedVLMConversationProvider,
 )
 
-__all__ = ["HFDatasetConversationProvider", "MockVLMConversationProvider", "PreloadedVLMConversationProvider"]
+__all__ = [
+    "HFDatasetConversationProvider",
+    "MockVLMConversationProvider",
+    "PreloadedVLMConversationProvider",
+]

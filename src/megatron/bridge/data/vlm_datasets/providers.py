@@ -41,7 +41,9 @@ class Maker(NamedTuple):
 def conversation(images: list[Any], question: str, answer: str) -> Record:
     parts = [{"type": "image", "image": image} for image in images]
     content = [*parts, {"type": "text", "text": question}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    }
 
 
 def rdr(row: Row) -> Record:
@@ -70,10 +72,16 @@ def raven(row: Row) -> Record:
 def llava_video_178k(row: Row) -> Record:
     """Conversations about a video, whose file is below ``dataset.media_root``; its mark is in any turn, or none."""
     turns = [
-        {"role": _ROLES[turn["from"]], "content": re.sub(r"\s*<(image|video)>\s*", "", turn["value"])}
+        {
+            "role": _ROLES[turn["from"]],
+            "content": re.sub(r"\s*<(image|video)>\s*", "", turn["value"]),
+        }
         for turn in row["conversations"]
     ]
-    parts = [{"type": "video", "video": row["video"]}, {"type": "text", "text": turns[0]["content"]}]
+    parts = [
+        {"type": "video", "video": row["video"]},
+        {"type": "text", "text": turns[0]["content"]},
+    ]
     return {"messages": [{"role": "user", "content": parts}, *turns[1:]]}
 
 
@@ -85,7 +93,9 @@ def tagged(value: Any) -> str:
         '<s_menu><s_nm>tea</s_nm><sep/><s_nm>pie</s_nm></s_menu>'
     """
     if isinstance(value, Mapping):
-        return "".join(f"<s_{key}>{tagged(value[key])}</s_{key}>" for key in sorted(value, reverse=True))
+        return "".join(
+            f"<s_{key}>{tagged(value[key])}</s_{key}>" for key in sorted(value, reverse=True)
+        )
     return "<sep/>".join(map(tagged, value)) if isinstance(value, list) else str(value)
 
 
@@ -94,7 +104,9 @@ MAKERS: Mapping[str, Maker] = {
     "cord_v2": Maker("naver-clova-ix/cord-v2", None, cord_v2),
     "medpix": Maker("mmoukouba/MedPix-VQA", None, medpix),
     "raven": Maker("HuggingFaceM4/the_cauldron", "raven", raven),
-    "llava_video_178k": Maker("lmms-lab/LLaVA-Video-178K", "0_30_s_nextqa", llava_video_178k),  # split open_ended
+    "llava_video_178k": Maker(
+        "lmms-lab/LLaVA-Video-178K", "0_30_s_nextqa", llava_video_178k
+    ),  # split open_ended
 }
 """Short name -> its maker."""
 
@@ -104,10 +116,14 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
     """A dataset whose rows a maker turns into conversations."""
 
     maker_name: str  # a key of ``MAKERS``, such as ``rdr``; also written ``make_rdr_dataset``
-    dataset_name: str | None = None  # hub id, or a folder with rows of the same columns; None is the maker's own
+    dataset_name: str | None = (
+        None  # hub id, or a folder with rows of the same columns; None is the maker's own
+    )
     revision: str | None = None  # branch, tag or commit on the hub
     train_split: str = "train"  # name of the training split
-    validation_split: str | None = "validation"  # name of the validation split; None needs ``do_validation=False``
+    validation_split: str | None = (
+        "validation"  # name of the validation split; None needs ``do_validation=False``
+    )
     test_split: str | None = None  # name of the test split; None skips testing
 
     @property
@@ -147,7 +163,9 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
         if name is None:
             return None
         own = self.dataset_name is None
-        return HubSource(self.dataset_name or maker.dataset, maker.subset if own else None, name, self.revision)
+        return HubSource(
+            self.dataset_name or maker.dataset, maker.subset if own else None, name, self.revision
+        )
 
 
 COLORS = ("red", "green", "blue")
@@ -173,7 +191,9 @@ class MockVLMConversationProvider(SFTDatasetConfig):
 
     def source(self, split: Split) -> "MockImageSource":
         seed = (self.random_seed, SPLITS.index(split))
-        return MockImageSource(self.prompt, seed, self.image_size, self.num_images, self.num_samples)
+        return MockImageSource(
+            self.prompt, seed, self.image_size, self.num_images, self.num_samples
+        )
 
 
 @dataclass(frozen=True)
@@ -188,7 +208,10 @@ class MockImageSource:
 
     def records(self) -> Iterator[LocatedRecord]:
         for index in range(self.num_samples):
-            yield f"{self.name}: {index + 1}", self._record(np.random.default_rng((*self.seed, index)))
+            yield (
+                f"{self.name}: {index + 1}",
+                self._record(np.random.default_rng((*self.seed, index))),
+            )
 
     def fingerprint(self) -> str:
         return repr(self)
@@ -198,7 +221,12 @@ class MockImageSource:
         images = [{"type": "image", "image": self._picture(rng, color)} for color in chosen]
         question = [*images, {"type": "text", "text": self.prompt}]
         answer = ", ".join(COLORS[color] for color in chosen) or "There is no image."
-        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        return {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
 
     def _picture(self, rng: np.random.Generator, color: int) -> "Image.Image":
         from PIL import Image
@@ -214,9 +242,13 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
     """Records in LLaVA's JSON or in the formats of ``FinetuningDatasetConfig``, and images below ``image_folder``."""
 
     train_data_path: str  # file with the training records
-    valid_data_path: str | None = None  # file with the validation records; None needs ``do_validation=False``
+    valid_data_path: str | None = (
+        None  # file with the validation records; None needs ``do_validation=False``
+    )
     test_data_path: str | None = None  # file with the test records; None skips testing
-    image_folder: str | None = None  # where the paths of images start; None is the folder of ``train_data_path``
+    image_folder: str | None = (
+        None  # where the paths of images start; None is the folder of ``train_data_path``
+    )
 
     @property
     def media_folder(self) -> str:
@@ -237,10 +269,16 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
             if path is not None and not Path(path).is_file():
                 raise UserError(f"dataset.{name}={path} is not a file: check the path")
         if self.image_folder is not None and not Path(self.image_folder).is_dir():
-            raise UserError(f"dataset.image_folder={self.image_folder} is not a directory: check the path")
+            raise UserError(
+                f"dataset.image_folder={self.image_folder} is not a directory: check the path"
+            )
 
     def source(self, split: Split) -> FileSource | None:
-        path = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}[split]
+        path = {
+            "train": self.train_data_path,
+            "valid": self.valid_data_path,
+            "test": self.test_data_path,
+        }[split]
         if path is None and split == "valid":
             raise UserError(
                 "dataset.valid_data_path is not set: give a file, or set dataset.do_validation=false and "

@@ -9,7 +9,11 @@ from typing import Any
 
 import lm_eval
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -29,7 +33,9 @@ class HarnessModel(TemplateLM):
     def __init__(self, llm: LLM) -> None:
         super().__init__()
         if llm.hf is None:
-            raise UserError("an evaluation needs a tokenizer, but the model has none: give --tokenizer")
+            raise UserError(
+                "an evaluation needs a tokenizer, but the model has none: give --tokenizer"
+            )
         self.llm, self.tokenizer = llm, llm.hf
         self.max_length = llm.max_context
 
@@ -46,14 +52,18 @@ class HarnessModel(TemplateLM):
         bos = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if bos is None else bos
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Return token ids, with the tokenizer's special tokens unless the text already begins with them."""
         prefix = self.tokenizer.decode([self.prefix_token_id])
         if add_special_tokens is None and not (prefix and string.startswith(prefix)):
             return self.tokenizer.encode(string)
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -73,16 +83,23 @@ class HarnessModel(TemplateLM):
         found: list[tuple[float, bool]] = []
         for completions in self.llm.generate_each(prompts, sampling):
             scored = completions[0].prompt_logprobs
-            found.append((sum(one.logprob for one in scored), all(one.is_most_likely for one in scored)))
+            found.append(
+                (sum(one.logprob for one in scored), all(one.is_most_likely for one in scored))
+            )
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """Return the log-probability of full texts, computed in windows of the context length."""
         windows: list[Any] = []
         bounds = [0]
         for request in requests:
             pieces = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+                self.tok_encode(request.args[0]),
+                self.prefix_token_id,
+                self.max_length,
+                context_len=1,
             )
             windows += [(None, *make_disjoint_window(piece)) for piece in pieces]
             bounds.append(len(windows))
@@ -100,16 +117,23 @@ class HarnessModel(TemplateLM):
             stops.append(handle_stop_sequences(values.pop("until", None), eos=end))
             count = values.pop("max_gen_toks")
             if count >= self.max_length:
-                raise UserError(f"max_gen_toks={count} leaves no room in a context of {self.max_length}: lower it")
+                raise UserError(
+                    f"max_gen_toks={count} leaves no room in a context of {self.max_length}: lower it"
+                )
             prompts.append(self.tok_encode(request.args[0])[-(self.max_length - count) :])
             # like the harness's own model, in which the end of a turn does not end a text
             ends = {"ignore_eos": True, "stop_ids": sorted(self.llm.declared_ends)}
             sampling.append(_sampling(values, count, stops[-1], ends))
         texts = [completions[0].text for completions in self.llm.generate_each(prompts, sampling)]
-        return [postprocess_generated_text(text, stop, None) for text, stop in zip(texts, stops, strict=True)]
+        return [
+            postprocess_generated_text(text, stop, None)
+            for text, stop in zip(texts, stops, strict=True)
+        ]
 
 
-def _sampling(values: dict[str, Any], count: int, stop: list[str], ends: dict[str, Any]) -> Sampling:
+def _sampling(
+    values: dict[str, Any], count: int, stop: list[str], ends: dict[str, Any]
+) -> Sampling:
     names = ("top_k", "top_p", "min_p", "repetition_penalty")
     warm = values.get("temperature", 0.0) if values.get("do_sample") else 0.0
     chosen = {name: values[name] for name in names if warm and name in values}
@@ -148,5 +172,7 @@ def evaluate(
             bootstrap_iters=100 if distributed.rank() == 0 else 0,
         )
     except (OSError, ConnectionError) as error:
-        raise UserError(f"--tasks {','.join(tasks)}: the data cannot be read ({one_line(error)})") from error
+        raise UserError(
+            f"--tasks {','.join(tasks)}: the data cannot be read ({one_line(error)})"
+        ) from error
     return dict(results or {})

@@ -25,7 +25,9 @@ class Canary:
 
     def __init__(self, prompts: Sequence[Sequence[int]], tolerance: float | None = None) -> None:
         if not prompts or any(len(prompt) < 2 for prompt in prompts):
-            raise UserError("a canary needs texts of at least two tokens, of which the first is not scored")
+            raise UserError(
+                "a canary needs texts of at least two tokens, of which the first is not scored"
+            )
         self.prompts = [list(prompt) for prompt in prompts]
         self._tolerance = tolerance
         self._old: list[float] | None = None
@@ -34,7 +36,9 @@ class Canary:
         """Return log-probabilities of the model in training and restore its mode; all its ranks must call this."""
         config: Any = unwrap(chunks[0]).config
         longest = max(32, *map(len, self.prompts))
-        limits = EngineConfig(longest, config.vocab_size, kv_memory=1 << 30, max_requests=len(self.prompts))
+        limits = EngineConfig(
+            longest, config.vocab_size, kv_memory=1 << 30, max_requests=len(self.prompts)
+        )
         with evaluation_mode(chunks), Engine(chunks, limits) as engine:
             jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
             list(engine.run())
@@ -57,7 +61,11 @@ class Canary:
                 f"the engine's log-probabilities of the canary differ from the trainer's by {worst:.2g}, more than "
                 f"{limit:.2g}: it does not have the weights that were sent, so restart it"
             )
-        if old is not None and _distance(old, expected) > 0 and _mean(old, found) < _mean(expected, found):
+        if (
+            old is not None
+            and _distance(old, expected) > 0
+            and _mean(old, found) < _mean(expected, found)
+        ):
             raise UserError(
                 "the engine's log-probabilities of the canary are closer to the trainer's previous values than to the "
                 "current ones: it kept its old weights, so restart it from an export"

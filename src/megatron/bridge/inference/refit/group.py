@@ -44,7 +44,15 @@ def join_group(
     store.set_timeout(timeout)
     c10d: Any = dist.distributed_c10d
     make = c10d._new_process_group_helper
-    group, _ = make(world_size, rank, [], backend, dist.PrefixStore(name, store), group_name=name, timeout=timeout)
+    group, _ = make(
+        world_size,
+        rank,
+        [],
+        backend,
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
 
@@ -109,7 +117,9 @@ def described(infos: Sequence[WeightInfo], dtypes: str) -> dict[str, Any]:
     }
 
 
-def _to_vllm(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]) -> None:
+def _to_vllm(
+    group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]
+) -> None:
     buckets = dense_layout(infos, bucket_bytes)
     packed = {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 2}
     wait = call({**described(infos, "dtype_names"), **packed})
@@ -118,7 +128,9 @@ def _to_vllm(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInf
     wait()
 
 
-def _to_sglang(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]) -> None:
+def _to_sglang(
+    group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightInfo], writes: Iterator[Write]
+) -> None:
     buckets = dense_layout(infos, bucket_bytes)
     name = getattr(group, "group_name", GROUP_NAME)
     waits: list[Wait] = []
@@ -131,10 +143,14 @@ def _to_sglang(group: Any, call: Any, bucket_bytes: int, infos: Sequence[WeightI
         wait()
 
 
-def _broadcast(group: Any, buckets: Sequence[Sequence[Slot]], writes: Iterator[Write]) -> Iterator[Sequence[Slot]]:
+def _broadcast(
+    group: Any, buckets: Sequence[Sequence[Slot]], writes: Iterator[Write]
+) -> Iterator[Sequence[Slot]]:
     """Yield each bucket when it is full; its broadcast overlaps with filling the next bucket."""
     device = torch.cuda.current_device()
-    buffers = [torch.empty(buffer_bytes(buckets), dtype=torch.uint8, device=device) for _ in range(2)]
+    buffers = [
+        torch.empty(buffer_bytes(buckets), dtype=torch.uint8, device=device) for _ in range(2)
+    ]
     works: list[Any] = [None, None]
     for index, bucket in enumerate(buckets):
         if works[index % 2] is not None:

@@ -56,8 +56,14 @@ class NativeReceiver:
         missing = [] if partial else sorted(self._names - names)
         surplus = sorted(names - self._names - self._left_out - set(self._ties))
         if missing or surplus:
-            what = f"lack {first_few(missing)}" if missing else f"have {first_few(surplus)} in addition"
-            raise UserError(f"the weights of the trainer {what}: load the model that is trained into the engine")
+            what = (
+                f"lack {first_few(missing)}"
+                if missing
+                else f"have {first_few(surplus)} in addition"
+            )
+            raise UserError(
+                f"the weights of the trainer {what}: load the model that is trained into the engine"
+            )
         self._arrived = _Arrived()
         self._left = {id(task): set(task.mapping.hf_names) & names for task in self._tasks}
         self._waiting = {name: len(self._users.get(name, ())) for name in names}
@@ -85,7 +91,9 @@ class NativeReceiver:
     def finish(self) -> None:
         missing = sorted({name for names in self._left.values() for name in names})
         if missing:
-            raise UserError(f"the weights ended before {first_few(missing)}: send all tensors of begin()")
+            raise UserError(
+                f"the weights ended before {first_few(missing)}: send all tensors of begin()"
+            )
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,9 @@ class RemoteReceiver:
             self._connection.send(step)
             problem = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise UserError("the process that receives weights has ended: restart it from an export") from error
+            raise UserError(
+                "the process that receives weights has ended: restart it from an export"
+            ) from error
         if problem is not None:
             raise UserError(problem)
 

@@ -25,7 +25,9 @@ class RefitReport:
     tensors: int  # number of tensors
     bytes: int  # size of all tensors
     seconds: float  # duration without the canary
-    difference: float | None = None  # largest difference of the canary's log-probabilities, if there is a canary
+    difference: float | None = (
+        None  # largest difference of the canary's log-probabilities, if there is a canary
+    )
 
 
 def send_weights(
@@ -46,11 +48,15 @@ def send_weights(
 
 
 def sent(
-    stream: WeightStream, push: Callable[[list[WeightInfo], Iterator[Any]], None] | None, changed_only: bool
+    stream: WeightStream,
+    push: Callable[[list[WeightInfo], Iterator[Any]], None] | None,
+    changed_only: bool,
 ) -> RefitReport:
     """Call ``push`` on rank 0 with the functions of ``WeightStream.writes``; other ranks send their parts."""
     if push is not None and rank() != 0:
-        raise UserError(f"rank {rank()} of the trainer has a receiver: give it on rank 0, which gets the weights")
+        raise UserError(
+            f"rank {rank()} of the trainer has a receiver: give it on rank 0, which gets the weights"
+        )
     start = time.perf_counter()
     tasks = stream.changed() if changed_only else None
     infos = stream.metadata(tasks)
@@ -96,7 +102,12 @@ class Refit:
     """Update an engine, which some ranks of the trainer own, with the weights in training, and verify the result."""
 
     def __init__(
-        self, llm: Any, stream: WeightStream, chunks: Sequence[Any], canary: Canary, bucket_bytes: int = BUCKET_BYTES
+        self,
+        llm: Any,
+        stream: WeightStream,
+        chunks: Sequence[Any],
+        canary: Canary,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._llm, self._stream, self._chunks, self._canary = llm, stream, chunks, canary
         self._bucket_bytes = bucket_bytes

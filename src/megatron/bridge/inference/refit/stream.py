@@ -46,9 +46,18 @@ class WeightStream:
     """
 
     def __init__(
-        self, bridge: AutoBridge, model: Any, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        bridge: AutoBridge,
+        model: Any,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._bridge, self._model, self._dtype, self._bucket_bytes = bridge, model, dtype, bucket_bytes
+        self._bridge, self._model, self._dtype, self._bucket_bytes = (
+            bridge,
+            model,
+            dtype,
+            bucket_bytes,
+        )
         self._plan = peft_format.merging(bridge.plan(model))
         self._hashes: dict[str, str] = {}
         self._new: dict[str, str] = {}
@@ -65,14 +74,18 @@ class WeightStream:
 
     def _infos(self, task: WeightConversionTask, names: Sequence[str]) -> Iterator[WeightInfo]:
         shapes = task.hf_shapes
-        dtype = self._dtype if self._dtype is not None and task.dtype.is_floating_point else task.dtype
+        dtype = (
+            self._dtype if self._dtype is not None and task.dtype.is_floating_point else task.dtype
+        )
         for name in names:
             yield WeightInfo(name, shapes[name], dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.send()
 
-    def send(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def send(
+        self, tasks: Sequence[WeightConversionTask] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in the order of ``metadata`` on every rank; all ranks must iterate.
 
         ``tasks`` is the result of ``changed``; None means all.
@@ -91,7 +104,9 @@ class WeightStream:
             _check(info, name, weight, weight.dtype == info.dtype)
             yield name, weight
 
-    def writes(self, tasks: Sequence[WeightConversionTask] | None = None) -> Iterator[Callable[[Tensor], None]]:
+    def writes(
+        self, tasks: Sequence[WeightConversionTask] | None = None
+    ) -> Iterator[Callable[[Tensor], None]]:
         """Yield functions that copy the tensors, in the order of ``metadata``, to a destination on rank 0.
 
         They copy and convert directly from the shards, and are valid until the next one is requested. Other ranks must
@@ -118,10 +133,17 @@ class WeightStream:
         All ranks must call this.
         """
         tasks = self._plan.tasks
-        self._new = {task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None}
+        self._new = {
+            task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None
+        }
         flags = [self._differs(task) for task in tasks]
         anywhere = [bool(flag) for flag in reduce_numbers(flags, "MAX")]
-        names = {name for task, flag in zip(tasks, anywhere, strict=True) if flag for name in task.mapping.hf_names}
+        names = {
+            name
+            for task, flag in zip(tasks, anywhere, strict=True)
+            if flag
+            for name in task.mapping.hf_names
+        }
         return [task for task in tasks if names.intersection(task.mapping.hf_names)]
 
     def _differs(self, task: WeightConversionTask) -> bool:
@@ -148,7 +170,9 @@ def _put(weight: Tensor | Unjoined, target: Tensor) -> None:
     buckets.put(weight, target)
 
 
-def _completed(tasks: Sequence[WeightConversionTask]) -> Iterator[tuple[WeightConversionTask, list[str]]]:
+def _completed(
+    tasks: Sequence[WeightConversionTask],
+) -> Iterator[tuple[WeightConversionTask, list[str]]]:
     """Yield each exported task with the tensors that are complete after it."""
     missing: dict[str, int] = {}
     for task in tasks:

@@ -40,9 +40,17 @@ class TransformersReceiver:
             if target is None or tuple(target.shape) != info.shape:
                 problems.append(f"{info.name} {list(info.shape)}")
             filled |= {id(tensor) for tensor in self._parameters_of(info.name)}
-        missing = [name for name, identity in self._needed.items() if identity not in filled and not partial]
+        missing = [
+            name
+            for name, identity in self._needed.items()
+            if identity not in filled and not partial
+        ]
         if problems or missing:
-            what = f"have {first_few(problems)} in addition" if problems else f"lack {first_few(missing)}"
+            what = (
+                f"have {first_few(problems)} in addition"
+                if problems
+                else f"lack {first_few(missing)}"
+            )
             raise UserError(
                 f"the weights of the trainer {what}: transformers stores this model differently, so load an export"
             )

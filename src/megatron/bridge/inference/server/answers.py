@@ -16,7 +16,9 @@ class TokenTexts:
     """The texts of single tokens, cached."""
 
     def __init__(self, hf: Any) -> None:
-        self.of = lru_cache(maxsize=65536)(lambda token: str(hf.decode([token], skip_special_tokens=False)))
+        self.of = lru_cache(maxsize=65536)(
+            lambda token: str(hf.decode([token], skip_special_tokens=False))
+        )
 
 
 @dataclass
@@ -42,7 +44,11 @@ class Choice:
 
 def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
     prompt, completion = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 @dataclass
@@ -62,13 +68,22 @@ class CompletionFormat:
 
     def first_pieces(self, choice: Choice) -> list[Json]:
         """Return the chunks that start the stream of a choice."""
-        return [] if choice.echoed is None else [self._choice(choice, choice.echoed, [], True, over=False)]
+        return (
+            []
+            if choice.echoed is None
+            else [self._choice(choice, choice.echoed, [], True, over=False)]
+        )
 
     def piece(self, choice: Choice, progress: Progress) -> Json:
         return self._choice(choice, progress.piece, progress.logprobs, False)
 
     def _choice(
-        self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob], echo: bool, over: bool = True
+        self,
+        choice: Choice,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        echo: bool,
+        over: bool = True,
     ) -> Json:
         found = None if self.top is None else self._logprobs(choice, logprobs, echo)
         reason = choice.finish_reason if over else None
@@ -124,9 +139,18 @@ class ChatFormat:
         delta = {"content": progress.piece} if progress.piece else {}
         return self._choice(choice, "delta", delta, progress.logprobs)
 
-    def _choice(self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]) -> Json:
-        content = None if self.top is None else {"content": [self._logprob(one) for one in logprobs]}
-        return {"index": choice.index, name: value, "logprobs": content, "finish_reason": choice.finish_reason}
+    def _choice(
+        self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]
+    ) -> Json:
+        content = (
+            None if self.top is None else {"content": [self._logprob(one) for one in logprobs]}
+        )
+        return {
+            "index": choice.index,
+            name: value,
+            "logprobs": content,
+            "finish_reason": choice.finish_reason,
+        }
 
     def _logprob(self, one: TokenLogprob) -> Json:
         top = [self._token(token, logprob) for token, logprob in list(one.top.items())[: self.top]]

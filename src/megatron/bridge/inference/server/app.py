@@ -19,12 +19,22 @@ from starlette.exceptions import HTTPException
 from megatron.bridge.inference.prompts import PromptReader
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.server import schemas
-from megatron.bridge.inference.server.answers import ChatFormat, CompletionFormat, Format, TokenTexts
+from megatron.bridge.inference.server.answers import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    TokenTexts,
+)
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
 from megatron.bridge.inference.server.errors import ApiError, to_json
 from megatron.bridge.inference.server.generation import Generation
 from megatron.bridge.inference.server.metrics import CONTENT_TYPE, Metrics
-from megatron.bridge.inference.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from megatron.bridge.inference.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 _PAGE = Path(__file__).parent / "page.html"
@@ -72,12 +82,19 @@ class Server:
         return room
 
     def generation(
-        self, format: Format, prompts: list[list[int]], sampling: Sampling, usage: bool, echoed: Any = None
+        self,
+        format: Format,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        usage: bool,
+        echoed: Any = None,
     ) -> Generation:
         assert self.client is not None
         assert self.metrics is not None
         name = sampling.adapter_name or self.name
-        return Generation(self.client, self.metrics, name, format, prompts, sampling, self.seconds, echoed, usage)
+        return Generation(
+            self.client, self.metrics, name, format, prompts, sampling, self.seconds, echoed, usage
+        )
 
 
 class AsciiJSONResponse(Response):
@@ -89,7 +106,12 @@ class AsciiJSONResponse(Response):
 
 def make_app(server: Server) -> FastAPI:
     """Create the application; ``server.client`` is set when the event loop runs."""
-    app = FastAPI(title="Megatron Bridge", docs_url=None, redoc_url=None, default_response_class=AsciiJSONResponse)
+    app = FastAPI(
+        title="Megatron Bridge",
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=AsciiJSONResponse,
+    )
     _add_errors(app)
     _add_facts(app, server)
     _add_tokenizer(app, server)
@@ -108,7 +130,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, EngineGoneError):
-        return ApiError(503, f"the engine has ended: {str(error).splitlines()[-1]}", code="engine_ended")
+        return ApiError(
+            503, f"the engine has ended: {str(error).splitlines()[-1]}", code="engine_ended"
+        )
     sys.stderr.write("".join(traceback.format_exception(error)))
     return ApiError(500, "internal error: see the server's log")
 
@@ -123,13 +147,19 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         names = list(_FIELDS.get(request.url.path, ()))
-        deepest = max(error.errors(), key=lambda one: len(one["loc"]))  # the most specific error of a union's variants
+        deepest = max(
+            error.errors(), key=lambda one: len(one["loc"])
+        )  # the most specific error of a union's variants
         message, param = schemas.describe(deepest, names)
         return _error(ApiError(400, message, param))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}" if error.status_code != 400 else error.detail
+        message = (
+            f"{request.method} {request.url.path}: {error.detail}"
+            if error.status_code != 400
+            else error.detail
+        )
         return _error(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
@@ -143,11 +173,24 @@ _FIELDS = {
 
 def _add_facts(app: FastAPI, server: Server) -> None:
     page = _PAGE.read_text(encoding="utf-8")
-    headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
-    facts = {"created": server.created, "owned_by": "megatron-bridge", "max_model_len": server.max_context}
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+    }
+    facts = {
+        "created": server.created,
+        "owned_by": "megatron-bridge",
+        "max_model_len": server.max_context,
+    }
     facts["input_modalities"] = ["text", "image"] if server.reader.media else ["text"]
     served = {
-        name: {"id": name, "object": "model", **facts, **({"parent": server.name} if name != server.name else {})}
+        name: {
+            "id": name,
+            "object": "model",
+            **facts,
+            **({"parent": server.name} if name != server.name else {}),
+        }
         for name in (server.name, *server.adapters)
     }
 
@@ -183,19 +226,33 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
         server.adapter_of(body.model)
         tokens = await server.tokenize(_tokens, server, body)
         names = hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": server.max_context, "tokens": tokens, "token_strs": names}
+        return {
+            "count": len(tokens),
+            "max_model_len": server.max_context,
+            "tokens": tokens,
+            "token_strs": names,
+        }
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.adapter_of(body.model)
         wrong = [token for token in body.tokens if not 0 <= token < len(hf)]
         if wrong:
-            raise ApiError(400, f"tokens: {wrong[0]} is not in the vocabulary of {len(hf)}", "tokens")
+            raise ApiError(
+                400, f"tokens: {wrong[0]} is not in the vocabulary of {len(hf)}", "tokens"
+            )
         return {"prompt": await server.tokenize(hf.decode, body.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        names = ("bos_token", "eos_token", "pad_token", "unk_token", "padding_side", "model_max_length")
+        names = (
+            "bos_token",
+            "eos_token",
+            "pad_token",
+            "unk_token",
+            "padding_side",
+            "model_max_length",
+        )
         found = {name: getattr(hf, name, None) for name in names}
         template = server.reader.template or hf.chat_template
         return {"tokenizer_class": type(hf).__name__, "chat_template": template, **found}
@@ -213,15 +270,22 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         adapter = server.adapter_of(body.model)
         hf = server.reader.hf
         _check_ids(body.prompts)
-        prompts = [await server.tokenize(server.reader.tokens, prompt, "prompt") for prompt in body.prompts]
+        prompts = [
+            await server.tokenize(server.reader.tokens, prompt, "prompt") for prompt in body.prompts
+        ]
         count = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         more = {"max_new_tokens": count, "logprobs": body.logprobs, "adapter_name": adapter}
         echoed = None
         if body.echo:
-            echoed = [it if isinstance(it, str) else await server.tokenize(hf.decode, it) for it in body.prompts]
+            echoed = [
+                it if isinstance(it, str) else await server.tokenize(hf.decode, it)
+                for it in body.prompts
+            ]
             more["prompt_logprobs"] = body.logprobs
         format = CompletionFormat(server.texts, body.logprobs)
-        generation = server.generation(format, prompts, body.sampling(**more), body.include_usage, echoed)
+        generation = server.generation(
+            format, prompts, body.sampling(**more), body.include_usage, echoed
+        )
         return await _answer(generation, request, bool(body.stream))
 
     @app.post("/v1/chat/completions")
@@ -230,11 +294,19 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         records = [message.as_record() for message in body.messages]
         prompt = await server.tokenize(server.reader.tokens, records, "messages")
         room = server.check_length(len(prompt))
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        limit = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
         top = (body.top_logprobs or 0) if body.logprobs else None
-        more = {"max_new_tokens": room if limit is None else limit, "logprobs": top, "adapter_name": adapter}
+        more = {
+            "max_new_tokens": room if limit is None else limit,
+            "logprobs": top,
+            "adapter_name": adapter,
+        }
         sampling = body.sampling(**more)
-        generation = server.generation(ChatFormat(server.texts, top), [prompt], sampling, body.include_usage)
+        generation = server.generation(
+            ChatFormat(server.texts, top), [prompt], sampling, body.include_usage
+        )
         return await _answer(generation, request, bool(body.stream))
 
 
@@ -242,13 +314,19 @@ def _check_ids(prompts: Sequence[str | list[int]]) -> None:
     """Refuse numbers that no tokenizer can decode; the engine checks the vocabulary."""
     for token in (token for prompt in prompts if isinstance(prompt, list) for token in prompt):
         if not 0 <= token < 1 << 31:
-            raise ApiError(400, f"prompt: token {token} is not in the vocabulary: use the model's tokenizer", "prompt")
+            raise ApiError(
+                400,
+                f"prompt: token {token} is not in the vocabulary: use the model's tokenizer",
+                "prompt",
+            )
 
 
 async def _answer(generation: Generation, request: Request, stream: bool) -> Response:
     if stream:
         await generation.start()
-        return StreamingResponse(_events(generation), media_type="text/event-stream", headers=_NO_BUFFERS)
+        return StreamingResponse(
+            _events(generation), media_type="text/event-stream", headers=_NO_BUFFERS
+        )
     return AsciiJSONResponse(await _unless_gone(generation, request))
 
 

@@ -10,7 +10,14 @@ from contextlib import suppress
 
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.server import engine_loop
-from megatron.bridge.inference.server.engine_loop import Cancel, Event, Load, Progress, Refused, Submit
+from megatron.bridge.inference.server.engine_loop import (
+    Cancel,
+    Event,
+    Load,
+    Progress,
+    Refused,
+    Submit,
+)
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 

@@ -74,7 +74,9 @@ class _Sent:
     prompt_logprobs: int = 0
 
 
-def run(llm: Any, receive: Callable[[float], list[Submit | Cancel]]) -> Iterator[tuple[list[Event], Load]]:
+def run(
+    llm: Any, receive: Callable[[float], list[Submit | Cancel]]
+) -> Iterator[tuple[list[Event], Load]]:
     """Serve until the process ends, on every rank; ``receive`` returns the commands on rank 0."""
     loop = EngineLoop(llm.engine)
     while True:
@@ -128,7 +130,9 @@ class EngineLoop:
         lanes = self._engine.lanes
         size = sum(lane.arena.size for lane in lanes)
         held = sum(lane.held_tokens for lane in lanes)
-        running, waiting = (sum(len(getattr(lane, name)) for lane in lanes) for name in ("running", "waiting"))
+        running, waiting = (
+            sum(len(getattr(lane, name)) for lane in lanes) for name in ("running", "waiting")
+        )
         return Load(running, waiting, held / size if size else 0.0)
 
 
@@ -146,7 +150,11 @@ def _news(request: int, sent: _Sent) -> Progress | None:
             completion.prompt_logprobs[sent.prompt_logprobs :],
             completion.finish_reason,
         )
-        sent.text, sent.tokens, sent.logprobs = len(text), len(completion.tokens), len(completion.logprobs)
+        sent.text, sent.tokens, sent.logprobs = (
+            len(text),
+            len(completion.tokens),
+            len(completion.logprobs),
+        )
         sent.prompt_logprobs = len(completion.prompt_logprobs)
         return found
     return None

@@ -22,8 +22,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = _KINDS.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

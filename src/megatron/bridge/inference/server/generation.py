@@ -11,7 +11,11 @@ from typing import Any
 
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.inference.server.answers import Choice, Format, Json, usage
-from megatron.bridge.inference.server.engine_client import EngineClient, QueueFullError, RequestStream
+from megatron.bridge.inference.server.engine_client import (
+    EngineClient,
+    QueueFullError,
+    RequestStream,
+)
 from megatron.bridge.inference.server.engine_loop import Progress
 from megatron.bridge.inference.server.errors import ApiError
 from megatron.bridge.inference.server.metrics import Metrics
@@ -36,10 +40,18 @@ class Generation:
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.format.kind.startswith("chat") else "cmpl"
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.model}
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": self.model,
+        }
         each = self.sampling.n
         self._choices = [
-            Choice(index, self.prompts[index // each], self.echoed[index // each] if self.echoed else None)
+            Choice(
+                index,
+                self.prompts[index // each],
+                self.echoed[index // each] if self.echoed else None,
+            )
             for index in range(each * len(self.prompts))
         ]
 
@@ -61,7 +73,9 @@ class Generation:
         except QueueFullError as error:
             self.close()
             headers = {"Retry-After": str(RETRY_SECONDS)}
-            raise ApiError(429, "too many requests are waiting: try again later", headers=headers) from error
+            raise ApiError(
+                429, "too many requests are waiting: try again later", headers=headers
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -80,13 +94,17 @@ class Generation:
             async with asyncio.timeout_at(self._end):
                 yield
         except TimeoutError as error:
-            message = f"the request exceeded {self.seconds:.0f} s: request fewer tokens, or try again"
+            message = (
+                f"the request exceeded {self.seconds:.0f} s: request fewer tokens, or try again"
+            )
             raise ApiError(504, message, code="timeout") from error
 
     async def _progress(self) -> AsyncIterator[tuple[Choice, Progress]]:
         """Yield the steps of all choices as they are computed."""
         merged: asyncio.Queue[Any] = asyncio.Queue()
-        tasks = [asyncio.create_task(_pour(index, it, merged)) for index, it in enumerate(self._streams)]
+        tasks = [
+            asyncio.create_task(_pour(index, it, merged)) for index, it in enumerate(self._streams)
+        ]
         try:
             left = len(tasks)
             while left:
@@ -116,9 +134,13 @@ class Generation:
         async for _ in self._progress():
             pass
         for choice in self._choices:  # the first choice has the prompt's log-probabilities
-            choice.prompt_logprobs = self._choices[choice.index - choice.index % self.sampling.n].prompt_logprobs
+            choice.prompt_logprobs = self._choices[
+                choice.index - choice.index % self.sampling.n
+            ].prompt_logprobs
         choices = [self.format.whole(choice) for choice in self._choices]
-        return self._answer(self.format.kind, choices) | {"usage": usage(self.prompts, self._choices)}
+        return self._answer(self.format.kind, choices) | {
+            "usage": usage(self.prompts, self._choices)
+        }
 
     async def pieces(self) -> AsyncIterator[Json]:
         """Yield the response as a stream of chunks."""
@@ -131,7 +153,9 @@ class Generation:
             if progress.piece or progress.logprobs or progress.finish_reason is not None:
                 yield self._answer(self.format.chunk_kind, [self.format.piece(choice, progress)])
         if self.include_usage:
-            yield self._answer(self.format.chunk_kind, []) | {"usage": usage(self.prompts, self._choices)}
+            yield self._answer(self.format.chunk_kind, []) | {
+                "usage": usage(self.prompts, self._choices)
+            }
 
     def _answer(self, kind: str, choices: list[Json]) -> Json:
         return {**self._head, "object": kind, "choices": choices}

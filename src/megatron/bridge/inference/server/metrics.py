@@ -6,7 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 
 from megatron.bridge.inference.server.engine_loop import Load
 
@@ -22,16 +29,30 @@ class Metrics:
             made = kind(f"vllm:{metric}", text, ["model_name"], registry=self._registry, **options)
             return made.labels(name)
 
-        labeled(Gauge, "num_requests_running", "texts that are computed").set_function(lambda: load().running)
-        labeled(Gauge, "num_requests_waiting", "texts that wait").set_function(lambda: load().waiting)
-        labeled(Gauge, "kv_cache_usage_perc", "used part of the caches").set_function(lambda: load().caches)
+        labeled(Gauge, "num_requests_running", "texts that are computed").set_function(
+            lambda: load().running
+        )
+        labeled(Gauge, "num_requests_waiting", "texts that wait").set_function(
+            lambda: load().waiting
+        )
+        labeled(Gauge, "kv_cache_usage_perc", "used part of the caches").set_function(
+            lambda: load().caches
+        )
         self._prompt = labeled(Counter, "prompt_tokens", "tokens of prompts")
         self._generated = labeled(Counter, "generation_tokens", "generated tokens")
-        self._first = labeled(Histogram, "time_to_first_token_seconds", "until a text begins", buckets=_SECONDS)
-        self._between = labeled(Histogram, "inter_token_latency_seconds", "from a token to the next", buckets=_SECONDS)
-        self._whole = labeled(Histogram, "e2e_request_latency_seconds", "until a request is over", buckets=_SECONDS)
+        self._first = labeled(
+            Histogram, "time_to_first_token_seconds", "until a text begins", buckets=_SECONDS
+        )
+        self._between = labeled(
+            Histogram, "inter_token_latency_seconds", "from a token to the next", buckets=_SECONDS
+        )
+        self._whole = labeled(
+            Histogram, "e2e_request_latency_seconds", "until a request is over", buckets=_SECONDS
+        )
         labels = ["model_name", "finished_reason"]
-        self._over = Counter("vllm:request_success", "choices that ended", labels, registry=self._registry)
+        self._over = Counter(
+            "vllm:request_success", "choices that ended", labels, registry=self._registry
+        )
         self._name = name
 
     def text(self) -> bytes:

@@ -29,7 +29,10 @@ from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 
 IMAGE_PATH = "/v1/chat/completions"  # endpoint whose bodies may contain images
-OPEN_PATHS = ("/", "/health")  # need no key: the chat page asks for it, and load balancers have none
+OPEN_PATHS = (
+    "/",
+    "/health",
+)  # need no key: the chat page asks for it, and load balancers have none
 TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # size limits of bodies without and with images
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -47,7 +50,9 @@ class GuardConfig:
     # allows any name
     hosts: frozenset[str] | None = None
     body_bytes: int = TEXT_BYTES  # maximum size of a body
-    seconds: float = 30.0  # maximum time for a client to send its body, or to read a part of the response
+    seconds: float = (
+        30.0  # maximum time for a client to send its body, or to read a part of the response
+    )
 
 
 class Guard:
@@ -63,13 +68,21 @@ class Guard:
             return
         try:
             refused = self._refusal(scope)
-            most = self._config.body_bytes if scope["path"] == IMAGE_PATH else min(self._config.body_bytes, TEXT_BYTES)
+            most = (
+                self._config.body_bytes
+                if scope["path"] == IMAGE_PATH
+                else min(self._config.body_bytes, TEXT_BYTES)
+            )
             # a client that is still sending when the connection closes would not read the response
-            body = await asyncio.wait_for(_read(receive, most, keep=refused is None), self._config.seconds)
+            body = await asyncio.wait_for(
+                _read(receive, most, keep=refused is None), self._config.seconds
+            )
             if refused is not None:
                 raise refused
         except TimeoutError:
-            await _refuse(send, ApiError(408, f"the body did not arrive within {self._config.seconds:.0f} s"))
+            await _refuse(
+                send, ApiError(408, f"the body did not arrive within {self._config.seconds:.0f} s")
+            )
             return
         except ApiError as error:
             await _refuse(send, error)
@@ -81,13 +94,19 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = _host_name(headers.get(b"host", b"").decode("latin-1"))
         if self._config.hosts is not None and host not in self._config.hosts:
-            return ApiError(403, f"host {host!r} is not this server: call it as {sorted(self._config.hosts)[0]}")
+            return ApiError(
+                403, f"host {host!r} is not this server: call it as {sorted(self._config.hosts)[0]}"
+            )
         if self._config.key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._config.key.encode()):
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(
+            given.strip(), self._config.key.encode()
+        ):
             return ApiError(
-                401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                code="invalid_api_key",
             )
         return None
 
@@ -119,7 +138,9 @@ async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
         size += len(part)
         parts += [part] if keep else []
         if size > most:
-            raise ApiError(413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests")
+            raise ApiError(
+                413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests"
+            )
         if not message.get("more_body"):
             return b"".join(parts)
 
@@ -167,7 +188,9 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             raise UserError(f"{path} has no tokenizer, which a server needs: give --tokenizer")
         adapters = tuple(options.get("adapters") or ())
         if config.name in adapters:
-            raise UserError(f"--adapters {config.name} is the name of the model itself: choose another, or give --name")
+            raise UserError(
+                f"--adapters {config.name} is the name of the model itself: choose another, or give --name"
+            )
         facts = (reader, max_context, config.request_seconds, int(time.time()), adapters)
         server = Server(config.name, *facts)
         _Run(server, workers, config, options.get("max_requests", 32)).run(sock)
@@ -197,7 +220,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Run:
-    def __init__(self, server: Server, workers: Workers, config: ServeConfig, max_requests: int) -> None:
+    def __init__(
+        self, server: Server, workers: Workers, config: ServeConfig, max_requests: int
+    ) -> None:
         self._server, self._workers, self._config = server, workers, config
         self._capacity = max_requests + config.max_queue
         self._reason: str | None = None

@@ -25,7 +25,9 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError("the text has a surrogate without its pair, which is not a character: remove it") from error
+        raise ValueError(
+            "the text has a surrogate without its pair, which is not a character: remove it"
+        ) from error
     return text
 
 
@@ -77,10 +79,18 @@ class GenerationRequest(_Strict):
     def _check(self) -> "GenerationRequest":
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP for text in stops):
-            raise ValueError(f"stop may be up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters")
+            raise ValueError(
+                f"stop may be up to {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+            )
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream=true: set it, or leave stream_options out")
-        bad = [key for key in self.logit_bias or () if not (key.isascii() and key.isdecimal() and len(key) < 12)]
+            raise ValueError(
+                "stream_options needs stream=true: set it, or leave stream_options out"
+            )
+        bad = [
+            key
+            for key in self.logit_bias or ()
+            if not (key.isascii() and key.isdecimal() and len(key) < 12)
+        ]
         if bad:
             raise ValueError(f"logit_bias[{bad[0]!r:.40}] must be a token id in decimal digits")
         return self
@@ -94,7 +104,9 @@ class GenerationRequest(_Strict):
             "stop_ids": self.stop_token_ids,
             "logit_bias": {int(key): value for key, value in (self.logit_bias or {}).items()},
         }
-        return Sampling(**{name: value for name, value in {**given, **more}.items() if value is not None})
+        return Sampling(
+            **{name: value for name, value in {**given, **more}.items() if value is not None}
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -116,13 +128,19 @@ class CompletionRequest(GenerationRequest):
             raise ValueError("prompt is empty: give a text or token ids")
         if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int):
             if len(self.prompt) > MOST_PROMPTS:
-                raise ValueError(f"prompt has {len(self.prompt)} texts: send at most {MOST_PROMPTS} at a time")
+                raise ValueError(
+                    f"prompt has {len(self.prompt)} texts: send at most {MOST_PROMPTS} at a time"
+                )
             if not all(self.prompt):
-                raise ValueError("prompt has an empty text: give at least one character or token each")
+                raise ValueError(
+                    "prompt has an empty text: give at least one character or token each"
+                )
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of must be n or left out: choices are not ranked")
         if self.echo and self.stream and self.logprobs is not None and (self.n or 1) > 1:
-            raise ValueError("echo with stream, logprobs and n > 1 is not supported: leave out one of them")
+            raise ValueError(
+                "echo with stream, logprobs and n > 1 is not supported: leave out one of them"
+            )
         return self
 
     @property
@@ -139,7 +157,9 @@ class TextPart(_Strict):
 
 def _in_request(url: str) -> str:
     if not url.startswith("data:image/"):
-        raise ValueError(f"{url[:60]!r} cannot be loaded here: send the image itself, as data:image/png;base64,...")
+        raise ValueError(
+            f"{url[:60]!r} cannot be loaded here: send the image itself, as data:image/png;base64,..."
+        )
     return url
 
 
@@ -183,7 +203,9 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
         if sum(message.characters for message in self.messages) > MOST_CHARACTERS:
-            raise ValueError(f"messages have more than {MOST_CHARACTERS} characters of text: shorten them")
+            raise ValueError(
+                f"messages have more than {MOST_CHARACTERS} characters of text: shorten them"
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true: set it, or leave top_logprobs out")
         limits = (self.max_tokens, self.max_completion_tokens)
@@ -229,4 +251,6 @@ def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | Non
 
 def _is_variant(part: Any) -> bool:
     """Return whether a part of pydantic's location is a type of a union instead of a field."""
-    return isinstance(part, str) and (part in ("str", "int") or part.startswith(("list[", "function-after[")))
+    return isinstance(part, str) and (
+        part in ("str", "int") or part.startswith(("list[", "function-after["))
+    )

@@ -16,7 +16,12 @@ class AfmoeBridge(DecoderBridge):
         replace(SHARED_EXPERTS, hf="num_shared_experts"),
         replace(SCALING, hf="route_scale"),
         dense_before_sparse("num_dense_layers"),
-        named("mup_enabled", "embedding_multiplier", {True: "sqrt_hidden_size", False: 1.0}, default=False),
+        named(
+            "mup_enabled",
+            "embedding_multiplier",
+            {True: "sqrt_hidden_size", False: 1.0},
+            default=False,
+        ),
     )
     fixed = {
         **LLAMA_LIKE,

@@ -5,14 +5,20 @@ from megatron.bridge.models.families import *
 from megatron.bridge.models.features.activations import xielu
 
 _ACTIVATION = tuple(
-    ReplicatedMapping(f"decoder.layers.*.mlp.activation_func.{name}", f"model.layers.*.mlp.act_fn.{name}")
+    ReplicatedMapping(
+        f"decoder.layers.*.mlp.activation_func.{name}", f"model.layers.*.mlp.act_fn.{name}"
+    )
     for name in ("alpha_p", "alpha_n", "beta", "eps")
 )
 
 
 @register_bridge("ApertusForCausalLM", model_type="apertus")
 class ApertusBridge(DecoderBridge):
-    fields = (*(field for field in DENSE if field.hf != "hidden_act"), constant("hidden_act", "xielu"), ATTENTION_BIAS)
+    fields = (
+        *(field for field in DENSE if field.hf != "hidden_act"),
+        constant("hidden_act", "xielu"),
+        ATTENTION_BIAS,
+    )
     fixed = {
         **LLAMA_LIKE,
         "gated_linear_unit": False,

@@ -12,12 +12,18 @@ class BambaBridge(DecoderBridge):
             "attn_layer_indices",
             "mamba_layers",
             default=None,
-            to=lambda found, config: [int(layer not in (found or ())) for layer in range(config["num_hidden_layers"])],
-            back=lambda layers, _: [index for index, mixer in enumerate(layers) if not mixer] or None,
+            to=lambda found, config: [
+                int(layer not in (found or ())) for layer in range(config["num_hidden_layers"])
+            ],
+            back=lambda layers, _: (
+                [index for index, mixer in enumerate(layers) if not mixer] or None
+            ),
         ),
     )
     fixed = {**LLAMA_LIKE, **ONE_GROUP}
-    irrelevant = dict.fromkeys(("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb"))
+    irrelevant = dict.fromkeys(
+        ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient", "attn_rotary_emb")
+    )
     irrelevant |= dict.fromkeys(("mamba_dt_rank", "use_mamba_kernels"))  # published, and not read
     weights = (
         ends(norm="model.final_layernorm"),

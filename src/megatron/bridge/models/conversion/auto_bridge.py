@@ -46,7 +46,9 @@ from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError
 
-Chunks = nn.Module | Sequence[nn.Module]  # this rank's chunks, wrapped or not: a list or a single chunk
+Chunks = (
+    nn.Module | Sequence[nn.Module]
+)  # this rank's chunks, wrapped or not: a list or a single chunk
 
 
 class AutoBridge(AdapterCalls):
@@ -62,7 +64,9 @@ class AutoBridge(AdapterCalls):
         self._noted: set[str] = set()
 
     @classmethod
-    def from_hf_pretrained(cls, path: str | Path, trust_remote_code: bool = False, **options: Any) -> "AutoBridge":
+    def from_hf_pretrained(
+        cls, path: str | Path, trust_remote_code: bool = False, **options: Any
+    ) -> "AutoBridge":
         """Create a bridge for the model in a local directory or on the hub; weights are read when they are needed.
 
         Args:
@@ -73,7 +77,9 @@ class AutoBridge(AdapterCalls):
         Raises:
             UserError: the path has no model, or the architecture is not supported.
         """
-        return cls(PreTrainedCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **options))
+        return cls(
+            PreTrainedCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+        )
 
     @classmethod
     def from_hf_config(cls, config: Any) -> "AutoBridge":
@@ -103,7 +109,9 @@ class AutoBridge(AdapterCalls):
     def hf_config(self) -> Any:
         return getattr(self.hf_pretrained, "config", self.hf_pretrained)
 
-    def to_megatron_provider(self, load_weights: bool = True, hf_path: str | Path | None = None) -> Any:
+    def to_megatron_provider(
+        self, load_weights: bool = True, hf_path: str | Path | None = None
+    ) -> Any:
         """Return the provider of the Megatron model.
 
         Args:
@@ -119,12 +127,16 @@ class AutoBridge(AdapterCalls):
             provider.mtp_num_layers = None
             self._note(mtp_layers.DECLARED_ONLY, self._weights(hf_path).model_name_or_path)
         if load_weights:
-            self._weights(hf_path)  # raises an error now if there are no weights, not after the model is built
+            self._weights(
+                hf_path
+            )  # raises an error now if there are no weights, not after the model is built
 
             def load_hf_weights(chunks: list[Any]) -> None:
                 self.load_hf_weights(chunks, hf_path)
 
-            provider.register_pre_wrap_hook(PreWrapHook(load_hf_weights, fills_every_parameter=True))
+            provider.register_pre_wrap_hook(
+                PreWrapHook(load_hf_weights, fills_every_parameter=True)
+            )
         return provider
 
     def lacks_mtp_layers(self, hf_path: str | Path | None = None, download: bool = False) -> bool:
@@ -134,7 +146,9 @@ class AutoBridge(AdapterCalls):
             hf_path: model with the weights; None uses this bridge's own model.
             download: download the weights if necessary; otherwise weights that are not local count as complete.
         """
-        if self._mtp_layers is None or not (hf_path or isinstance(self.hf_pretrained, PreTrainedCausalLM)):
+        if self._mtp_layers is None or not (
+            hf_path or isinstance(self.hf_pretrained, PreTrainedCausalLM)
+        ):
             return False
         pretrained = self._weights(hf_path)
         names = pretrained.stored_names or (pretrained.state.entries if download else None)
@@ -144,7 +158,11 @@ class AutoBridge(AdapterCalls):
     def hf_config_of(provider: Any) -> dict[str, Any] | None:
         """Return the Hugging Face config of a bridge's provider, with later changes; None for other providers."""
         source = provider.declared.hf_config
-        return None if source is None else bridge_for(source).config_of(provider.declared, as_dict(source))
+        return (
+            None
+            if source is None
+            else bridge_for(source).config_of(provider.declared, as_dict(source))
+        )
 
     def to_megatron_model(
         self, load_weights: bool = True, hf_path: str | Path | None = None, **options: Any
@@ -153,7 +171,10 @@ class AutoBridge(AdapterCalls):
         return self.to_megatron_provider(load_weights, hf_path).provide_distributed_model(**options)
 
     def load_hf_weights(
-        self, model: Chunks, hf_path: str | Path | None = None, allowed_mismatched_params: Sequence[str] | None = None
+        self,
+        model: Chunks,
+        hf_path: str | Path | None = None,
+        allowed_mismatched_params: Sequence[str] | None = None,
     ) -> None:
         """Fill the parameters of ``model``; each rank reads only the slices that it needs.
 
@@ -167,7 +188,13 @@ class AutoBridge(AdapterCalls):
         """
         pretrained, plan = self._weights(hf_path), self.plan(model, hf_path)
         self._note_left_out(plan, pretrained.state)
-        load.load(self._bridge, plan, pretrained.state, pretrained.declared_dtype, allowed_mismatched_params)
+        load.load(
+            self._bridge,
+            plan,
+            pretrained.state,
+            pretrained.declared_dtype,
+            allowed_mismatched_params,
+        )
 
     def export_hf_weights(
         self,
@@ -199,11 +226,17 @@ class AutoBridge(AdapterCalls):
         """
         dtype = to_dtype(weight_dtype)
         source = self._export_source(model)
-        plan = self._export_plan(model, source) if conversion_tasks is None else Plan(tuple(conversion_tasks))
+        plan = (
+            self._export_plan(model, source)
+            if conversion_tasks is None
+            else Plan(tuple(conversion_tasks))
+        )
         plan = peft_format.merging(plan) if merge_adapter_weights else plan
         stream = buckets.stream(self._bridge, plan, source, cpu, bucket_bytes)
         total = len(plan.hf_names) + len(plan.ties)
-        for task, (name, weight) in console.track(stream, "Exporting", total=total, show=show_progress):
+        for task, (name, weight) in console.track(
+            stream, "Exporting", total=total, show=show_progress
+        ):
             found = weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
             named = HFWeightTuple(name, found)
             yield HFWeightTriple(*named, task.global_param_name) if with_megatron_names else named
@@ -246,9 +279,18 @@ class AutoBridge(AdapterCalls):
         """
         folder = Path(path)
         history = history or side_files.history_of(model, merge_adapter_weights)
-        options = SaveOptions.of_keywords(strict, weight_dtype, distributed_save, save_every_n_ranks, folder)
+        options = SaveOptions.of_keywords(
+            strict, weight_dtype, distributed_save, save_every_n_ranks, folder
+        )
         self._save_pretrained(
-            model, folder, show_progress, source_path, options, history, merge_adapter_weights, overwrite=overwrite
+            model,
+            folder,
+            show_progress,
+            source_path,
+            options,
+            history,
+            merge_adapter_weights,
+            overwrite=overwrite,
         )
 
     def save_hf_weights(
@@ -265,10 +307,14 @@ class AutoBridge(AdapterCalls):
     ) -> None:
         """Write only the weights and their index; see ``save_hf_pretrained``."""
         folder = Path(path)
-        options = SaveOptions.of_keywords(strict, weight_dtype, distributed_save, save_every_n_ranks, folder)
+        options = SaveOptions.of_keywords(
+            strict, weight_dtype, distributed_save, save_every_n_ranks, folder
+        )
         with side_files.published(folder, overwrite) as staging:
             source = self._export_source(model)
-            self._save_weights(model, staging, source, options, merge_adapter_weights, show_progress)
+            self._save_weights(
+                model, staging, source, options, merge_adapter_weights, show_progress
+            )
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
 
@@ -290,7 +336,11 @@ class AutoBridge(AdapterCalls):
 
     @classmethod
     def import_ckpt(
-        cls, hf_model_id: str | Path, megatron_path: str | Path, show_progress: bool = True, **options: Any
+        cls,
+        hf_model_id: str | Path,
+        megatron_path: str | Path,
+        show_progress: bool = True,
+        **options: Any,
     ) -> None:
         """Convert a Hugging Face model to a Megatron checkpoint; see ``save_megatron_checkpoint``.
 
@@ -300,14 +350,18 @@ class AutoBridge(AdapterCalls):
             show_progress: show a progress bar on rank 0.
             **options: options of ``from_hf_pretrained``, and parallel sizes for the conversion.
         """
-        layout = {name: options.pop(name) for name in stored_provider.ONE_PROCESS if name in options}
+        layout = {
+            name: options.pop(name) for name in stored_provider.ONE_PROCESS if name in options
+        }
         bridge = cls.from_hf_pretrained(hf_model_id, **options)
         provider = bridge.to_megatron_provider(load_weights=False)
         for name, value in layout.items():
             setattr(provider, name, value)
         bridge.save_megatron_checkpoint(provider, megatron_path, show_progress)
 
-    def save_megatron_checkpoint(self, provider: Any, path: str | Path, show_progress: bool = True) -> None:
+    def save_megatron_checkpoint(
+        self, provider: Any, path: str | Path, show_progress: bool = True
+    ) -> None:
         """Write this bridge's weights as a Megatron checkpoint of the model that ``provider`` describes.
 
         Each rank converts a few parameters of its part at a time, so the full model is never in memory. The files equal
@@ -352,11 +406,20 @@ class AutoBridge(AdapterCalls):
             mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
         """
-        chunks, stored = streaming.stored_model(megatron_path, mp_overrides, self.to_megatron_provider)
+        chunks, stored = streaming.stored_model(
+            megatron_path, mp_overrides, self.to_megatron_provider
+        )
         history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
         options = SaveOptions(strict, folder=Path(hf_path))
         self._save_pretrained(
-            chunks, Path(hf_path), show_progress, source_path, options, history, stored=stored, overwrite=overwrite
+            chunks,
+            Path(hf_path),
+            show_progress,
+            source_path,
+            options,
+            history,
+            stored=stored,
+            overwrite=overwrite,
         )
 
     def export_stored_weights(
@@ -371,13 +434,19 @@ class AutoBridge(AdapterCalls):
         Yields:
             (param_name, weight), in the order of the model.
         """
-        chunks, stored = streaming.stored_model(megatron_path, mp_overrides, self.to_megatron_provider)
+        chunks, stored = streaming.stored_model(
+            megatron_path, mp_overrides, self.to_megatron_provider
+        )
         source = self._export_source(chunks)
         plan = self._export_plan(chunks, source)
-        stream = buckets.stream(self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks))
+        stream = buckets.stream(
+            self._bridge, plan, source, cpu=True, tasks=stored.filled(plan.tasks)
+        )
         yield from (named for _, named in stream)
 
-    def save_megatron_model(self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None) -> None:
+    def save_megatron_model(
+        self, model: Chunks, path: str | Path, hf_tokenizer_path: str | Path | None = None
+    ) -> None:
         """Save the weights of all ranks as a Megatron checkpoint that loads under any parallel layout.
 
         Args:
@@ -413,7 +482,9 @@ class AutoBridge(AdapterCalls):
                 "torch.distributed.destroy_process_group() when the model is no longer needed"
             )
         provider = stored_provider.read_for_layout(path, mp_overrides)
-        return provider.provide_distributed_model(**options, pre_wrap_hook=stored_provider.load_hook(path))
+        return provider.provide_distributed_model(
+            **options, pre_wrap_hook=stored_provider.load_hook(path)
+        )
 
     def plan(self, model: Chunks, hf_path: str | Path | None = None) -> Plan:
         """Return the plan, which lists how each tensor is converted and covers all tensors of both sides.
@@ -424,12 +495,20 @@ class AutoBridge(AdapterCalls):
         return self._export_plan(model, self._source(hf_path))
 
     def get_conversion_tasks(
-        self, model: Chunks | None = None, hf_path: str | Path | None = None, *, megatron_model: Chunks | None = None
+        self,
+        model: Chunks | None = None,
+        hf_path: str | Path | None = None,
+        *,
+        megatron_model: Chunks | None = None,
     ) -> list[WeightConversionTask]:
         """Return the tasks of ``plan``, equal on every rank; ``megatron_model`` is another name for ``model``."""
         if (model is None) == (megatron_model is None):
-            raise UserError("get_conversion_tasks takes either model or megatron_model: give this rank's chunks")
-        return list(self.plan(cast(Chunks, megatron_model if model is None else model), hf_path).tasks)
+            raise UserError(
+                "get_conversion_tasks takes either model or megatron_model: give this rank's chunks"
+            )
+        return list(
+            self.plan(cast(Chunks, megatron_model if model is None else model), hf_path).tasks
+        )
 
     @property
     def mapping_registry(self) -> Any:
@@ -471,7 +550,11 @@ class AutoBridge(AdapterCalls):
         return None if getattr(config, "mtp_num_layers", None) else self._mtp_layers
 
     def _note_left_out(self, plan: Plan, source: SafetensorsCheckpoint | None) -> None:
-        if source is not None and self._mtp_layers is not None and self._mtp_layers.are_in(plan.buffers):
+        if (
+            source is not None
+            and self._mtp_layers is not None
+            and self._mtp_layers.are_in(plan.buffers)
+        ):
             self._note(mtp_layers.LEFT_OUT, source.directory)
 
     def _note(self, what: str, where: str | Path) -> None:
@@ -484,7 +567,9 @@ class AutoBridge(AdapterCalls):
         if hf_path is not None:
             return PreTrainedCausalLM(hf_path)
         if not isinstance(self.hf_pretrained, PreTrainedCausalLM):
-            raise UserError("this bridge has a config and no weights: give hf_path, or load_weights=False")
+            raise UserError(
+                "this bridge has a config and no weights: give hf_path, or load_weights=False"
+            )
         return self.hf_pretrained
 
     def _source(self, path: str | Path | None) -> SafetensorsCheckpoint | None:
@@ -492,7 +577,9 @@ class AutoBridge(AdapterCalls):
             return None
         return self._weights(path).state
 
-    def _export_source(self, model: Chunks, path: str | Path | None = None) -> SafetensorsCheckpoint | None:
+    def _export_source(
+        self, model: Chunks, path: str | Path | None = None
+    ) -> SafetensorsCheckpoint | None:
         """Return the weights that an export imitates, if they are local or tensors must be copied from them."""
         if path is None and not isinstance(self.hf_pretrained, PreTrainedCausalLM):
             return None
@@ -500,7 +587,11 @@ class AutoBridge(AdapterCalls):
         names, left_out = pretrained.stored_names, self._left_out(provider)
         carried: Any = self._bridge.carried_by(provider, {})
         carried = carried or (left_out is not None and (names is None or left_out.are_in(names)))
-        return pretrained.state if carried or on_first_rank(lambda: pretrained.has_weights_here) else None
+        return (
+            pretrained.state
+            if carried or on_first_rank(lambda: pretrained.has_weights_here)
+            else None
+        )
 
     def _save_pretrained(
         self,
@@ -520,7 +611,9 @@ class AutoBridge(AdapterCalls):
             options = replace(options, declared=pretrained.declared_dtype)
         with side_files.published(path, overwrite) as staging:
             self._save_weights(model, staging, source, options, merge, show_progress, stored)
-            described = self._as_in_source(stored_provider.provider_of(model), source, options.strict)
+            described = self._as_in_source(
+                stored_provider.provider_of(model), source, options.strict
+            )
             about = (pretrained, staging, path.resolve().name, history, options.dtype)
             on_first_rank(lambda: side_files.write(self._bridge, described, *about))
         if show_progress:
@@ -538,7 +631,9 @@ class AutoBridge(AdapterCalls):
     ) -> None:
         plan = self._export_plan(model, source if options.strict else None)
         self._note_left_out(plan, source)
-        for pattern in self._bridge.carried_by(stored_provider.provider_of(model), source.entries if source else {}):
+        for pattern in self._bridge.carried_by(
+            stored_provider.provider_of(model), source.entries if source else {}
+        ):
             if all(patterns.match(pattern, name) is None for name in plan.buffers):
                 raise UserError(
                     f"{pattern} is not converted and must come from the model's source, which "
@@ -549,7 +644,9 @@ class AutoBridge(AdapterCalls):
         tracked = console.track(tasks, "Exporting", total=len(plan.tasks), show=show_progress)
         export.save(self._bridge, plan, staging, source, options, tracked)
 
-    def _as_in_source(self, provider: Any, source: SafetensorsCheckpoint | None, strict: bool) -> Any:
+    def _as_in_source(
+        self, provider: Any, source: SafetensorsCheckpoint | None, strict: bool
+    ) -> Any:
         """Return ``provider`` with the same multi-token prediction layers as the source."""
         left_out = self._left_out(provider)
         if left_out is not None and source is not None and (strict or not left_out.are_in(source)):
@@ -558,4 +655,8 @@ class AutoBridge(AdapterCalls):
 
 
 def _with_config(hf_pretrained: Any) -> Any:
-    return hf_pretrained if isinstance(hf_pretrained, PreTrainedCausalLM) else SimpleNamespace(config=hf_pretrained)
+    return (
+        hf_pretrained
+        if isinstance(hf_pretrained, PreTrainedCausalLM)
+        else SimpleNamespace(config=hf_pretrained)
+    )

@@ -10,7 +10,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from megatron.bridge.models.conversion.engine import stored_provider
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, architectures, bridge_for, function_fields
+from megatron.bridge.models.conversion.model_bridge import (
+    DecoderBridge,
+    architectures,
+    bridge_for,
+    function_fields,
+)
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -41,35 +46,60 @@ def _chosen(provider: Any, architecture: str | None) -> str:
             raise UserError(f"--architecture {architecture} is not supported{hint}")
         if not _says(provider, architecture):
             others = ", ".join(architectures_of(provider)) or "no architecture does"
-            raise UserError(f"--architecture {architecture} does not compute what this model does; use {others}")
+            raise UserError(
+                f"--architecture {architecture} does not compute what this model does; use {others}"
+            )
         return architecture
     found = architectures_of(provider)
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UserError("no Hugging Face architecture computes what this model does: give --hf-model")
-    raise UserError(f"{', '.join(found)} compute what this model does: choose one with --architecture {found[0]}")
+        raise UserError(
+            "no Hugging Face architecture computes what this model does: give --hf-model"
+        )
+    raise UserError(
+        f"{', '.join(found)} compute what this model does: choose one with --architecture {found[0]}"
+    )
 
 
 def _says(provider: Any, architecture: str) -> bool:
     """Return whether a config of the architecture can describe the provider's model exactly."""
     bridge = bridge_for(SimpleNamespace(architectures=[architecture]))
-    if architecture not in _model_types() or not isinstance(bridge, DecoderBridge) or not bridge.can_say(provider):
+    if (
+        architecture not in _model_types()
+        or not isinstance(bridge, DecoderBridge)
+        or not bridge.can_say(provider)
+    ):
         return False
     try:
         config = _config(provider, architecture)
         again = bridge.provider_bridge(SimpleNamespace(config=config))
-    except (UserError, StrictDataclassError, TypeError, ValueError):  # values that the architecture cannot have
+    except (
+        UserError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ):  # values that the architecture cannot have
         return False
-    return all(getattr(again, name, None) == getattr(provider, name, None) for name in function_fields())
+    return all(
+        getattr(again, name, None) == getattr(provider, name, None) for name in function_fields()
+    )
 
 
 def _config(provider: Any, architecture: str) -> Any:
     from transformers import CONFIG_MAPPING
 
-    values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(provider)
+    values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(
+        provider
+    )
     kind: Any = CONFIG_MAPPING[_model_types()[architecture]]
-    dtype = torch.bfloat16 if provider.bf16 else torch.float16 if provider.fp16 else provider.params_dtype
+    dtype = (
+        torch.bfloat16
+        if provider.bf16
+        else torch.float16
+        if provider.fp16
+        else provider.params_dtype
+    )
     config = kind(**{**values, "dtype": dtype})
     for name in SPECIAL_TOKENS:  # the class defaults are those of published models
         with suppress(StrictDataclassError):

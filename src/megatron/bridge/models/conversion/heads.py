@@ -35,7 +35,9 @@ class HeadedClass(NamedTuple):
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
     """Return the description of ``architecture`` if it is a transformers class with a head."""
     causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
-    found = [head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture]
+    found = [
+        head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture
+    ]
     return HeadedClass(found[0], causal) if found and isinstance(causal, str) else None
 
 
@@ -60,10 +62,15 @@ def read(head: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the provider's attributes for a model of a class with ``head``."""
     if head is None:
         return {}
-    return {"head": head, "num_labels": None if head == "embedding" else len(config.get("id2label") or (0, 1))}
+    return {
+        "head": head,
+        "num_labels": None if head == "embedding" else len(config.get("id2label") or (0, 1)),
+    }
 
 
-def with_head(registry: MegatronMappingRegistry, config: Any, model_type: str | None) -> MegatronMappingRegistry:
+def with_head(
+    registry: MegatronMappingRegistry, config: Any, model_type: str | None
+) -> MegatronMappingRegistry:
     """Return ``registry`` with the head of the provider ``config`` in place of the output layer."""
     if getattr(config, "head", None) is None:
         return registry
@@ -81,22 +88,34 @@ def output_tensors(registry: MegatronMappingRegistry) -> frozenset[str]:
     return frozenset(name for mapping in outputs for name in mapping.hf_names)
 
 
-def without_prefix(registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]) -> MegatronMappingRegistry:
+def without_prefix(
+    registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
+) -> MegatronMappingRegistry:
     """Return ``registry`` for a checkpoint of the bare decoder, whose names lack the prefix ``model.``."""
     names = [name for mapping in registry.get_all_mappings() for name in mapping.hf_names]
-    prefix = next((name.partition(".")[0] + "." for name in names if ".layers." in name or ".h." in name), "")
-    bare = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
-    if any(name.startswith(prefix) for name in entries) or not any(n.partition(".")[0] in bare for n in entries):
+    prefix = next(
+        (name.partition(".")[0] + "." for name in names if ".layers." in name or ".h." in name), ""
+    )
+    bare = {
+        name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)
+    }
+    if any(name.startswith(prefix) for name in entries) or not any(
+        n.partition(".")[0] in bare for n in entries
+    ):
         return registry
     mappings = registry.get_all_mappings()
-    return MegatronMappingRegistry(*(it.renamed(str, lambda name: name.removeprefix(prefix)) for it in mappings))
+    return MegatronMappingRegistry(
+        *(it.renamed(str, lambda name: name.removeprefix(prefix)) for it in mappings)
+    )
 
 
 def changed_keys(provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return new values for the keys of a Hugging Face ``config`` that do not describe the head of ``provider``."""
     if getattr(provider, "head", None) is None:
         return {}
-    changed: dict[str, Any] = {"architectures": [architecture_of(provider.head, config.get("model_type"))]}
+    changed: dict[str, Any] = {
+        "architectures": [architecture_of(provider.head, config.get("model_type"))]
+    }
     names: list[str] | None = provider.label_names
     if (
         names is None

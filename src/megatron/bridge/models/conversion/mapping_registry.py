@@ -34,7 +34,9 @@ class MegatronMappingRegistry:
         if twice:
             raise ValueError(f"mapped more than once: {', '.join(twice)}")
         # most names contain a layer index; the others are looked up directly
-        self._exact = {m.megatron_param: m for m in mappings if patterns.is_concrete(m.megatron_param)}
+        self._exact = {
+            m.megatron_param: m for m in mappings if patterns.is_concrete(m.megatron_param)
+        }
         self._wild = [m for m in mappings if not patterns.is_concrete(m.megatron_param)]
         self._candidates: dict[str, list[MegatronParamMapping]] = {}
 
@@ -52,7 +54,9 @@ class MegatronMappingRegistry:
         """Return the mappings that may match, cached for names that differ only in layer and expert."""
         kind = _NUMBER.sub("0", megatron_param)
         if kind not in self._candidates:
-            self._candidates[kind] = [m for m in self._wild if patterns.match(_kind(m.megatron_param), kind)]
+            self._candidates[kind] = [
+                m for m in self._wild if patterns.match(_kind(m.megatron_param), kind)
+            ]
         return self._candidates[kind]
 
     def hf_to_megatron_lookup(self, hf_param: str) -> MegatronParamMapping | None:
@@ -76,7 +80,8 @@ class MegatronMappingRegistry:
         width = max((len(m.megatron_param) for m in self._mappings), default=0)
         kinds = max((len(type(m).__name__) for m in self._mappings), default=0)
         return "\n".join(
-            f"{m.megatron_param:<{width}}  {type(m).__name__:<{kinds}}  {', '.join(m.hf_names)}" for m in self._mappings
+            f"{m.megatron_param:<{width}}  {type(m).__name__:<{kinds}}  {', '.join(m.hf_names)}"
+            for m in self._mappings
         )
 
     def __len__(self) -> int:

@@ -84,7 +84,11 @@ class MegatronModelBridge:
     override the ``maybe_modify`` hooks.
     """
 
-    buffers: ClassVar[tuple[str, ...]] = ("**.rotary_emb.inv_freq", "**.masked_bias", "**.attn.bias")
+    buffers: ClassVar[tuple[str, ...]] = (
+        "**.rotary_emb.inv_freq",
+        "**.masked_bias",
+        "**.attn.bias",
+    )
     """Tensors of old checkpoints that are recomputed instead of loaded; an export writes them only if the source has
     them."""
     copies: ClassVar[Mapping[str, str]] = {}
@@ -114,7 +118,9 @@ class MegatronModelBridge:
             if issubclass(declared, DecoderBridge):
                 refuse(_unknown_settings(declared, provider or GPTModelProvider))
             own = bridge.__module__.startswith(_OWN_FAMILIES)
-            if not (own and name in _REGISTRY):  # a user's bridge has priority, regardless of the import order
+            if not (
+                own and name in _REGISTRY
+            ):  # a user's bridge has priority, regardless of the import order
                 _REGISTRY[name] = Registration(bridge, target, provider, model_type)
             return bridge
 
@@ -162,23 +168,36 @@ class MegatronModelBridge:
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return new values for the keys of ``hf_config`` that no longer describe ``provider``."""
         now = self.megatron_to_hf_config(provider)
-        return {key: value for key, value in now.items() if key in hf_config and hf_config[key] != value}
+        return {
+            key: value for key, value in now.items() if key in hf_config and hf_config[key] != value
+        }
 
     def config_of(self, provider: Any, source: Mapping[str, Any]) -> dict[str, Any]:
         """Return the Hugging Face config ``source``, updated to describe ``provider``, which may have changed."""
         known = self.megatron_to_hf_config(provider)
-        lists: dict[str, Any] = {key: value for key, value in known.items() if isinstance(value, list)}
+        lists: dict[str, Any] = {
+            key: value for key, value in known.items() if isinstance(value, list)
+        }
         now: dict[str, Any] = {**source, **self.changed_config(provider, source), **lists}
-        return {key: value for key, value in now.items() if key in known or not _is_derived(key, value, source)}
+        return {
+            key: value
+            for key, value in now.items()
+            if key in known or not _is_derived(key, value, source)
+        }
 
-    def maybe_modify_loaded_hf_weight(self, hf_param: HFWeight, hf_state_dict: Mapping[str, Tensor]) -> Any:
+    def maybe_modify_loaded_hf_weight(
+        self, hf_param: HFWeight, hf_state_dict: Mapping[str, Tensor]
+    ) -> Any:
         """Return the tensor to load for ``hf_param``, or tensors by role."""
         if isinstance(hf_param, str):
             return hf_state_dict[hf_param]
         return {role: hf_state_dict[name] for role, name in hf_param.items()}
 
     def maybe_modify_converted_hf_weight(
-        self, task: WeightConversionTask, converted_weights_dict: dict[str, Tensor], hf_state_dict: Mapping[str, Tensor]
+        self,
+        task: WeightConversionTask,
+        converted_weights_dict: dict[str, Tensor],
+        hf_state_dict: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """Return the tensors to export for ``task``; ``hf_state_dict`` is the source's, or empty without a source."""
         del task, hf_state_dict
@@ -219,7 +238,11 @@ class DecoderBridge(MegatronModelBridge):
         """
         try:
             config = without_quantization(as_dict(hf_pretrained.config))
-            irrelevant = {**IRRELEVANT, **(heads.IRRELEVANT_WITH_HEAD if self.head else {}), **self.irrelevant}
+            irrelevant = {
+                **IRRELEVANT,
+                **(heads.IRRELEVANT_WITH_HEAD if self.head else {}),
+                **self.irrelevant,
+            }
             values = config_fields.read_all(self.fields, config, irrelevant, _key_hint)
         except UserError as error:
             raise UserError(f"config of {self._architecture}: {error}") from error
@@ -231,7 +254,9 @@ class DecoderBridge(MegatronModelBridge):
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
         registry = _registry(block(config) if callable(block) else block for block in self.weights)
-        return heads.with_head(registry, config, self.registration.model_type if self.registration else None)
+        return heads.with_head(
+            registry, config, self.registration.model_type if self.registration else None
+        )
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
@@ -245,7 +270,11 @@ class DecoderBridge(MegatronModelBridge):
         known: dict[str, Any] = {"architectures": [self._architecture]}
         if registration is not None and registration.model_type:
             known["model_type"] = registration.model_type
-        return {**known, **config_fields.write_all(self.fields, provider), **heads.changed_keys(provider, known)}
+        return {
+            **known,
+            **config_fields.write_all(self.fields, provider),
+            **heads.changed_keys(provider, known),
+        }
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys whose meaning changed, so that a synonym in the source stays as it is.
@@ -268,9 +297,19 @@ class DecoderBridge(MegatronModelBridge):
     def _unsaid(self, provider: Any) -> list[str]:
         """Return settings that this architecture cannot express, as ``name=value``."""
         said = {name for field in self.fields for name in field.names}
-        implied = {field.name: field.default for field in dataclasses.fields(self._provider)} | self.fixed
-        names = (name for name in sorted(function_fields() - said) if name in implied and hasattr(provider, name))
-        return [f"{name}={value!r}" for name in names if (value := getattr(provider, name)) != implied[name]]
+        implied = {
+            field.name: field.default for field in dataclasses.fields(self._provider)
+        } | self.fixed
+        names = (
+            name
+            for name in sorted(function_fields() - said)
+            if name in implied and hasattr(provider, name)
+        )
+        return [
+            f"{name}={value!r}"
+            for name in names
+            if (value := getattr(provider, name)) != implied[name]
+        ]
 
     @property
     def _architecture(self) -> str:
@@ -292,7 +331,12 @@ def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
     for key, values in cast("dict[str, Any]", bridge.irrelevant).items():
         if not (values is None or isinstance(values, tuple)):
             yield f"irrelevant[{key!r}]={values!r} must be a tuple of harmless values, ({values!r},), or None"
-    read = [(f.hf, name) for f in cast("tuple[Any, ...]", bridge.fields) if isinstance(f, Field) for name in f.names]
+    read = [
+        (f.hf, name)
+        for f in cast("tuple[Any, ...]", bridge.fields)
+        if isinstance(f, Field)
+        for name in f.names
+    ]
     for key, name in dict.fromkeys(pair for pair in read if read.count(pair) > 1):
         yield f"fields reads {key!r} twice into {name}: replace the first field with override(fields, own)"
 
@@ -308,8 +352,21 @@ def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[st
 
 # attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
 _OF_TRAINING = {
-    *("params_dtype", "bf16", "fp16", "seq_length", "should_pad_vocab", "make_vocab_size_divisible_by"),
-    *("attention_dropout", "hidden_dropout", "embedding_dropout", "init_method_std", "mtp_num_layers"),
+    *(
+        "params_dtype",
+        "bf16",
+        "fp16",
+        "seq_length",
+        "should_pad_vocab",
+        "make_vocab_size_divisible_by",
+    ),
+    *(
+        "attention_dropout",
+        "hidden_dropout",
+        "embedding_dropout",
+        "init_method_std",
+        "mtp_num_layers",
+    ),
     *("mamba_first_step_min", "mamba_first_step_max", "mamba_first_step_floor"),
     *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_router_dtype"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
@@ -321,7 +378,9 @@ def function_fields() -> frozenset[str]:
     """Return the provider attributes that bridges set and that change what a trained model computes."""
     _load_families()
     bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
-    told = {name for fields in declared_fields().values() for field in fields for name in field.names}
+    told = {
+        name for fields in declared_fields().values() for field in fields for name in field.names
+    }
     return frozenset(told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
 
 
@@ -336,7 +395,11 @@ def declared_bridges() -> dict[str, type[DecoderBridge]]:
 
 
 def families_that_read(key: str) -> list[str]:
-    return [name for name, fields in declared_fields().items() if any(field.hf == key for field in fields)]
+    return [
+        name
+        for name, fields in declared_fields().items()
+        if any(field.hf == key for field in fields)
+    ]
 
 
 def declared_fields() -> dict[str, tuple[Field, ...]]:
@@ -357,7 +420,9 @@ def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
     return MegatronMappingRegistry(*(mapping for block in blocks for mapping in block))
 
 
-def register_bridge(architecture: str, *, provider: Any = None, model_type: str | None = None) -> Callable[[B], B]:
+def register_bridge(
+    architecture: str, *, provider: Any = None, model_type: str | None = None
+) -> Callable[[B], B]:
     """Register a built-in family's bridge by name; see ``MegatronModelBridge.register_bridge``."""
     return MegatronModelBridge.register_bridge(
         source=architecture, target=GPTModel, provider=provider, model_type=model_type
@@ -404,7 +469,9 @@ def bridge_for(config: Any) -> MegatronModelBridge:
     """
     names = list(map(registered_name, getattr(config, "architectures", None) or ()))
     if not names:
-        raise UserError("the config names no architecture: add `architectures`, such as ['LlamaForCausalLM']")
+        raise UserError(
+            "the config names no architecture: add `architectures`, such as ['LlamaForCausalLM']"
+        )
     known = architectures()
     for name in names:
         headed = None if name in known else _headed(name, config)
@@ -430,23 +497,33 @@ def is_known(config: Any) -> bool:
 def registered_name(architecture: str) -> str:
     """Return the registered name that differs only in case: Microsoft writes PhiMoE, transformers Phimoe."""
     spelled = {name.lower(): name for name in architectures()}
-    return architecture if architecture in _REGISTRY else spelled.get(architecture.lower(), architecture)
+    return (
+        architecture
+        if architecture in _REGISTRY
+        else spelled.get(architecture.lower(), architecture)
+    )
 
 
 def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
     """Return the description of a class with a head if the bridge of its decoder is declarative."""
     found = heads.headed_class(architecture, getattr(config, "model_type", None))
-    if found is None or found.causal.endswith("ForConditionalGeneration"):  # models with images are more than a decoder
+    if found is None or found.causal.endswith(
+        "ForConditionalGeneration"
+    ):  # models with images are more than a decoder
         return None
     return found if found.causal in declared_bridges() else None
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:
     """Return whether transformers derives the key: a value per layer, or the rotated width of latent attention."""
-    per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get("num_hidden_layers")
+    per_layer = isinstance(value, list) and len(cast("list[Any]", value)) == config.get(
+        "num_hidden_layers"
+    )
     return per_layer or (key in ("head_dim", "qk_head_dim") and "qk_rope_head_dim" in config)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
     """Return a Hugging Face config, or a plain mapping, as a dict."""
-    return dict(cast(Mapping[str, Any], config)) if isinstance(config, Mapping) else config.to_dict()
+    return (
+        dict(cast(Mapping[str, Any], config)) if isinstance(config, Mapping) else config.to_dict()
+    )

@@ -17,7 +17,12 @@ def infer_target_modules_from_adapter_weights(adapter_weight_names: Iterable[str
         >>> infer_target_modules_from_adapter_weights(["model.layers.0.self_attn.q_proj.lora_A.weight"])
         ['q_proj']
     """
-    modules = (name.removesuffix(end) for name in adapter_weight_names for end in _ENDS if name.endswith(end))
+    modules = (
+        name.removesuffix(end)
+        for name in adapter_weight_names
+        for end in _ENDS
+        if name.endswith(end)
+    )
     return sorted({module.rpartition(".")[2] for module in modules})
 
 
@@ -29,7 +34,9 @@ def build_adapter_config_dict(
 ) -> dict[str, Any]:
     """Return the ``adapter_config.json`` that ``peft.PeftModel.from_pretrained`` needs for adapters."""
     is_dora = type(peft_config).__name__ == "DoRA"
-    described = Described(peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout)
+    described = Described(
+        peft_config.dim, peft_config.alpha, peft_config.use_rslora, is_dora, peft_config.dropout
+    )
     return {
         **peft_format.config_of(described, base_model_name_or_path),
         "target_modules": list(target_modules),

@@ -19,7 +19,9 @@ from megatron.bridge.utils.storage_paths import url_of
 
 def is_megatron_checkpoint(name: str | Path) -> bool:
     """Return whether ``name`` is a directory in Megatron's format; other names belong to Hugging Face models."""
-    return not is_hf_model(name) and (url_of(storage.local(name)) is not None or Path(name).is_dir())
+    return not is_hf_model(name) and (
+        url_of(storage.local(name)) is not None or Path(name).is_dir()
+    )
 
 
 def local_weights(name: str | Path) -> Path:
@@ -65,7 +67,9 @@ def declared_provider(folder: Path) -> Any:
 def provider_of(name: str, trust_remote_code: bool = False) -> Any:
     """Return the provider of ``name``, a directory in either format or a hub id; it also loads the weights."""
     if not is_megatron_checkpoint(name):
-        return AutoBridge.from_hf_pretrained(name, trust_remote_code=trust_remote_code).to_megatron_provider()
+        return AutoBridge.from_hf_pretrained(
+            name, trust_remote_code=trust_remote_code
+        ).to_megatron_provider()
     provider = stored_provider.read(name)
     provider.register_pre_wrap_hook(stored_provider.load_hook(name))
     return provider

@@ -22,7 +22,15 @@ class DeepseekV2Bridge(DecoderBridge):
 class DeepseekV3Bridge(DecoderBridge):
     """DeepSeek-V3, R1, Kimi K2 and Moonlight: latent attention, sigmoid routing, multi-token prediction."""
 
-    fields = (*LATENT, *ROUTED_AND_SHARED, *GROUPS, NORM_SIGMOIDS, *BALANCING, DENSE_BEFORE_SPARSE, NEXT_TOKENS)
+    fields = (
+        *LATENT,
+        *ROUTED_AND_SHARED,
+        *GROUPS,
+        NORM_SIGMOIDS,
+        *BALANCING,
+        DENSE_BEFORE_SPARSE,
+        NEXT_TOKENS,
+    )
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
     irrelevant = {**UNSPOKEN, **ONLY_SIGMOIDS}
     weights = (ends(), *_LAYER, mtp(*_LAYER))
@@ -33,7 +41,10 @@ class DeepseekV3Bridge(DecoderBridge):
 class DeepseekV32Bridge(DeepseekV3Bridge):
     """DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose keys an indexer chooses."""
 
-    fields = (*(*LATENT, *INDEXER, *ROUTED_AND_SHARED, *GROUPS, *SPARSE_AFTER_DENSE), *(NORM_SIGMOIDS, NEXT_TOKENS))
+    fields = (
+        *(*LATENT, *INDEXER, *ROUTED_AND_SHARED, *GROUPS, *SPARSE_AFTER_DENSE),
+        *(NORM_SIGMOIDS, NEXT_TOKENS),
+    )
     fixed = {**SPARSE_LIKE, **SIGMOID_ROUTING}
     weights = (ends(), *_INDEXED_LAYER, mtp(*_INDEXED_LAYER))
 

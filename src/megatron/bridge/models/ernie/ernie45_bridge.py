@@ -12,13 +12,18 @@ class Ernie45Bridge(DecoderBridge):
     fields = (*DENSE, ALL_BIASES)
     fixed = {**LLAMA_LIKE, "rotary_interleaved": True}
     # transformers has no dropout; the others tell of the training code
-    irrelevant = dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob", "compression_ratio"))
+    irrelevant = dict.fromkeys(
+        ("attention_probs_dropout_prob", "hidden_dropout_prob", "compression_ratio")
+    )
     weights = (ends(), attention(), mlp())
 
 
 _ROUTER = (
     ReplicatedMapping("decoder.layers.*.mlp.router.weight", "model.layers.*.mlp.gate.weight"),
-    OneRowMapping("decoder.layers.*.mlp.router.expert_bias", "model.layers.*.mlp.moe_statics.e_score_correction_bias"),
+    OneRowMapping(
+        "decoder.layers.*.mlp.router.expert_bias",
+        "model.layers.*.mlp.moe_statics.e_score_correction_bias",
+    ),
 )
 
 

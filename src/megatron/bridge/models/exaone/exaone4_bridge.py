@@ -41,6 +41,12 @@ class ExaoneMoeBridge(DecoderBridge):
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     }
-    weights = (ends(), attention(qk_norm=True), *DENSE_OR_SPARSE[:1], router(correction_in="mlp"), *DENSE_OR_SPARSE[2:])
+    weights = (
+        ends(),
+        attention(qk_norm=True),
+        *DENSE_OR_SPARSE[:1],
+        router(correction_in="mlp"),
+        *DENSE_OR_SPARSE[2:],
+    )
     # transformers leaves the layer of multi-token prediction out: its tensors are carried over
     buffers = (*MegatronModelBridge.buffers, "mtp.**")

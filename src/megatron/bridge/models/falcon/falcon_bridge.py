@@ -15,7 +15,9 @@ def _layer(config: Any) -> Block:
     }[config.parallel_residual]
     layers, names = "transformer.h.*", "self_attention"
     return (
-        *attention(layers, first, f"{names}.dense", fused="query_key_value", names=names, grouped=True),
+        *attention(
+            layers, first, f"{names}.dense", fused="query_key_value", names=names, grouped=True
+        ),
         *mlp(layers, second, gated=False, projections=("", "dense_h_to_4h", "dense_4h_to_h")),
     )
 
@@ -46,8 +48,14 @@ class FalconH1Bridge(DecoderBridge):
         *(constant(key, False) for key in ("attention_bias", "mlp_bias", "projectors_bias")),
     )
     fixed = {**LLAMA_LIKE, "add_bias_linear": False}
-    irrelevant = dict.fromkeys(("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep"))
-    irrelevant |= {"attn_layer_indices": (None,), "mamba_use_mlp": (True,), "mlp_expansion_factor": None}
+    irrelevant = dict.fromkeys(
+        ("mamba_expand", "mamba_chunk_size", "mamba_norm_before_gate", "num_logits_to_keep")
+    )
+    irrelevant |= {
+        "attn_layer_indices": (None,),
+        "mamba_use_mlp": (True,),
+        "mlp_expansion_factor": None,
+    }
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),

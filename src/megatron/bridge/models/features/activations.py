@@ -35,7 +35,10 @@ def xielu(x: Tensor) -> Tensor:
 
 
 def _xielu(x: Tensor, positive: Any, negative: Any, beta: Any, capped: Tensor) -> Tensor:
-    return torch.where(x > 0, positive * x * x, (torch.expm1(capped) - x) * (negative + beta)) + beta * x
+    return (
+        torch.where(x > 0, positive * x * x, (torch.expm1(capped) - x) * (negative + beta))
+        + beta * x
+    )
 
 
 class XIELU(nn.Module):
@@ -47,7 +50,9 @@ class XIELU(nn.Module):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         like: Any = {"dtype": config.params_dtype, "device": device}
         for name, value in (("alpha_p", _ALPHA), ("alpha_n", _ALPHA - _BETA)):
-            self.register_parameter(name, nn.Parameter(torch.full((1,), value, **like).expm1().log()))
+            self.register_parameter(
+                name, nn.Parameter(torch.full((1,), value, **like).expm1().log())
+            )
         for name, value in (("beta", _BETA), ("eps", _EPS)):
             self.register_buffer(name, torch.full((), value, **like))
 

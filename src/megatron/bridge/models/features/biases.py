@@ -32,7 +32,9 @@ def apply_biases(model: Any, config: Any) -> None:
         if name == "attention_output_bias" and wanted:
             continue
         if wanted and not config.add_bias_linear:
-            raise UserError(f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True")
+            raise UserError(
+                f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True"
+            )
         if wanted is False and config.add_bias_linear:
             for linear in _linears(model, name, keep_output=bool(config.attention_output_bias)):
                 _remove(linear, name)
@@ -44,7 +46,9 @@ def _add_to_output_projections(model: nn.Module, config: Any) -> None:
             linear: Any = layer.self_attention.linear_proj
             _refuse_transformer_engine(linear, "attention_output_bias")
             bias: Any = nn.Parameter(torch.zeros_like(linear.weight[:, 0]))
-            bias.sequence_parallel = config.sequence_parallel  # each rank adds it to its own positions
+            bias.sequence_parallel = (
+                config.sequence_parallel
+            )  # each rank adds it to its own positions
             bias.allreduce = True
             linear.bias = bias
 
@@ -55,7 +59,9 @@ def apply_output_bias(model: Any, config: Any) -> None:
     if not config.output_bias or output is None:
         return
     like = next(model.parameters())
-    zeros = torch.zeros(output.output_size_per_partition, dtype=config.params_dtype, device=like.device)
+    zeros = torch.zeros(
+        output.output_size_per_partition, dtype=config.params_dtype, device=like.device
+    )
     bias: Any = nn.Parameter(zeros)
     set_tensor_model_parallel_attributes(bias, True, 0, 1)
     bias.allreduce = True
@@ -84,4 +90,6 @@ def _remove(linear: nn.Module, name: str) -> None:
 
 def _refuse_transformer_engine(linear: nn.Module, name: str) -> None:
     if type(linear).__name__.startswith("TE"):
-        raise UserError(f"{name} cannot be set apart with backend='transformer_engine': set model.backend='torch'")
+        raise UserError(
+            f"{name} cannot be set apart with backend='transformer_engine': set model.backend='torch'"
+        )

@@ -43,7 +43,9 @@ def check(config: TransformerConfig) -> None:
 def _check_delta_nets(config: TransformerConfig) -> None:
     kind = config.experimental_attention_variant
     if kind == "dsa" and not config.multi_latent_attention:
-        raise UserError("experimental_attention_variant='dsa' is not supported without multi_latent_attention")
+        raise UserError(
+            "experimental_attention_variant='dsa' is not supported without multi_latent_attention"
+        )
     if kind in (None, "dsa"):
         if config.linear_attention_freq is not None:
             raise UserError(
@@ -52,7 +54,9 @@ def _check_delta_nets(config: TransformerConfig) -> None:
             )
         return
     if kind != "gated_delta_net":
-        raise UserError(f"experimental_attention_variant={kind!r} is not supported: 'gated_delta_net' and 'dsa' are")
+        raise UserError(
+            f"experimental_attention_variant={kind!r} is not supported: 'gated_delta_net' and 'dsa' are"
+        )
     if config.linear_attention_freq is None:
         raise UserError("linear_attention_freq is not set: say which layers have a gated delta net")
     pattern = linear_pattern(config)
@@ -74,8 +78,16 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
             "convolution sees tokens that another rank has"
         )
     is_mamba_1 = bool(getattr(config, "mamba_dt_rank", None))
-    check_split(config, [name for name in _SPLIT[layers] if not (is_mamba_1 and name == "mamba_state_dim")], layers)
-    others: dict[str, Any] = {**_OF_ATTENTION, "experimental_attention_variant": None, "mtp_num_layers": None}
+    check_split(
+        config,
+        [name for name in _SPLIT[layers] if not (is_mamba_1 and name == "mamba_state_dim")],
+        layers,
+    )
+    others: dict[str, Any] = {
+        **_OF_ATTENTION,
+        "experimental_attention_variant": None,
+        "mtp_num_layers": None,
+    }
     if layers == "mamba_layers":
         others["mamba_num_groups"] = 1
     else:
@@ -109,7 +121,9 @@ def exclude(config: Any, harmless: Mapping[str, Any], where: str, say_value: boo
 def _check_heads(config: TransformerConfig) -> None:
     keys, values = config.linear_num_key_heads or 0, config.linear_num_value_heads or 0
     if keys < 1 or values % keys:
-        raise UserError(f"linear_num_key_heads={keys} does not divide linear_num_value_heads={values}")
+        raise UserError(
+            f"linear_num_key_heads={keys} does not divide linear_num_value_heads={values}"
+        )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
     if keys % ranks:
         raise UserError(

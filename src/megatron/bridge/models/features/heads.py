@@ -21,7 +21,12 @@ class LinearForLastLayer(nn.Linear):
     """A head that maps hidden states [sequence, batch, hidden], gathered, to values in fp32."""
 
     def __init__(
-        self, input_size: int, output_size: int, *, sequence_parallel: bool = False, bias: bool = False
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        sequence_parallel: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__(input_size, output_size, bias=bias)
         self.sequence_parallel = sequence_parallel
@@ -30,7 +35,10 @@ class LinearForLastLayer(nn.Linear):
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(  # type: ignore[override]
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """(values [sequence, batch, output_size], no bias); the other arguments are those of an output layer."""
         del weight, runtime_gather_output
@@ -55,7 +63,10 @@ class HiddenStates(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """(states [sequence, batch, hidden], no bias); the other arguments are those of an output layer."""
         del weight, runtime_gather_output
@@ -64,7 +75,9 @@ class HiddenStates(nn.Module):
 
 
 def _whole_sequence(values: Tensor) -> Tensor:
-    return tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+    return tensor_parallel.gather_from_sequence_parallel_region(
+        values, tensor_parallel_output_grad=False
+    )
 
 
 def derive(config: Any) -> None:
@@ -78,7 +91,9 @@ def derive(config: Any) -> None:
             "classes, 1 for a reward model"
         )
     if config.head == "embedding" and config.num_labels is not None:
-        raise UserError(f"model.num_labels={config.num_labels} has no effect with model.head=embedding: unset it")
+        raise UserError(
+            f"model.num_labels={config.num_labels} has no effect with model.head=embedding: unset it"
+        )
     if config.label_names is not None and len(config.label_names) != config.num_labels:
         raise UserError(
             f"model.label_names has {len(config.label_names)} names, and model.num_labels is {config.num_labels}: "
@@ -87,7 +102,9 @@ def derive(config: Any) -> None:
     for name in ("mtp_num_layers", "use_mup", "vision"):
         if value := getattr(config, name, None):
             shown = value if isinstance(value, int) else "..."
-            raise UserError(f"model.head={config.head} does not go with model.{name}={shown}: unset one of them")
+            raise UserError(
+                f"model.head={config.head} does not go with model.{name}={shown}: unset one of them"
+            )
     config.share_embeddings_and_output_weights = False
 
 
@@ -99,7 +116,9 @@ def _refuse_settings_without_head(config: Any) -> None:
         ("contrastive_temperature", 0.05),
     ):
         if (value := getattr(config, name)) != unset:
-            raise UserError(f"model.{name}={value} has no effect without model.head: set model.head")
+            raise UserError(
+                f"model.{name}={value} has no effect without model.head: set model.head"
+            )
 
 
 def apply_head(model: nn.Module, config: Any) -> None:

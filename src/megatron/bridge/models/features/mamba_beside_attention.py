@@ -46,19 +46,25 @@ def derive(config: Any) -> None:
         return
     for name in config.mamba_beside_attention:
         if name not in MULTIPLIERS:
-            raise UserError(f"mamba_beside_attention has no multiplier {name}{did_you_mean(name, MULTIPLIERS)}")
+            raise UserError(
+                f"mamba_beside_attention has no multiplier {name}{did_you_mean(name, MULTIPLIERS)}"
+            )
     gated_delta_net.exclude(config, _EXCLUDED, f"with {_FIELD}")
     _check_sizes(config)
     factors = {**MULTIPLIERS, **config.mamba_beside_attention}
     if config.softmax_scale is None:
         width = config.kv_channels or config.hidden_size // config.num_attention_heads
-        config.softmax_scale = factors["attention_in_multiplier"] ** 2 * factors["key_multiplier"] * width**-0.5
+        config.softmax_scale = (
+            factors["attention_in_multiplier"] ** 2 * factors["key_multiplier"] * width**-0.5
+        )
 
 
 def _check_sizes(config: Any) -> None:
     groups = config.mamba_num_groups
     if (config.mamba_num_heads or 0) % groups:
-        raise UserError(f"mamba_num_groups={groups} does not divide mamba_num_heads={config.mamba_num_heads}")
+        raise UserError(
+            f"mamba_num_groups={groups} does not divide mamba_num_heads={config.mamba_num_heads}"
+        )
     names = ("mamba_num_heads", "mamba_state_dim" if groups == 1 else "mamba_num_groups")
     gated_delta_net.check_split(config, names, _FIELD)
 
@@ -75,17 +81,31 @@ def apply(model: nn.Module, config: Any) -> None:
             module.multipliers = (attention, factors["ssm_out_multiplier"])
             mixer: Any = module.mixer
             states = mixer.ngroups_local_tp * mixer.d_state
-            sizes = (mixer.d_inner_local_tp, mixer.d_inner_local_tp, states, states, mixer.nheads_local_tp)
+            sizes = (
+                mixer.d_inner_local_tp,
+                mixer.d_inner_local_tp,
+                states,
+                states,
+                mixer.nheads_local_tp,
+            )
             each = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
             mixer.in_proj.register_forward_hook(partial(_multiply, each, sizes))
         elif isinstance(module, MLP):
             width = config.ffn_hidden_size // config.tensor_model_parallel_size
-            module.get_submodule("linear_fc1").register_forward_hook(partial(_multiply, (gate, 1.0), (width, width)))
-            module.get_submodule("linear_fc2").register_forward_hook(partial(_multiply, (down,), (config.hidden_size,)))
+            module.get_submodule("linear_fc1").register_forward_hook(
+                partial(_multiply, (gate, 1.0), (width, width))
+            )
+            module.get_submodule("linear_fc2").register_forward_hook(
+                partial(_multiply, (down,), (config.hidden_size,))
+            )
 
 
 def _multiply(
-    factors: Sequence[float], sizes: Sequence[int], _module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]
+    factors: Sequence[float],
+    sizes: Sequence[int],
+    _module: nn.Module,
+    _inputs: Any,
+    outputs: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
     """Multiply parts of a linear layer's concatenated outputs."""
     out, bias = outputs

@@ -30,9 +30,13 @@ def apply_multipliers(model: nn.Module, config: Any) -> None:
     if config.embedding_dropout is not None and hasattr(model, "embedding"):
         model.get_submodule("embedding").embedding_dropout = nn.Dropout(config.embedding_dropout)
     if config.embedding_multiplier != 1.0 and hasattr(model, "embedding"):
-        model.get_submodule("embedding.word_embeddings").register_forward_hook(partial(_scale_embeddings, config))
+        model.get_submodule("embedding.word_embeddings").register_forward_hook(
+            partial(_scale_embeddings, config)
+        )
     if config.embedding_norm and hasattr(model, "embedding"):
-        model.get_submodule("embedding.word_embeddings").register_forward_hook(partial(_norm_embeddings, config))
+        model.get_submodule("embedding.word_embeddings").register_forward_hook(
+            partial(_norm_embeddings, config)
+        )
     changes = (config.logits_scaling, config.final_logit_softcapping) != (1.0, None)
     if changes and hasattr(model, "output_layer"):
         model.get_submodule("output_layer").register_forward_hook(partial(_change_logits, config))
@@ -49,7 +53,9 @@ def _norm_embeddings(config: Any, _module: nn.Module, _inputs: Any, embeddings: 
     return nn.functional.rms_norm(embeddings, embeddings.shape[-1:], eps=config.layernorm_epsilon)
 
 
-def _change_logits(config: Any, _module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _change_logits(
+    config: Any, _module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Any]
+) -> tuple[Tensor, Any]:
     (logits, bias), divisor, cap = outputs, config.logits_scaling, config.final_logit_softcapping
     logits = logits if divisor == 1.0 else logits / divisor
     return (logits if cap is None else torch.tanh(logits / cap) * cap), bias
@@ -68,8 +74,12 @@ def apply_query_scaling(model: nn.Module, config: Any) -> None:
         )
     for module in model.modules():
         if isinstance(module, SelfAttention) and (own is None or _is_unrotated(module)):
-            scale = _scale_queries(module, config.query_scaling_beta, length, first=0 if own is None else 1)
-            module.get_submodule("core_attention").register_forward_pre_hook(scale, with_kwargs=True)
+            scale = _scale_queries(
+                module, config.query_scaling_beta, length, first=0 if own is None else 1
+            )
+            module.get_submodule("core_attention").register_forward_pre_hook(
+                scale, with_kwargs=True
+            )
 
 
 def _is_unrotated(attention: Any) -> bool:
@@ -87,7 +97,11 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
         else:
             positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
         factors = 1 + beta * torch.log1p(((positions + first) / length).floor())
-        return (query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype), key, *others), kwargs
+        return (
+            query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype),
+            key,
+            *others,
+        ), kwargs
 
     return scale
 
@@ -101,7 +115,9 @@ def _positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
         total = query.size(0) * _size(group)
         # with cached keys, the queries are the last positions
         parts, first = [PackedSegment(0, total, total)], key.size(0) - query.size(0)
-    positions = first + torch.cat([torch.arange(part.padded, device=query.device) for part in parts])
+    positions = first + torch.cat(
+        [torch.arange(part.padded, device=query.device) for part in parts]
+    )
     if _size(group) > 1:
         by_rank = context_parallel.to_rank_order(positions, parts, group.size())
         positions = by_rank.chunk(group.size())[group.rank()]

@@ -38,12 +38,19 @@ class PerLayerInputs(MegatronModule):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.width, ranks = config.hidden_size_per_layer_input, config.tensor_model_parallel_size
-        rows, outputs = -(-config.vocab_size_per_layer_input // ranks) * ranks, config.num_layers * self.width
+        rows, outputs = (
+            -(-config.vocab_size_per_layer_input // ranks) * ranks,
+            config.num_layers * self.width,
+        )
         by_rank = {"reduce_scatter_embeddings": config.sequence_parallel, "config": config}
-        self.word_embeddings = VocabParallelEmbedding(rows, outputs, init_method=config.init_method, **by_rank)
+        self.word_embeddings = VocabParallelEmbedding(
+            rows, outputs, init_method=config.init_method, **by_rank
+        )
         self.projection = ReplicatedLinear(config, config.hidden_size, outputs)
         self.norm = TorchNorm(config, self.width, config.layernorm_epsilon)
-        with torch.device("cpu"):  # a number, in the precision of training, even while the model is on the meta device
+        with torch.device(
+            "cpu"
+        ):  # a number, in the precision of training, even while the model is on the meta device
             self.scale = torch.tensor(self.width**0.5, dtype=config.params_dtype).item()
 
     def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
@@ -52,7 +59,9 @@ class PerLayerInputs(MegatronModule):
         own = own if self.config.sequence_parallel else own.transpose(0, 1)
         own = own * self.scale
         projected = self.projection(embeddings) * self.config.hidden_size**-0.5
-        return (self.norm(projected.unflatten(-1, (-1, width))) + own.unflatten(-1, (-1, width))) * 2**-0.5
+        return (
+            self.norm(projected.unflatten(-1, (-1, width))) + own.unflatten(-1, (-1, width))
+        ) * 2**-0.5
 
 
 class PerLayerGate(nn.Module):
@@ -62,7 +71,9 @@ class PerLayerGate(nn.Module):
         super().__init__()
         self.activation = config.activation_func
         self.gate = ReplicatedLinear(config, config.hidden_size, config.hidden_size_per_layer_input)
-        self.projection = ReplicatedLinear(config, config.hidden_size_per_layer_input, config.hidden_size)
+        self.projection = ReplicatedLinear(
+            config, config.hidden_size_per_layer_input, config.hidden_size
+        )
         self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, stream: Tensor, own: Tensor) -> Tensor:
@@ -72,10 +83,19 @@ class PerLayerGate(nn.Module):
 _GIVEN = ("hidden_size_per_layer_input", "shared_kv_layers")
 _AROUND = (*_GIVEN, "layer_scales", "experts_beside_mlp")
 _REFUSED = {
-    ("recompute_granularity", "full"): (_GIVEN, "layers computed again would lose gradients of it; use 'selective'"),
+    ("recompute_granularity", "full"): (
+        _GIVEN,
+        "layers computed again would lose gradients of it; use 'selective'",
+    ),
     ("cuda_graph_impl", "local"): (_AROUND, "graphs of layers leave it out; use 'full_iteration'"),
-    ("overlap_moe_expert_parallel_comm", True): (_AROUND, "it runs parts of layers without it; switch it off"),
-    ("fused_single_qkv_rope", True): (("value_norm",), "values are normed before they are joined; switch it off"),
+    ("overlap_moe_expert_parallel_comm", True): (
+        _AROUND,
+        "it runs parts of layers without it; switch it off",
+    ),
+    ("fused_single_qkv_rope", True): (
+        ("value_norm",),
+        "values are normed before they are joined; switch it off",
+    ),
 }
 
 
@@ -84,7 +104,9 @@ def check(config: Any) -> None:
     for (setting, value), (features, why) in _REFUSED.items():
         used = next((name for name in features if getattr(config, name)), None)
         if used and getattr(config, setting) == value:
-            raise UserError(f"{setting}={value!r} does not work with {used}={getattr(config, used)}: {why}")
+            raise UserError(
+                f"{setting}={value!r} does not work with {used}={getattr(config, used)}: {why}"
+            )
     width, stages = config.hidden_size_per_layer_input, config.pipeline_model_parallel_size
     if width and stages > 1:
         raise UserError(
@@ -92,7 +114,9 @@ def check(config: Any) -> None:
             f"first stage would have to send {config.num_layers * width} more numbers for each token; use 1"
         )
     if config.experts_beside_mlp and "moe" in (config.recompute_modules or ()):
-        raise UserError("recompute_modules=['moe'] does not work with experts_beside_mlp=True: remove 'moe'")
+        raise UserError(
+            "recompute_modules=['moe'] does not work with experts_beside_mlp=True: remove 'moe'"
+        )
 
 
 def apply_layer_ends(model: nn.Module, config: Any) -> None:
@@ -101,7 +125,9 @@ def apply_layer_ends(model: nn.Module, config: Any) -> None:
     if config.layer_scales:
         for layer in layers:
             device = next(layer.parameters()).device
-            layer.register_buffer("layer_scale", torch.ones(1, dtype=config.params_dtype, device=device))
+            layer.register_buffer(
+                "layer_scale", torch.ones(1, dtype=config.params_dtype, device=device)
+            )
     if config.hidden_size_per_layer_input:
         _add_inputs(model, layers, config)
     if config.layer_scales or config.hidden_size_per_layer_input:
@@ -114,7 +140,9 @@ def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None
 
     def compute(_: nn.Module, args: Any, kwargs: dict[str, Any], embeddings: Tensor) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        for layer, own in zip(layers, model.per_layer_inputs(ids, embeddings).unbind(-2), strict=True):
+        for layer, own in zip(
+            layers, model.per_layer_inputs(ids, embeddings).unbind(-2), strict=True
+        ):
             layer.own_input = own
 
     for layer in layers:

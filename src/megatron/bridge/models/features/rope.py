@@ -45,11 +45,15 @@ def check_parameters(parameters: dict[str, Any]) -> None:
     if kind not in KINDS:
         raise UserError(f"rope_parameters.rope_type={kind!r} is not one of {', '.join(KINDS)}")
     if parameters.get("type", kind) != kind:
-        raise UserError(f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one")
+        raise UserError(
+            f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one"
+        )
     required, optional = KINDS[kind]
     known = required | optional | _COMMON
     for key in sorted(set(parameters) - known):
-        raise UserError(f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}")
+        raise UserError(
+            f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}"
+        )
     for key in sorted(required):
         if parameters.get(key) is None:
             raise UserError(f"rope_parameters.{key} is missing: rope_type={kind!r} needs it")
@@ -58,7 +62,14 @@ def check_parameters(parameters: dict[str, Any]) -> None:
 
 def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
     """Refuse values with which the rule would divide by zero, or scale no position."""
-    for key in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "rope_theta"):
+    for key in (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "rope_theta",
+    ):
         value = parameters.get(key)
         if value is not None and (isinstance(value, bool) or value <= 0):
             raise UserError(f"rope_parameters.{key}={value} must be a number above 0")
@@ -96,7 +107,9 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles [position, rotated dimension / 2] of ``max_seq_len`` positions from ``offset`` on."""
-        positions = torch.arange(offset, offset + max_seq_len, device=self.inv_freq.device, dtype=torch.float32)
+        positions = torch.arange(
+            offset, offset + max_seq_len, device=self.inv_freq.device, dtype=torch.float32
+        )
         return torch.outer(positions, self._direction * self._frequencies(max_seq_len + offset))
 
     def _frequencies(self, length: int) -> torch.Tensor:
@@ -121,7 +134,9 @@ class LayerwiseRotaryEmbedding(nn.Module):
         """Angles [2, s, 1, 1, most rotated dimensions]; the arguments are those of Megatron-Core's embedding."""
         both = self.everywhere(*args, **kwargs), self.local(*args, **kwargs)
         most = max(angles.size(-1) for angles in both)
-        return torch.stack([nn.functional.pad(angles, (0, most - angles.size(-1))) for angles in both])
+        return torch.stack(
+            [nn.functional.pad(angles, (0, most - angles.size(-1))) for angles in both]
+        )
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
         """How many positions the angles must cover."""
@@ -129,7 +144,9 @@ class LayerwiseRotaryEmbedding(nn.Module):
 
     def get_cos_sin(self, *_: Any) -> Any:
         """Refuse flash decoding, the only caller: its kernel takes one table for all layers."""
-        raise UserError("local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False")
+        raise UserError(
+            "local_rope_parameters does not work with flash_decode=True: set model.flash_decode=False"
+        )
 
 
 def _ntk_alpha(parameters: dict[str, Any], width: int) -> torch.Tensor:
@@ -144,7 +161,9 @@ def frequencies_and_factor(reference: Any, length: int | None = None) -> tuple[t
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     with torch.device("cpu"):  # numbers, even while the model is built on the meta device
-        return ROPE_INIT_FUNCTIONS[reference.rope_parameters["rope_type"]](reference, None, seq_len=length)
+        return ROPE_INIT_FUNCTIONS[reference.rope_parameters["rope_type"]](
+            reference, None, seq_len=length
+        )
 
 
 def changes_with_length(reference: Any, length: int) -> bool:
@@ -158,7 +177,9 @@ def check_factors(parameters: dict[str, Any], pairs: int) -> None:
     for name in ("short_factor", "long_factor"):
         factors = parameters.get(name)
         if factors is not None and len(factors) != pairs:
-            raise UserError(f"rope_parameters.{name} has {len(factors)} numbers, the heads have {pairs} pairs")
+            raise UserError(
+                f"rope_parameters.{name} has {len(factors)} numbers, the heads have {pairs} pairs"
+            )
 
 
 def apply_rope(model: Any, config: Any) -> None:
@@ -187,14 +208,18 @@ def apply_rope(model: Any, config: Any) -> None:
         return
     model.rotary_pos_emb = LayerwiseRotaryEmbedding(everywhere, _embedding(plain, config, local))
     for layer in layers:
-        is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
+        is_local = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer.layer_number
+        )
         own = model.rotary_pos_emb.local if is_local else everywhere
         take = partial(_take, int(is_local), 2 * len(own.inv_freq))
         layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
         _set_attention_factor([layer], config, own)
 
 
-def _take(index: int, width: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _take(
+    index: int, width: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Select a layer's own angles from those of ``LayerwiseRotaryEmbedding``."""
     return args, {**kwargs, "rotary_pos_emb": kwargs["rotary_pos_emb"][index, ..., :width]}
 
@@ -222,7 +247,9 @@ def _layout(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> 
     }
 
 
-def _set_attention_factor(layers: list[Any], config: TransformerConfig, embedding: RotaryEmbedding) -> None:
+def _set_attention_factor(
+    layers: list[Any], config: TransformerConfig, embedding: RotaryEmbedding
+) -> None:
     factor = getattr(embedding, "attention_factor", 1.0)
     if factor == 1.0:
         return
@@ -234,7 +261,9 @@ def _set_attention_factor(layers: list[Any], config: TransformerConfig, embeddin
         )
     for attention in (layer.self_attention for layer in layers):
         attention._yarn_concentration_factor = 1.0 if config.qk_l2_norm else factor
-        if config.qk_l2_norm:  # in transformers it comes after the rotation: all but its epsilon is free of the factor
+        if (
+            config.qk_l2_norm
+        ):  # in transformers it comes after the rotation: all but its epsilon is free of the factor
             for norm in filter(None, (attention.q_layernorm, attention.k_layernorm)):
                 norm.eps /= factor**2
 
@@ -276,7 +305,10 @@ class LatentRotaryEmbedding(YarnRotaryEmbedding):
         frequencies = self._frequencies = self._frequencies.to(device)
         if changes_with_length(self._reference, length):
             frequencies = frequencies_and_factor(self._reference, length)[0].to(device)
-        angles = torch.outer(torch.arange(offset, length, device=frequencies.device, dtype=torch.float32), frequencies)
+        angles = torch.outer(
+            torch.arange(offset, length, device=frequencies.device, dtype=torch.float32),
+            frequencies,
+        )
         return torch.cat((angles, angles), dim=-1)[:, None, None, :], self._attention_factor
 
 

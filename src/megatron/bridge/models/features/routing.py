@@ -35,7 +35,9 @@ class BestExpertGroups:
     def __init__(self, best: int) -> None:
         self._best = best  # scores of a group that are added up to rank it
 
-    def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int, group_topk: int, _default: Any) -> Routing:
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, _default: Any
+    ) -> Routing:
         """(scores, experts), both [tokens, topk], from scores [tokens, experts]."""
         groups = scores.view(len(scores), num_groups, -1)
         chosen = groups.topk(self._best, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
@@ -85,7 +87,9 @@ def _refuse_other_choice(config: Any, rule: str) -> None:
     for name in ("moe_router_fusion", "moe_enable_routing_replay"):
         if getattr(config, name):
             value = getattr(config, rule)
-            raise UserError(f"{rule}={value!r} does not work with {name}=True: set model.{name}=False")
+            raise UserError(
+                f"{rule}={value!r} does not work with {name}=True: set model.{name}=False"
+            )
 
 
 def _ranks_groups(config: Any) -> bool:
@@ -108,7 +112,9 @@ def apply_routing(model: nn.Module, config: Any) -> None:
         ):  # Megatron-Core does not normalize a single one
             router.routing = partial(_unnormalized, router.routing, config.num_moe_experts)
     if config.moe_router_norm_min is not None:
-        config.moe_router_enable_expert_bias = True  # of the resolved copy: Megatron-Core trains the correction
+        config.moe_router_enable_expert_bias = (
+            True  # of the resolved copy: Megatron-Core trains the correction
+        )
 
 
 def _correct(router: Any, smallest: float) -> None:
@@ -141,9 +147,16 @@ def sparse_mixer(scores: Tensor, topk: int, eps: float) -> Tensor:
 
 
 def _sparse_mixer(
-    usual: Callable[..., Routing], config: Any, eps: float, logits: Tensor, *args: Any, **kwargs: Any
+    usual: Callable[..., Routing],
+    config: Any,
+    eps: float,
+    logits: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Routing:
     weights, chosen = usual(logits, *args, **kwargs)
-    mixed = sparse_mixer(logits.view(-1, config.num_moe_experts).float(), config.moe_router_topk, eps)
+    mixed = sparse_mixer(
+        logits.view(-1, config.num_moe_experts).float(), config.moe_router_topk, eps
+    )
     # Megatron-Core has attached the auxiliary losses to its weights, and they need no gradient of these
     return mixed.type_as(weights) + 0 * weights, chosen

@@ -5,7 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from megatron.bridge.backends.attention.sparse_attention import Indexer, is_sparse, link_shared, takes_over
+from megatron.bridge.backends.attention.sparse_attention import (
+    Indexer,
+    is_sparse,
+    link_shared,
+    takes_over,
+)
 from megatron.bridge.models.features.gated_delta_net import exclude
 from megatron.bridge.utils.errors import UserError
 
@@ -43,7 +48,9 @@ def _check_shared(config: Any) -> None:
     """Layers that share a choice must run in the same pass through the same stage."""
     where = f"dsa_indexer_topk_freq={config.dsa_indexer_topk_freq} lets layers share what an indexer chooses"
     if config.mtp_num_layers:
-        raise UserError(f"{where}, which mtp_num_layers={config.mtp_num_layers} does not support: set it to None")
+        raise UserError(
+            f"{where}, which mtp_num_layers={config.mtp_num_layers} does not support: set it to None"
+        )
     stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity
     if stages > 1 and recompute:
         raise UserError(

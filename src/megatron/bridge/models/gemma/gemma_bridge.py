@@ -19,7 +19,10 @@ class GemmaBridge(DecoderBridge):
 
     fields = (*DENSE, ATTENTION_BIAS)
     fixed = GEMMA_LIKE
-    irrelevant = {"hidden_activation": (None, "gelu_pytorch_tanh"), "use_bidirectional_attention": (None, False)}
+    irrelevant = {
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, False),
+    }
     weights = (ends(), attention(), mlp())
 
 
@@ -36,7 +39,11 @@ class Gemma2Bridge(DecoderBridge):
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
     )
     fixed = {**GEMMA_LIKE, "norm_placement": "both"}
-    irrelevant = {"hidden_act": None, "sliding_window_size": None, "use_bidirectional_attention": (None, False)}
+    irrelevant = {
+        "hidden_act": None,
+        "sliding_window_size": None,
+        "use_bidirectional_attention": (None, False),
+    }
     weights = (
         ends(),
         attention(),
@@ -49,7 +56,11 @@ class Gemma2Bridge(DecoderBridge):
 class Gemma3Bridge(Gemma2Bridge):
     """Gemma 3, text: windows with a rotary base of their own in five of six layers, normed queries and keys."""
 
-    fields = tuple(field for field in override(Gemma2Bridge.fields, LAYER_ROPE) if field.hf != "attn_logit_softcapping")
+    fields = tuple(
+        field
+        for field in override(Gemma2Bridge.fields, LAYER_ROPE)
+        if field.hf != "attn_logit_softcapping"
+    )
     fixed = {**Gemma2Bridge.fixed, "qk_layernorm": True}
     # transformers reads the soft-capping of scores and applies none
     irrelevant = {
@@ -121,6 +132,9 @@ class PaliGemmaBridge(VisionBridge):
     texts = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
     names = LLAVA_NAMES
     other_names = LLAVA_OTHER_NAMES
-    text_ignored = ("num_image_tokens", "use_bidirectional_attention")  # the mask is given with each sample
+    text_ignored = (
+        "num_image_tokens",
+        "use_bidirectional_attention",
+    )  # the mask is given with each sample
     values = {"bidirectional_prompt": True}
     tied_unless_said = True

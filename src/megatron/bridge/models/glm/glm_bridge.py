@@ -93,5 +93,10 @@ class GLM45VBridge(GLM4VBridge):
     """GLM-4.5V: GLM-4.5's decoder without multi-token prediction, positions on three axes."""
 
     texts = {"glm4v_moe_text": "Glm4MoeForCausalLM"}
-    text_ignored = ("router_aux_loss_coef", "image_token_id", "image_start_token_id", "image_end_token_id")
+    text_ignored = (
+        "router_aux_loss_coef",
+        "image_token_id",
+        "image_start_token_id",
+        "image_end_token_id",
+    )
     text_values = {"num_nextn_predict_layers": 0}

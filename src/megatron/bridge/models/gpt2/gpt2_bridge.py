@@ -5,7 +5,10 @@ from dataclasses import replace
 
 from megatron.bridge.models.families import *
 
-_SUMMARY = tuple(f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
+_SUMMARY = tuple(
+    f"summary_{name}"
+    for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+)
 
 
 @register_bridge("GPT2LMHeadModel", model_type="gpt2")
@@ -32,7 +35,11 @@ class GPT2Bridge(DecoderBridge):
         Field("resid_pdrop", "hidden_dropout", default=0.1),
         Field("embd_pdrop", "embedding_dropout", default=0.1),
     )
-    fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False, "position_embedding_type": "learned_absolute"}
+    fixed = {
+        **LAYER_NORM_LIKE,
+        "gated_linear_unit": False,
+        "position_embedding_type": "learned_absolute",
+    }
     irrelevant = {
         **dict.fromkeys(_SUMMARY),
         **dict.fromkeys(("n_ctx", "output_past")),
@@ -43,6 +50,10 @@ class GPT2Bridge(DecoderBridge):
     weights = (
         ends("transformer.wte.weight", "transformer.ln_f"),
         (ReplicatedMapping("embedding.position_embeddings.weight", "transformer.wpe.weight"),),
-        attention("transformer.h.*", "ln_1", "attn.c_proj", fused="c_attn", names="attn", turned=True),
-        mlp("transformer.h.*", "ln_2", gated=False, projections=("", "c_fc", "c_proj"), turned=True),
+        attention(
+            "transformer.h.*", "ln_1", "attn.c_proj", fused="c_attn", names="attn", turned=True
+        ),
+        mlp(
+            "transformer.h.*", "ln_2", gated=False, projections=("", "c_fc", "c_proj"), turned=True
+        ),
     )

@@ -17,9 +17,17 @@ class GPTNeoXBridge(DecoderBridge):
     )
     fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False}
     # transformers reads neither dropout under these names
-    irrelevant = dict.fromkeys(("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"))
+    irrelevant = dict.fromkeys(
+        ("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")
+    )
     weights = (
         ends("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight"),
-        attention(_LAYERS, output="attention.dense", fused="query_key_value", names="attention", grouped=True),
+        attention(
+            _LAYERS,
+            output="attention.dense",
+            fused="query_key_value",
+            names="attention",
+            grouped=True,
+        ),
         mlp(_LAYERS, gated=False, projections=("", "dense_h_to_4h", "dense_4h_to_h")),
     )

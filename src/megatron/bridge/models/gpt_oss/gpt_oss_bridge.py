@@ -14,7 +14,10 @@ def _experts(kind: str, suffix: str) -> Block:
     fc1, fc2 = (expert_names(linear, kind) for linear in ("linear_fc1", "linear_fc2"))
     turned = kind == "weight"
     return (
-        *(InterleavedGatedMLPMapping(name, f"{_EXPERTS}.gate_up_proj{suffix}").stacked(turned) for name in fc1),
+        *(
+            InterleavedGatedMLPMapping(name, f"{_EXPERTS}.gate_up_proj{suffix}").stacked(turned)
+            for name in fc1
+        ),
         *(AutoMapping(name, f"{_EXPERTS}.down_proj{suffix}").stacked(turned) for name in fc2),
     )
 

@@ -46,7 +46,10 @@ class GraniteMoeBridge(DecoderBridge):
 
 @register_bridge("GraniteMoeSharedForCausalLM", model_type="granitemoeshared")
 class GraniteMoeSharedBridge(GraniteMoeBridge):
-    fields = (*GraniteMoeBridge.fields, optional("shared_intermediate_size", "moe_shared_expert_intermediate_size"))
+    fields = (
+        *GraniteMoeBridge.fields,
+        optional("shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    )
 
 
 _EXPERTS, _CHOSEN, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
@@ -57,7 +60,9 @@ def _count(experts: int | None, config: Mapping[str, Any]) -> int | None:
 
 
 def _chosen(_: int, config: Mapping[str, Any]) -> int:
-    return _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2  # Megatron-Core's default
+    return (
+        _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2
+    )  # Megatron-Core's default
 
 
 def _width(width: int, config: Mapping[str, Any]) -> int | None:
@@ -80,16 +85,29 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
         *override(
             GraniteMoeBridge.fields,
             replace(_EXPERTS, to=_count, back=lambda count, _: count or 0),
-            replace(_CHOSEN, to=_chosen, back=lambda experts, provider: experts if provider.num_moe_experts else 0),
-            replace(_WIDTH, to=_width, back=lambda width, provider: width or provider.ffn_hidden_size),
+            replace(
+                _CHOSEN,
+                to=_chosen,
+                back=lambda experts, provider: experts if provider.num_moe_experts else 0,
+            ),
+            replace(
+                _WIDTH, to=_width, back=lambda width, provider: width or provider.ffn_hidden_size
+            ),
             *ONE_GROUP_MAMBA,
-            Field("shared_intermediate_size", ("ffn_hidden_size", "moe_shared_expert_intermediate_size"), to=_shared),
+            Field(
+                "shared_intermediate_size",
+                ("ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+                to=_shared,
+            ),
         ),
         named("position_embedding_type", "position_embedding_type", _POSITIONS, default=None),
         MAMBA_LAYERS,
     )
     fixed = {**GraniteMoeBridge.fixed, **ONE_GROUP}
-    irrelevant = {**dict.fromkeys(("mamba_chunk_size", "init_method")), "normalization_function": ("rmsnorm",)}
+    irrelevant = {
+        **dict.fromkeys(("mamba_chunk_size", "init_method")),
+        "normalization_function": ("rmsnorm",),
+    }
     weights = (
         ends(),
         attention(),

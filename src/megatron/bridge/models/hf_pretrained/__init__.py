@@ -11,4 +11,6 @@ if TYPE_CHECKING:
 __all__ = ["PreTrainedCausalLM"]
 
 # imported on use: finding the files of a model needs no torch
-__getattr__ = lazy_names(__name__, {"PreTrainedCausalLM": f"{__name__}.causal_lm:PreTrainedCausalLM"})
+__getattr__ = lazy_names(
+    __name__, {"PreTrainedCausalLM": f"{__name__}.causal_lm:PreTrainedCausalLM"}
+)

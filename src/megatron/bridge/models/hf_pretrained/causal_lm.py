@@ -23,15 +23,37 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 _OMNI = "nemotron_h_omni"
 _ALIASES = {"kimi_k2": "deepseek_v3", "NemotronH_Nano_Omni_Reasoning_V3": _OMNI}
 _SIZES = {
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 10_000),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 10_000
+    ),
     **dict.fromkeys(("hidden_size", "intermediate_size"), 10_000_000),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 1_000_000_000),
 }
 """Key of a config -> the largest value for which a model is built."""
 _ABOVE_ZERO = (
-    *("rope_theta", "rope_local_base_freq", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
-    *("norm_epsilon", "logits_scaling", "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier"),
-    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *(
+        "rope_theta",
+        "rope_local_base_freq",
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_eps",
+    ),
+    *(
+        "norm_epsilon",
+        "logits_scaling",
+        "query_pre_attn_scalar",
+        "attention_multiplier",
+        "embedding_multiplier",
+    ),
+    *(
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+    ),
 )
 """Keys of a config, or of the dicts in it, by which a model divides or multiplies."""
 
@@ -62,14 +84,18 @@ class PreTrainedCausalLM:
         self._hub = {"revision": revision, "cache_dir": cache_dir}
 
     @classmethod
-    def from_pretrained(cls, model_name_or_path: str | Path, **options: Any) -> "PreTrainedCausalLM":
+    def from_pretrained(
+        cls, model_name_or_path: str | Path, **options: Any
+    ) -> "PreTrainedCausalLM":
         """The model at a directory or hub id; ``options`` are those of the constructor."""
         if "torch_dtype" in options:
             options["dtype"] = options.pop("torch_dtype")
         known = ("trust_remote_code", "dtype", "revision", "cache_dir")
         for name in options:
             if name not in known:
-                raise UserError(f"from_hf_pretrained takes no option {name}{did_you_mean(name, known)}")
+                raise UserError(
+                    f"from_hf_pretrained takes no option {name}{did_you_mean(name, known)}"
+                )
         return cls(model_name_or_path, **options)
 
     @cached_property
@@ -109,7 +135,9 @@ class PreTrainedCausalLM:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[
                 -1 if isinstance(error, StrictDataclassError) else 0
             ].strip()
-            raise UserError(f"transformers refuses {self.directory / 'config.json'}: {reason}") from error
+            raise UserError(
+                f"transformers refuses {self.directory / 'config.json'}: {reason}"
+            ) from error
         if self.dtype is not None:
             config.dtype = self.dtype
         elif config.dtype is None:
@@ -175,13 +203,17 @@ class PreTrainedCausalLM:
                 shutil.copyfile(self.directory / name, aside)
         config = quantized_checkpoint.without_quantization(self.raw_config)
         if config != self.raw_config:
-            atomic.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+            atomic.write_text(
+                folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n"
+            )
 
     def _stored_dtype(self) -> torch.dtype | None:
         try:
             entries = self.state.entries
         except UserError:
-            return None  # a config without weights; reading the weights says what is wrong with them
+            return (
+                None  # a config without weights; reading the weights says what is wrong with them
+            )
         found = {entry.dtype for entry in entries.values()}
         return found.pop() if len(found) == 1 else None
 
@@ -214,8 +246,12 @@ def _divisors(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _check(raw: dict[str, Any], path: Path) -> None:
     """Refuse what every model would stumble over, in its own words."""
     names = raw.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise UserError(
+            f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']"
+        )
     for key, value in _divisors(raw):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{path}: {key}={value!r} must be a number above 0")
@@ -242,5 +278,7 @@ def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
         return None if isinstance(value, str) else value
     found = getattr(torch, value.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise UserError(f"dtype={value!r} is not a dtype of torch: use float32, bfloat16 or float16")
+        raise UserError(
+            f"dtype={value!r} is not a dtype of torch: use float32, bfloat16 or float16"
+        )
     return found

@@ -11,19 +11,39 @@ from megatron.bridge.utils.errors import UserError
 
 # other serialisations of the same weights; stale beside a converted model, and large
 WEIGHT_PATTERNS = (
-    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "*.bin",
+        "*.bin.index.json",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+    ),
     *("*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot"),
 )
 # what a training run leaves beside a model: it says nothing about a model that is made of it
 RUN_PATTERNS = (
     *("run_config.yaml", "report.md", "loss.png", "metrics.jsonl", "environment.json", "git.diff"),
-    *("trainer_state.json", "all_results.json", "train_results.json", "eval_results.json", "events.out.tfevents.*"),
+    *(
+        "trainer_state.json",
+        "all_results.json",
+        "train_results.json",
+        "eval_results.json",
+        "events.out.tfevents.*",
+    ),
     *("runs/*", "checkpoint-*/*", "iter_*/*"),
 )
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
 _OURS = ("*.safetensors", *_INDEX)
 CONFIG = "config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def is_hf_model(path: str | Path) -> bool:
@@ -52,7 +72,11 @@ def has_tokenizer(folder: Path) -> bool:
 def is_hub_id(name: str | Path) -> bool:
     """Whether ``name`` can be a model on the hub: no file or directory has this name, and it is no path."""
     text = str(storage.local(name))
-    return not Path(text).expanduser().exists() and text.count("/") <= 1 and not text.startswith(("/", ".", "~"))
+    return (
+        not Path(text).expanduser().exists()
+        and text.count("/") <= 1
+        and not text.startswith(("/", ".", "~"))
+    )
 
 
 def on_this_machine(name: str | Path) -> Path | None:
@@ -69,7 +93,9 @@ def on_this_machine(name: str | Path) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def resolve(model: str | Path, *, weights: bool, revision: str | None = None, cache_dir: str | None = None) -> Path:
+def resolve(
+    model: str | Path, *, weights: bool, revision: str | None = None, cache_dir: str | None = None
+) -> Path:
     """The local directory of a model.
 
     Args:
@@ -80,7 +106,12 @@ def resolve(model: str | Path, *, weights: bool, revision: str | None = None, ca
     """
     path = storage.local(model).expanduser()
     unwanted = () if weights else WEIGHT_PATTERNS
-    storage.pull(path, lambda name: not any(fnmatch(name, pattern) for pattern in unwanted), deep=True, exact=weights)
+    storage.pull(
+        path,
+        lambda name: not any(fnmatch(name, pattern) for pattern in unwanted),
+        deep=True,
+        exact=weights,
+    )
     return local_folder(model) or _download(str(model), weights, revision, cache_dir)
 
 
@@ -103,15 +134,21 @@ def check_folder(directory: Path) -> None:
     """Refuse files that are not the model's own: pipes, devices, and links that lead out of the folder."""
     home = directory.resolve()
     allowed = [home]
-    if home.parent.name == "snapshots":  # the hub's cache keeps the files themselves in a folder beside it
+    if (
+        home.parent.name == "snapshots"
+    ):  # the hub's cache keeps the files themselves in a folder beside it
         allowed.append(home.parents[1] / "blobs")
     for path in sorted(directory.iterdir()):
         try:
             found = path.resolve(strict=True)
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{path} is a link to nothing: remove it, or download the model again") from error
+            raise UserError(
+                f"{path} is a link to nothing: remove it, or download the model again"
+            ) from error
         if path.is_symlink() and not any(found.is_relative_to(folder) for folder in allowed):
-            raise UserError(f"{path} is a link out of the model's folder, to {found}: put the file itself there")
+            raise UserError(
+                f"{path} is a link out of the model's folder, to {found}: put the file itself there"
+            )
         if not (found.is_file() or found.is_dir()):
             raise UserError(f"{path} is neither a file nor a folder: remove it")
 
@@ -131,7 +168,9 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
     unwanted = [pattern for pattern in WEIGHT_PATTERNS if pattern not in wanted]
     try:
         download: Any = cast(Any, huggingface_hub).snapshot_download
-        found = download(model, revision=revision, cache_dir=cache_dir, ignore_patterns=[*unwanted, "original/*"])
+        found = download(
+            model, revision=revision, cache_dir=cache_dir, ignore_patterns=[*unwanted, "original/*"]
+        )
     except GatedRepoError as error:
         raise UserError(
             f"hub model {model} is gated: accept its licence on its page and log in with `hf auth login`"
@@ -193,5 +232,7 @@ def push(
         raise UserError(f"repo_id={repo_id!r} is not a name on the hub: use owner/name") from error
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"the hub does not take {repo_id}: {reason}; log in with `hf auth login`") from error
+        raise UserError(
+            f"the hub does not take {repo_id}: {reason}; log in with `hf auth login`"
+        ) from error
     return f"{api.endpoint}/{repo}"

@@ -37,7 +37,9 @@ class History:
     note: str = ""  # anything else that was done, as a sentence
     # the last of each kind (train, validation, test) that was written down up to ``steps``
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
-    run_files: tuple[Path, ...] = ()  # config, report and curves of the run, which go with the model
+    run_files: tuple[
+        Path, ...
+    ] = ()  # config, report and curves of the run, which go with the model
     # min_pixels and max_pixels of images, fps and max_frames of videos, where the run set them
     image_limits: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -63,7 +65,12 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
     if source is not None and _HUB_ID.fullmatch(source) and not history.from_scratch:
         metadata["base_model"] = source
     metadata["tags"] = list(dict.fromkeys([*_listed(theirs.get("tags")), TAG]))
-    lines = ["---", yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
+    lines = [
+        "---",
+        yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        "",
+    ]
     lines += [f"# {title}", "", *_told(source, history)]
     if text.strip():
         lines += ["", f"## The card of {source or 'the source'}", "", text.strip()]
@@ -72,7 +79,11 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
 
 def _told(source: str | None, history: History) -> Iterator[str]:
     if source is not None:
-        yield f"Config and tokenizer of {source}." if history.from_scratch else f"Base model: {source}."
+        yield (
+            f"Config and tokenizer of {source}."
+            if history.from_scratch
+            else f"Base model: {source}."
+        )
     if history.steps:
         begun = "from random weights" if history.from_scratch else "from the base model's weights"
         yield f"Trained for {history.steps:,} steps with Megatron-Core, {begun}."
@@ -93,7 +104,11 @@ def last_losses(folder: Path, steps: int) -> dict[str, float]:
         rows = read_metrics(folder)
     except UserError:
         return {}
-    return {row["kind"]: row[LOSS] for row in rows if row["step"] <= steps and row["kind"] in _LOSSES and LOSS in row}
+    return {
+        row["kind"]: row[LOSS]
+        for row in rows
+        if row["step"] <= steps and row["kind"] in _LOSSES and LOSS in row
+    }
 
 
 def public_name(model: str) -> str:

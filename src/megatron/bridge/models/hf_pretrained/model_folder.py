@@ -33,8 +33,17 @@ While a save publishes, a file that it replaces has two of them: it may have bee
 """
 _ADAPTER = "adapter_model.safetensors"
 _ENTRY_POINTS = (SINGLE, INDEX, _ADAPTER)
-_CONFIGS = ("adapter_config.json", CONFIG)  # without one, no reader takes a folder in a bucket for a model
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_CONFIGS = (
+    "adapter_config.json",
+    CONFIG,
+)  # without one, no reader takes a folder in a bucket for a model
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 Stamp = list[int]
 Stamps = dict[str, Stamp]
@@ -64,7 +73,9 @@ def publish(staging: Path, folder: Path) -> None:
     files = sorted(path for path in staging.rglob("*") if path.is_file())
     new = {str(path.relative_to(staging)): _stamp(path) or [] for path in files}
     if url_of(folder) is not None:
-        publish_in_bucket(staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new])
+        publish_in_bucket(
+            staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new]
+        )
         return
     if not folder.exists() or not any(folder.iterdir()):
         _write_record(staging, new)
@@ -95,7 +106,9 @@ def published(folder: Path) -> Stamps:
     if not isinstance(found, dict):
         return {}
     now = {name: _stamp(folder / name) for name in found}
-    return {name: stamp for name, stamp in now.items() if stamp is not None and stamp in found[name]}
+    return {
+        name: stamp for name, stamp in now.items() if stamp is not None and stamp in found[name]
+    }
 
 
 def unused_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -110,7 +123,9 @@ def unused_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _refuse_weights(folder: Path, overwrite: bool) -> None:
-    held = [path.name for path in folder.iterdir() if _is_weight(path.name)] if folder.is_dir() else []
+    held = (
+        [path.name for path in folder.iterdir() if _is_weight(path.name)] if folder.is_dir() else []
+    )
     ours = published(folder) if held else {}
     for name in sorted(held):
         if name not in ours:
@@ -186,19 +201,31 @@ def _remove(folder: Path, names: Iterable[str]) -> None:
 def prepare_in_bucket(folder: Path) -> None:
     """Refuse a folder with files that no interrupted upload left there, and drop what was downloaded of it."""
     if storage.read(staging_path(folder)) is None and storage.listing(folder):
-        raise UserError(f"output directory {folder} exists and is not empty: remove it or choose another one")
+        raise UserError(
+            f"output directory {folder} exists and is not empty: remove it or choose another one"
+        )
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish_in_bucket(staging: Path, folder: Path, last: Sequence[str]) -> None:
     """Upload the files of ``staging``; at the end, in this order, ``last``, without which no reader takes the rest."""
     hashes = {name: hash_file(staging / name).hash for name in files_of(staging)}
-    found, before = storage.listing(folder, deep=True), json.loads(storage.read(staging_path(folder)) or "{}")
-    done = {name: found_hash for name, found_hash in hashes.items() if name in found and before.get(name) == found_hash}
+    found, before = (
+        storage.listing(folder, deep=True),
+        json.loads(storage.read(staging_path(folder)) or "{}"),
+    )
+    done = {
+        name: found_hash
+        for name, found_hash in hashes.items()
+        if name in found and before.get(name) == found_hash
+    }
     for name in found.keys() - done.keys():
         storage.delete(folder / name)
     first = [name for name in hashes if name not in (*done, *last)]
-    for names in (*batched(first, storage.AT_ONCE), *((name,) for name in last if name not in done)):
+    for names in (
+        *batched(first, storage.AT_ONCE),
+        *((name,) for name in last if name not in done),
+    ):
         storage.write(staging_path(folder), json.dumps(done))
         storage.push(staging, names, folder)
         done |= {name: hashes[name] for name in names}

@@ -3,7 +3,11 @@
 
 from typing import Any
 
-_CLASSES = {"nemotron-nas": "DeciConfig", "NemotronH_Nano_VL_V2": "NanoVLConfig", "mimo": "MiMoConfig"}
+_CLASSES = {
+    "nemotron-nas": "DeciConfig",
+    "NemotronH_Nano_VL_V2": "NanoVLConfig",
+    "mimo": "MiMoConfig",
+}
 
 
 def own_config(kind: str) -> Any:

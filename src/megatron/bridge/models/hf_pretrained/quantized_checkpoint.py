@@ -17,7 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, TensorEntry, dtype_name
+from megatron.bridge.models.hf_pretrained.safetensors_files import (
+    SafetensorsCheckpoint,
+    TensorEntry,
+    dtype_name,
+)
 from megatron.bridge.utils.errors import UserError, did_you_mean, first_problems
 
 Index = Sequence[int | slice]
@@ -26,7 +30,9 @@ _BYTES = torch.arange(256, dtype=torch.uint8)
 # the value of each byte: a table is twice as fast as torch's conversion of float8
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float()
 # the values of E2M1, sign in the highest bit (OCP Microscaling Formats 1.0, section 5.3.3)
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+)
 _E2M1_PAIRS = torch.stack((_E2M1[(_BYTES & 0xF).int()], _E2M1[(_BYTES >> 4).int()]), dim=-1)
 _MX_BLOCK = 32  # values that share a scale
 _MX_BYTES = _MX_BLOCK // 2
@@ -66,7 +72,9 @@ class BlockScaledFP8:
         rows, columns = map(_range, self.shape, _full(index, 2))
         scale = stored[self.scale.name].float().reshape(-(-self.shape[0] // height), -1)
         weight = stored[self.weight.name][:, _slice(columns)]
-        of_column = torch.arange(columns.start, columns.stop, columns.step).div(width, rounding_mode="floor")
+        of_column = torch.arange(columns.start, columns.stop, columns.step).div(
+            width, rounding_mode="floor"
+        )
         at_once = max(1, _AT_ONCE // max(1, len(columns)))
         for number, here, there in _spans(rows, height, at_once):
             factors = scale[number, of_column] if scale.numel() > 1 else scale[0]
@@ -100,11 +108,15 @@ class MXFP4:
         rows, columns = map(_range, self.shape[1:], inner)
         groups = slice(rows.start // _MX_BLOCK, -(-rows.stop // _MX_BLOCK))
         skip = groups.start * _MX_BLOCK
-        blocks, scales = (stored[entry.name][which, _slice(columns), groups] for entry in self.sources)
+        blocks, scales = (
+            stored[entry.name][which, _slice(columns), groups] for entry in self.sources
+        )
         step = max(1, _AT_ONCE // max(1, blocks[:1].numel() * 2))
         for start in range(0, len(columns), step):
             part = _unpacked(blocks[start : start + step], scales[start : start + step])
-            target[:, start : start + step].copy_(part[:, rows.start - skip : rows.stop - skip : rows.step].t())
+            target[:, start : start + step].copy_(
+                part[:, rows.start - skip : rows.stop - skip : rows.step].t()
+            )
 
 
 QuantizedTensor = BlockScaledFP8 | MXFP4
@@ -170,7 +182,9 @@ def _anything(_: Any) -> bool:
 
 
 def _is_block(value: Any) -> bool:
-    return value is None or (len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value))
+    return value is None or (
+        len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value)
+    )
 
 
 # method -> key of quantization_config -> whether its value can be represented
@@ -182,7 +196,9 @@ _METHODS: dict[str, dict[str, Callable[[Any], bool]]] = {
         "scale_fmt": ("float", "ue8m0", None).__contains__,
         "expert_dtype": ("fp8", None).__contains__,
         "dequantize": _anything,
-        **dict.fromkeys(("modules_to_not_convert", "modules_to_convert", "ignored_layers"), _anything),
+        **dict.fromkeys(
+            ("modules_to_not_convert", "modules_to_convert", "ignored_layers"), _anything
+        ),
     },
     "mxfp4": {"dequantize": _anything, "modules_to_not_convert": _anything},
 }
@@ -220,7 +236,9 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def open_checkpoint(directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> SafetensorsCheckpoint:
+def open_checkpoint(
+    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None
+) -> SafetensorsCheckpoint:
     """The weights in ``directory``; quantized tensors appear in ``dtype``, bfloat16 when None."""
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -263,7 +281,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
         for name, entry in self._stored.entries.items():
             if name in plain_name:
                 packed = self._packed[plain_name[name]]
-                whole[plain_name[name]] = replace(entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape)
+                whole[plain_name[name]] = replace(
+                    entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape
+                )
             elif name not in belongings:
                 whole[name] = entry
         return whole
@@ -275,7 +295,9 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     @cached_property
     def _found(self) -> Found:
         stored = self._stored.entries
-        found = _microscaled(stored) if self.method == "mxfp4" else _block_scaled(stored, self._config)
+        found = (
+            _microscaled(stored) if self.method == "mxfp4" else _block_scaled(stored, self._config)
+        )
         packed, _, problems = found
         if not packed and not problems:
             problems.append(
@@ -329,8 +351,12 @@ def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
         if problem or scale is None:
             problems.append(problem or "")
         else:
-            packed[name] = BlockScaledFP8(entry, scale, None if block is None else (block[0], block[1]))
-    extra = _activation_scales(stored, packed) if config.get("activation_scheme") == "static" else []
+            packed[name] = BlockScaledFP8(
+                entry, scale, None if block is None else (block[0], block[1])
+            )
+    extra = (
+        _activation_scales(stored, packed) if config.get("activation_scheme") == "static" else []
+    )
     return packed, [*scales, *extra], problems
 
 
@@ -348,7 +374,9 @@ def _instead(stored: Entries, name: str) -> str:
     return f"is {dtype_name(stored[name].dtype)}" if name in stored else "is not in the checkpoint"
 
 
-def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[int, int] | None) -> str | None:
+def _wrong_scale(
+    weight: TensorEntry, scale: TensorEntry | None, block: tuple[int, int] | None
+) -> str | None:
     if scale is None:
         return (
             f"tensor {weight.name} is {dtype_name(weight.dtype)}, but its scale {weight.name}_scale_inv is missing: "
@@ -358,7 +386,11 @@ def _wrong_scale(weight: TensorEntry, scale: TensorEntry | None, block: tuple[in
         return f"tensor {weight.name} is {dtype_name(weight.dtype)} of shape {list(weight.shape)}, not a matrix"
     if not scale.dtype.is_floating_point:
         return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
-    right = torch.Size(scale.shape).numel() == 1 if block is None else scale.shape == block_grid(weight.shape, block)
+    right = (
+        torch.Size(scale.shape).numel() == 1
+        if block is None
+        else scale.shape == block_grid(weight.shape, block)
+    )
     if right:
         return None
     wanted = "one number" if block is None else f"shape {list(block_grid(weight.shape, block))}"
@@ -373,15 +405,22 @@ def _microscaled(stored: Entries) -> Found:
     packed: dict[str, QuantizedTensor] = {}
     problems: list[str] = []
     plain = dict.fromkeys(
-        name.removesuffix(suffix) for name in stored for suffix in ("_blocks", "_scales") if name.endswith(suffix)
+        name.removesuffix(suffix)
+        for name in stored
+        for suffix in ("_blocks", "_scales")
+        if name.endswith(suffix)
     )
     for name in plain:
         blocks, scales = stored.get(f"{name}_blocks"), stored.get(f"{name}_scales")
         if blocks is None or scales is None:
             missing = "blocks" if blocks is None else "scales"
-            problems.append(f"tensor {name}_{missing} is missing from the checkpoint: download it again")
+            problems.append(
+                f"tensor {name}_{missing} is missing from the checkpoint: download it again"
+            )
         elif name in stored:
-            problems.append(f"tensor {name} is in the checkpoint both in full and as {blocks.name}: remove one")
+            problems.append(
+                f"tensor {name} is in the checkpoint both in full and as {blocks.name}: remove one"
+            )
         elif not is_mxfp4(blocks, scales):
             problems.append(
                 f"tensors {blocks.name} {_what(blocks)} and {scales.name} {_what(scales)} are not MXFP4, which needs "

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, LlamaConfig, Qwen2Config
 from transformers.configuration_utils import SubConfigSpec
-from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import NemotronH_Omni_Reasoning_V3_Config
+from transformers.models.nemotron_h_omni.configuration_nemotron_h_omni import (
+    NemotronH_Omni_Reasoning_V3_Config,
+)
 
 _HUGE = "vit_huge_patch16_224"  # the sizes of which are the defaults of transformers' RadioConfig
 
@@ -19,7 +21,9 @@ class DeciConfig(LlamaConfig):
 
     intermediate_size: int | None = None  # type: ignore[assignment]
     num_key_value_heads: int | None = None
-    block_configs: list[dict[str, Any]] | None = None  # for each layer its ``attention`` and its ``ffn``
+    block_configs: list[dict[str, Any]] | None = (
+        None  # for each layer its ``attention`` and its ``ffn``
+    )
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill in defaults, but for what differs from layer to layer."""

@@ -95,17 +95,23 @@ def _check_places(file: Path, entries: list[TensorEntry], begin: int, size: int)
             )
         begin = entry.end
     if begin != size:
-        raise UserError(f"{file} has {size - begin} bytes behind its last tensor: download it again")
+        raise UserError(
+            f"{file} has {size - begin} bytes behind its last tensor: download it again"
+        )
 
 
 def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
     code, shape = item["dtype"], tuple(item["shape"])
     if code not in DTYPES:
-        raise UserError(f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are")
+        raise UserError(
+            f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are"
+        )
     begin, end = item["data_offsets"]
     entry = TensorEntry(name, file, DTYPES[code], shape, data + begin, data + end)
     if end - begin != torch.Size(shape).numel() * entry.dtype.itemsize:
-        raise UserError(f"{name} in {file} has {end - begin} bytes, which is not {code} of shape {list(shape)}")
+        raise UserError(
+            f"{name} in {file} has {end - begin} bytes, which is not {code} of shape {list(shape)}"
+        )
     return entry
 
 
@@ -150,7 +156,9 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         for tensors, _ in self.files.values():
             for name, entry in tensors.items():
                 if name in found:
-                    raise UserError(f"tensor {name} is in both {found[name].file.name} and {entry.file.name}")
+                    raise UserError(
+                        f"tensor {name} is in both {found[name].file.name} and {entry.file.name}"
+                    )
                 found[name] = entry
         return found
 
@@ -164,7 +172,9 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             if not all(isinstance(file, str) for file in found.values()):
                 raise TypeError("a file has a name")
             if SINGLE not in found.values() and (self.directory / SINGLE).exists():
-                raise UserError(f"{self.directory} has both {SINGLE} and {INDEX} without it: remove the stale one")
+                raise UserError(
+                    f"{self.directory} has both {SINGLE} and {INDEX} without it: remove the stale one"
+                )
             return found
         except UserError:
             raise
@@ -177,10 +187,14 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             names = sorted(set(self._index.values()))
             for name in names:
                 if Path(name).name != name:
-                    raise UserError(f"{self.directory / INDEX} names {name}: a shard must be a file of this folder")
+                    raise UserError(
+                        f"{self.directory / INDEX} names {name}: a shard must be a file of this folder"
+                    )
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
-                raise UserError(f"{self.directory} lacks {first_few(missing)}, which {INDEX} names: download it again")
+                raise UserError(
+                    f"{self.directory} lacks {first_few(missing)}, which {INDEX} names: download it again"
+                )
             return names
         if (self.directory / SINGLE).is_file():
             return [SINGLE]
@@ -189,15 +203,21 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
             "save the model with transformers' save_pretrained to get safetensors files"
         )
 
-    def _check_index(self, headers: Mapping[str, tuple[dict[str, TensorEntry], dict[str, str]]]) -> None:
+    def _check_index(
+        self, headers: Mapping[str, tuple[dict[str, TensorEntry], dict[str, str]]]
+    ) -> None:
         assert self._index is not None
         for name, file in self._index.items():
             if name not in headers[file][0]:
-                raise UserError(f"tensor {name} is not in {file}, though {INDEX} of {self.directory} says so")
+                raise UserError(
+                    f"tensor {name} is not in {file}, though {INDEX} of {self.directory} says so"
+                )
         for file, (tensors, _) in headers.items():
             extra = [name for name in tensors if self._index.get(name) != file]
             if extra:
-                raise UserError(f"{file} of {self.directory} holds {first_few(extra)}, which {INDEX} does not name")
+                raise UserError(
+                    f"{file} of {self.directory} holds {first_few(extra)}, which {INDEX} does not name"
+                )
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]

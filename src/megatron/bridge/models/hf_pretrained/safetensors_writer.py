@@ -83,11 +83,15 @@ def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> li
         room -= size
     if len(groups) == 1:
         return [_file(SINGLE, groups[0], {"format": "pt"})]
-    names = (f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1))
+    names = (
+        f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)
+    )
     return [_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def write_index(directory: Path, layouts: Iterable[OutputFile], source: SafetensorsCheckpoint | None) -> None:
+def write_index(
+    directory: Path, layouts: Iterable[OutputFile], source: SafetensorsCheckpoint | None
+) -> None:
     """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
     where = {name: layout.name for layout in layouts for name in layout.entries}
     sizes = sum(entry.end - entry.begin for layout in layouts for entry in layout.entries.values())
@@ -145,16 +149,22 @@ class Writer:
             path = Path(layout.name)
             self._unwritten[path] = layout.size - len(layout.header)
             self._descriptors[path] = os.open(directory / layout.name, os.O_WRONLY)
-            self._entries |= {name: replace(entry, file=path) for name, entry in layout.entries.items()}
+            self._entries |= {
+                name: replace(entry, file=path) for name, entry in layout.entries.items()
+            }
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
+    ) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         if names := [f"{name} ({count:,})" for name, count in self._not_finite.items()]:
-            sys.stderr.write(f"warning: tensors with values that are NaN or infinite: {first_few(names)}\n")
+            sys.stderr.write(
+                f"warning: tensors with values that are NaN or infinite: {first_few(names)}\n"
+            )
 
     def write(self, name: str, start: int, rows: Tensor) -> None:
         """Write rows ``start`` and following of a tensor, in the dtype of the layout.
@@ -192,14 +202,22 @@ def _file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> Outpu
     position = 0
     for tensor, (dtype, shape) in tensors.items():
         size = _size(dtype, shape)
-        header[tensor] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
+        header[tensor] = {
+            "dtype": CODES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, position + size],
+        }
         position += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     data = 8 + len(text)
     entries = {
         tensor: TensorEntry(
-            tensor, Path(name), dtype, shape, *(data + offset for offset in header[tensor]["data_offsets"])
+            tensor,
+            Path(name),
+            dtype,
+            shape,
+            *(data + offset for offset in header[tensor]["data_offsets"]),
         )
         for tensor, (dtype, shape) in tensors.items()
     }

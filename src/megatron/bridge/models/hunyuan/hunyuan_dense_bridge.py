@@ -13,7 +13,9 @@ class HunYuanDenseV1Bridge(DecoderBridge):
     # copies, other names and token ids in published configs; transformers reads none of them
     irrelevant = {
         **dict.fromkeys(f"{name}_id" for name in _TOKENS),
-        **dict.fromkeys(("attention_head_dim", "org_vocab_size", "add_classification_head", "class_num")),
+        **dict.fromkeys(
+            ("attention_head_dim", "org_vocab_size", "add_classification_head", "class_num")
+        ),
         **dict.fromkeys(("pool_type", "dense_list", "norm_type")),
         "use_qk_norm": (True,),
         "use_cla": (False,),
@@ -30,7 +32,11 @@ class HunYuanMoEV1Bridge(DecoderBridge):
     fields = (
         *override(DENSE, NTK_ALPHA_ROPE),
         ATTENTION_BIAS_OF_EXPERTS,
-        *(field for field in expert_sizes(chosen="moe_topk") if field.hf != "moe_intermediate_size"),
+        *(
+            field
+            for field in expert_sizes(chosen="moe_topk")
+            if field.hf != "moe_intermediate_size"
+        ),
         # the width of every expert, and of the shared one
         Field("intermediate_size", ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
     )
@@ -43,7 +49,9 @@ class HunYuanMoEV1Bridge(DecoderBridge):
         "qk_norm_after_rope": True,
     }
     irrelevant = {**HunYuanDenseV1Bridge.irrelevant, "use_mixed_mlp_moe": (True,)}
-    irrelevant |= dict.fromkeys(("moe_intermediate_size", "num_shared_expert"))  # published, and not read
+    irrelevant |= dict.fromkeys(
+        ("moe_intermediate_size", "num_shared_expert")
+    )  # published, and not read
     weights = (
         ends(),
         attention(qk_norm=("query_layernorm", "key_layernorm")),

@@ -11,7 +11,12 @@ _SIZES = (
         ("ffn_hidden_size", "moe_ffn_hidden_size"),
         to=lambda width, config: (width, width if config["num_experts"] > 1 else None),
     ),
-    Field("num_experts", "num_moe_experts", to=lambda n, _: n if n > 1 else None, back=lambda n, _: n or 1),
+    Field(
+        "num_experts",
+        "num_moe_experts",
+        to=lambda n, _: n if n > 1 else None,
+        back=lambda n, _: n or 1,
+    ),
     Field("num_experts_per_tok", "moe_router_topk"),
     AUX_LOSS,
 )
@@ -28,7 +33,9 @@ class JambaBridge(DecoderBridge):
         "add_bias_linear": False,
         "moe_router_pre_softmax": True,
     }
-    irrelevant = dict.fromkeys(("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep"))
+    irrelevant = dict.fromkeys(
+        ("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep")
+    )
     irrelevant |= {"sliding_window": (None,)}
     weights = (
         ends(norm="model.final_layernorm"),

@@ -13,7 +13,11 @@ _RENAMED = {"max_position_embeddings": "model_max_length"}
 @register_bridge("KimiLinearForCausalLM", provider=MLAModelProvider, model_type="kimi_linear")
 class KimiLinearBridge(DecoderBridge):
     fields = (
-        *(replace(field, hf=_RENAMED.get(field.hf, field.hf)) for field in _LATENT if field.hf != "rope_parameters"),
+        *(
+            replace(field, hf=_RENAMED.get(field.hf, field.hf))
+            for field in _LATENT
+            if field.hf != "rope_parameters"
+        ),
         *expert_sizes("num_experts", chosen="num_experts_per_token", normalized="moe_renormalize"),
         *(SPARSE_LAYERS, SCALING, replace(SHARED_EXPERTS, hf="num_shared_experts")),
         replace(NORM_SIGMOIDS, hf="moe_renormalize"),

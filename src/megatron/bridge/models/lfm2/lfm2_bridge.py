@@ -13,9 +13,16 @@ _FIELDS = (
     *SHORT_CONV,
 )
 # of the training code that some configs tell of; transformers reads none of them
-_UNREAD = ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init")
+_UNREAD = (
+    "block_mlp_init_scale",
+    "block_out_init_scale",
+    "block_use_xavier_init",
+    "conv_use_xavier_init",
+)
 _REPEATED = ("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads")
-_ROUTING = {key: value for key, value in SIGMOID_ROUTING.items() if key != "moe_router_enable_expert_bias"}
+_ROUTING = {
+    key: value for key, value in SIGMOID_ROUTING.items() if key != "moe_router_enable_expert_bias"
+}
 
 
 @register_bridge("Lfm2ForCausalLM", model_type="lfm2")
@@ -23,7 +30,12 @@ class Lfm2Bridge(DecoderBridge):
     """LFM2, dense: gated short convolutions among attention with normalized queries and keys."""
 
     fields = (*(field for field in _FIELDS if field.hf != "intermediate_size"), *ADJUSTED_WIDTH)
-    fixed = {**LLAMA_LIKE, "activation_func": F.silu, "add_bias_linear": False, "attention_dropout": 0.0}
+    fixed = {
+        **LLAMA_LIKE,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+    }
     fixed |= {"qk_layernorm": True}
     irrelevant = {**dict.fromkeys((*_UNREAD, *_REPEATED, "full_attn_idxs")), "conv_bias": (False,)}
     irrelevant |= {"block_use_swiglu": (True,), "use_pos_enc": (True,)}

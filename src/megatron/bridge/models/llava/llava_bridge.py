@@ -6,7 +6,11 @@ from megatron.bridge.models.families import *
 
 @register_bridge("LlavaForConditionalGeneration", model_type="llava")
 class LlavaBridge(VisionBridge):
-    texts = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    texts = {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+    }
     names = LLAVA_NAMES
     other_names = LLAVA_OTHER_NAMES
 

@@ -16,6 +16,14 @@ class Mamba2Bridge(DecoderBridge):
         constant("hidden_act", "silu"),
     )
     fixed = {**LLAMA_LIKE, "position_embedding_type": "none"}
-    irrelevant = {**dict.fromkeys(("time_step_rank", "intermediate_size", "norm_before_gate")), "rms_norm": (True,)}
-    irrelevant |= {"rescale_prenorm_residual": (False,)}  # transformers 5 would divide projections that it has loaded
-    weights = (ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"), mamba("backbone.layers.*"))
+    irrelevant = {
+        **dict.fromkeys(("time_step_rank", "intermediate_size", "norm_before_gate")),
+        "rms_norm": (True,),
+    }
+    irrelevant |= {
+        "rescale_prenorm_residual": (False,)
+    }  # transformers 5 would divide projections that it has loaded
+    weights = (
+        ends("backbone.embeddings.weight", "backbone.norm_f", stack="final_norm"),
+        mamba("backbone.layers.*"),
+    )

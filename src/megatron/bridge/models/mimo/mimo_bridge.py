@@ -11,7 +11,10 @@ _LAYER = (attention(), mlp())
 
 def _names(_config: Any, depth: int) -> MTPNames:
     layer = f"model.mtp_layers.{depth}"
-    own = (f"{layer}.{name}" for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"))
+    own = (
+        f"{layer}.{name}"
+        for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    )
     return MTPNames(layer, *own, hidden_first=True)
 
 

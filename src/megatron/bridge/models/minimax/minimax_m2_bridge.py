@@ -6,8 +6,17 @@ from megatron.bridge.models.families import *
 
 @register_bridge("MiniMaxM2ForCausalLM", model_type="minimax_m2")
 class MiniMaxM2Bridge(DecoderBridge):
-    fields = (*override(DENSE, PARTIAL_ROPE), *expert_sizes("num_local_experts", "intermediate_size"), AUX_LOSS)
-    fixed = {**LLAMA_LIKE, **SIGMOID_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
+    fields = (
+        *override(DENSE, PARTIAL_ROPE),
+        *expert_sizes("num_local_experts", "intermediate_size"),
+        AUX_LOSS,
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SIGMOID_ROUTING,
+        "add_bias_linear": False,
+        "qk_norm_across_heads": True,
+    }
     irrelevant = {
         "router_jitter_noise": (0.0,),
         "scoring_func": ("sigmoid",),
@@ -16,11 +25,17 @@ class MiniMaxM2Bridge(DecoderBridge):
         "use_routing_bias": (True,),
         "shared_intermediate_size": (0,),
         # of layers that transformers does not have, or does not read: attention is full in every layer
-        **dict.fromkeys(("attn_type_list", "rotary_dim", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")),
+        **dict.fromkeys(
+            ("attn_type_list", "rotary_dim", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+        ),
     }
     weights = (
         ends(),
         attention(qk_norm=True),
-        router("block_sparse_moe.gate", norm="post_attention_layernorm", correction_in="block_sparse_moe"),
+        router(
+            "block_sparse_moe.gate",
+            norm="post_attention_layernorm",
+            correction_in="block_sparse_moe",
+        ),
         experts("block_sparse_moe.experts.*", gate="w1", up="w3", down="w2"),
     )

@@ -6,7 +6,11 @@ from megatron.bridge.models.families import *
 
 @register_bridge("NanoChatForCausalLM", model_type="nanochat")
 class NanoChatBridge(DecoderBridge):
-    fields = (*DENSE, ATTENTION_BIAS, Field("final_logit_softcapping", "final_logit_softcapping", default=15.0))
+    fields = (
+        *DENSE,
+        ATTENTION_BIAS,
+        Field("final_logit_softcapping", "final_logit_softcapping", default=15.0),
+    )
     fixed = {
         **LLAMA_LIKE,
         "gated_linear_unit": False,
@@ -17,4 +21,8 @@ class NanoChatBridge(DecoderBridge):
         "qk_norm_after_rope": True,
         "rotary_reversed": True,
     }
-    weights = (ends(), attention(norm=None), mlp(norm=None, gated=False, projections=("", "fc1", "fc2")))
+    weights = (
+        ends(),
+        attention(norm=None),
+        mlp(norm=None, gated=False, projections=("", "fc1", "fc2")),
+    )

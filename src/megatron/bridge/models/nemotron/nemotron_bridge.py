@@ -2,7 +2,12 @@
 """Nemotron-4 and Minitron: LayerNorms stored as their distance from one, squared ReLU without a gate."""
 
 from megatron.bridge.models.conversion.declare.blocks import attention, ends, mlp
-from megatron.bridge.models.conversion.declare.decoder_fields import BIASES, DENSE, LLAMA_LIKE, PARTIAL_ROPE
+from megatron.bridge.models.conversion.declare.decoder_fields import (
+    BIASES,
+    DENSE,
+    LLAMA_LIKE,
+    PARTIAL_ROPE,
+)
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 

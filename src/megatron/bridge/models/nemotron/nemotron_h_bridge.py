@@ -10,7 +10,12 @@ from megatron.bridge.models.conversion.declare.blocks import attention, ends, ml
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
 from megatron.bridge.models.conversion.declare.fields import Field, override
 from megatron.bridge.models.conversion.declare.hybrid import mamba
-from megatron.bridge.models.conversion.declare.moe import experts, latent_projections, router, shared_experts
+from megatron.bridge.models.conversion.declare.moe import (
+    experts,
+    latent_projections,
+    router,
+    shared_experts,
+)
 from megatron.bridge.models.conversion.model_bridge import DecoderBridge, register_bridge
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.mamba_provider import MambaModelProvider
@@ -27,7 +32,11 @@ _OWN = (
 @register_bridge("NemotronHForCausalLM", provider=MambaModelProvider, model_type="nemotron_h")
 class NemotronHBridge(DecoderBridge):
     fields = (
-        *(field for field in override(DENSE, *_OWN) if field.hf not in ("rope_parameters", "tie_word_embeddings")),
+        *(
+            field
+            for field in override(DENSE, *_OWN)
+            if field.hf not in ("rope_parameters", "tie_word_embeddings")
+        ),
         *hybrid.MAMBA_SIZES,
         *hybrid.MAMBA_STEPS,
         hybrid.MLP_BIAS,
@@ -49,12 +58,18 @@ class NemotronHBridge(DecoderBridge):
     }
     irrelevant = {
         # without effect in transformers or on the logits: initialization, caches, choice of kernels, rotary sizes
-        **dict.fromkeys(("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")),
+        **dict.fromkeys(
+            ("expand", "rescale_prenorm_residual", "mamba_ssm_cache_dtype", "num_logits_to_keep")
+        ),
         **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap")),
         # layers of multi-token prediction are carried along
-        **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")),
+        **dict.fromkeys(
+            ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern")
+        ),
         "time_step_rank": None,
-        **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_parameters", "num_query_groups")),
+        **dict.fromkeys(
+            ("rope_theta", "partial_rotary_factor", "rope_parameters", "num_query_groups")
+        ),
         **dict.fromkeys(("rms_norm_eps", "norm_eps")),  # layer_norm_epsilon is meant
         "time_step_limit": ([0.0, inf], (0.0, inf)),
         **dict.fromkeys(("attention_bias", "use_bias", "mamba_proj_bias"), (False,)),

@@ -13,7 +13,9 @@ from megatron.bridge.models.vision.provider import VisionHybridModelProvider
 from megatron.bridge.utils.errors import UserError
 
 
-@register_bridge("NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni")
+@register_bridge(
+    "NemotronH_Omni_Reasoning_V3", provider=VisionHybridModelProvider, model_type="nemotron_h_omni"
+)
 class NemotronHOmniBridge(VisionBridge):
     """Nemotron 3 Nano Omni: RADIO in front of Nemotron-H; its audio part is carried along."""
 
@@ -33,7 +35,9 @@ class NemotronHOmniBridge(VisionBridge):
     def _check(self, whole: Mapping[str, Any]) -> None:
         super()._check(whole)
         if count := whole["text_config"].get("num_nextn_predict_layers"):
-            raise UserError(f"text_config.num_nextn_predict_layers={count} adds a norm to the tower: set it to 0")
+            raise UserError(
+                f"text_config.num_nextn_predict_layers={count} adds a norm to the tower: set it to 0"
+            )
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
         """Audio, and the tower of a text model that is built without it."""
@@ -46,17 +50,27 @@ class NemotronHOmniBridge(VisionBridge):
         return radio_names.as_modules(registry)
 
 
-@register_bridge("NemotronH_Nano_VL_V2", provider=VisionHybridModelProvider, model_type="NemotronH_Nano_VL_V2")
+@register_bridge(
+    "NemotronH_Nano_VL_V2", provider=VisionHybridModelProvider, model_type="NemotronH_Nano_VL_V2"
+)
 class NemotronNanoVLBridge(NemotronHOmniBridge):
     """Nemotron Nano VL v2 12B: RADIO in front of Nemotron Nano v2; images are tiles of one size."""
 
-    irrelevant = {**radio_names.OF_REMOTE_CODE, "layers_block_type": None, "tie_word_embeddings": (False,)}
-    other_names = {"language_model.model.": {**NemotronHOmniBridge.names, "backbone.": "language_model.model."}}
+    irrelevant = {
+        **radio_names.OF_REMOTE_CODE,
+        "layers_block_type": None,
+        "tie_word_embeddings": (False,),
+    }
+    other_names = {
+        "language_model.model.": {**NemotronHOmniBridge.names, "backbone.": "language_model.model."}
+    }
 
     def _check(self, whole: Mapping[str, Any]) -> None:
         super()._check(whole)
         if (version := whole.get("ps_version", "v1")) != "v2":
-            raise UserError(f"ps_version={version!r}, which transposes tiles, is not supported: v2 is")
+            raise UserError(
+                f"ps_version={version!r}, which transposes tiles, is not supported: v2 is"
+            )
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
         """Modules of the remote code are called as its tensors."""

@@ -22,7 +22,10 @@ _TENSORS = {  # of transformers' modules
     _QKV: f"{_STORED}.blocks.*.attn.qkv",
     f"{_RADIO}.attention.o_proj": f"{_STORED}.blocks.*.attn.proj",
     **{f"{_RADIO}.{part}": f"{_STORED}.blocks.*.{part}" for part in ("norm1", "norm2", "mlp")},
-    **{f"{_RADIO}.{part}": f"{_STORED}.blocks.*.{part}" for part in ("layer_scale1", "layer_scale2")},
+    **{
+        f"{_RADIO}.{part}": f"{_STORED}.blocks.*.{part}"
+        for part in ("layer_scale1", "layer_scale2")
+    },
 }
 _PARAMETERS = {
     "vision_model.embeddings.position_embedding": f"{_STORED}.patch_generator.pos_embed",
@@ -35,11 +38,19 @@ WEIGHTS = (
 BUFFERS = ("vision_model.radio_model.input_conditioner.**", "vision_model.radio_model.summary_idxs")
 
 OF_REMOTE_CODE: HarmlessKeys = {
-    **dict.fromkeys(("img_context_token", "img_start_token", "img_end_token", "video_context_token")),
-    **dict.fromkeys(("sound_context_token", "image_tag_type", "template", "norm_mean", "norm_std", "patch_size")),
-    **dict.fromkeys(("max_sequence_length", "use_thumbnail", "min_num_patches", "max_num_patches", "version")),
+    **dict.fromkeys(
+        ("img_context_token", "img_start_token", "img_end_token", "video_context_token")
+    ),
+    **dict.fromkeys(
+        ("sound_context_token", "image_tag_type", "template", "norm_mean", "norm_std", "patch_size")
+    ),
+    **dict.fromkeys(
+        ("max_sequence_length", "use_thumbnail", "min_num_patches", "max_num_patches", "version")
+    ),
     **dict.fromkeys(("args", "adaptor_configs", "max_resolution", "preferred_resolution")),
-    **dict.fromkeys(("adaptor_names", "feature_normalizer_config", "inter_feature_normalizer_config"), (None,)),
+    **dict.fromkeys(
+        ("adaptor_names", "feature_normalizer_config", "inter_feature_normalizer_config"), (None,)
+    ),
     "ps_version": ("v2",),
     "separate_video_embedder": (True,),
     "vitdet_window_size": (None,),
@@ -59,7 +70,14 @@ class _ThreeProjections(ReplicatedMapping):
 
 def as_modules(registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
     """``registry`` under the names of transformers' modules."""
-    modules = {**{theirs: ours for ours, theirs in _TENSORS.items()}, LANGUAGE: "language_model.model."}
+    modules = {
+        **{theirs: ours for ours, theirs in _TENSORS.items()},
+        LANGUAGE: "language_model.model.",
+    }
     found = renamed(registry.get_all_mappings(), modules).get_all_mappings()
-    qkv = _ThreeProjections(f"vision.{_QKV}.**", *(f"{_RADIO}.attention.{name}_proj.**" for name in "qkv"))
-    return MegatronMappingRegistry(*(it for it in found if it.megatron_param != qkv.megatron_param), qkv)
+    qkv = _ThreeProjections(
+        f"vision.{_QKV}.**", *(f"{_RADIO}.attention.{name}_proj.**" for name in "qkv")
+    )
+    return MegatronMappingRegistry(
+        *(it for it in found if it.megatron_param != qkv.megatron_param), qkv
+    )

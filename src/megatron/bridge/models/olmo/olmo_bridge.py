@@ -9,7 +9,12 @@ class Olmo2Bridge(DecoderBridge):
     """OLMo 2: norms after attention and MLP instead of before, queries and keys normed over all heads together."""
 
     fields = (*DENSE, ATTENTION_BIAS)
-    fixed = {**LLAMA_LIKE, "norm_placement": "post", "qk_norm_across_heads": True, "mlp_bias": False}
+    fixed = {
+        **LLAMA_LIKE,
+        "norm_placement": "post",
+        "qk_norm_across_heads": True,
+        "mlp_bias": False,
+    }
     weights = (
         ends(),
         attention(norm=None, qk_norm=True),
@@ -29,8 +34,16 @@ class Olmo3Bridge(Olmo2Bridge):
 class OlmoeBridge(DecoderBridge):
     """OLMoE: experts in every layer, queries and keys normalized over all heads together."""
 
-    fields = (*(*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS), ATTENTION_BIAS_OF_EXPERTS)
-    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "qk_norm_across_heads": True}
+    fields = (
+        *(*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS),
+        ATTENTION_BIAS_OF_EXPERTS,
+    )
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        "add_bias_linear": False,
+        "qk_norm_across_heads": True,
+    }
     irrelevant = {"clip_qkv": (None,)}
     weights = (ends(), attention(qk_norm=True), router(norm="post_attention_layernorm"), experts())
 
@@ -42,7 +55,13 @@ OlMoEBridge = OlmoeBridge
 class FlexOlmoBridge(DecoderBridge):
     """FlexOlmo: OLMo 2's attention and norms, OLMoE's experts."""
 
-    fields = (*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS, ATTENTION_BIAS_OF_EXPERTS)
+    fields = (
+        *DENSE,
+        *expert_sizes(width="intermediate_size"),
+        NORM_TOPK,
+        AUX_LOSS,
+        ATTENTION_BIAS_OF_EXPERTS,
+    )
     fixed = {
         **LLAMA_LIKE,
         **SOFTMAX_ROUTING,

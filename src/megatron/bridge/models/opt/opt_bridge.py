@@ -48,7 +48,11 @@ class OPTBridge(DecoderBridge):
     }
     weights = (
         ends("model.decoder.embed_tokens.weight", "model.decoder.final_layer_norm"),
-        (ReplicatedMapping("embedding.position_embeddings.weight", "model.decoder.embed_positions.weight"),),
+        (
+            ReplicatedMapping(
+                "embedding.position_embeddings.weight", "model.decoder.embed_positions.weight"
+            ),
+        ),
         attention(_LAYERS, "self_attn_layer_norm", "self_attn.out_proj"),
         mlp(_LAYERS, "final_layer_norm", "", gated=False, projections=("", "fc1", "fc2")),
     )

@@ -16,7 +16,12 @@ class PhiBridge(DecoderBridge):
         Field("embd_pdrop", "embedding_dropout", default=0.0),
         Field("qk_layernorm", "qk_layernorm", default=False),
     )
-    fixed = {**LAYER_NORM_LIKE, "gated_linear_unit": False, "parallel_residual": "shared_norm", "output_bias": True}
+    fixed = {
+        **LAYER_NORM_LIKE,
+        "gated_linear_unit": False,
+        "parallel_residual": "shared_norm",
+        "output_bias": True,
+    }
     irrelevant = {"partial_rotary_factor": None}  # transformers copies it into rope_parameters
     weights = (
         ends(norm="model.final_layernorm"),

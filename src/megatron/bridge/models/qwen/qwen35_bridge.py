@@ -63,7 +63,9 @@ class Qwen35Bridge(DecoderBridge):
         "attn_output_gate": (True,),
         "full_attention_interval": None,  # it stands in for layer_types, which transformers always fills in
         # of the layer of multi-token prediction, which transformers leaves out, and of other software
-        **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")),
+        **dict.fromkeys(
+            ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+        ),
     }
     weights = (ends(), delta_net(split=True), attention(qk_norm=True, gated=True), mlp())
     buffers = (*MegatronModelBridge.buffers, "mtp.**")

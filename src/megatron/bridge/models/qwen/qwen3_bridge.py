@@ -23,7 +23,9 @@ class Qwen3Bridge(DecoderBridge):
 
     fields = (*DENSE, ATTENTION_BIAS, *SWITCHED_WINDOWS)
     fixed = {**LLAMA_LIKE, "mlp_bias": False, "qk_layernorm": True}
-    irrelevant = {"max_window_layers": None}  # it stands in for layer_types, which transformers always fills in
+    irrelevant = {
+        "max_window_layers": None
+    }  # it stands in for layer_types, which transformers always fills in
     weights = (ends(), attention(qk_norm=True), mlp())
 
 
@@ -41,7 +43,12 @@ class Qwen2MoeBridge(DecoderBridge):
         Field("qkv_bias", "add_qkv_bias", default=True),
         Field("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     )
-    fixed = {**LLAMA_LIKE, **SOFTMAX_ROUTING, "add_bias_linear": False, "moe_shared_expert_gate": True}
+    fixed = {
+        **LLAMA_LIKE,
+        **SOFTMAX_ROUTING,
+        "add_bias_linear": False,
+        "moe_shared_expert_gate": True,
+    }
     irrelevant = {"max_window_layers": None}
     weights = (
         ends(),

@@ -26,7 +26,12 @@ class SmolVLMBridge(VisionBridge):
     tower = _PARTS
     language = "text_model"
     text_ignored = (
-        *("_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor"),
+        *(
+            "_flash_attn_2_enabled",
+            "neftune_noise_alpha",
+            "perceiver_config",
+            "pixel_shuffle_factor",
+        ),
         *("qk_layer_norms", "use_resampler"),
     )
     names = {"model.": "model.text_model.", **{f"{part}.": f"model.{part}." for part in _PARTS}}

@@ -22,4 +22,10 @@ class SolarOpenBridge(DecoderBridge):
         "num_nextn_predict_layers": (0,),
         "partial_rotary_factor": (1.0,),
     }
-    weights = (ends(), attention(), router(norm="post_attention_layernorm"), experts(), shared_experts())
+    weights = (
+        ends(),
+        attention(),
+        router(norm="post_attention_layernorm"),
+        experts(),
+        shared_experts(),
+    )

@@ -62,7 +62,9 @@ def share_out(costs: Sequence[int], ranks: int) -> list[int]:
         >>> share_out([1, 1, 1, 1], 2)
         [0, 0, 1, 1]
     """
-    if len(set(costs)) == 1:  # such as tiles: in blocks, so that the tiles of an image stay together
+    if (
+        len(set(costs)) == 1
+    ):  # such as tiles: in blocks, so that the tiles of an image stay together
         return [index * ranks // len(costs) for index in range(len(costs))]
     work, owners = [0] * ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
@@ -79,4 +81,6 @@ def can_share(media: Media) -> bool:
 
 
 def _grids(media: Media) -> Tensor | None:
-    return next((value for name, value in media.items() if name.endswith(("grid_thw", "grid_hw"))), None)
+    return next(
+        (value for name, value in media.items() if name.endswith(("grid_thw", "grid_hw"))), None
+    )

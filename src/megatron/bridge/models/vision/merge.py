@@ -71,7 +71,9 @@ class Places:
             rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         flat = rows.flatten()
         where = torch.nonzero(flat >= 0).flatten()
-        self.where, self.rows = (places.to(device, non_blocking=True) for places in (where, flat[where]))
+        self.where, self.rows = (
+            places.to(device, non_blocking=True) for places in (where, flat[where])
+        )
 
     def whole_gradient(self, features: Tensor) -> Tensor:
         """The features; in the backward pass, gradients are summed over all parts of the sequence."""

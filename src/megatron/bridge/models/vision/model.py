@@ -88,7 +88,9 @@ class WithVision(LanguageModule):
             if self._deepstack:
                 self._deepstack.set(None)
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor, media: Media | None, rows: Tensor | None) -> Tensor:
+    def _embed(
+        self, input_ids: Tensor, position_ids: Tensor, media: Media | None, rows: Tensor | None
+    ) -> Tensor:
         """Embeddings [s, b, h] of text and images."""
         config: Any = self.config
         assert self.vision is not None

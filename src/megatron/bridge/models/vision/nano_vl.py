@@ -20,7 +20,11 @@ class NanoVLModel(NemotronH_Omni_Reasoning_V3):
         """Features of tiles [tiles, channels, height, width]."""
         height, width = (side // self.vision_model.patch_size for side in pixel_values.shape[-2:])
         found = self.vision_model(pixel_values.to(self.vision_model.config.dtype))
-        return BaseModelOutputWithPooling(pooler_output=self.project_vision_features(found.features, height, width))
+        return BaseModelOutputWithPooling(
+            pooler_output=self.project_vision_features(found.features, height, width)
+        )
 
-    def get_video_features(self, pixel_values_videos: Tensor, **_: Any) -> BaseModelOutputWithPooling:  # type: ignore[override]
+    def get_video_features(
+        self, pixel_values_videos: Tensor, **_: Any
+    ) -> BaseModelOutputWithPooling:  # type: ignore[override]
         raise TypeError("its videos are frames: give each as an image")

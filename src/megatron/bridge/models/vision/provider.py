@@ -47,7 +47,11 @@ class MultimodalRotary(nn.Module):
             position_ids = position_ids.expand(3, *position_ids.shape)
         chosen = position_ids[self.axes.to(position_ids.device)]
         angles = chosen.permute(2, 1, 0).float() * self.inv_freq.to(chosen.device)
-        both = torch.stack((angles, angles), dim=-1).flatten(-2) if self.pairs else torch.cat((angles, angles), -1)
+        both = (
+            torch.stack((angles, angles), dim=-1).flatten(-2)
+            if self.pairs
+            else torch.cat((angles, angles), -1)
+        )
         return both[:, :, None]
 
 
@@ -64,10 +68,18 @@ def axes_of(sections: list[int], interleaved: bool) -> Tensor:
     if interleaved:
         turns = {place: axis for axis in (1, 2) for place in range(axis, 3 * sections[axis], 3)}
         axes = [turns.get(place, 0) for place in range(sum(sections))]
-    return torch.tensor(axes, device="cpu")  # numbers, even while the model is built on the meta device
+    return torch.tensor(
+        axes, device="cpu"
+    )  # numbers, even while the model is built on the meta device
 
 
-PROJECTORS = ("merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline")
+PROJECTORS = (
+    "merger",
+    "deepstack_merger_list",
+    "multi_modal_projector",
+    "connector",
+    "image_newline",
+)
 """Modules between tower and decoder: ``freeze_vision_projection``."""
 
 
@@ -77,16 +89,30 @@ class VisionGPTModelProvider(GPTModelProvider):
 
     _model_class: ClassVar[type[Any]] = VisionGPTModel
 
-    vision: dict[str, Any] | None = None  # Hugging Face's config without its text model; None builds that alone
-    deallocate_pipeline_outputs: bool = False  # a stage of deepstack sends a view, whose memory cannot be freed
-    mrope_interleaved: bool = False  # the axes of ``mrope_section`` take turns (Qwen3-VL), or each has a block
+    vision: dict[str, Any] | None = (
+        None  # Hugging Face's config without its text model; None builds that alone
+    )
+    deallocate_pipeline_outputs: bool = (
+        False  # a stage of deepstack sends a view, whose memory cannot be freed
+    )
+    mrope_interleaved: bool = (
+        False  # the axes of ``mrope_section`` take turns (Qwen3-VL), or each has a block
+    )
     freeze_language_model: bool = False  # train the tower and its projector only
     freeze_vision_model: bool = False  # leave the tower as it is; its projector is trained
     freeze_vision_projection: bool = False  # leave what lies between tower and decoder as it is
-    bidirectional_images: bool = False  # the tokens of an image attend to each other both ways (Gemma 3)
-    bidirectional_prompt: bool = False  # tokens before the first trained one attend both ways (PaliGemma)
-    recompute_vision_model: bool = False  # keep only the inputs of the tower's layers for the backward pass
-    share_images: bool = True  # ranks of tensor and context groups each encode a part, else each encodes all
+    bidirectional_images: bool = (
+        False  # the tokens of an image attend to each other both ways (Gemma 3)
+    )
+    bidirectional_prompt: bool = (
+        False  # tokens before the first trained one attend both ways (PaliGemma)
+    )
+    recompute_vision_model: bool = (
+        False  # keep only the inputs of the tower's layers for the backward pass
+    )
+    share_images: bool = (
+        True  # ranks of tensor and context groups each encode a part, else each encodes all
+    )
 
     @property
     def looks_ahead(self) -> bool:
@@ -104,12 +130,18 @@ class VisionGPTModelProvider(GPTModelProvider):
         return self._token("video_token_id", "video_token_index")
 
     def _token(self, *keys: str) -> int | None:
-        return next((self.vision[key] for key in keys if key in self.vision), None) if self.vision else None
+        return (
+            next((self.vision[key] for key in keys if key in self.vision), None)
+            if self.vision
+            else None
+        )
 
     @property
     def deep_layers(self) -> int:
         """Layers of the decoder after which features are added."""
-        return len(((self.vision or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+        return len(
+            ((self.vision or {}).get("vision_config") or {}).get("deepstack_visual_indexes") or ()
+        )
 
     def derive(self) -> None:
         """Check the settings that vision and rotary embeddings require."""
@@ -117,7 +149,9 @@ class VisionGPTModelProvider(GPTModelProvider):
         if self.mrope_section is not None:
             self._check_mrope()
         if self.looks_ahead and self.backend == "transformer_engine":
-            raise UserError("backend='transformer_engine' cannot let tokens see ahead: set model.backend='torch'")
+            raise UserError(
+                "backend='transformer_engine' cannot let tokens see ahead: set model.backend='torch'"
+            )
         if self.deep_layers and self.recompute_granularity == "full":
             raise UserError(
                 "recompute_granularity='full' cannot recompute layers that features of images are added behind: "
@@ -127,7 +161,9 @@ class VisionGPTModelProvider(GPTModelProvider):
     def _check_mrope(self) -> None:
         kind = (self.rope_parameters or {}).get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
-            raise UserError(f"rope_parameters.rope_type={kind!r} does not work with mrope_section: use yarn")
+            raise UserError(
+                f"rope_parameters.rope_type={kind!r} does not work with mrope_section: use yarn"
+            )
         if self.apply_rope_fusion:
             raise UserError(
                 "apply_rope_fusion=True does not work with mrope_section, the kernel counts positions itself: "
@@ -161,7 +197,9 @@ class VisionGPTModelProvider(GPTModelProvider):
         """Add three-axis positions and the tower, and freeze what is not trained."""
         super().finish(model)
         if self.mrope_section is not None:
-            model.rotary_pos_emb = MultimodalRotary(model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved)
+            model.rotary_pos_emb = MultimodalRotary(
+                model.rotary_pos_emb, self.mrope_section, self.mrope_interleaved
+            )
             model.position_embedding_type, model.mrope_section = "mrope", self.mrope_section
         if self.vision is not None and model.pre_process:
             self._add_tower(model)
@@ -179,7 +217,9 @@ class VisionGPTModelProvider(GPTModelProvider):
             if isinstance(module, nn.Linear):
                 vars(module)["config"] = model.config  # for adapters
         if self.recompute_vision_model:
-            tower._set_gradient_checkpointing(gradient_checkpointing_func=partial(checkpoint, use_reentrant=False))
+            tower._set_gradient_checkpointing(
+                gradient_checkpointing_func=partial(checkpoint, use_reentrant=False)
+            )
         for name, parameter in tower.named_parameters():
             parameter.average_gradients_across_tp_domain = self.share_images  # type: ignore[attr-defined]
             parameter.requires_grad_(name not in unused_parameters(tower))
@@ -189,7 +229,11 @@ class VisionGPTModelProvider(GPTModelProvider):
         return towers.build_tower(vision, self.params_dtype, bool(self.perform_initialization))
 
     def _freeze(self, model: Any) -> None:
-        frozen = (self.freeze_language_model, self.freeze_vision_model, self.freeze_vision_projection)
+        frozen = (
+            self.freeze_language_model,
+            self.freeze_vision_model,
+            self.freeze_vision_projection,
+        )
         for name, parameter in model.named_parameters():
             if frozen[_part(name)]:
                 parameter.requires_grad_(False)
@@ -201,7 +245,9 @@ class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
 
     _model_class: ClassVar[type[Any]] = VisionHybridModel
 
-    radio_layer_scales: bool = False  # RADIO's layers scale what they add; not in published checkpoints
+    radio_layer_scales: bool = (
+        False  # RADIO's layers scale what they add; not in published checkpoints
+    )
 
     def _build_tower(self, vision: dict[str, Any]) -> nn.Module:
         return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)

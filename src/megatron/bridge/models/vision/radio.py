@@ -24,7 +24,9 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
             f"vision_config.layerscale_value={config.layerscale_value} and the checkpoint has no LayerScales: set it "
             "to 1.0"
         )
-    tower.vision_model.register_buffer("summary_idxs", tower.vision_model.summary_idxs, persistent=False)
+    tower.vision_model.register_buffer(
+        "summary_idxs", tower.vision_model.summary_idxs, persistent=False
+    )
     tower.vision_model.register_forward_pre_hook(_with_grid, with_kwargs=True)
     if videos:
         tower.vision_model.embeddings.register_forward_hook(_with_both)
@@ -59,7 +61,10 @@ def _fuse(attention: Any) -> None:
     del attention.q_proj, attention.k_proj, attention.v_proj
     waiting: list[Tensor] = []
     attention.qkv = fused
-    attention.q_proj, attention.k_proj = partial(_queries, attention, waiting), partial(_next, waiting)
+    attention.q_proj, attention.k_proj = (
+        partial(_queries, attention, waiting),
+        partial(_next, waiting),
+    )
     attention.v_proj = partial(_next, waiting)
 
 

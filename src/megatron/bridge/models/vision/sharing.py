@@ -26,14 +26,18 @@ def rank_share(config: Any) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -> tuple[Tensor | None, Tensor | None]:
+def features(
+    tower: nn.Module, media: Media | None, share: bool, dummy: Media
+) -> tuple[Tensor | None, Tensor | None]:
     """Features of all images of a microbatch, images before videos.
 
     ``media`` are the same on all ranks that share them, but for patches, which may be those of the rank's own images
     only. With ``share`` a part of the images is encoded here. ``dummy``, the smallest image, is encoded where there is
     none; its features come beside the others [tokens, width].
     """
-    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in tower.parameters())
+    trained = torch.is_grad_enabled() and any(
+        parameter.requires_grad for parameter in tower.parameters()
+    )
     with torch.set_grad_enabled(trained):
         kinds = layouts.split_kinds(media)
         costs = [cost for kind in kinds for cost in layouts.costs(kind)]
@@ -47,16 +51,23 @@ def features(tower: nn.Module, media: Media | None, share: bool, dummy: Media) -
             return None, spare
         if ranks == 1:
             return torch.cat([rows for rows, _ in encoded]), None
-        counts, columns = _known_sizes(tower, costs) or _exchanged_sizes(tower, encoded, owners, group)
+        counts, columns = _known_sizes(tower, costs) or _exchanged_sizes(
+            tower, encoded, owners, group
+        )
         # ranks without images take part in the collectives of the backward pass, too
-        nothing = next(tower.parameters()).new_zeros(0, columns, requires_grad=torch.is_grad_enabled())
+        nothing = next(tower.parameters()).new_zeros(
+            0, columns, requires_grad=torch.is_grad_enabled()
+        )
         local = torch.cat([rows for rows, _ in encoded]) if encoded else nothing
         return _Gather.apply(local, counts, owners, group), spare  # type: ignore[return-value]
 
 
 def _beside(tower: nn.Module, media: Media) -> Media:
     device = next(tower.parameters()).device
-    return {name: value.to(device) if value.is_floating_point() else value for name, value in media.items()}
+    return {
+        name: value.to(device) if value.is_floating_point() else value
+        for name, value in media.items()
+    }
 
 
 def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[Tensor, list[int]]]:
@@ -79,7 +90,9 @@ def _known_sizes(tower: Any, costs: list[int]) -> tuple[list[int], int] | None:
         return None
     deep = getattr(tower.config.vision_config, "deepstack_visual_indexes", None) or ()
     patches = tower.visual.spatial_merge_size**2
-    return [cost // patches for cost in costs], tower.config.get_text_config().hidden_size * (1 + len(deep))
+    return [cost // patches for cost in costs], tower.config.get_text_config().hidden_size * (
+        1 + len(deep)
+    )
 
 
 def _exchanged_sizes(
@@ -90,7 +103,10 @@ def _exchanged_sizes(
     here = [index for index, owner in enumerate(owners) if owner == group.rank()]
     own = [count for _, counts in encoded for count in counts]
     sizes = torch.zeros(len(owners) + 1, dtype=torch.long)
-    sizes[here], sizes[-1] = torch.tensor(own, dtype=torch.long), encoded[0][0].shape[-1] if encoded else 0
+    sizes[here], sizes[-1] = (
+        torch.tensor(own, dtype=torch.long),
+        encoded[0][0].shape[-1] if encoded else 0,
+    )
     sizes = sizes.to(device)
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
     *counts, columns = sizes.tolist()
@@ -101,9 +117,14 @@ class _Gather(torch.autograd.Function):
     """Gathers the rows of all ranks; backward, returns each rank's own part of the summed gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, counts: list[int], owners: list[int], group: Any) -> Tensor:  # type: ignore[override]
+    def forward(
+        ctx: Any, local: Tensor, counts: list[int], owners: list[int], group: Any
+    ) -> Tensor:  # type: ignore[override]
         ranks = range(group.size())
-        totals = [sum(n for n, owner in zip(counts, owners, strict=True) if owner == rank) for rank in ranks]
+        totals = [
+            sum(n for n, owner in zip(counts, owners, strict=True) if owner == rank)
+            for rank in ranks
+        ]
         padded = local.new_zeros(max(totals), local.shape[-1])
         padded[: len(local)] = local
         parts = [torch.empty_like(padded) for _ in ranks]
@@ -122,7 +143,9 @@ class _Gather(torch.autograd.Function):
         if parallel_state.get_context_parallel_world_size() > 1:
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-        parts = [part for part, mine in zip(gradient.split(ctx.counts), ctx.mine, strict=True) if mine]
+        parts = [
+            part for part, mine in zip(gradient.split(ctx.counts), ctx.mine, strict=True) if mine
+        ]
         local = torch.cat(parts) if parts else gradient[:0]
         # parameters' gradients are averaged over tensor-parallel ranks, and their sum is meant
         return local * parallel_state.get_tensor_model_parallel_world_size(), None, None, None

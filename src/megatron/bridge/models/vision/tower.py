@@ -24,7 +24,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.bridge.backends.attention import flash_attention
-from megatron.bridge.backends.attention.block_mask import AttentionWindow, host_values, remember_on_host
+from megatron.bridge.backends.attention.block_mask import (
+    AttentionWindow,
+    host_values,
+    remember_on_host,
+)
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
 from megatron.bridge.utils.errors import UserError
 
@@ -40,10 +44,14 @@ def use_varlen(visual: nn.Module) -> None:
     visual.register_forward_pre_hook(_with_sizes, with_kwargs=True)
 
 
-def _with_sizes(visual: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_sizes(
+    visual: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """What ``visual`` would compute from the grid, computed on the host and sent to the patches' device."""
     grid, device = kwargs["grid_thw"].cpu(), args[0].device
-    return args, kwargs | {name: _sent(value, device) for name, value in _sizes(visual, grid).items()}
+    return args, kwargs | {
+        name: _sent(value, device) for name, value in _sizes(visual, grid).items()
+    }
 
 
 def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
@@ -54,11 +62,21 @@ def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
     found = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
     found |= {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
     if hasattr(config, "window_size"):
-        order, bounds = sizes.get_vision_window_index(grid, merge, config.window_size, config.patch_size)
-        found |= {"window_index": order, "cu_window_seqlens": bounds, "max_window_seqlen": _longest(bounds)}
+        order, bounds = sizes.get_vision_window_index(
+            grid, merge, config.window_size, config.patch_size
+        )
+        found |= {
+            "window_index": order,
+            "cu_window_seqlens": bounds,
+            "max_window_seqlen": _longest(bounds),
+        }
     if hasattr(visual, "num_grid_per_side"):
         places, weights = sizes.get_vision_interpolation_indices_and_weights(
-            grid, visual.num_grid_per_side, visual.interpolation_mode, visual.interpolation_align_corners, merge
+            grid,
+            visual.num_grid_per_side,
+            visual.interpolation_mode,
+            visual.interpolation_align_corners,
+            merge,
         )
         found |= {"interp_indices": places, "interp_weights": weights}
     return found
@@ -90,16 +108,25 @@ def attend(
     """Attention [1, t, h, d] of [1, h, t, d]: each image, or window of one, is a sequence between two bounds."""
     q, k, v = (tensor.permute(2, 0, 1, 3) for tensor in (query, key, value))
     if flash_attention.is_supported(q) and not dropout:
-        out = flash_attention.attend_packed(q, k, v, cu_seq_lens_q, max_length_q, AttentionWindow(), scaling)
+        out = flash_attention.attend_packed(
+            q, k, v, cu_seq_lens_q, max_length_q, AttentionWindow(), scaling
+        )
         return out.transpose(0, 1), None
     bounds = host_values(cu_seq_lens_q)
     lengths = [stop - start for start, stop in pairwise(bounds)]
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
-    parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
+    parts = [
+        tensor[0].split([length * count for length, count in runs], dim=1)
+        for tensor in (query, key, value)
+    ]
     done = []
     for (length, _count), *qkv in zip(runs, *parts, strict=True):
-        q, k, v = (part.unflatten(1, (-1, length)).transpose(0, 1) for part in qkv)  # [sequences, h, length, d]
-        done.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling).transpose(1, 2))
+        q, k, v = (
+            part.unflatten(1, (-1, length)).transpose(0, 1) for part in qkv
+        )  # [sequences, h, length, d]
+        done.append(
+            scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling).transpose(1, 2)
+        )
     rows = [part.flatten(0, 1) for part in done]
     return (rows[0] if len(rows) == 1 else torch.cat(rows))[None], None
 
@@ -121,7 +148,9 @@ class Features:
     counts: list[int]  # tokens of each image
 
 
-def build_tower(vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True) -> nn.Module:
+def build_tower(
+    vision: Mapping[str, Any], dtype: torch.dtype, initialize: bool = True
+) -> nn.Module:
     """The vision part of transformers' model, with parameters in ``dtype``; buffers keep their precision.
 
     Of ``text_config``, only the width is needed. Without ``initialize``, weights are undefined until they are loaded.
@@ -172,7 +201,11 @@ def hf_config(vision: Mapping[str, Any]) -> Any:
     values = copy.deepcopy(dict(vision))
     kind = values.pop("model_type")
     own = own_config(kind)
-    return cast(Any, transformers.AutoConfig).for_model(kind, **values) if own is None else own(**values)
+    return (
+        cast(Any, transformers.AutoConfig).for_model(kind, **values)
+        if own is None
+        else own(**values)
+    )
 
 
 def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
@@ -180,7 +213,9 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     compute = getattr(tower, _VIDEO if is_video(media) else _IMAGE)
     known = inspect.signature(compute).parameters
     if unknown := sorted(name for name in media if name not in known):
-        raise UserError(f"media has {unknown[0]}, which {type(tower).__name__} does not take: remove it")
+        raise UserError(
+            f"media has {unknown[0]}, which {type(tower).__name__} does not take: remove it"
+        )
     if tower.config.model_type in _LISTS_OF_IMAGES:
         media = {name: value[:, None] for name, value in media.items()}
     try:
@@ -199,7 +234,9 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
 
 
 def _projected(tower: Any, found: Any) -> Any:
-    if tower.config.model_type == "llama4":  # transformers projects its images in the forward pass only
+    if (
+        tower.config.model_type == "llama4"
+    ):  # transformers projects its images in the forward pass only
         return tower.multi_modal_projector(found.last_hidden_state)
     return found.pooler_output
 
@@ -218,7 +255,11 @@ def _flat(features: Any) -> tuple[Tensor, list[int]]:
 def unused_parameters(tower: Any) -> frozenset[str]:
     """Names of pooling heads and of the parameters after the last layer whose features are used."""
     names = [name for name, _ in tower.named_parameters()]
-    return frozenset(name for name in names if name.startswith("vision_tower.") and _is_unused(name, tower.config))
+    return frozenset(
+        name
+        for name in names
+        if name.startswith("vision_tower.") and _is_unused(name, tower.config)
+    )
 
 
 def _is_unused(name: str, config: Any) -> bool:
@@ -253,7 +294,10 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
     size = _size(config)
     pixels = torch.ones(1, getattr(config.vision_config, "num_channels", 3), size, size)
     if config.model_type == "mistral3":  # transformers fails with a single token
-        return {"pixel_values": pixels.repeat(1, 1, 1, 2), "image_sizes": torch.tensor([[size, 2 * size]])}
+        return {
+            "pixel_values": pixels.repeat(1, 1, 1, 2),
+            "image_sizes": torch.tensor([[size, 2 * size]]),
+        }
     if config.model_type in ("llava_next", "llava_onevision"):
         return _tiles(config, pixels)
     return {"pixel_values": pixels}
@@ -263,7 +307,10 @@ def _patches(vision: Any) -> dict[str, Tensor]:
     merge = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
-    return {"pixel_values": torch.ones(merge**2, width), "image_grid_thw": torch.tensor([[1, merge, merge]])}
+    return {
+        "pixel_values": torch.ones(merge**2, width),
+        "image_grid_thw": torch.tensor([[1, merge, merge]]),
+    }
 
 
 def _size(config: Any) -> int:
@@ -282,4 +329,7 @@ def _tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
 
     size = pixels.shape[-1]
     count = image_size_to_num_patches([size, size], config.image_grid_pinpoints, size)
-    return {"pixel_values": pixels[:, None].expand(-1, count, -1, -1, -1), "image_sizes": torch.tensor([[size, size]])}
+    return {
+        "pixel_values": pixels[:, None].expand(-1, count, -1, -1, -1),
+        "image_sizes": torch.tensor([[size, size]]),
+    }

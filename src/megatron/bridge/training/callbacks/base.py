@@ -105,7 +105,9 @@ class CallbackManager:
             UserError: The event does not exist.
         """
         if event_name not in EVENTS:
-            raise UserError(f"callback event {event_name} does not exist{did_you_mean(event_name, EVENTS)}")
+            raise UserError(
+                f"callback event {event_name} does not exist{did_you_mean(event_name, EVENTS)}"
+            )
         callback = Callback()
         setattr(callback, event_name, fn)
         self._callbacks.append(callback)
@@ -136,4 +138,6 @@ class CallbackManager:
             if callback.name in states:
                 callback.load_state_dict(states[callback.name])
         for name in sorted(states.keys() - {callback.name for callback in self._callbacks}):
-            print_rank_0(f"the state of callback {name} is dropped: this run has no callback of that name")
+            print_rank_0(
+                f"the state of callback {name} is dropped: this run has no callback of that name"
+            )

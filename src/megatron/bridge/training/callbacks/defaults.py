@@ -5,13 +5,21 @@ from collections.abc import Iterable
 
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.core.data import DataPosition, DataPreview
-from megatron.bridge.training.callbacks.core.intervals import Evaluation, ExitInterval, GarbageCollection, ParamGather
+from megatron.bridge.training.callbacks.core.intervals import (
+    Evaluation,
+    ExitInterval,
+    GarbageCollection,
+    ParamGather,
+)
 from megatron.bridge.training.callbacks.core.run_folder import RunLock, RunMetadata
 from megatron.bridge.training.callbacks.core.saving import CheckpointSaving, HFCopies
 from megatron.bridge.training.callbacks.guard.hang_detection import HangDetection
 from megatron.bridge.training.callbacks.guard.preemption import Preemption
 from megatron.bridge.training.callbacks.guard.rerun import NaNGuard, Rerun, SkipBatches
-from megatron.bridge.training.callbacks.guard.straggler_detection import NVRxStragglerDetection, StragglerDetection
+from megatron.bridge.training.callbacks.guard.straggler_detection import (
+    NVRxStragglerDetection,
+    StragglerDetection,
+)
 from megatron.bridge.training.callbacks.observe.logging import Logging
 from megatron.bridge.training.callbacks.observe.profiling import Profiling, StopProfiling
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
@@ -39,7 +47,8 @@ def default_callbacks(
         DataPreview(),  # before any time is spent on wrong data
         ParamGather(),  # after the last step, before anything reads the weights
         Logging(config),  # a step is logged before it is evaluated
-        profiling and StopProfiling(profiling),  # writing profiles does not count as time of the step
+        profiling
+        and StopProfiling(profiling),  # writing profiles does not count as time of the step
         NaNGuard(),  # a step with NaN is logged, but neither evaluated nor saved
         Evaluation(),
         *GenerationSamples.of(config),

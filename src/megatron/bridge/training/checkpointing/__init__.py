@@ -4,9 +4,17 @@
 from megatron.bridge.utils.optional_imports import lazy_names
 
 _HOME = "megatron.bridge.training.facade"
-_CALLS = ("apply_peft_adapter_filter_to_state_dict", "checkpoint_exists", "init_checkpointing_context")
+_CALLS = (
+    "apply_peft_adapter_filter_to_state_dict",
+    "checkpoint_exists",
+    "init_checkpointing_context",
+)
 _CALLS += ("load_checkpoint", "maybe_finalize_async_save", "save_checkpoint")
 # as the programs that call them spell them
-_CALLS += ("_generate_model_state_dict", "_load_checkpoint_from_path", "_load_model_weights_from_checkpoint")
+_CALLS += (
+    "_generate_model_state_dict",
+    "_load_checkpoint_from_path",
+    "_load_model_weights_from_checkpoint",
+)
 
 __getattr__ = lazy_names(__name__, {name: f"{_HOME}:{name.removeprefix('_')}" for name in _CALLS})

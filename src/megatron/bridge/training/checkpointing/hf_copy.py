@@ -19,7 +19,15 @@ from megatron.bridge.utils import atomic
 from megatron.bridge.utils.errors import UserError
 
 _COPY = re.compile(r"hf_(\d{7,})")
-_OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_A_JOB = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def copy_dir(root: Path, iteration: int) -> Path:
@@ -39,7 +47,11 @@ def missing(root: Path) -> list[int]:
 
 def _is_current(root: Path, iteration: int) -> bool:
     copy, written = copy_dir(root, iteration), paths.iteration_dir(root, iteration) / manifest.NAME
-    return copy.is_dir() and written.is_file() and copy.stat().st_mtime_ns >= written.stat().st_mtime_ns
+    return (
+        copy.is_dir()
+        and written.is_file()
+        and copy.stat().st_mtime_ns >= written.stat().st_mtime_ns
+    )
 
 
 def clean(root: Path) -> None:
@@ -58,12 +70,19 @@ class CopyProcess:
     Without a ``source``, config and tokenizer are made from the checkpoint.
     """
 
-    def __init__(self, root: Path, iteration: int, source: str | None, trust_checkpoint: bool) -> None:
+    def __init__(
+        self, root: Path, iteration: int, source: str | None, trust_checkpoint: bool
+    ) -> None:
         self.checkpoint = paths.iteration_dir(root, iteration)
         self.folder = copy_dir(root, iteration)
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         environment = {name: value for name, value in os.environ.items() if name not in _OF_A_JOB}
-        arguments = [str(self.checkpoint), str(self.folder), source or "", "trust" if trust_checkpoint else ""]
+        arguments = [
+            str(self.checkpoint),
+            str(self.folder),
+            source or "",
+            "trust" if trust_checkpoint else "",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *arguments],
             env={**environment, "CUDA_VISIBLE_DEVICES": ""},
@@ -82,7 +101,9 @@ class CopyProcess:
     def reason(self) -> str:
         """The last line that the process wrote before it failed."""
         self._said.seek(0)
-        return (self._said.read().strip().splitlines() or [f"exit code {self._process.returncode}"])[-1]
+        return (
+            self._said.read().strip().splitlines() or [f"exit code {self._process.returncode}"]
+        )[-1]
 
     def let_go(self) -> None:
         """End the process as the end of this one would."""
@@ -98,7 +119,10 @@ def export(checkpoint: Path, folder: Path, source: str | None) -> None:
     from megatron.bridge.models.conversion.pretrained import tokenizer_of
 
     saved = manifest.read(checkpoint)
-    with tempfile.TemporaryDirectory() as temporary, atomic.published_directory(folder, overwrite=True) as staging:
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        atomic.published_directory(folder, overwrite=True) as staging,
+    ):
         if source is None:
             from megatron.bridge.data.tokenizer import load_hf_tokenizer
 

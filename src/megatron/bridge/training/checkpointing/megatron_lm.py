@@ -18,11 +18,15 @@ from megatron.bridge.training.optim.optimizer_state import MASTER, PREFIX
 from megatron.bridge.utils.errors import UserError
 
 IGNORED = ("rng_state", "rerun_state")  # states of single ranks, which are not loaded
-MEGATRON_LM_MASTER = "param"  # the key of main parameters in the state of Megatron-LM's distributed optimizer
+MEGATRON_LM_MASTER = (
+    "param"  # the key of main parameters in the state of Megatron-LM's distributed optimizer
+)
 
 
 def is_megatron_lm(common: dict[str, Any]) -> bool:
-    return "checkpoint_version" in common and "opt_param_scheduler" in common and "iteration" in common
+    return (
+        "checkpoint_version" in common and "opt_param_scheduler" in common and "iteration" in common
+    )
 
 
 def run_state(common: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +50,9 @@ def check_optimizer_format(names: Collection[str], directory: Path) -> None:
     """Refuse optimizer state that is not saved per parameter."""
     if any(name.startswith(f"{PREFIX}.") for name in names):
         return
-    found = next((name for name in sorted(names) if name.startswith(("optimizer", "chained"))), "nothing")
+    found = next(
+        (name for name in sorted(names) if name.startswith(("optimizer", "chained"))), "nothing"
+    )
     raise UserError(
         f"checkpoint {directory} holds the optimizer state as raw buffers ({found}), which cannot be mapped to "
         "parameters: save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
@@ -54,7 +60,9 @@ def check_optimizer_format(names: Collection[str], directory: Path) -> None:
     )
 
 
-def with_megatron_lm_keys(state: dict[str, ShardedTensor], names: Collection[str]) -> dict[str, ShardedTensor]:
+def with_megatron_lm_keys(
+    state: dict[str, ShardedTensor], names: Collection[str]
+) -> dict[str, ShardedTensor]:
     """``state`` with the keys under which a distributed optimizer of Megatron-LM saves the main parameters."""
     ours, theirs = f"{PREFIX}.{MASTER}.", f"{PREFIX}.{MEGATRON_LM_MASTER}."
     renamed = {}
@@ -71,7 +79,10 @@ def _optimizer_scalars(optimizer: dict[Any, Any] | None) -> dict[str, Any] | Non
         return None
     inner = [optimizer[index] for index in sorted(optimizer)] if 0 in optimizer else [optimizer]
     steps = [step for part in inner for step in _update_counts(part)]
-    return {"step": int(max(steps, default=0)), "grad_scalers": [part.get("grad_scaler") or {} for part in inner]}
+    return {
+        "step": int(max(steps, default=0)),
+        "grad_scalers": [part.get("grad_scaler") or {} for part in inner],
+    }
 
 
 def _update_counts(part: dict[str, Any]) -> Iterator[int]:

@@ -65,8 +65,12 @@ def run_name(root: Path, make: bool = False) -> str | None:
 def store(config: CheckpointConfig, name: str) -> rank_local.RankLocalStore:
     if config.non_persistent_ckpt_type == "in_memory":
         return rank_local.MemoryStore.of(name)
-    assert config.non_persistent_local_ckpt_dir is not None, "non_persistent_local_ckpt_dir is not set"
-    return rank_local.DiskStore(Path(config.non_persistent_local_ckpt_dir) / name / f"rank_{distributed.rank():05d}")
+    assert config.non_persistent_local_ckpt_dir is not None, (
+        "non_persistent_local_ckpt_dir is not set"
+    )
+    return rank_local.DiskStore(
+        Path(config.non_persistent_local_ckpt_dir) / name / f"rank_{distributed.rank():05d}"
+    )
 
 
 def global_root(config: CheckpointConfig, name: str) -> Path:
@@ -127,7 +131,9 @@ def _newest_of_ranks(
     return None
 
 
-def _unusable_local(mine: rank_local.RankLocalStore, number: int, root: Path, head: int | None) -> str | None:
+def _unusable_local(
+    mine: rank_local.RankLocalStore, number: int, root: Path, head: int | None
+) -> str | None:
     """Why this rank cannot use its part, to follow the rank's name in a message; None if it can."""
 
     def read() -> dict[str, Any]:
@@ -146,7 +152,9 @@ def _unusable(read: Any, root: Path, head: int | None) -> str | None:
         after = read()["after"]
     except DamagedError as error:
         return str(error)
-    before = max((number for number in after if paths.iteration_dir(root, number).is_dir()), default=None)
+    before = max(
+        (number for number in after if paths.iteration_dir(root, number).is_dir()), default=None
+    )
     if before == head:
         return None
     return f"it follows iteration {before or 'none'}, but the run resumes from {head or 'none'}"
@@ -160,14 +168,20 @@ def _damaged_ranks(mine: rank_local.RankLocalStore, number: int, mode: VerifyMod
             return f"rank {distributed.rank()} on {socket.gethostname()} cannot use it: {error}"
         return None
 
-    return [reason for reason in distributed.all_gather_object(on_every_rank(check)) if reason is not None]
+    return [
+        reason
+        for reason in distributed.all_gather_object(on_every_rank(check))
+        if reason is not None
+    ]
 
 
 def _print_unused(place: Path, reason: str) -> None:
     print_rank_0(f"non-persistent checkpoint {place} is not used: {reason}")
 
 
-def save_local(kept: rank_local.RankLocalStore, step: int, state: dict[str, Any], noted: dict[str, Any]) -> None:
+def save_local(
+    kept: rank_local.RankLocalStore, step: int, state: dict[str, Any], noted: dict[str, Any]
+) -> None:
     """Save ``state`` on all ranks, then remove the previous part."""
     try:
         on_every_rank(lambda: kept.save(step, rank_local.state_values(state), noted))

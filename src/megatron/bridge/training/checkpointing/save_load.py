@@ -13,7 +13,16 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron.bridge.checkpoint import bucket, loading, lock, model_io, paths, rank_local, saving, verification
+from megatron.bridge.checkpoint import (
+    bucket,
+    loading,
+    lock,
+    model_io,
+    paths,
+    rank_local,
+    saving,
+    verification,
+)
 from megatron.bridge.checkpoint.async_writer import AsyncSaver
 from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
@@ -135,7 +144,10 @@ def run_state(run: Run) -> dict[str, Any]:
         "base": chunk_info(run.model[0]).base,
         MODEL: function_of(run.config.model),
     }
-    own = {"callbacks": _callback_states(run), "random": rank_state.random_states() if config.save_rng else None}
+    own = {
+        "callbacks": _callback_states(run),
+        "random": rank_state.random_states() if config.save_rng else None,
+    }
     state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
     return state
 
@@ -153,7 +165,9 @@ def _callback_states(run: Run) -> dict[str, Any]:
 class StartingPoint:
     """The checkpoint from which a run starts."""
 
-    directories: tuple[Path, ...]  # the checkpoint to load, then those to fall back to if it is damaged, newest first
+    directories: tuple[
+        Path, ...
+    ]  # the checkpoint to load, then those to fall back to if it is damaged, newest first
     resumed: bool  # whether the run continues an earlier one, instead of starting from its weights
     # this rank's part of a newer, non-persistent checkpoint, which is loaded instead
     local: non_persistent.LocalCheckpoint | None = None
@@ -188,16 +202,24 @@ def _verified_start(config: CheckpointConfig) -> StartingPoint | None:
     if isinstance(newer, non_persistent.LocalCheckpoint):
         return StartingPoint(own, resumed=True, local=newer)
     own = own if newer is None else (newer, *own)
-    start = StartingPoint(own, resumed=True) if own else on_first_rank(lambda: _configured_start(config))
+    start = (
+        StartingPoint(own, resumed=True)
+        if own
+        else on_first_rank(lambda: _configured_start(config))
+    )
     if start is None or on_first_rank(lambda: is_hf_model(start.directories[0])):
         return start
-    return _first_undamaged(start, config, lambda directory: verification.verify(directory, config.verify))
+    return _first_undamaged(
+        start, config, lambda directory: verification.verify(directory, config.verify)
+    )
 
 
 def _unverified_base(config: ConfigContainer, start: StartingPoint | None) -> Path | None:
     """The Megatron checkpoint that the new model is loaded from although the run starts from another one."""
     name = config.checkpoint.pretrained_checkpoint
-    projected = config.distill is not None and config.distill.hidden_layers and Path(name or "").exists()
+    projected = (
+        config.distill is not None and config.distill.hidden_layers and Path(name or "").exists()
+    )
     if name is None or not (config.peft or projected):
         return None
     base = pretrained.local_weights(name)
@@ -209,13 +231,17 @@ def load_run(run: Run, start: StartingPoint | None) -> bool:
     """Load the checkpoint from which ``run``, at step 0, starts; return whether the run continues an earlier one."""
     if start is None:
         if chunk_info(run.model[0]).filled_from is None:
-            print_rank_0("random weights; checkpoint.pretrained_checkpoint=DIR starts from those of a model")
+            print_rank_0(
+                "random weights; checkpoint.pretrained_checkpoint=DIR starts from those of a model"
+            )
         return False
     if start.local is not None:
         resume_local(run, start.local)
         print_rank_0(f"resumed from {start.local.place} at step {run.progress.step}")
     elif start.resumed:
-        start = _first_undamaged(start, run.config.checkpoint, lambda directory: resume(run, directory))
+        start = _first_undamaged(
+            start, run.config.checkpoint, lambda directory: resume(run, directory)
+        )
         print_rank_0(f"resumed from {start.directories[0]} at step {run.progress.step}")
     else:
         load_weights(run, start.directories[0])
@@ -252,16 +278,22 @@ def resume(run: Run, directory: Path) -> None:
     _restore(run, saved, loaded, same=saved["layout"] == rank_state.current_sizes())
 
 
-def _load_run_state(run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _load_run_state(
+    run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path
+) -> dict[str, Any]:
     same = saved["layout"] == rank_state.current_sizes()
     # with other parallel sizes no rank's own state matches; the states of callbacks are those of the first rank
     part = (distributed.world_size(), distributed.rank()) if same else (saved["layout"]["world"], 0)
-    state[RANK] = ShardedObject(RANK, None, (part[0],), (part[1],), replica_id=0 if same else distributed.rank())
+    state[RANK] = ShardedObject(
+        RANK, None, (part[0],), (part[1],), replica_id=0 if same else distributed.rank()
+    )
     known = () if run.config.checkpoint.load_optim else (f"{optimizer_state.PREFIX}.",)
     return loading.load(state, directory, known=known)
 
 
-def _load_megatron_lm(run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _load_megatron_lm(
+    run: Run, state: dict[str, Any], saved: dict[str, Any], directory: Path
+) -> dict[str, Any]:
     known = (*megatron_lm.IGNORED, "optimizer", "chained_")
     if "optimizer" in state:
         names = on_first_rank(lambda: list(loading.stored_keys(loading.check_files(directory))))
@@ -291,7 +323,9 @@ def _restore(run: Run, saved: dict[str, Any], loaded: dict[str, Any], same: bool
     """Restore the loaded state; ``same`` tells whether the parallel sizes are those of the checkpoint."""
     peft.set_saved_weights(run, loaded)
     _set_optimizer(run, saved["optimizer"])
-    if run.scheduler and saved["scheduler"]:  # another program's loop may save and load weights alone
+    if (
+        run.scheduler and saved["scheduler"]
+    ):  # another program's loop may save and load weights alone
         _set_schedule(run, saved["scheduler"])
     run.progress.load_state_dict(saved["progress"])
     run.callbacks.load_state_dict(loaded[RANK]["callbacks"])
@@ -309,7 +343,8 @@ def check_schedule(run: Run, saved: dict[str, Any], directory: Path) -> None:
     differing = [
         f"{key} is {_config_value(name, current, run)}, in the checkpoint {_config_value(name, saved, run)}"
         for name, key in SCHEDULE_KEYS.items()
-        if current[name] != saved.get(name, current[name]) and not (name == "wd_incr_steps" and constant)
+        if current[name] != saved.get(name, current[name])
+        and not (name == "wd_incr_steps" and constant)
     ]
     if differing:
         raise UserError(
@@ -323,7 +358,11 @@ def _config_value(name: str, schedule: dict[str, Any], run: Run) -> Any:
     if not name.endswith("_steps"):
         return schedule[name]
     train = run.config.train
-    return f"{schedule[name]} samples" if train.rampup_batch_size else schedule[name] / train.global_batch_size
+    return (
+        f"{schedule[name]} samples"
+        if train.rampup_batch_size
+        else schedule[name] / train.global_batch_size
+    )
 
 
 def prune(root: Path, newest: int, keep: int) -> None:
@@ -343,7 +382,9 @@ def _make_newest(root: Path, step: int, keep: int) -> None:
     prune(root, step, keep)
 
 
-def _first_undamaged(start: StartingPoint, config: CheckpointConfig, use: Callable[[Path], None]) -> StartingPoint:
+def _first_undamaged(
+    start: StartingPoint, config: CheckpointConfig, use: Callable[[Path], None]
+) -> StartingPoint:
     """Try ``use`` on each directory, newest first, and drop those that are damaged."""
     directory, *older = start.directories
     try:
@@ -369,9 +410,13 @@ def _configured_start(config: CheckpointConfig) -> StartingPoint | None:
     if config.load is not None and config.load != config.save:
         return StartingPoint((pretrained.local_weights(config.load),), not config.finetune)
     if config.finetune and config.pretrained_checkpoint is None:
-        raise UserError("checkpoint.finetune=True needs weights: set checkpoint.load to their folder")
+        raise UserError(
+            "checkpoint.finetune=True needs weights: set checkpoint.load to their folder"
+        )
     if config.pretrained_checkpoint is not None:
-        return StartingPoint((pretrained.local_weights(config.pretrained_checkpoint),), resumed=False)
+        return StartingPoint(
+            (pretrained.local_weights(config.pretrained_checkpoint),), resumed=False
+        )
     return None
 
 
@@ -390,14 +435,18 @@ def _own_checkpoints(config: CheckpointConfig) -> tuple[Path, ...]:
     try:
         newest = paths.latest_iteration(root)
         if newest is None:
-            raise DamagedError(f"{root / paths.TRACKER} is missing, but {directories[0].name} exists")
+            raise DamagedError(
+                f"{root / paths.TRACKER} is missing, but {directories[0].name} exists"
+            )
     except DamagedError as error:
         _fall_back(config, error, directories)
         return tuple(directories)
     later = published.index(newest)
     if later:
         names = ", ".join(path.name for path in directories[:later])
-        print_rank_0(f"{root / paths.TRACKER} names iteration {newest}: resuming from it; {names} will be replaced")
+        print_rank_0(
+            f"{root / paths.TRACKER} names iteration {newest}: resuming from it; {names} will be replaced"
+        )
     return tuple(directories[later:])
 
 
@@ -415,7 +464,9 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
         (config.load_rng, saved["random"], "load_rng", "random states"),
     ):
         if wanted and not found:
-            raise UserError(f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false")
+            raise UserError(
+                f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false"
+            )
     check_same_function(run.config.model, saved, directory, config.allow_model_change)
     if run.scheduler and saved["scheduler"]:
         check_schedule(run, saved["scheduler"], directory)
@@ -424,7 +475,10 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
 
 
 def _optimizer_scalars(run: Run) -> dict[str, Any]:
-    scalers = [part.grad_scaler.state_dict() if _scaler(part) else {} for part in megatron_optimizers(run.optimizer)]
+    scalers = [
+        part.grad_scaler.state_dict() if _scaler(part) else {}
+        for part in megatron_optimizers(run.optimizer)
+    ]
     return {"step": update_count(run.optimizer), "grad_scalers": scalers}
 
 
@@ -438,7 +492,9 @@ def _set_optimizer(run: Run, saved: dict[str, Any] | None) -> None:
         return
     optimizer_state.copy_loaded_masters(run.optimizer)
     set_update_count(run.optimizer, saved["step"])
-    for part, scaler in zip(megatron_optimizers(run.optimizer), saved["grad_scalers"], strict=False):
+    for part, scaler in zip(
+        megatron_optimizers(run.optimizer), saved["grad_scalers"], strict=False
+    ):
         if scaler and _scaler(part):
             part.grad_scaler.load_state_dict(scaler)
 
@@ -457,7 +513,11 @@ def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] |
         return
     rank_state.seed_everything(run.config.rng, run.progress.step)
     sizes = ", ".join(f"{name} {size}" for name, size in (saved or {}).items())
-    why = f"the checkpoint was saved with parallel sizes {sizes}" if sizes else "those of Megatron-LM are not loaded"
+    why = (
+        f"the checkpoint was saved with parallel sizes {sizes}"
+        if sizes
+        else "those of Megatron-LM are not loaded"
+    )
     print_rank_0(f"random states are reseeded: {why}")
 
 
@@ -467,7 +527,9 @@ def function_of(provider: Any) -> dict[str, Any]:
     return {name: plain[name] for name in sorted(function_fields() - {VOCABULARY}) if name in plain}
 
 
-def check_same_function(provider: Any, saved: dict[str, Any], directory: Path, allowed: list[str]) -> None:
+def check_same_function(
+    provider: Any, saved: dict[str, Any], directory: Path, allowed: list[str]
+) -> None:
     """Refuse a model that computes another function than the model of a checkpoint.
 
     Earlier versions did not store the settings in the run state ``saved``; those that are ``allowed`` may differ

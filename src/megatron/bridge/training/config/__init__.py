@@ -14,13 +14,21 @@ from megatron.bridge.training.config.blocks.logger import LoggerConfig as Logger
 from megatron.bridge.training.config.blocks.logger import ProfilingConfig as ProfilingConfig
 from megatron.bridge.training.config.blocks.objectives import DistillConfig as DistillConfig
 from megatron.bridge.training.config.blocks.objectives import DPOConfig as DPOConfig
-from megatron.bridge.training.config.blocks.resiliency import FaultToleranceConfig as FaultToleranceConfig
-from megatron.bridge.training.config.blocks.resiliency import InProcessRestartConfig as InProcessRestartConfig
+from megatron.bridge.training.config.blocks.resiliency import (
+    FaultToleranceConfig as FaultToleranceConfig,
+)
+from megatron.bridge.training.config.blocks.resiliency import (
+    InProcessRestartConfig as InProcessRestartConfig,
+)
 from megatron.bridge.training.config.blocks.resiliency import (
     NVRxStragglerDetectionConfig as NVRxStragglerDetectionConfig,
 )
-from megatron.bridge.training.config.blocks.resiliency import RerunStateMachineConfig as RerunStateMachineConfig
-from megatron.bridge.training.config.blocks.resiliency import StragglerDetectionConfig as StragglerDetectionConfig
+from megatron.bridge.training.config.blocks.resiliency import (
+    RerunStateMachineConfig as RerunStateMachineConfig,
+)
+from megatron.bridge.training.config.blocks.resiliency import (
+    StragglerDetectionConfig as StragglerDetectionConfig,
+)
 from megatron.bridge.training.config.blocks.train import RNGConfig as RNGConfig
 from megatron.bridge.training.config.blocks.train import SchedulerConfig as SchedulerConfig
 from megatron.bridge.training.config.blocks.train import TrainingConfig as TrainingConfig
@@ -32,14 +40,22 @@ if TYPE_CHECKING:
     from megatron.bridge.data.config import FinetuningDatasetConfig as FinetuningDatasetConfig
     from megatron.bridge.data.config import GPTDatasetConfig as GPTDatasetConfig
     from megatron.bridge.data.config import MockGPTDatasetConfig as MockGPTDatasetConfig
-    from megatron.bridge.training.config.blocks.distributed import CommOverlapConfig as CommOverlapConfig
+    from megatron.bridge.training.config.blocks.distributed import (
+        CommOverlapConfig as CommOverlapConfig,
+    )
     from megatron.bridge.training.config.blocks.distributed import (
         DistributedDataParallelConfig as DistributedDataParallelConfig,
     )
-    from megatron.bridge.training.config.blocks.distributed import DistributedInitConfig as DistributedInitConfig
-    from megatron.bridge.training.config.blocks.mixed_precision import MixedPrecisionConfig as MixedPrecisionConfig
+    from megatron.bridge.training.config.blocks.distributed import (
+        DistributedInitConfig as DistributedInitConfig,
+    )
+    from megatron.bridge.training.config.blocks.mixed_precision import (
+        MixedPrecisionConfig as MixedPrecisionConfig,
+    )
     from megatron.bridge.training.config.blocks.optimizer import OptimizerConfig as OptimizerConfig
-    from megatron.bridge.training.config.blocks.optimizer import ParameterOverride as ParameterOverride
+    from megatron.bridge.training.config.blocks.optimizer import (
+        ParameterOverride as ParameterOverride,
+    )
     from megatron.bridge.training.config.container import ConfigContainer as ConfigContainer
     from megatron.bridge.training.config.resolve import Resolved as Resolved
 
@@ -50,10 +66,16 @@ _HEAVY = {
         "GPTDatasetConfig",
         "MockGPTDatasetConfig",
     ),
-    f"{__name__}.blocks.distributed": ("CommOverlapConfig", "DistributedDataParallelConfig", "DistributedInitConfig"),
+    f"{__name__}.blocks.distributed": (
+        "CommOverlapConfig",
+        "DistributedDataParallelConfig",
+        "DistributedInitConfig",
+    ),
     f"{__name__}.blocks.mixed_precision": ("MixedPrecisionConfig",),
     f"{__name__}.blocks.optimizer": ("OptimizerConfig", "ParameterOverride"),
     f"{__name__}.container": ("ConfigContainer",),
     f"{__name__}.resolve": ("Resolved",),
 }
-__getattr__ = lazy_names(__name__, {name: f"{module}:{name}" for module, names in _HEAVY.items() for name in names})
+__getattr__ = lazy_names(
+    __name__, {name: f"{module}:{name}" for module, names in _HEAVY.items() for name in names}
+)

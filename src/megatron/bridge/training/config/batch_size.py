@@ -63,7 +63,9 @@ def stages(train: TrainingConfig) -> list[tuple[int, int]]:
         return [(0, train.global_batch_size)]
     start, increment, samples = train.rampup_batch_size
     count = (train.global_batch_size - start) // increment
-    return [(-(-number * samples // count), start + number * increment) for number in range(count + 1)]
+    return [
+        (-(-number * samples // count), start + number * increment) for number in range(count + 1)
+    ]
 
 
 def _calculator(train: TrainingConfig) -> NumMicroBatchesCalculator:
@@ -87,7 +89,11 @@ def lengths(config: RunConfig) -> Lengths:
     """The lengths of a resolved config's schedule."""
     scheduler, batch = config.scheduler, BatchSize(config.train)
     steps = scheduler.lr_decay_iters or 0
-    decay = batch.samples_after(steps) if scheduler.lr_decay_samples is None else scheduler.lr_decay_samples
+    decay = (
+        batch.samples_after(steps)
+        if scheduler.lr_decay_samples is None
+        else scheduler.lr_decay_samples
+    )
     if scheduler.lr_warmup_fraction is not None:
         warmup = int(scheduler.lr_warmup_fraction * decay)
     elif scheduler.lr_warmup_samples is not None:

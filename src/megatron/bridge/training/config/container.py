@@ -53,7 +53,9 @@ class ConfigContainer(RunConfig):
         refuse(violations(SIZE_RULES, self, world_size))
         resolved = resolve(self, world_size, hardware, origins, count_rows)
         config, rules = resolved.config, (*RULES, *LOCAL_RULES) if hardware.runs_here else RULES
-        refuse([*resolved.problems, *config.dataset.problems(), *violations(rules, config, world_size)])
+        refuse(
+            [*resolved.problems, *config.dataset.problems(), *violations(rules, config, world_size)]
+        )
         _check_model(config.model, hardware)
         return cast("Resolved[ConfigContainer]", resolved)
 
@@ -73,7 +75,9 @@ class ConfigContainer(RunConfig):
             UserError: one line for each problem, all of them together.
         """
         foreign = cast(Any, self.dataset) is None
-        return (_complete_for_own_loop(self, world_size) if foreign else self.resolve(world_size)).notes
+        return (
+            _complete_for_own_loop(self, world_size) if foreign else self.resolve(world_size)
+        ).notes
 
     def to_yaml(self) -> str:
         """The config as YAML that ``from_yaml`` reads back exactly."""
@@ -136,10 +140,25 @@ def _complete_for_own_loop(config: Any, world_size: int | None) -> Resolved[Any]
 def _unset_ineffective(config: Any) -> Iterator[str]:
     """Unset what has no effect, and say so."""
     for block, name, off, why in (
-        ("model", "expert_tensor_parallel_size", not config.model.num_moe_experts, "the model has no experts"),
-        ("ddp", "data_parallel_sharding_strategy", not config.ddp.use_megatron_fsdp, "weights are not sharded"),
+        (
+            "model",
+            "expert_tensor_parallel_size",
+            not config.model.num_moe_experts,
+            "the model has no experts",
+        ),
+        (
+            "ddp",
+            "data_parallel_sharding_strategy",
+            not config.ddp.use_megatron_fsdp,
+            "weights are not sharded",
+        ),
         ("optimizer", "params_dtype", True, "it follows the model"),
-        ("checkpoint", "save_interval", config.checkpoint.save is None, "checkpoint.save is not set yet"),
+        (
+            "checkpoint",
+            "save_interval",
+            config.checkpoint.save is None,
+            "checkpoint.save is not set yet",
+        ),
     ):
         if off and getattr(getattr(config, block), name) is not None:
             setattr(getattr(config, block), name, None)

@@ -12,7 +12,12 @@ from typing import Any, cast
 from megatron.bridge.data.tokenizer import TokenizerConfig
 from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
 from megatron.bridge.training.config.blocks.logger import LoggerConfig, ProfilingConfig
-from megatron.bridge.training.config.blocks.train import RNGConfig, SchedulerConfig, TrainingConfig, ValidationConfig
+from megatron.bridge.training.config.blocks.train import (
+    RNGConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 from megatron.bridge.training.config.ranges import RANGES, out_of_range
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.overrides import OTHER_NAMES, Layer, apply_layers, dotted_keys
@@ -49,7 +54,8 @@ def check_early(layers: Iterable[Layer]) -> None:
             if not problems[key] and key and not (_is_known(key) and _is_plain(value)):
                 return
     apply_layers(
-        EarlyConfig(), [replace(layer, overrides=[*filter(_is_of_blocks, layer.overrides)]) for layer in layers]
+        EarlyConfig(),
+        [replace(layer, overrides=[*filter(_is_of_blocks, layer.overrides)]) for layer in layers],
     )
     refuse(filter(None, problems.values()))
 
@@ -57,7 +63,9 @@ def check_early(layers: Iterable[Layer]) -> None:
 def _settings(layer: Layer) -> Iterator[tuple[str, Any]]:
     """Yield keys and values; the key is empty if no config accepts the override."""
     for block, members in layer.values.items():
-        for name, value in cast(dict[str, Any], members).items() if isinstance(members, dict) else [("", members)]:
+        for name, value in (
+            cast(dict[str, Any], members).items() if isinstance(members, dict) else [("", members)]
+        ):
             yield f"{block}.{name}", value
     for item in layer.overrides:
         key, equals, text = item.partition("=")

@@ -43,5 +43,7 @@ def out_of_range(key: str, value: Any) -> str | None:
 def _numbers(key: str, value: Any) -> list[float]:
     """The numbers of a setting, if it has any; another rule refuses NaN."""
     values = (value or ()) if key in ELEMENTWISE else [value]
-    numbers = [item for item in values if isinstance(item, int | float) and not isinstance(item, bool)]
+    numbers = [
+        item for item in values if isinstance(item, int | float) and not isinstance(item, bool)
+    ]
     return [number for number in numbers if not math.isnan(number)]

@@ -24,7 +24,12 @@ from megatron.bridge.training.config.blocks.resiliency import (
     RerunStateMachineConfig,
     StragglerDetectionConfig,
 )
-from megatron.bridge.training.config.blocks.train import RNGConfig, SchedulerConfig, TrainingConfig, ValidationConfig
+from megatron.bridge.training.config.blocks.train import (
+    RNGConfig,
+    SchedulerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 from megatron.bridge.utils import distributed
 
 
@@ -68,5 +73,7 @@ class RunConfig:
         world_size = distributed.world_size() if world_size is None else world_size
         model = self.model
         return world_size // (
-            model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+            model.tensor_model_parallel_size
+            * model.pipeline_model_parallel_size
+            * model.context_parallel_size
         )

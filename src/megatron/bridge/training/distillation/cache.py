@@ -58,7 +58,10 @@ class TeacherCache:
 
     def open(self, mode: Any) -> "TeacherCache":
         """Memory-map the files with mode ``r`` or ``r+``."""
-        self.arrays = {name: open_memmap(self.folder / f"{name}.npy", mode) for name in _array_shapes(self.header)}
+        self.arrays = {
+            name: open_memmap(self.folder / f"{name}.npy", mode)
+            for name in _array_shapes(self.header)
+        }
         return self
 
     def create(self) -> None:
@@ -79,7 +82,9 @@ class TeacherCache:
         indices = list(ids)
         rows = (len(indices), self.header.seq_length)
         for key, values in zip(TARGET_KEYS, top, strict=True):
-            self.arrays[key][indices] = values.reshape(*rows, *values.shape[2:]).float().cpu().numpy()
+            self.arrays[key][indices] = (
+                values.reshape(*rows, *values.shape[2:]).float().cpu().numpy()
+            )
             self.arrays[key].flush()
         self.arrays["hash"][indices] = _token_hashes(tokens.reshape(rows))
         self.arrays["hash"].flush()
@@ -92,13 +97,19 @@ class TeacherCache:
         now = _token_hashes(tokens.reshape(len(indices), -1))
         for index, before, after in zip(indices, seen, now.tolist(), strict=True):
             if before != after:
-                what = "is not in the cache" if before == NO_HASH else "differs from the one that the teacher saw"
+                what = (
+                    "is not in the cache"
+                    if before == NO_HASH
+                    else "differs from the one that the teacher saw"
+                )
                 raise UserError(
                     f"distill.cache={self.folder}: training sample {index} {what}; the data, its order or the "
                     "tokenizer has changed, so rebuild the cache with --mode cache-teacher"
                 )
         found = {key: torch.from_numpy(self.arrays[key][indices]) for key in TARGET_KEYS}
-        return {key: values.reshape(*tokens.shape, *values.shape[2:]) for key, values in found.items()}
+        return {
+            key: values.reshape(*tokens.shape, *values.shape[2:]) for key, values in found.items()
+        }
 
 
 def header_of(config: ConfigContainer, samples: int) -> CacheHeader:
@@ -133,9 +144,15 @@ def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> N
         "dataset.seq_length": (config.dataset.seq_length, found.seq_length),
         "model.vocab_size": (config.model.vocab_size, found.vocab_size),
     }
-    differing = [f"{key} was {theirs}, not {ours}" for key, (ours, theirs) in wanted.items() if ours != theirs]
+    differing = [
+        f"{key} was {theirs}, not {ours}"
+        for key, (ours, theirs) in wanted.items()
+        if ours != theirs
+    ]
     if distill.teacher is not None and identity(distill.teacher) != found.identity:
-        differing.append(f"the teacher was {found.teacher}, whose weights differ from those of {distill.teacher}")
+        differing.append(
+            f"the teacher was {found.teacher}, whose weights differ from those of {distill.teacher}"
+        )
     if differing:
         raise UserError(
             f"distill.cache={folder} was made for another run: {'; '.join(differing)}; use the same settings, or "
@@ -172,7 +189,9 @@ class CachedTargets(Callback):
     def on_train_start(self, context: Run) -> None:
         batches = context.data.train
         assert batches is not None, "a run without data"
-        context.train_batches = iterators_per_chunk(BatchesWithTargets(batches, self._cache), len(context.model))
+        context.train_batches = iterators_per_chunk(
+            BatchesWithTargets(batches, self._cache), len(context.model)
+        )
 
 
 class BatchesWithTargets:
@@ -211,4 +230,6 @@ def _array_shapes(header: CacheHeader) -> dict[str, tuple[tuple[int, ...], Any]]
 
 def _token_hashes(rows: Tensor) -> np.ndarray:
     texts = rows.cpu().numpy().astype(np.int64)
-    return np.array([xxhash.xxh3_64_intdigest(text.tobytes()) or 1 for text in texts], dtype=np.uint64)
+    return np.array(
+        [xxhash.xxh3_64_intdigest(text.tobytes()) or 1 for text in texts], dtype=np.uint64
+    )

@@ -16,10 +16,20 @@ from torch import Tensor
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.loaders import Batch, DataIterator
 from megatron.bridge.data.tokenizer import build_tokenizer
-from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, DistillConfig, Resolved
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DistillConfig,
+    Resolved,
+)
 from megatron.bridge.training.config.batch_size import samples_of
 from megatron.bridge.training.config.rules import SIZE_RULES, violations
-from megatron.bridge.training.distillation.cache import TeacherCache, check_header, header_of, read_header
+from megatron.bridge.training.distillation.cache import (
+    TeacherCache,
+    check_header,
+    header_of,
+    read_header,
+)
 from megatron.bridge.training.distillation.divergence import top_tokens
 from megatron.bridge.training.distillation.step import model_inputs
 from megatron.bridge.training.distillation.teacher import load_teacher, teacher_provider
@@ -69,9 +79,13 @@ def precompute(config: ConfigContainer) -> Path:
     return folder
 
 
-def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resolved[ConfigContainer]:
+def teacher_run(
+    config: ConfigContainer, world_size: int | None = None
+) -> Resolved[ConfigContainer]:
     if config.distill is None or config.distill.cache is None or config.distill.teacher is None:
-        raise UserError("--mode cache-teacher needs distill.teacher and distill.cache: set the teacher and a folder")
+        raise UserError(
+            "--mode cache-teacher needs distill.teacher and distill.cache: set the teacher and a folder"
+        )
     tokenizer, processes = build_tokenizer(config.tokenizer), world_size or distributed.world_size()
     alone = copy_config(config)
     alone.peft, alone.checkpoint = None, CheckpointConfig()
@@ -86,7 +100,9 @@ def teacher_run(config: ConfigContainer, world_size: int | None = None) -> Resol
     refuse(violations(SIZE_RULES, alone, processes))
     alone.model = teacher_provider(alone, processes)
     if not alone.model.num_moe_experts:
-        alone.model.expert_tensor_parallel_size = None  # set with the student's sizes, refused without experts
+        alone.model.expert_tensor_parallel_size = (
+            None  # set with the student's sizes, refused without experts
+        )
     return replace(alone.resolve(world_size, count_rows=count_rows), tokenizer=tokenizer)
 
 
@@ -119,7 +135,9 @@ def _open_or_create(folder: Path, config: ConfigContainer, samples: int) -> Teac
     return on_first_rank(prepare).open("r+")
 
 
-def _microbatch_rounds(config: ConfigContainer, data: DataIterator) -> Iterator[list[tuple[list[int], Batch]]]:
+def _microbatch_rounds(
+    config: ConfigContainer, data: DataIterator
+) -> Iterator[list[tuple[list[int], Batch]]]:
     """All microbatches of this rank in rounds, with the indices of their samples."""
     train = config.train
     replicas = parallel_state.get_data_parallel_world_size()
@@ -130,7 +148,10 @@ def _microbatch_rounds(config: ConfigContainer, data: DataIterator) -> Iterator[
 
 @torch.no_grad()
 def _forward(
-    cache: TeacherCache, config: ConfigContainer, batches: list[tuple[list[int], Batch]], model: list[MegatronModule]
+    cache: TeacherCache,
+    config: ConfigContainer,
+    batches: list[tuple[list[int], Batch]],
+    model: list[MegatronModule],
 ) -> None:
     distill: Any = config.distill
     group: Any = parallel_state.get_tensor_model_parallel_group()

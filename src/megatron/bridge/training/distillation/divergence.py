@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_LOGITS = 1 << 22  # logits at a time: 16 MiB in fp32, so a block stays in the caches of a CPU
-CUDA_BLOCK_LOGITS = 1 << 26  # 256 MiB: 8,192 tokens of a vocabulary of 128k are 16 blocks instead of 256
+CUDA_BLOCK_LOGITS = (
+    1 << 26
+)  # 256 MiB: 8,192 tokens of a vocabulary of 128k are 16 blocks instead of 256
 MINUS_INFINITY = float("-inf")
 
 
@@ -25,7 +27,9 @@ class TopTokens(NamedTuple):
     log_rest: Tensor  # log probability of all other tokens together, [...]
 
 
-def kl_divergence(student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
+def kl_divergence(
+    student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup
+) -> Tensor:
     """KL(teacher || student) of each token, over the whole vocabulary.
 
     Logits are [..., this rank's shard of the vocabulary]; those of the teacher get no gradient. The divergence in nats
@@ -35,7 +39,9 @@ def kl_divergence(student: Tensor, teacher: Tensor, temperature: float, group: d
     return _WholeKL.apply(student, teacher.detach(), temperature, group)  # pyright: ignore[reportReturnType]
 
 
-def top_kl_divergence(student: Tensor, teacher: TopTokens, temperature: float, group: dist.ProcessGroup) -> Tensor:
+def top_kl_divergence(
+    student: Tensor, teacher: TopTokens, temperature: float, group: dist.ProcessGroup
+) -> Tensor:
     """KL(teacher || student) of each token, where all tokens outside of the teacher's top tokens count as one.
 
     Merging outcomes never increases the divergence: the result is a lower bound of the full divergence, and 0 if
@@ -49,7 +55,9 @@ def top_kl_divergence(student: Tensor, teacher: TopTokens, temperature: float, g
 
 
 @torch.no_grad()
-def top_tokens(logits: Tensor, count: int, temperature: float, group: dist.ProcessGroup) -> TopTokens:
+def top_tokens(
+    logits: Tensor, count: int, temperature: float, group: dist.ProcessGroup
+) -> TopTokens:
     """The ``count`` most likely tokens of each distribution, equal on all ranks.
 
     ``logits`` are this rank's shard of the vocabulary, [..., shard], sharded over ``group``; ``temperature``
@@ -70,17 +78,26 @@ class _WholeKL(torch.autograd.Function):
     """Computes blocks of rows. The only saved tensor of the logits' size is the gradient, in their precision."""
 
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup
+    ) -> Tensor:
         theirs, ours = teacher.flatten(0, -2), student.flatten(0, -2)
         blocks = _row_blocks(ours)
-        highest = torch.stack([torch.cat([_to_fp32(x[rows].amax(-1)) for rows in blocks]) for x in (theirs, ours)])
+        highest = torch.stack(
+            [torch.cat([_to_fp32(x[rows].amax(-1)) for rows in blocks]) for x in (theirs, ours)]
+        )
         highest = highest / temperature
         _reduce(highest, dist.ReduceOp.MAX, group)
-        sums = torch.cat([_sums(theirs[rows], ours[rows], temperature, highest[:, rows]) for rows in blocks], 1)
+        sums = torch.cat(
+            [_sums(theirs[rows], ours[rows], temperature, highest[:, rows]) for rows in blocks], 1
+        )
         _reduce(sums, dist.ReduceOp.SUM, group)
         gradient = torch.empty_like(ours)
         for rows in blocks:
-            p, q = (_exp(x[rows], temperature, top[rows]) for x, top in zip((theirs, ours), highest, strict=True))
+            p, q = (
+                _exp(x[rows], temperature, top[rows])
+                for x, top in zip((theirs, ours), highest, strict=True)
+            )
             gradient[rows] = (q / sums[1, rows].unsqueeze(-1)).sub_(p / sums[0, rows].unsqueeze(-1))
         ctx.save_for_backward(gradient)
         ctx.temperature = temperature

@@ -13,7 +13,12 @@ from torch import Tensor
 from megatron.bridge.checkpoint.model_io import unwrap
 from megatron.bridge.training.config.blocks.objectives import DistillConfig
 from megatron.bridge.training.distillation.cache import cached_targets
-from megatron.bridge.training.distillation.divergence import TopTokens, kl_divergence, top_kl_divergence, top_tokens
+from megatron.bridge.training.distillation.divergence import (
+    TopTokens,
+    kl_divergence,
+    top_kl_divergence,
+    top_tokens,
+)
 from megatron.bridge.training.distillation.student_teacher import WatchedLayer, pair_of, projected
 from megatron.bridge.training.gpt_step import LOSS_NAME, next_batch, packed_parameters
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
@@ -28,7 +33,9 @@ class StudentStep:
 
     learns_from_teacher = True
 
-    def __call__(self, run: Run, data_iterator: BatchIterator, model: MegatronModule) -> tuple[Tensor, LossFunction]:
+    def __call__(
+        self, run: Run, data_iterator: BatchIterator, model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
         """Run one chunk of student and teacher on the next microbatch: the next stage's tensor, and the loss function.
 
         On the last stage the tensor is the student's logits [batch, sequence, vocabulary shard].
@@ -51,7 +58,11 @@ forward_step = StudentStep()
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     packed = {"packed_seq_params": packed_parameters(batch)} if "cu_seqlens" in batch else {}
-    names = {"input_ids": "tokens", "position_ids": "position_ids", "attention_mask": "attention_mask"}
+    names = {
+        "input_ids": "tokens",
+        "position_ids": "position_ids",
+        "attention_mask": "attention_mask",
+    }
     return {name: batch[key] for name, key in names.items()} | packed
 
 
@@ -62,7 +73,9 @@ class StudentLoss:
     model: MegatronModule  # the student's last chunk, with the projections of hidden states
     # the teacher's logits or top tokens; None if unknown, as for validation data with ``distill.cache``
     teacher: Tensor | TopTokens | None
-    states: dict[WatchedLayer, Tensor]  # hidden states of both models, [sequence of this rank, batch, width]
+    states: dict[
+        WatchedLayer, Tensor
+    ]  # hidden states of both models, [sequence of this rank, batch, width]
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, LossReport]:
         """The weighted sum over unmasked tokens, their number, and the report of each loss."""
@@ -79,7 +92,9 @@ class StudentLoss:
             sums[HIDDEN_NAME] = _whole(sums[HIDDEN_NAME].detach(), self._is_cut)
         sums[LOSS_NAME] = (self._cross_entropy(logits) * mask).sum()
         total = total + self.config.ce_weight * sums[LOSS_NAME]
-        report = {name: torch.stack((value.detach(), tokens)).double() for name, value in sums.items()}
+        report = {
+            name: torch.stack((value.detach(), tokens)).double() for name, value in sums.items()
+        }
         return total, tokens.to(torch.int), report
 
     def _divergence(self, logits: Tensor, teacher: Tensor | TopTokens) -> Tensor:
@@ -89,7 +104,9 @@ class StudentLoss:
             return top_kl_divergence(logits, teacher, temperature, group)
         if count is None:
             return kl_divergence(logits, teacher, temperature, group)
-        return top_kl_divergence(logits, top_tokens(teacher, count, temperature, group), temperature, group)
+        return top_kl_divergence(
+            logits, top_tokens(teacher, count, temperature, group), temperature, group
+        )
 
     def _cross_entropy(self, logits: Tensor) -> Tensor:
         trained = logits if self.config.ce_weight else logits.detach()
@@ -104,7 +121,10 @@ class StudentLoss:
             rows = rows.chunk(group.size())[group.rank()]
         pairs = self.config.hidden_layers
         distances = [
-            (projected(self.model, ours, self.states["student", ours]).float() - self.states["teacher", theirs])
+            (
+                projected(self.model, ours, self.states["student", ours]).float()
+                - self.states["teacher", theirs]
+            )
             .square()
             .mean(-1)
             for ours, theirs in pairs.items()

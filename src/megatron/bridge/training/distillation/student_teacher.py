@@ -73,7 +73,9 @@ class ChunkPair:
         return [place for place in self.places if self.stage_of[place] <= stage]
 
 
-def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule], layers: dict[int, int]) -> None:
+def bind(
+    students: Sequence[MegatronModule], teachers: Sequence[MegatronModule], layers: dict[int, int]
+) -> None:
     """Attach the teacher's chunks to the student's unwrapped ones.
 
     They are not submodules, so wrappers, the optimizer and checkpoints ignore them. ``layers`` gives the teacher's
@@ -84,7 +86,11 @@ def bind(students: Sequence[MegatronModule], teachers: Sequence[MegatronModule],
     for student, wrapped in zip(students, teachers, strict=True):
         teacher = unwrap(wrapped)
         here = [*_watched("student", student, places), *_watched("teacher", teacher, places)]
-        stage_of = {place: stage for stage, found in enumerate(exchange.all_gather_stages(here)) for place in found}
+        stage_of = {
+            place: stage
+            for stage, found in enumerate(exchange.all_gather_stages(here))
+            for place in found
+        }
         widths: dict[Side, int] = {"student": width(student), "teacher": width(teacher)}
         pair = ChunkPair(student, wrapped, places, stage_of, exchange.stage(), widths)
         chunk_info(student).student_teacher = pair
@@ -125,7 +131,9 @@ def _watch(pair: ChunkPair, side: Side, model: nn.Module) -> None:
             layer.register_forward_hook(partial(_keep, pair, (side, number)))
 
 
-def _keep(pair: ChunkPair, place: WatchedLayer, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+def _keep(
+    pair: ChunkPair, place: WatchedLayer, _module: nn.Module, _inputs: Any, outputs: Any
+) -> None:
     pair.states[place] = outputs[0] if isinstance(outputs, tuple) else outputs
 
 
@@ -140,7 +148,9 @@ def add_projections(
     """
     last: Any = chunks[-1]
     if last.post_process:
-        maps = nn.ModuleDict({str(layer): _projection(widths, seed + layer, last.config) for layer in layers})
+        maps = nn.ModuleDict(
+            {str(layer): _projection(widths, seed + layer, last.config) for layer in layers}
+        )
         # named like an adapter, so that conversion ignores it
         last.add_module(DISTILLATION, nn.ModuleDict({ADAPTER: maps}))
 

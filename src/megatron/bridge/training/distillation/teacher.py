@@ -42,7 +42,9 @@ def teacher_provider(config: ConfigContainer, world_size: int) -> GPTModelProvid
     assert config.distill is not None, "distill is not set"
     assert config.distill.teacher is not None, "distill.teacher is not set"
     name = config.distill.teacher
-    provider = set_shared_settings(provider_of(name, config.distill.trust_remote_code), name, config, world_size)
+    provider = set_shared_settings(
+        provider_of(name, config.distill.trust_remote_code), name, config, world_size
+    )
     compare_tokenizers(config.tokenizer, name)
     return provider
 
@@ -54,12 +56,17 @@ def set_shared_settings(
     for field in SHARED:
         setattr(provider, field, getattr(config.model, field))
     # its process groups are the student's, whose default may be another one
-    provider.expert_tensor_parallel_size = config.model.expert_tensor_ranks if provider.num_moe_experts else None
+    provider.expert_tensor_parallel_size = (
+        config.model.expert_tensor_ranks if provider.num_moe_experts else None
+    )
     tensor = provider.tensor_model_parallel_size
     groups = provider.num_query_groups or provider.num_attention_heads
     if tensor > 1 and groups % tensor and tensor % groups:
         provider.make_query_groups_divisible_by = tensor
-    problems = [*_unlike_the_student(provider, config), *_unfit_for_the_layout(provider, config, world_size)]
+    problems = [
+        *_unlike_the_student(provider, config),
+        *_unfit_for_the_layout(provider, config, world_size),
+    ]
     refuse(f"{key}={name}: {problem}" for problem in problems)
     return provider
 
@@ -96,7 +103,11 @@ def _identifying(teacher: str) -> list[Path]:
         return [directory / hub.CONFIG, *sorted(directory.glob("*.safetensors"))]
     directory = paths.resolve(Path(teacher))
     listed = directory / manifest.NAME
-    return [listed] if listed.is_file() else sorted(path for path in directory.iterdir() if path.is_file())
+    return (
+        [listed]
+        if listed.is_file()
+        else sorted(path for path in directory.iterdir() if path.is_file())
+    )
 
 
 def _unlike_the_student(provider: Any, config: ConfigContainer) -> Iterator[str]:

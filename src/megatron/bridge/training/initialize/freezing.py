@@ -25,7 +25,11 @@ def freezing_hook(patterns: list[str], first: PreWrapHook | None = None) -> PreW
         return first
 
     def freeze(chunks: list[MegatronModule]) -> None:
-        trained = [(name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad]
+        trained = [
+            (name, parameter)
+            for name, parameter in named_parameters(chunks)
+            if parameter.requires_grad
+        ]
         for name, parameter in trained:
             if any(fnmatchcase(name, pattern) for pattern in patterns):
                 parameter.requires_grad_(False)
@@ -53,4 +57,6 @@ def check_patterns(key: str, patterns: Iterable[str], trained: list[str]) -> Non
     names = sorted({name for part in all_gather_object(trained) for name in part})
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"{key}: the pattern {pattern} matches no trained parameter{did_you_mean(pattern, names)}")
+            raise UserError(
+                f"{key}: the pattern {pattern} matches no trained parameter{did_you_mean(pattern, names)}"
+            )

@@ -46,7 +46,9 @@ def prepare_tracker(model: Any) -> None:
     """
     graphs = model.cuda_graph_impl != "none"
     engine = graphs and layer_specs.resolve_backend(model.backend) == "transformer_engine"
-    initialize_rng_tracker(use_te_rng_tracker=engine, use_cudagraphable_rng=graphs, force_reset=True)
+    initialize_rng_tracker(
+        use_te_rng_tracker=engine, use_cudagraphable_rng=graphs, force_reset=True
+    )
 
 
 def seed_everything(rng: RNGConfig, step: int = 0) -> None:
@@ -70,7 +72,9 @@ def random_states() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tracker": {name: convert_cuda_rng_state(state) for name, state in _tracker().get_states().items()},
+        "tracker": {
+            name: convert_cuda_rng_state(state) for name, state in _tracker().get_states().items()
+        },
     }
 
 
@@ -80,7 +84,9 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.cuda.set_rng_state(states["device"])
     torch.set_rng_state(states["torch"])
     generators = _tracker().get_states()
-    _tracker().set_states({name: _restored(generators.get(name), state) for name, state in states["tracker"].items()})
+    _tracker().set_states(
+        {name: _restored(generators.get(name), state) for name, state in states["tracker"].items()}
+    )
 
 
 def _restored(current: Any, state: torch.Tensor) -> Any:

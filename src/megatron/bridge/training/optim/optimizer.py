@@ -45,7 +45,9 @@ def build_optimizer(
     """
     # no main parameters: fully sharded parameters are fp32 under any precision
     changes = {"bf16": False, "params_dtype": torch.float32} if sharded_names(chunks[0]) else {}
-    config = replace(config, **changes)  # Megatron-Core derives settings from others when a config is made
+    config = replace(
+        config, **changes
+    )  # Megatron-Core derives settings from others when a config is made
     with warnings.catch_warnings():
         # Megatron-Core imports an unrelated class and warns that it is experimental
         warnings.filterwarnings("ignore", message="MimoModelConfig")
@@ -55,7 +57,9 @@ def build_optimizer(
             config_overrides=config_overrides(config, chunks),
             use_gloo_process_groups=use_gloo_process_groups,
         )
-    if not isinstance(optimizer, ChainedOptimizer):  # Megatron-FSDP's: alone it returns a norm only if it clips
+    if not isinstance(
+        optimizer, ChainedOptimizer
+    ):  # Megatron-FSDP's: alone it returns a norm only if it clips
         optimizer = ChainedOptimizer([optimizer])
     for inner in torch_optimizers(optimizer):
         _use_fused_kernels(inner)
@@ -126,7 +130,9 @@ def set_update_count(optimizer: MegatronOptimizer, step: int) -> None:
 
 def _groups_of_adam(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
     parts = (part for part in megatron_optimizers(optimizer) if optimizer_kind(part) == "adam")
-    yield from ((inner, group) for part in parts for inner in _inner(part) for group in inner.param_groups)
+    yield from (
+        (inner, group) for part in parts for inner in _inner(part) for group in inner.param_groups
+    )
 
 
 def _share_loss_scale(optimizer: Any) -> None:
@@ -139,7 +145,10 @@ def _share_loss_scale(optimizer: Any) -> None:
     if len(scaled) < 2:
         return
     scaler, prepare = scaled[0].grad_scaler, optimizer.prepare_grads
-    update, scaler.update = scaler.update, lambda found_inf: None  # updated after all gradients are unscaled
+    update, scaler.update = (
+        scaler.update,
+        lambda found_inf: None,
+    )  # updated after all gradients are unscaled
     for part in scaled:
         part.grad_scaler = scaler
 
@@ -172,7 +181,9 @@ def _allocate(inner: Any, parameter: torch.Tensor, group: dict[str, Any], part: 
     if kind == "sgd" and not group["momentum"]:
         return
     if part.config.use_precision_aware_optimizer and not _is_of_torch(inner) and not state:
-        inner.initialize_state(parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16)
+        inner.initialize_state(
+            parameter, inner.store_param_remainders and parameter.dtype == torch.bfloat16
+        )
     for name in STATE_NAMES[kind]:
         if state.get(name) is None:
             state[name] = torch.zeros_like(parameter.data)
@@ -210,7 +221,9 @@ def _overlapped(chunks: list[MegatronModule]) -> list[DistributedDataParallel]:
     ]
 
 
-def config_overrides(config: OptimizerConfig, chunks: Sequence[MegatronModule]) -> dict[ParamKey, ParamGroupOverride]:
+def config_overrides(
+    config: OptimizerConfig, chunks: Sequence[MegatronModule]
+) -> dict[ParamKey, ParamGroupOverride]:
     """Megatron-Core's overrides for a config: its standard rules, then ``overrides``, which take precedence.
 
     By default, biases and all other vectors have no weight decay (except the norms of queries and keys with
@@ -229,16 +242,22 @@ def config_overrides(config: OptimizerConfig, chunks: Sequence[MegatronModule]) 
         own |= _override_of(config, entries, name)
         groups.setdefault(tuple(sorted(own.items())), set()).add(id(parameter))
     return {
-        _exact_key(str(group), ids): cast(ParamGroupOverride, dict(group)) for group, ids in groups.items() if group
+        _exact_key(str(group), ids): cast(ParamGroupOverride, dict(group))
+        for group, ids in groups.items()
+        if group
     }
 
 
 def _exact_key(name: str, ids: set[int]) -> ParamKey:
     """A key for exactly these parameters: each has one override, so Megatron-Core has nothing to merge."""
-    return ParamKey(with_name_predicate=ParamWithNamePredicate(name, lambda parameter, _: id(parameter) in ids))
+    return ParamKey(
+        with_name_predicate=ParamWithNamePredicate(name, lambda parameter, _: id(parameter) in ids)
+    )
 
 
-def _override_of(config: OptimizerConfig, entries: list[ParameterOverride], name: str) -> dict[str, float]:
+def _override_of(
+    config: OptimizerConfig, entries: list[ParameterOverride], name: str
+) -> dict[str, float]:
     own: dict[str, float] = {}
     for entry in entries:
         if not any(fnmatchcase(name, pattern) for pattern in entry.params):
@@ -252,7 +271,9 @@ def _override_of(config: OptimizerConfig, entries: list[ParameterOverride], name
     return own
 
 
-def _megatron_values(config: OptimizerConfig, entry: ParameterOverride) -> Iterator[tuple[str, float]]:
+def _megatron_values(
+    config: OptimizerConfig, entry: ParameterOverride
+) -> Iterator[tuple[str, float]]:
     assert config.lr is not None, "the config is not resolved"
     peak, end = entry.rates(config.lr, config.min_lr or 0.0)
     if entry.lr is not None or entry.lr_mult is not None:
@@ -260,6 +281,10 @@ def _megatron_values(config: OptimizerConfig, entry: ParameterOverride) -> Itera
     if entry.min_lr is not None or entry.lr_mult is not None:
         yield "min_lr", end
     if entry.weight_decay is not None:
-        yield from (("start_wd", entry.weight_decay), ("end_wd", entry.weight_decay), ("wd_mult", 1.0))
+        yield from (
+            ("start_wd", entry.weight_decay),
+            ("end_wd", entry.weight_decay),
+            ("wd_mult", 1.0),
+        )
     if entry.wd_mult is not None:
         yield "wd_mult", entry.wd_mult

@@ -28,7 +28,9 @@ from megatron.bridge.training.optim.optimizer import megatron_optimizers, optimi
 
 PREFIX = "optimizer.state"
 MASTER = "fp32_param"
-REMAINDER = "param_remainder"  # the lower 16 bits of fp32, the upper ones being the bf16 parameter's
+REMAINDER = (
+    "param_remainder"  # the lower 16 bits of fp32, the upper ones being the bf16 parameter's
+)
 
 
 @dataclass(frozen=True)
@@ -69,17 +71,25 @@ def tensor_slices(shape: tuple[int, ...], start: int, end: int) -> list[TensorSl
         return _slices_in_row(shape, last, start, end, 0)
     found = _slices_in_row(shape, first - 1, start, first * row, 0)
     if first < last:
-        found.append(TensorSlice((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row - start))
+        found.append(
+            TensorSlice(
+                (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row - start
+            )
+        )
     return found + _slices_in_row(shape, last, last * row, end, last * row - start)
 
 
-def _slices_in_row(shape: tuple[int, ...], row: int, start: int, end: int, flat: int) -> list[TensorSlice]:
+def _slices_in_row(
+    shape: tuple[int, ...], row: int, start: int, end: int, flat: int
+) -> list[TensorSlice]:
     base = row * prod(shape[1:])
     inner = tensor_slices(shape[1:], start - base, end - base)
     return [TensorSlice((row, *box.offset), (1, *box.size), flat + box.flat) for box in inner]
 
 
-def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any]) -> dict[str, ShardedTensor]:
+def sharded_optimizer_state(
+    optimizer: MegatronOptimizer, model_state: dict[str, Any]
+) -> dict[str, ShardedTensor]:
     """The sharded state dict of the optimizer's tensors, to save or to load in place, from that of its model chunks."""
     described = _by_parameter(model_state)
     state: dict[str, ShardedTensor] = {}
@@ -109,7 +119,9 @@ def parameter_shards(optimizer: MegatronOptimizer) -> Iterator[ParameterShard]:
 
 def reload_main_weights(optimizer: MegatronOptimizer | None) -> None:
     """Copy loaded weights to the main parameters; fully sharded parameters have no separate ones."""
-    if optimizer is not None and not isinstance(next(iter(optimizer.get_parameters()), None), DTensor):
+    if optimizer is not None and not isinstance(
+        next(iter(optimizer.get_parameters()), None), DTensor
+    ):
         optimizer.reload_model_params()
         for part in megatron_optimizers(optimizer):
             for parameter, main, start, end in _separate_masters(part):
@@ -131,7 +143,10 @@ def copy_loaded_masters(optimizer: MegatronOptimizer) -> None:
 
 def _separate_masters(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     """The intervals of an optimizer whose main parameters have copies, which Megatron-Core does not reload."""
-    if isinstance(part.optimizer, HybridDeviceOptimizer) or part.config.use_precision_aware_optimizer:
+    if (
+        isinstance(part.optimizer, HybridDeviceOptimizer)
+        or part.config.use_precision_aware_optimizer
+    ):
         yield from _parameter_intervals(part)
 
 
@@ -154,10 +169,15 @@ def _parameter_intervals(part: Any) -> Iterator[tuple[torch.nn.Parameter, torch.
         for group in part.fp32_from_fp32_groups:
             yield from ((parameter, parameter, 0, parameter.numel()) for parameter in group)
     else:
-        yield from ((parameter, parameter, 0, local_rows(parameter).numel()) for parameter in part.get_parameters())
+        yield from (
+            (parameter, parameter, 0, local_rows(parameter).numel())
+            for parameter in part.get_parameters()
+        )
 
 
-def _distributed_intervals(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
+def _distributed_intervals(
+    part: DistributedOptimizer,
+) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int, int]]:
     for buffer in part.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -175,29 +195,45 @@ def _by_parameter(model_state: dict[str, Any]) -> dict[int, ShardedTensor | Shar
     }
 
 
-def _checkpoint_tensors(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]]:
+def _checkpoint_tensors(
+    entry: ShardedTensor | ShardedTensorFactory,
+) -> list[tuple[ShardedTensor, int]]:
     """The tensors that a parameter (gate and up projection, say) is split into, with the offset of each in it."""
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
-    found: list[Any] = entry.shards if isinstance(entry, ShardedRowsFactory) else list(nested_values(entry.build()))
+    found: list[Any] = (
+        entry.shards
+        if isinstance(entry, ShardedRowsFactory)
+        else list(nested_values(entry.build()))
+    )
     for tensor in found:
         shared = tensor.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
         assert shared, f"{tensor.key}: a copy has no offset in its parameter"
-        assert tensor.data.is_contiguous(), f"{tensor.key}: only splits into whole rows can be saved"
-    return [(tensor, tensor.data.storage_offset() - entry.data.storage_offset()) for tensor in found]
+        assert tensor.data.is_contiguous(), (
+            f"{tensor.key}: only splits into whole rows can be saved"
+        )
+    return [
+        (tensor, tensor.data.storage_offset() - entry.data.storage_offset()) for tensor in found
+    ]
 
 
-def _shard_entries(shard: ParameterShard, tensor: ShardedTensor, begin: int) -> Iterator[ShardedTensor]:
+def _shard_entries(
+    shard: ParameterShard, tensor: ShardedTensor, begin: int
+) -> Iterator[ShardedTensor]:
     """The slices of one checkpoint tensor that this rank has, for each state."""
     start, end = max(shard.start, begin), min(shard.end, begin + prod(tensor.local_shape))
     replica = tensor.replica_id
     if shard.instance is not None:
-        assert isinstance(replica, tuple), f"{tensor.key}: replica is {replica}, not (pipeline, tensor, data)"
+        assert isinstance(replica, tuple), (
+            f"{tensor.key}: replica is {replica}, not (pipeline, tensor, data)"
+        )
         replica = (*replica[:2], shard.instance)
     for part in tensor_slices(tuple(tensor.local_shape), start - begin, end - begin):
         first = start - shard.start + part.flat
         for name, values in shard.tensors.items():
-            yield _slice_entry(tensor, f"{PREFIX}.{name}.{tensor.key}", values.view(-1)[first:], part, replica)
+            yield _slice_entry(
+                tensor, f"{PREFIX}.{name}.{tensor.key}", values.view(-1)[first:], part, replica
+            )
 
 
 def _slice_entry(

@@ -29,13 +29,19 @@ class Schedule(OptimizerParamScheduler):
         super().load_state_dict(state_dict)
         for name in EXTRA_STATE:
             if name in state_dict:
-                setattr(self, name, self._check_and_set(getattr(self, name), state_dict[name], name))
+                setattr(
+                    self, name, self._check_and_set(getattr(self, name), state_dict[name], name)
+                )
         for group in self.optimizer.param_groups:
-            group |= {name: getattr(self, name) for name, value in before.items() if group[name] == value}
+            group |= {
+                name: getattr(self, name) for name, value in before.items() if group[name] == value
+            }
         self.step(increment=0)
 
 
-def build_scheduler(config: ConfigContainer, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(
+    config: ConfigContainer, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
     """The scheduler for a resolved config, which counts samples, as the batch size may change."""
     return schedule(config.scheduler, config.optimizer, lengths(config), optimizer)
 

@@ -37,7 +37,9 @@ def connect(config: ConfigContainer) -> "FaultTolerance | None":
         return None
     module = import_optional("nvidia_resiliency_ext.fault_tolerance", "ft", "resiliency")
     if not os.environ.get(SOCKET):
-        raise UserError("ft is set, but ft_launcher did not start this process: start it with ft_launcher, or unset ft")
+        raise UserError(
+            "ft is set, but ft_launcher did not start this process: start it with ft_launcher, or unset ft"
+        )
     return FaultTolerance(config.ft, module.RankMonitorClient(), config.checkpoint.save)
 
 
@@ -49,7 +51,11 @@ class FaultTolerance(Callback):
         self._client = client
         self._save = None if save is None else Path(save)
         self._section = ""
-        earlier = self._save / TIMEOUTS_FILE if config.calc_ft_timeouts and self._save is not None else None
+        earlier = (
+            self._save / TIMEOUTS_FILE
+            if config.calc_ft_timeouts and self._save is not None
+            else None
+        )
         if earlier is not None and earlier.is_file():  # an earlier start of this run computed them
             client.load_state_dict(json.loads(earlier.read_text()))
         client.init_workload_monitoring()
@@ -73,11 +79,15 @@ class FaultTolerance(Callback):
         """Compute timeouts from the durations of this run, which had no fault."""
         if self._config.calc_ft_timeouts:
             self._leave()
-            self._client.calculate_and_set_section_timeouts(calc_out_of_section=False, skip_if_not_ready=True)
+            self._client.calculate_and_set_section_timeouts(
+                calc_out_of_section=False, skip_if_not_ready=True
+            )
             state = self._client.state_dict()
             if self._save is not None:
                 root = self._save
-                on_first_rank(lambda: atomic.write_text(root / TIMEOUTS_FILE, json.dumps(state) + "\n"))
+                on_first_rank(
+                    lambda: atomic.write_text(root / TIMEOUTS_FILE, json.dumps(state) + "\n")
+                )
             self._enter(BETWEEN)
 
     def close(self, context: Run) -> None:
@@ -105,7 +115,9 @@ def simulate_fault(config: FaultToleranceConfig, save: Path | None) -> None:
     print_rank_0(f"simulated fault: rank {rank} will be {kind} in {delay:.0f} s")
     if distributed.rank() == rank:
         signum = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
-        threading.Thread(target=_fail, args=(signum, delay, save), name="simulated fault", daemon=True).start()
+        threading.Thread(
+            target=_fail, args=(signum, delay, save), name="simulated fault", daemon=True
+        ).start()
 
 
 def _draw_fault(config: FaultToleranceConfig, save: Path | None) -> tuple[str, int, float] | None:

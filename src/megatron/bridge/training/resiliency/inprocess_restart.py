@@ -76,7 +76,9 @@ def _connections() -> Any:
 def run_with_restarts(config: ConfigContainer, attempt: Callable[[], Run]) -> Run:
     """Call ``attempt``, which sets up and trains in the existing process group, again after each failure."""
     assert config.inprocess_restart is not None, "inprocess_restart is not set"
-    inprocess = import_optional("nvidia_resiliency_ext.inprocess", "inprocess_restart", "resiliency")
+    inprocess = import_optional(
+        "nvidia_resiliency_ext.inprocess", "inprocess_restart", "resiliency"
+    )
     store, gloo = _create_store(config), GlooConnections()
 
     def one(call: inprocess.CallWrapper = None) -> Run:  # pyright: ignore - nvidia-resiliency-ext fills it in
@@ -84,7 +86,9 @@ def run_with_restarts(config: ConfigContainer, attempt: Callable[[], Run]) -> Ru
             print_rank_0(f"restart {call.iteration} within the processes")
         gloo.start_tracking()
         attempted = torch_dist.PrefixStore(f"attempt{call.iteration}", store)
-        distributed.initialize(config.dist.distributed_backend, config.dist.distributed_timeout_minutes, attempted)
+        distributed.initialize(
+            config.dist.distributed_backend, config.dist.distributed_timeout_minutes, attempted
+        )
         try:
             return attempt()
         except (UserError, FloatingPointError) as error:
@@ -158,7 +162,9 @@ def release() -> None:
     hand, each restart would leak the memory of a model.
     """
     found: list[Any] = gc.get_objects()
-    for wrapper in [thing for thing in found if type(thing) is DistributedDataParallel and vars(thing)]:
+    for wrapper in [
+        thing for thing in found if type(thing) is DistributedDataParallel and vars(thing)
+    ]:
         for parameter in wrapper.parameters():
             vars(parameter).clear()
             parameter.grad = None

@@ -20,7 +20,9 @@ def schedule_of(model: Any) -> Callable[..., Any]:
     schedule = get_forward_backward_func()
     if model.cuda_graph_impl != FULL_ITERATION:
         return schedule
-    return FullCudaGraphWrapper(schedule, model.cuda_graph_warmup_steps, model.cuda_graph_use_single_mempool)
+    return FullCudaGraphWrapper(
+        schedule, model.cuda_graph_warmup_steps, model.cuda_graph_use_single_mempool
+    )
 
 
 def release(run: Any) -> None:

@@ -32,7 +32,9 @@ def takes_state(step: Callable[..., Any]) -> bool:
         return True
     names = ", ".join(entry.name for entry in required)
     name = getattr(step, "__name__", type(step).__name__)
-    raise UserError(f"the forward step {name}({names}) has an unsupported signature: write it as {SIGNATURES}")
+    raise UserError(
+        f"the forward step {name}({names}) has an unsupported signature: write it as {SIGNATURES}"
+    )
 
 
 def returns_schedule_plan(step: Callable[..., Any]) -> bool:
@@ -74,8 +76,14 @@ def checked(step: ForwardStep, per_token: bool) -> ForwardStep:
 
     def call(*inputs: Any, **options: Any) -> Any:
         found = step(*inputs, **options)
-        if not (isinstance(found, tuple) and len(found) == 2 and (callable(found[1]) or found[1] is None)):
-            raise UserError(f"the forward step returned {_form(found)}: return the output and a loss function")
+        if not (
+            isinstance(found, tuple)
+            and len(found) == 2
+            and (callable(found[1]) or found[1] is None)
+        ):
+            raise UserError(
+                f"the forward step returned {_form(found)}: return the output and a loss function"
+            )
         output, function = found
         return output, None if function is None else lambda tensor, **more: _checked(
             function(tensor, **more), per_token
@@ -91,7 +99,10 @@ def _checked(found: Any, per_token: bool) -> tuple[Any, ...]:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         _refuse(f"returned {_form(loss)} as the loss: return a tensor with one element")
     if per_token and not tokens:
-        _refuse("returned no num_tokens, which model.calculate_per_token_loss=True needs: return " + WITH_TOKENS)
+        _refuse(
+            "returned no num_tokens, which model.calculate_per_token_loss=True needs: return "
+            + WITH_TOKENS
+        )
     if not isinstance(report, Mapping):
         _refuse(f"returned {_form(report)} as the report: return a dict of numbers by name")
     named = cast("Mapping[str, Any]", report)
@@ -109,7 +120,9 @@ def _count(tokens: Any, device: torch.device) -> torch.Tensor:
 
 def _value(name: str, value: Any, device: torch.device) -> torch.Tensor:
     parts = cast("list[Any]", value) if isinstance(value, tuple | list) else [value]
-    number = torch.cat([torch.as_tensor(part, device=device).detach().double().flatten() for part in parts])
+    number = torch.cat(
+        [torch.as_tensor(part, device=device).detach().double().flatten() for part in parts]
+    )
     if number.numel() not in (1, 2):
         _refuse(f"reported {name} as {_form(value)}: report one number, or a sum and a count")
     return number

@@ -93,7 +93,10 @@ def collect_mtp_losses() -> Iterator[LossReport]:
 
 def add_mtp_losses(totals: LossReport, reports: list[LossReport]) -> list[LossReport]:
     """Add an equal part of ``totals`` to the report of each microbatch: only the sum of the reports is used."""
-    return [report | {name: total / len(reports) for name, total in totals.items()} for report in reports]
+    return [
+        report | {name: total / len(reports) for name, total in totals.items()}
+        for report in reports
+    ]
 
 
 def router_losses(config: ConfigContainer, microbatches: int) -> LossReport:
@@ -122,7 +125,9 @@ def router_losses(config: ConfigContainer, microbatches: int) -> LossReport:
 def _router_loss_ranks(model: Any) -> dict[str, int]:
     """For each router loss, over how many ranks Megatron-Core reports a mean; over the other ranks it is a sum."""
     group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    indexers = {"indexer_loss": group.size()} if getattr(model, "dsa_indexer_loss_coeff", None) else {}
+    indexers = (
+        {"indexer_loss": group.size()} if getattr(model, "dsa_indexer_loss_coeff", None) else {}
+    )
     if not model.num_moe_experts:
         return indexers
     replicas = parallel_state.get_data_parallel_world_size()

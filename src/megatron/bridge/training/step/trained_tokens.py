@@ -31,7 +31,11 @@ def cut_on_host(values: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
 
 def bounds_on_host(batch: dict[str, Any]) -> np.ndarray:
     """Where the sequences of each row begin and end; ``batch`` is on the host."""
-    return batch["cu_seqlens"].numpy() if "cu_seqlens" in batch else np.array([0, batch["tokens"].shape[1]])
+    return (
+        batch["cu_seqlens"].numpy()
+        if "cu_seqlens" in batch
+        else np.array([0, batch["tokens"].shape[1]])
+    )
 
 
 WORTHWHILE = 0.9  # share of trained tokens above which logits of all tokens are computed
@@ -47,7 +51,11 @@ def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dic
         the chunk is not the last stage or not a ``GPTModel``, logits need a fixed shape, or the batch is on a GPU.
     """
     bare: Any = unwrap(model)
-    if not isinstance(bare, GPTModel) or not bare.post_process or not _accepts_output_processor(type(bare)):
+    if (
+        not isinstance(bare, GPTModel)
+        or not bare.post_process
+        or not _accepts_output_processor(type(bare))
+    ):
         return {}
     config = bare.config
     if config.cuda_graph_impl != "none" or config.defer_embedding_wgrad_compute:
@@ -60,18 +68,25 @@ def trained_token_arguments(model: MegatronModule, batch: dict[str, Any]) -> dic
     places = mask.t().flatten().nonzero().flatten()
     if len(places) > WORTHWHILE * mask.numel():
         return {}
-    if not len(places):  # any two: the mask drops their losses. torch.compile would compile again for one
+    if not len(
+        places
+    ):  # any two: the mask drops their losses. torch.compile would compile again for one
         places = torch.arange(min(2, mask.numel()), device=mask.device)
     device = next(bare.parameters()).device
     places = places.pin_memory() if device.type == "cuda" else places
-    return {"output_processor": _losses, "output_processor_context": places.to(device, non_blocking=True)}
+    return {
+        "output_processor": _losses,
+        "output_processor_context": places.to(device, non_blocking=True),
+    }
 
 
 @cache
 def _accepts_output_processor(kind: type[GPTModel]) -> bool:
     """Whether the forward method of a ``GPTModel``, or of a subclass, accepts ``output_processor``."""
     parameters = inspect.signature(kind.forward).parameters
-    return "output_processor" in parameters or any(it.kind is it.VAR_KEYWORD for it in parameters.values())
+    return "output_processor" in parameters or any(
+        it.kind is it.VAR_KEYWORD for it in parameters.values()
+    )
 
 
 def _losses(

@@ -9,7 +9,9 @@ from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
 
 def build_tokenizer(
-    config: TokenizerConfig, make_vocab_size_divisible_by: int = 1, tensor_model_parallel_size: int = 1
+    config: TokenizerConfig,
+    make_vocab_size_divisible_by: int = 1,
+    tensor_model_parallel_size: int = 1,
 ) -> Any:
     """The tokenizer, whose ``padded_vocab_size`` is its size rounded up as a model's embedding."""
     tokenizer: Any = tokenizers.build_tokenizer(config)

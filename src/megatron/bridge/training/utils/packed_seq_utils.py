@@ -17,5 +17,7 @@ def get_packed_seq_cp_partition_indices(
     """The positions of a packed row of ``total_tokens`` that one context-parallel rank holds, as int64."""
     bounds = host_values(padded_cu_seqlens(packed_seq_params))
     if bounds[-1] != total_tokens:
-        raise UserError(f"total_tokens={total_tokens}, but the packed sequences end at {bounds[-1]}: pad the last one")
+        raise UserError(
+            f"total_tokens={total_tokens}, but the packed sequences end at {bounds[-1]}: pad the last one"
+        )
     return torch.from_numpy(cut_for_rank(np.array(bounds), cp_rank, cp_size)).to(device)

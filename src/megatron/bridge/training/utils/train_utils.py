@@ -14,7 +14,9 @@ ModelHook = Callable[[Any], Any]
 _FROZEN = {"router": ("weight", "bias"), "shared_experts": ("gate_weight", "gate_bias")}
 
 
-def create_value_head_hook(hidden_size: int, sequence_parallel: bool = False, output_size: int = 1) -> ModelHook:
+def create_value_head_hook(
+    hidden_size: int, sequence_parallel: bool = False, output_size: int = 1
+) -> ModelHook:
     """A pre-wrap hook that replaces the output layer with ``LinearForLastLayer``, of ``output_size`` values."""
 
     def hook(model: Any) -> Any:
@@ -49,12 +51,16 @@ def reduce_max_stat_across_model_parallel_group(
     stat: float | None, mp_group: torch.distributed.ProcessGroup
 ) -> float | None:
     """The largest value of the ranks of ``mp_group`` that have one; None if none has."""
-    value = torch.tensor([float("-inf") if stat is None else stat], device=torch.cuda.current_device())
+    value = torch.tensor(
+        [float("-inf") if stat is None else stat], device=torch.cuda.current_device()
+    )
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MAX, group=mp_group)
     return None if value.item() == float("-inf") else value.item()
 
 
-def logical_and_across_model_parallel_group(input: bool, mp_group: torch.distributed.ProcessGroup) -> bool:
+def logical_and_across_model_parallel_group(
+    input: bool, mp_group: torch.distributed.ProcessGroup
+) -> bool:
     """Whether ``input`` is true on all ranks of ``mp_group``."""
     value = torch.tensor([int(bool(input))], device=torch.cuda.current_device())
     torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=mp_group)

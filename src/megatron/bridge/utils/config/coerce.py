@@ -19,7 +19,13 @@ from megatron.bridge.utils.errors import UserError, did_you_mean
 
 TRUE_WORDS = frozenset({"true", "yes", "on"})
 FALSE_WORDS = frozenset({"false", "no", "off"})
-DTYPE_NAMES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+DTYPE_NAMES = {
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
 
 FUNCTION_MODULES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activations", "torch")
 """Modules with the functions of bare names such as ``silu``."""
@@ -109,7 +115,11 @@ def _coerce_int(value: Any, args: Sequence[Any], text: str | None) -> Any:
 def _coerce_str(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if isinstance(value, str):
         return value
-    return text if text is not None and type(value) in (bool, int, float) else _refuse("a string", value)
+    return (
+        text
+        if text is not None and type(value) in (bool, int, float)
+        else _refuse("a string", value)
+    )
 
 
 def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> list[Any]:
@@ -120,7 +130,11 @@ def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> list[Any]
 
 def _coerce_tuple(value: Any, args: Sequence[Any], text: str | None) -> Any:
     items = _coerce_list(value, (), text)
-    kinds = [args[0]] * len(items) if len(args) == 2 and args[1] is Ellipsis else (args or [Any] * len(items))
+    kinds = (
+        [args[0]] * len(items)
+        if len(args) == 2 and args[1] is Ellipsis
+        else (args or [Any] * len(items))
+    )
     if len(items) != len(kinds):
         _refuse(f"a list of {len(kinds)}", value)
     return tuple(coerce(item, kind) for item, kind in zip(items, kinds, strict=True))
@@ -138,9 +152,16 @@ def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if not isinstance(value, str):
         return value if callable(value) else _refuse("the name of a function", value)
     if "." not in value:
-        modules = [module for module in map(import_module, FUNCTION_MODULES) if hasattr(module, value)]
+        modules = [
+            module for module in map(import_module, FUNCTION_MODULES) if hasattr(module, value)
+        ]
         if not modules:
-            known = [name for module in FUNCTION_MODULES[:2] for name in dir(import_module(module)) if name[0] != "_"]
+            known = [
+                name
+                for module in FUNCTION_MODULES[:2]
+                for name in dir(import_module(module))
+                if name[0] != "_"
+            ]
             _refuse("the name of a function", value, did_you_mean(value, known))
         return getattr(modules[0], value)
     found = locate(value)
@@ -166,7 +187,9 @@ def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
 
 def _coerce_choice(value: Any, choices: Sequence[Any], text: str | None) -> Any:
     for choice in choices:
-        if (type(choice) is type(value) and choice == value) or (isinstance(choice, str) and choice == text):
+        if (type(choice) is type(value) and choice == value) or (
+            isinstance(choice, str) and choice == text
+        ):
             return choice
     names = [str(choice) for choice in choices]
     return _refuse(f"one of {', '.join(names)}", value)
@@ -185,7 +208,10 @@ def _coerce_class(value: Any, annotation: Any) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         members = cast(dict[Any, Any], value)
         wanted = field_types(kind)
-        typed = {name: _coerce_member(name, item, wanted.get(name, Any)) for name, item in members.items()}
+        typed = {
+            name: _coerce_member(name, item, wanted.get(name, Any))
+            for name, item in members.items()
+        }
         return from_plain({TARGET: f"{kind.__module__}.{kind.__qualname__}", **typed}, trust=True)
     return _refuse(f"a {kind.__name__}", value)
 
@@ -218,9 +244,13 @@ _CONVERTERS: dict[Any, Callable[[Any, Sequence[Any], str | None], Any]] = {
     None: _coerce_none,
     bool: _coerce_bool,
     int: _coerce_int,
-    float: lambda value, args, text: float(value) if type(value) in (int, float) else _refuse("a number", value),
+    float: lambda value, args, text: (
+        float(value) if type(value) in (int, float) else _refuse("a number", value)
+    ),
     str: _coerce_str,
-    Path: lambda value, args, text: value if isinstance(value, Path) else Path(_coerce_str(value, args, text)),
+    Path: lambda value, args, text: (
+        value if isinstance(value, Path) else Path(_coerce_str(value, args, text))
+    ),
     list: _coerce_list,
     tuple: _coerce_tuple,
     dict: _coerce_dict,

@@ -60,8 +60,13 @@ def references_in(values: object, key: str = "") -> dict[str, Any]:
         return {}
     if isinstance(values, str) or (isinstance(values, dict) and MARKERS - {TARGET} & values.keys()):
         return {key: values}
-    items = cast("dict[Any, Any]", values if isinstance(values, dict) else dict(enumerate(cast("list[Any]", values))))
-    parts = (references_in(value, f"{key}.{name}" if key else str(name)) for name, value in items.items())
+    items = cast(
+        "dict[Any, Any]",
+        values if isinstance(values, dict) else dict(enumerate(cast("list[Any]", values))),
+    )
+    parts = (
+        references_in(value, f"{key}.{name}" if key else str(name)) for name, value in items.items()
+    )
     return {name: value for part in parts for name, value in part.items()}
 
 
@@ -94,7 +99,9 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in raw.items():
         try:
             found: Any = OmegaConf.select(root, key)
-            resolved[key] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            resolved[key] = (
+                OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            )
         except OmegaConfBaseException as error:
             problems.append(_sentence(key, value, error, tree))
     refuse(problems)

@@ -29,7 +29,9 @@ def import_path(name: str) -> str:
 
 
 TARGET = "_target_"  # key of a mapping that names a class, a function or a value
-MARKERS = frozenset({TARGET, "_call_", "_partial_", "_tuple_", "_path_"})  # reserved keys of plain data
+MARKERS = frozenset(
+    {TARGET, "_call_", "_partial_", "_tuple_", "_path_"}
+)  # reserved keys of plain data
 
 # Some functions have a private module; these are their public names.
 PUBLIC_HOMES = {"torch._C._nn": "torch.nn.functional"}
@@ -105,7 +107,9 @@ def locate(name: str) -> Any:
     parts = import_path(name).split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         hint = did_you_mean(name, PUBLIC_NAMES)
-        raise UserError(f"{name!r} is neither a public name nor a dotted one such as torch.nn.functional.silu{hint}")
+        raise UserError(
+            f"{name!r} is neither a public name nor a dotted one such as torch.nn.functional.silu{hint}"
+        )
     trusted = _imports.get()
     if not trusted and not _is_known(parts):
         _refuse_import(name)
@@ -116,7 +120,11 @@ def locate(name: str) -> Any:
             owner = ".".join(parts[:position])
             raise UserError(f"{owner} has nothing named {part!r}{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
-    if not trusted and not _is_public(parts) and ".".join(parts) not in (*KNOWN_NAMES, *_candidates(found)):
+    if (
+        not trusted
+        and not _is_public(parts)
+        and ".".join(parts) not in (*KNOWN_NAMES, *_candidates(found))
+    ):
         _refuse_import(name)  # a known module may import objects from other modules
     return found
 
@@ -148,7 +156,9 @@ def _is_own_class(module: Any, name: str) -> bool:
     found = getattr(module, name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         return False
-    return any(base.__module__.startswith(("megatron.bridge.", "megatron.core.")) for base in found.__mro__)
+    return any(
+        base.__module__.startswith(("megatron.bridge.", "megatron.core.")) for base in found.__mro__
+    )
 
 
 def _longest_module(parts: list[str]) -> tuple[Any, int]:
@@ -160,7 +170,9 @@ def _longest_module(parts: list[str]) -> tuple[Any, int]:
             return importlib.import_module(module), used
         except ModuleNotFoundError as error:
             # If a prefix does not exist, a shorter one is tried; a module whose own import fails is an error.
-            if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            if error.name is None or not (
+                module == error.name or module.startswith(error.name + ".")
+            ):
                 raise UserError(f"importing {module} failed: {error}") from error
     raise UserError(f"there is no module named {parts[0]!r}, needed for {'.'.join(parts)}")
 

@@ -23,7 +23,12 @@ class Origins:
     @classmethod
     def of(cls, config: Any, source: str = "recipe") -> "Origins":
         """Return the origins of a new config: ``source`` for values that differ from the defaults of their fields."""
-        return cls({key: DEFAULT if _is_default(entry, value) else source for key, entry, value in _entries(config)})
+        return cls(
+            {
+                key: DEFAULT if _is_default(entry, value) else source
+                for key, entry, value in _entries(config)
+            }
+        )
 
     def get(self, key: str) -> str | None:
         return self._table.get(key)
@@ -32,11 +37,17 @@ class Origins:
         leaves = leaf_values(config)
         for change in changes:
             key = change.key
-            members = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]  # the group was set as a whole
-            while key not in leaves and not members and "." in key:  # a member of a mapping counts for the mapping
+            members = [
+                leaf for leaf in leaves if leaf.startswith(f"{key}.")
+            ]  # the group was set as a whole
+            while (
+                key not in leaves and not members and "." in key
+            ):  # a member of a mapping counts for the mapping
                 key = key.rpartition(".")[0]
             self._table.update(dict.fromkeys(members or [key], change.origin))
-        self._table = dict.fromkeys(leaves, DEFAULT) | self._table  # leaves of groups that were unset
+        self._table = (
+            dict.fromkeys(leaves, DEFAULT) | self._table
+        )  # leaves of groups that were unset
 
     def record_given(self, config: Any, before: dict[str, Any], source: str) -> None:
         """Record ``source`` as the origin of values that differ from ``before``; defaults stay defaults."""
@@ -75,10 +86,14 @@ def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
 def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
     """Return the config as YAML for ``load_yaml``, with the origin of each value as a comment."""
     skipped = set[str]() if defaults else origins.defaults()
-    return "".join(f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped))
+    return "".join(
+        f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped)
+    )
 
 
-def _annotated(plain: Any, owner: Any, prefix: str, origins: Origins, skipped: set[str]) -> Iterator[str]:
+def _annotated(
+    plain: Any, owner: Any, prefix: str, origins: Origins, skipped: set[str]
+) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     yield f"{indent}{TARGET}: {plain[TARGET]}"
     for entry in config_fields(owner):
@@ -89,7 +104,9 @@ def _annotated(plain: Any, owner: Any, prefix: str, origins: Origins, skipped: s
             yield f"{indent}{entry.name}:"
             yield from _annotated(plain[entry.name], value, f"{key}.", origins, skipped)
             continue
-        lines = [indent + line for line in yaml_text.write({entry.name: plain[entry.name]}).splitlines()]
+        lines = [
+            indent + line for line in yaml_text.write({entry.name: plain[entry.name]}).splitlines()
+        ]
         yield from _with_comment(lines, indent, origins.get(key))
 
 
@@ -98,7 +115,10 @@ def _with_comment(lines: list[str], indent: str, source: str | None) -> list[str
         return lines
     if len(lines) == 1:
         return [f"{lines[0]}  # {source}"]
-    return [f"{indent}# {source}:", *lines]  # inside a value of several lines a comment could become text
+    return [
+        f"{indent}# {source}:",
+        *lines,
+    ]  # inside a value of several lines a comment could become text
 
 
 def _entries(owner: Any, prefix: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
@@ -130,4 +150,6 @@ def _is_default(entry: "dataclasses.Field[Any]", value: Any) -> bool:
 
 def _changed(config: Any, before: dict[str, Any]) -> list[str]:
     now = leaf_values(config)
-    return [key for key, value in now.items() if key not in before or repr(before[key]) != repr(value)]
+    return [
+        key for key, value in now.items() if key not in before or repr(before[key]) != repr(value)
+    ]

@@ -41,7 +41,9 @@ class Layer:
     """Values from one origin; a later layer overrides an earlier one."""
 
     origin: str
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # nested or dotted keys
+    values: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict[str, Any]
+    )  # nested or dotted keys
     overrides: Sequence[str] = ()  # ``a.b=value`` items, as typed on a command line
 
 
@@ -56,7 +58,9 @@ class _Request:
     trusted: bool = False  # the user typed it, so its functions may be imported
 
 
-def apply_overrides(config: Any, overrides: Sequence[str], origin: str = "command line") -> list[Change]:
+def apply_overrides(
+    config: Any, overrides: Sequence[str], origin: str = "command line"
+) -> list[Change]:
     """Set ``a.b=c`` items on ``config``, either all or none; an error lists every item that cannot be set."""
     return apply_layers(config, [Layer(origin, overrides=overrides)])
 
@@ -96,7 +100,9 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
             continue
         if type(found) is not type(value):
             slot.set(found)
-        for index, item in enumerate(cast("list[Any]", found) if isinstance(found, list | tuple) else ()):
+        for index, item in enumerate(
+            cast("list[Any]", found) if isinstance(found, list | tuple) else ()
+        ):
             if is_group(item):
                 yield from _settle_types(item, f"{prefix}{key}[{index}].")
 
@@ -107,7 +113,8 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
         [
             f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it to {now!r}"
             for change in {change.key: change for change in changes}.values()
-            if change.new is not None and not _holds(now := _value_at(config, change.key), change.new)
+            if change.new is not None
+            and not _holds(now := _value_at(config, change.key), change.new)
         ]
     )
 
@@ -143,12 +150,16 @@ class _Transaction:
         """Set the values of a layer, then resolve the references of all layers so far."""
         problems: list[str] = []
         requests = [_Request(_dotted(key), value) for key, value in layer.values.items()]
-        requests += [request for item in layer.overrides if (request := _parse(item, problems)) is not None]
+        requests += [
+            request for item in layer.overrides if (request := _parse(item, problems)) is not None
+        ]
         for request in requests:
             self._create_groups(request.key.split(".")[:-1])
         leaves = [leaf for request in requests for leaf in _leaves(self._config, request)]
         keys = [leaf.key for leaf in leaves]
-        problems += [f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1]
+        problems += [
+            f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1
+        ]
         self._forget(keys)
         referring = [leaf for leaf in leaves if interpolation.has_reference(leaf.value)]
         for leaf in leaves:
@@ -163,7 +174,11 @@ class _Transaction:
         for depth, name in enumerate(names):
             if (child := _child(owner, name)) is _MISSING:
                 return
-            if child is None and is_group(owner) and (kind := _class_of_unset(owner, name)) is not None:
+            if (
+                child is None
+                and is_group(owner)
+                and (kind := _class_of_unset(owner, name)) is not None
+            ):
                 self._undo.append(_find(self._config, ".".join(names[: depth + 1])).set(kind()))
             owner = _child(owner, name)
 
@@ -193,7 +208,9 @@ class _Transaction:
         raw = {leaf.key: leaf.value for leaf in leaves}
         members = interpolation.references_in(raw)
         self._references |= {key: (value, origin) for key, value in members.items()}
-        self._resolve({key: (value, origin) for key, value in raw.items() if key not in members}, problems)
+        self._resolve(
+            {key: (value, origin) for key, value in raw.items() if key not in members}, problems
+        )
         self._resolve(self._references, problems)
 
     def _resolve(self, references: dict[str, tuple[Any, str]], problems: list[str]) -> None:
@@ -206,7 +223,9 @@ class _Transaction:
             problems.append(str(error))
             return
         for key, (_, origin) in references.items():
-            self._set(_Request(key, found[key], str(found[key]), from_reference=True), origin, problems)
+            self._set(
+                _Request(key, found[key], str(found[key]), from_reference=True), origin, problems
+            )
 
 
 def _dotted(key: str) -> str:
@@ -244,10 +263,18 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
     """Return the dataclass of a field ``Kind | None``, or None if there are several or it needs arguments."""
     annotation = field_types(cast("type[Any]", type(owner))).get(name)
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-    if len(kinds) != 1 or not dataclasses.is_dataclass(kinds[0]) or hasattr(kinds[0], "__one_of_several__"):
+    if (
+        len(kinds) != 1
+        or not dataclasses.is_dataclass(kinds[0])
+        or hasattr(kinds[0], "__one_of_several__")
+    ):
         return None
     entries = dataclasses.fields(kinds[0])
-    required = (entry.default is entry.default_factory is dataclasses.MISSING for entry in entries if entry.init)
+    required = (
+        entry.default is entry.default_factory is dataclasses.MISSING
+        for entry in entries
+        if entry.init
+    )
     return None if any(required) else cast("type[Any]", kinds[0])
 
 
@@ -261,7 +288,10 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     own = name_of(type(current)) or ""
     if import_path(str(mapping.pop(TARGET, own))) != import_path(own):
         return [request]
-    parts = [dataclasses.replace(request, key=f"{request.key}.{name}", value=value) for name, value in mapping.items()]
+    parts = [
+        dataclasses.replace(request, key=f"{request.key}.{name}", value=value)
+        for name, value in mapping.items()
+    ]
     return [leaf for part in parts for leaf in _leaves(config, part)]
 
 
@@ -310,7 +340,9 @@ class _Slot:
             owner[self.name] = value
             return lambda: _restore(cast("dict[str, Any]", owner), self.name, old)
         assert self.parent is not None, "a config is not a list"
-        items = list(self.parent.get())  # a copy: a recipe may share its list, and a tuple cannot change
+        items = list(
+            self.parent.get()
+        )  # a copy: a recipe may share its list, and a tuple cannot change
         items[int(self.name)] = value
         return self.parent.set(type(owner)(items))
 
@@ -323,7 +355,9 @@ class _Slot:
         except UserError as error:
             raise UserError(f"{self.key}: {error}") from None
         # an environment variable is text: parse it like a value on the command line
-        return self.typed(_Request(self.key, yaml_text.read(request.value, self.key), request.value))
+        return self.typed(
+            _Request(self.key, yaml_text.read(request.value, self.key), request.value)
+        )
 
     def _typed(self, raw: Any, text: str | None) -> Any:
         value, current = from_plain(raw), self.get()
@@ -377,7 +411,11 @@ def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
 
 def _child(owner: Any, name: str) -> Any:
     if is_group(owner):
-        return getattr(owner, name) if name in {entry.name for entry in config_fields(owner)} else _MISSING
+        return (
+            getattr(owner, name)
+            if name in {entry.name for entry in config_fields(owner)}
+            else _MISSING
+        )
     if isinstance(owner, dict):
         return cast(dict[Any, Any], owner).get(name, _MISSING)
     if isinstance(owner, (list, tuple)):
@@ -390,7 +428,9 @@ def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
     group, _, last = key.rpartition(".")
     if isinstance(owner, (list, tuple)):
         count = len(cast("list[Any]", owner))
-        return UserError(f"there is no {key}: {parent} has {count} items, counted from 0; set {parent} itself")
+        return UserError(
+            f"there is no {key}: {parent} has {count} items, counted from 0; set {parent} itself"
+        )
     if group == parent and hasattr(owner, last):
         return UserError(f"{key} is computed from other values and cannot be set")
     where = f" in {type(owner).__name__}" if group and group == parent else ""
@@ -412,5 +452,7 @@ def _holds(now: Any, given: Any) -> bool:
         return True
     if not is_group(given) or type(now) is not type(given):
         return False
-    pairs = [(getattr(now, entry.name), getattr(given, entry.name)) for entry in config_fields(given)]
+    pairs = [
+        (getattr(now, entry.name), getattr(given, entry.name)) for entry in config_fields(given)
+    ]
     return all(theirs is None or _holds(ours, theirs) for ours, theirs in pairs)

@@ -19,7 +19,15 @@ from pathlib import Path, PurePath
 from typing import Any, cast
 
 from megatron.bridge.utils.config import interpolation, yaml_text
-from megatron.bridge.utils.config.names import MARKERS, TARGET, importing, is_dtype, is_named, locate, name_of
+from megatron.bridge.utils.config.names import (
+    MARKERS,
+    TARGET,
+    importing,
+    is_dtype,
+    is_named,
+    locate,
+    name_of,
+)
 from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
 from megatron.bridge.utils.storage_paths import shown
 
@@ -66,7 +74,9 @@ def copy_config(value: Any) -> Any:
     if isinstance(value, list):
         return [copy_config(item) if is_group(item) else item for item in _items(value)]
     if isinstance(value, dict):
-        return copy.copy(cast(dict[Any, Any], value))  # keeps a subclass, such as a Hugging Face config
+        return copy.copy(
+            cast(dict[Any, Any], value)
+        )  # keeps a subclass, such as a Hugging Face config
     if not is_group(value):
         return value
     copied = copy.copy(value)
@@ -87,7 +97,9 @@ def config_fields(owner: object) -> tuple[dataclasses.Field[Any], ...]:
 @functools.cache
 def _fields_of(kind: Any) -> tuple[dataclasses.Field[Any], ...]:
     skipped: Iterable[str] = getattr(kind, "__not_config__", ())
-    fields = [entry for entry in dataclasses.fields(kind) if entry.init and not entry.name.startswith("_")]
+    fields = [
+        entry for entry in dataclasses.fields(kind) if entry.init and not entry.name.startswith("_")
+    ]
     return tuple(entry for entry in fields if entry.name not in skipped)
 
 
@@ -106,7 +118,11 @@ def _write(value: Any, path: str, problems: list[str]) -> Any:
         return _write_dataclass(value, path, problems)
     if is_named(value) and (name := name_of(value)) is not None:
         return {TARGET: name, "_call_": False}
-    kind = "a function without an importable name" if callable(value) else f"a {type(value).__qualname__}"
+    kind = (
+        "a function without an importable name"
+        if callable(value)
+        else f"a {type(value).__qualname__}"
+    )
     problems.append(f"{_or_top(path)} cannot be written: it holds {kind}, {value!r}")
     return None
 
@@ -133,7 +149,9 @@ def _write_partial(value: "functools.partial[Any]", path: str, problems: list[st
 def _write_dataclass(value: Any, path: str, problems: list[str]) -> dict[str, Any]:
     kind = cast("type[Any]", type(value))
     if (name := name_of(kind)) is None:
-        problems.append(f"{_or_top(path)} cannot be written: {kind.__qualname__} has no importable name")
+        problems.append(
+            f"{_or_top(path)} cannot be written: {kind.__qualname__} has no importable name"
+        )
         return {}
     problems.extend(phantom_attributes(value, path))
     plain: dict[str, Any] = {TARGET: name}
@@ -168,7 +186,9 @@ def _own_attributes(kind: type[Any]) -> frozenset[str]:
 
 def _read(data: Any, path: str, problems: list[str]) -> Any:
     if isinstance(data, list):
-        return [_read(item, f"{path}[{index}]", problems) for index, item in enumerate(_items(data))]
+        return [
+            _read(item, f"{path}[{index}]", problems) for index, item in enumerate(_items(data))
+        ]
     if not isinstance(data, dict):
         return interpolation.unescape(data) if isinstance(data, str) else data
     mapping = cast(dict[Any, Any], data)
@@ -194,15 +214,21 @@ def _read_target(mapping: dict[Any, Any], path: str, problems: list[str]) -> Any
         return _read_partial(mapping, target, path, problems)
     if isinstance(target, type) and dataclasses.is_dataclass(target):
         return _read_dataclass(mapping, target, path, problems)
-    problems.append(f"{_or_top(path)}: {mapping[TARGET]} is not a dataclass and is not called from a config")
+    problems.append(
+        f"{_or_top(path)}: {mapping[TARGET]} is not a dataclass and is not called from a config"
+    )
     return None
 
 
 def _read_named(mapping: dict[Any, Any], target: Any, path: str, problems: list[str]) -> Any:
     if mapping["_call_"] is not False or len(mapping) != 2:
-        problems.append(f"{_or_top(path)}: write the name as {{_target_: {mapping[TARGET]}, _call_: false}}")
+        problems.append(
+            f"{_or_top(path)}: write the name as {{_target_: {mapping[TARGET]}, _call_: false}}"
+        )
     if not is_named(target) and not is_dtype(target):
-        problems.append(f"{_or_top(path)}: {mapping[TARGET]} is not a function, class, enum member or dtype")
+        problems.append(
+            f"{_or_top(path)}: {mapping[TARGET]} is not a function, class, enum member or dtype"
+        )
     return target
 
 
@@ -214,7 +240,9 @@ def _read_partial(mapping: dict[Any, Any], target: Any, path: str, problems: lis
     return functools.partial(target, **_read(mapping["_partial_"], path, problems))
 
 
-def _read_dataclass(mapping: dict[Any, Any], target: type[Any], path: str, problems: list[str]) -> Any:
+def _read_dataclass(
+    mapping: dict[Any, Any], target: type[Any], path: str, problems: list[str]
+) -> Any:
     known = [entry.name for entry in config_fields(target)]
     values: dict[str, Any] = {}
     before = len(problems)
@@ -251,7 +279,9 @@ _WRITERS: dict[type, Callable[[Any, str, list[str]], Any]] = {
     functools.partial: _write_partial,
 }
 _READERS: dict[str, Callable[[dict[Any, Any], str, list[str]], Any]] = {
-    "_tuple_": lambda mapping, path, problems: tuple(_items(_read(mapping["_tuple_"], path, problems))),
+    "_tuple_": lambda mapping, path, problems: tuple(
+        _items(_read(mapping["_tuple_"], path, problems))
+    ),
     "_path_": lambda mapping, _, __: Path(interpolation.unescape(mapping["_path_"])),
     TARGET: _read_target,
 }

@@ -42,7 +42,9 @@ class _Loader(_BaseLoader):
         for index, key in enumerate(keys):
             if key in keys[:index]:
                 where = node.value[index][0].start_mark
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=where)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is given twice", problem_mark=where
+                )
         return _BaseLoader.construct_mapping(self, node, deep=deep)
 
 
@@ -76,7 +78,9 @@ def _check_size(text: str, source: str) -> None:
     for event in cast(Any, yaml).parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchors:
-                raise UserError(f"{source}: *{event.anchor} comes before the end of &{event.anchor}")
+                raise UserError(
+                    f"{source}: *{event.anchor} comes before the end of &{event.anchor}"
+                )
             values += anchors[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             values += 1

@@ -18,7 +18,9 @@ class LowRankPart:
     alpha: float  # numerator of the scaling factor
     use_rslora: bool  # the denominator is the square root of the rank, not the rank
     dropout: float  # dropout probability of the inputs
-    role: str | None = None  # ``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is the whole weight
+    role: str | None = (
+        None  # ``q``, ``k``, ``v``, ``gate`` or ``up`` of a fused weight; None is the whole weight
+    )
     magnitude: Tensor | None = None  # [outputs of this rank], for DoRA
 
 

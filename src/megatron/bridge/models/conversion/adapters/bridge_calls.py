@@ -12,7 +12,11 @@ from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.engine import side_files
 from megatron.bridge.models.conversion.engine.plan import Plan, build_plan
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import HFWeightTriple, HFWeightTuple, MegatronModelBridge
+from megatron.bridge.models.conversion.model_bridge import (
+    HFWeightTriple,
+    HFWeightTuple,
+    MegatronModelBridge,
+)
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.utils import console, distributed
 
@@ -33,7 +37,9 @@ class AdapterCalls:
 
     def _adapter_plan(self, model: Chunks) -> Plan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
-        return build_plan(self._bridge.as_modules(self._bridge.registry_for(chunks[0].config)), chunks)
+        return build_plan(
+            self._bridge.as_modules(self._bridge.registry_for(chunks[0].config)), chunks
+        )
 
     def export_adapter_weights(
         self,
@@ -57,7 +63,9 @@ class AdapterCalls:
         """
         plan = self._adapter_plan(model)
         stream = peft_format.stream(plan)
-        for found in console.track(stream, "Exporting", total=len(plan.hf_names), show=show_progress):
+        for found in console.track(
+            stream, "Exporting", total=len(plan.hf_names), show=show_progress
+        ):
             for name, weight in found.named(prefix).items():
                 named = HFWeightTuple(name, weight.cpu() if cpu else weight)
                 yield HFWeightTriple(*named, found.megatron_param) if with_megatron_names else named
@@ -88,7 +96,9 @@ class AdapterCalls:
             base = self.hf_pretrained.model_name_or_path
         name = None if base is None else str(base)
         with side_files.published(Path(path), overwrite) as staging:
-            peft_format.save(self._adapter_plan(model), staging, name, write=distributed.rank() == 0)
+            peft_format.save(
+                self._adapter_plan(model), staging, name, write=distributed.rank() == 0
+            )
         if show_progress:
             console.console().print(f"Adapter: {path}")
 

@@ -20,10 +20,19 @@ from torch import Tensor, nn
 
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.models.chunk_info import chunk_info
-from megatron.bridge.models.conversion.adapters.adapted_layers import ADAPTER, AdaptedModule, LowRankPart, is_whole
+from megatron.bridge.models.conversion.adapters.adapted_layers import (
+    ADAPTER,
+    AdaptedModule,
+    LowRankPart,
+    is_whole,
+)
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
-from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ParallelKind, ShardSpec
+from megatron.bridge.models.conversion.param_mapping import (
+    MegatronParamMapping,
+    ParallelKind,
+    ShardSpec,
+)
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError, one_line
 
@@ -33,16 +42,37 @@ A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 
 # config keys that are read, that follow from the tensors, or that describe the initialization
 _KNOWN = {
-    *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
+    *(
+        "peft_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+        "use_rslora",
+        "use_dora",
+    ),
     *("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"),
-    *("auto_mapping", "corda_config", "eva_config", "inference_mode", "layers_pattern", "loftq_config"),
+    *(
+        "auto_mapping",
+        "corda_config",
+        "eva_config",
+        "inference_mode",
+        "layers_pattern",
+        "loftq_config",
+    ),
     *("lora_ga_config", "megatron_config", "megatron_core", "peft_version", "qalora_group_size"),
     *("revision", "runtime_config", "task_type"),
 }
 # other keys -> the values that have no effect
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # other values also change the base
+    "init_lora_weights": (
+        True,
+        False,
+        "gaussian",
+        "orthogonal",
+        "eva",
+    ),  # other values also change the base
 }
 _UNSET: tuple[Any, ...] = (None, False, [], {})
 
@@ -72,9 +102,13 @@ class ModuleTensors:
     """The adapter of one Hugging Face module, or the tensors of a module that is saved as a whole."""
 
     module: str  # name of the module in the base checkpoint
-    described: Described | None  # settings of an adapter; None for a module that is saved as a whole
+    described: (
+        Described | None
+    )  # settings of an adapter; None for a module that is saved as a whole
     tensors: dict[str, Tensor]  # by the part of their names after the module's name
-    megatron_param: str = ""  # the parameter that the adapter updates, or the tensor's own parameter
+    megatron_param: str = (
+        ""  # the parameter that the adapter updates, or the tensor's own parameter
+    )
 
     def named(self, prefix: str = PREFIX) -> dict[str, Tensor]:
         """Return the tensors by their full names; ``adapter_model.safetensors`` uses a prefix."""
@@ -86,7 +120,9 @@ def refuse_other_config(chunks: Sequence[nn.Module], peft_config: Any) -> None:
     for chunk in chunks:
         made_with = chunk_info(chunk).peft
         if made_with != peft_config:
-            raise UserError(f"peft_config={peft_config} is not what the model's adapters were made with, {made_with}")
+            raise UserError(
+                f"peft_config={peft_config} is not what the model's adapters were made with, {made_with}"
+            )
 
 
 def merging(plan: Plan) -> Plan:
@@ -98,7 +134,9 @@ def stream(plan: Plan) -> Iterator[ModuleTensors]:
     """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
     for task in plan.tasks:
         mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
-        for index, (module, described, outlines) in enumerate(exchange.broadcast_object(task.owner, _outlines(mine))):
+        for index, (module, described, outlines) in enumerate(
+            exchange.broadcast_object(task.owner, _outlines(mine))
+        ):
             held = mine[index].tensors if mine else {}
             tensors = {
                 name: exchange.from_owner(held.get(name), shape, dtype, task.owner)
@@ -109,7 +147,11 @@ def stream(plan: Plan) -> Iterator[ModuleTensors]:
 
 def _outlines(found: list[ModuleTensors]) -> list[Any]:
     return [
-        (one.module, one.described, {name: (tuple(it.shape), it.dtype) for name, it in one.tensors.items()})
+        (
+            one.module,
+            one.described,
+            {name: (tuple(it.shape), it.dtype) for name, it in one.tensors.items()},
+        )
         for one in found
     ]
 
@@ -133,7 +175,9 @@ def _split(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:
 
 
 def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTensors]:
-    described = Described(part.a.shape[0], part.alpha, part.use_rslora, part.magnitude is not None, part.dropout)
+    described = Described(
+        part.a.shape[0], part.alpha, part.use_rslora, part.magnitude is not None, part.dropout
+    )
     tensors = {A: _whole(task, part, part.a, "row"), B: _whole(task, part, part.b, "column")}
     if part.magnitude is not None:
         tensors[MAGNITUDE] = _whole(task, part, part.magnitude, "column")
@@ -142,7 +186,9 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
         yield ModuleTensors(_module_of(name), described, found)
 
 
-def _whole(task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: ParallelKind) -> dict[str, Tensor]:
+def _whole(
+    task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: ParallelKind
+) -> dict[str, Tensor]:
     """Join a factor of each Hugging Face tensor from all ranks; the outputs lie along ``column``."""
     names = _names(task.mapping, part)
     shard = task.shard
@@ -189,15 +235,21 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
     first = mode(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
         if len({getattr(one, key) for one in adapters.values()}) > 1:
-            raise UserError(f"the adapters differ in {key}, which the peft format has once for all: merge them")
+            raise UserError(
+                f"the adapters differ in {key}, which the peft format has once for all: merge them"
+            )
     head = getattr(plan.tasks[0].shard.config, "head", None)
     return {
         **config_of(first, base),
         "task_type": TASK_TYPES[head],
         "target_modules": _briefly(adapters, plan) or [],
         "modules_to_save": _briefly({one.module for one in found if one.described is None}, plan),
-        "rank_pattern": {name: one.rank for name, one in adapters.items() if one.rank != first.rank},
-        "alpha_pattern": {name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha},
+        "rank_pattern": {
+            name: one.rank for name, one in adapters.items() if one.rank != first.rank
+        },
+        "alpha_pattern": {
+            name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha
+        },
     }
 
 
@@ -236,7 +288,10 @@ def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
 
 def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, and the ranks with ``write`` write."""
-    found = [replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()}) for one in stream(plan)]
+    found = [
+        replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()})
+        for one in stream(plan)
+    ]
     if not any(one.described for one in found):
         raise UserError("this model has no adapters to write: save the model itself")
     _refuse_what_is_dropped(plan, {one.module for one in found if one.described})
@@ -244,7 +299,9 @@ def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     if write:
         tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
-        (directory / TENSORS).write_bytes(content)  # save_file would create a file that only its owner can read
+        (directory / TENSORS).write_bytes(
+            content
+        )  # save_file would create a file that only its owner can read
         (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -273,7 +330,10 @@ def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
 def _refuse_half_of_experts(adapted: set[str]) -> None:
     """Refuse an adapter on only one of an expert's two layers: ``peft`` takes it for the first layer's adapter."""
     first = (name for name in adapted if ".linear_fc1." in name)
-    alone = next((name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted), None)
+    alone = next(
+        (name for name in first if name.replace(".linear_fc1.", ".linear_fc2.") not in adapted),
+        None,
+    )
     if alone is not None:
         raise UserError(
             f"{alone} has an adapter and the second layer of its expert has none, which peft cannot load: also target "
@@ -285,20 +345,28 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the config and the tensors of a directory in the ``peft`` format."""
     for name in (CONFIG, TENSORS):
         if not (directory / name).is_file():
-            raise UserError(f"{directory} has no {name}: give a directory that peft's save_pretrained wrote")
+            raise UserError(
+                f"{directory} has no {name}: give a directory that peft's save_pretrained wrote"
+            )
     config: Any = strict_json.read(directory / CONFIG)
     try:
         tensors = cast(Any, safetensors.torch).load_file(directory / TENSORS)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(f"{directory / TENSORS} is damaged: {one_line(error)}; save the adapter again") from error
+        raise UserError(
+            f"{directory / TENSORS} is damaged: {one_line(error)}; save the adapter again"
+        ) from error
     if not isinstance(config, dict):
         raise UserError(f"{directory / CONFIG} is not a JSON object: save the adapter again")
     config = cast(dict[str, Any], config)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read")
+        raise UserError(
+            f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read"
+        )
     for key, value in config.items():
         if key not in _KNOWN and value not in _HARMLESS.get(key, _UNSET):
-            raise UserError(f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead")
+            raise UserError(
+                f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead"
+            )
     return config, tensors
 
 
@@ -310,7 +378,11 @@ def load(plan: Plan, directory: Path) -> None:
     for task in plan.tasks:
         mine = [] if task.param_weight is None else _parts(task)
         jobs += [(task, part) for part in mine]
-        claimed |= set(exchange.broadcast_object(task.owner, [name for part in mine for name in _claims(task, part)]))
+        claimed |= set(
+            exchange.broadcast_object(
+                task.owner, [name for part in mine for name in _claims(task, part)]
+            )
+        )
     if wrong := sorted(claimed ^ tensors.keys()):
         missing = wrong[0] in claimed
         raise UserError(
@@ -326,7 +398,11 @@ def load(plan: Plan, directory: Path) -> None:
 
 def _parts(task: WeightConversionTask) -> list[LowRankPart]:
     module = task.megatron_module
-    return module.low_rank_parts(cast(Tensor, task.param_weight)) if isinstance(module, AdaptedModule) else []
+    return (
+        module.low_rank_parts(cast(Tensor, task.param_weight))
+        if isinstance(module, AdaptedModule)
+        else []
+    )
 
 
 def _claims(task: WeightConversionTask, part: LowRankPart) -> list[str]:
@@ -357,7 +433,9 @@ def _check(
             )
         _check_shapes(task, part, name, tensors, directory)
     shared = task.shard.kind != "row" and part.role is None
-    if shared and any(not torch.equal(tensors[_key(names[0], A)], tensors[_key(name, A)]) for name in names[1:]):
+    if shared and any(
+        not torch.equal(tensors[_key(names[0], A)], tensors[_key(name, A)]) for name in names[1:]
+    ):
         raise UserError(
             f"the adapter {directory} has different factors A for {', '.join(names)}, which an adapter of "
             "Megatron's fused layer shares: use CanonicalLoRA"
@@ -365,7 +443,11 @@ def _check(
 
 
 def _check_shapes(
-    task: WeightConversionTask, part: LowRankPart, name: str, tensors: Mapping[str, Tensor], directory: Path
+    task: WeightConversionTask,
+    part: LowRankPart,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    directory: Path,
 ) -> None:
     """Refuse factors whose matrix has a different shape: a slice of a wider factor would fit."""
     outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
@@ -386,7 +468,9 @@ def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
     """Return rank and alpha of a module; patterns are regular expressions that match the end of its name."""
 
     def of(patterns: Mapping[str, Any], default: Any) -> Any:
-        found = (value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module))
+        found = (
+            value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module)
+        )
         return next(found, default)
 
     return of(config.get("rank_pattern") or {}, config["r"]), of(

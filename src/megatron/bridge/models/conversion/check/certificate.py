@@ -29,7 +29,9 @@ class Certificate:
     megatron: str
     tensors: dict[str, TensorProof]  # by Hugging Face name
     missing: tuple[str, ...]  # tensors of the checkpoint that the model does not export
-    logits: LogitComparison | None  # both models' logits for the same tokens; None if the models were not run
+    logits: (
+        LogitComparison | None
+    )  # both models' logits for the same tokens; None if the models were not run
     tolerance: float  # maximum difference of two logits relative to their standard deviation
 
     @property
@@ -59,9 +61,13 @@ def prove(
     return proofs, tuple(name for name in source if name not in proofs)
 
 
-def _known(weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint) -> Iterable[HFWeightTuple]:
+def _known(
+    weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
+) -> Iterable[HFWeightTuple]:
     for weight in weights:
-        assert weight.param_name in source, f"the plan covers both sides but exports {weight.param_name}"
+        assert weight.param_name in source, (
+            f"the plan covers both sides but exports {weight.param_name}"
+        )
         yield weight
         source.release(weight.param_name)
 

@@ -50,7 +50,9 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
     expected = reference.logits.float()
     found = other.logits.float()[..., : expected.shape[-1]]
     difference = (found - expected).abs()
-    row, position, token = (int(i) for i in torch.unravel_index(difference.argmax(), difference.shape))
+    row, position, token = (
+        int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)
+    )
     return LogitComparison(
         largest=float(difference.max()),
         scale=float(expected.std()),
@@ -59,7 +61,9 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
         cosine=float(torch.cosine_similarity(expected, found, dim=-1).min()),
         same_choice=float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
         layers={
-            name: float((other.hidden[name].float() - state.float()).abs().max() / state.float().std())
+            name: float(
+                (other.hidden[name].float() - state.float()).abs().max() / state.float().std()
+            )
             for name, state in reference.hidden.items()
             if name in other.hidden
         },
@@ -70,7 +74,9 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
 def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
     """Run a transformers model on token ids [rows, sequence]; ``extra`` has other inputs, such as images."""
     # the outermost ModuleList; its name depends on the architecture
-    layers = next(module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    layers = next(
+        module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)
+    )
     hidden: dict[str, Tensor] = {}
 
     def keep_embedding(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -115,7 +121,11 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -
     dtype = cast(Any, unwrap(chunks[0])).config.params_dtype
     media: dict[str, Tensor] = extra.get("media") or {}
     if media:  # image sizes stay on the host, where the model reads them
-        moved = {name: value.to(ids.device, dtype) for name, value in media.items() if value.is_floating_point()}
+        moved = {
+            name: value.to(ids.device, dtype)
+            for name, value in media.items()
+            if value.is_floating_point()
+        }
         inputs["media"] = media | moved
 
     def step(_: Any, chunk: Any) -> tuple[Tensor, Any]:
@@ -160,6 +170,8 @@ def _batch_first(state: Tensor, config: Any) -> Tensor:
     """Convert [sequence, rows, hidden] (a shard with sequence parallelism) to [rows, sequence, hidden]."""
     if config.sequence_parallel:
         device = torch.cuda.current_device()
-        parts = exchange.all_gather(state.to(device), exchange.tensor_group(), config.tensor_model_parallel_size)
+        parts = exchange.all_gather(
+            state.to(device), exchange.tensor_group(), config.tensor_model_parallel_size
+        )
         state = torch.cat(parts).cpu()
     return state.transpose(0, 1)

@@ -62,7 +62,9 @@ def attention(
         *linear(f"{ours}.linear_proj", f"{layers}.{output}", turned),
     )
     if norm:
-        block += fused_norm("decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}")
+        block += fused_norm(
+            "decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}"
+        )
     if not qk_norm:
         return block
     # per-head norms are replicated; norms over all heads are sharded like the heads
@@ -76,14 +78,19 @@ def attention(
     return (*block, *(mapping for pair in norms for mapping in pair))
 
 
-def _qkv(ours: str, theirs: str, fused: bool | str, gated: bool | str, grouped: bool, turned: bool) -> Block:
+def _qkv(
+    ours: str, theirs: str, fused: bool | str, gated: bool | str, grouped: bool, turned: bool
+) -> Block:
     if fused:
         theirs = f"{theirs}.{'qkv_proj' if fused is True else fused}"
         one = GroupedQKVMapping if grouped else ConcatenatedQKVMapping
         weight, bias = (one(f"{ours}.{name}", f"{theirs}.{name}") for name in ("weight", "bias"))
         return weight.turned() if turned else weight, bias
     if isinstance(gated, str):
-        roles = {**{role: f"{theirs}.{role}_proj.weight" for role in "qkv"}, "gate": f"{theirs}.{gated}.weight"}
+        roles = {
+            **{role: f"{theirs}.{role}_proj.weight" for role in "qkv"},
+            "gate": f"{theirs}.{gated}.weight",
+        }
         return (SeparatelyGatedQKVMapping(f"{ours}.weight", **roles),)
     kind = GatedQKVMapping if gated else QKVMapping
     return tuple(
@@ -116,19 +123,28 @@ def mlp(
     gate, up, down = (f"{theirs}.{name}" for name in projections)
     if fused:
         name = "gate_up_proj" if fused is True else fused
-        pairs = ((f"{ours}.linear_fc1.{kind}", f"{theirs}.{name}.{kind}") for kind in ("weight", "bias"))
+        pairs = (
+            (f"{ours}.linear_fc1.{kind}", f"{theirs}.{name}.{kind}") for kind in ("weight", "bias")
+        )
         fc1: Block = tuple(ConcatenatedGatedMLPMapping(*pair) for pair in pairs)
     else:
-        fc1 = _gated(f"{ours}.linear_fc1", gate, up) if gated else linear(f"{ours}.linear_fc1", up, turned)
+        fc1 = (
+            _gated(f"{ours}.linear_fc1", gate, up)
+            if gated
+            else linear(f"{ours}.linear_fc1", up, turned)
+        )
     block = (*fc1, *linear(f"{ours}.linear_fc2", down, turned))
     if norm:
-        block += fused_norm("decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}")
+        block += fused_norm(
+            "decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}"
+        )
     return block
 
 
 def _gated(ours: str, gate: str, up: str) -> Block:
     return tuple(
-        GatedMLPMapping(f"{ours}.{name}", gate=f"{gate}.{name}", up=f"{up}.{name}") for name in ("weight", "bias")
+        GatedMLPMapping(f"{ours}.{name}", gate=f"{gate}.{name}", up=f"{up}.{name}")
+        for name in ("weight", "bias")
     )
 
 
@@ -149,7 +165,9 @@ def linear(megatron: str, hf: str, turned: bool = False) -> Block:
         hf: Hugging Face's name.
         turned: the matrix is stored as [in, out].
     """
-    weight, bias = (AutoMapping(f"{megatron}.{name}", f"{hf}.{name}") for name in ("weight", "bias"))
+    weight, bias = (
+        AutoMapping(f"{megatron}.{name}", f"{hf}.{name}") for name in ("weight", "bias")
+    )
     return weight.turned() if turned else weight, bias
 
 
@@ -162,8 +180,13 @@ def fused_norm(separate: str, linear: str, hf: str) -> Block:
     )
 
 
-def replace_blocks(blocks: tuple[Block | SizedBlock, ...], *own: Block) -> tuple[Block | SizedBlock, ...]:
+def replace_blocks(
+    blocks: tuple[Block | SizedBlock, ...], *own: Block
+) -> tuple[Block | SizedBlock, ...]:
     """Return ``blocks`` with the mappings of the same parameters replaced by those of an architecture's ``own``."""
     taken = {mapping.megatron_param for block in own for mapping in block}
-    kept = (it if callable(it) else tuple(m for m in it if m.megatron_param not in taken) for it in blocks)
+    kept = (
+        it if callable(it) else tuple(m for m in it if m.megatron_param not in taken)
+        for it in blocks
+    )
     return (*kept, *own)

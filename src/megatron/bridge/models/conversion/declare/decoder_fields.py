@@ -36,7 +36,13 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 def _activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     if name not in _ACTIVATIONS:
-        keys = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function", "activation")
+        keys = (
+            "hidden_act",
+            "hidden_activation",
+            "mlp_hidden_act",
+            "activation_function",
+            "activation",
+        )
         key = next((key for key in keys if config.get(key) == name), keys[0])
         raise UserError(f"{key}={name!r} is not supported: {', '.join(_ACTIVATIONS)} are")
     return _ACTIVATIONS[name]
@@ -50,16 +56,22 @@ def _rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | 
     """Return ``_partial_rope`` for architectures that read a rotated share and rotate whole heads."""
     values = _partial_rope(parameters, config)
     if values[2] != 1.0:
-        raise UserError(f"partial_rotary_factor={values[2]} must be 1: this architecture rotates whole heads")
+        raise UserError(
+            f"partial_rotary_factor={values[2]} must be 1: this architecture rotates whole heads"
+        )
     return values
 
 
-def _partial_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+def _partial_rope(
+    parameters: Any, config: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, float, float]:
     """Return (scaling without its base, base, rotated share of a head); scaling is None if there is none."""
     parameters = dict(parameters or {})
     check_parameters(parameters)
     if parameters.get("rope_type") == NTK_ALPHA:  # defined by this package only
-        raise UserError(f"rope_parameters.rope_type={NTK_ALPHA!r} is not a kind that transformers computes")
+        raise UserError(
+            f"rope_parameters.rope_type={NTK_ALPHA!r} is not a kind that transformers computes"
+        )
     parameters.pop("type", None)
     base = parameters.pop("rope_theta", None)
     if base is None:
@@ -78,12 +90,16 @@ def _rope_back(values: tuple[dict[str, Any] | None, float, float], _: Any) -> di
     return {"rope_type": "default", **partial, **(scaling or {}), "rope_theta": base}
 
 
-def _partial_rope_back(values: tuple[dict[str, Any] | None, float, float], provider: Any) -> dict[str, Any]:
+def _partial_rope_back(
+    values: tuple[dict[str, Any] | None, float, float], provider: Any
+) -> dict[str, Any]:
     # written even for whole heads: these architectures have another default
     return {**_rope_back(values, provider), "partial_rotary_factor": values[2]}
 
 
-def _rope_of_text(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+def _rope_of_text(
+    parameters: Any, config: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, float, float]:
     """Remove keys for multi-axis positions: text tokens have the same position on all three axes."""
     own = dict(parameters or {})
     for key in ("mrope_section", "mrope_interleaved"):
@@ -96,7 +112,9 @@ def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any,
     own = dict(parameters or {})
     for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
         if own.get(key) is None:  # transformers fails without them
-            raise UserError(f"rope_parameters.{key} is missing: this architecture scales its queries by it")
+            raise UserError(
+                f"rope_parameters.{key} is missing: this architecture scales its queries by it"
+            )
     beta = own.pop("llama_4_scaling_beta")
     own.pop("max_position_embeddings", None)  # an unused copy of the config's value
     return *_rope(own, config), beta
@@ -105,7 +123,9 @@ def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any,
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return (scaling, base, rotated share) of layers without a window, and the parameters of layers with one."""
     if sorted(parameters or ()) != sorted(_LAYER_TYPES):
-        raise UserError(f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}")
+        raise UserError(
+            f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}"
+        )
     everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
     return *everywhere, _rope_back(local, None)
 
@@ -165,7 +185,9 @@ def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:
     """Return values of ``_PART_BIASES``; ``add_bias_linear`` only if needed: not all backends remove a bias."""
-    qkv, out, mlp = (bool(config.get(key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias"))
+    qkv, out, mlp = (
+        bool(config.get(key)) for key in ("attention_bias", "attention_out_bias", "mlp_bias")
+    )
     return (False, True, qkv, out, mlp) if out or mlp else (qkv, False, None, None, None)
 
 
@@ -179,7 +201,9 @@ def _inverse(scale: float | None, _: Any) -> float:
 
 
 def _inverse_back(divisor: float, _: Any) -> float:
-    return float(f"{1.0 / divisor:.15g}")  # the original number, without a rounding error in the last bit
+    return float(
+        f"{1.0 / divisor:.15g}"
+    )  # the original number, without a rounding error in the last bit
 
 
 def _window(width: Any, _: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -204,12 +228,16 @@ def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 
 def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    return _window(config.get("sliding_window") if config.get("use_sliding_window", True) else None, config)
+    return _window(
+        config.get("sliding_window") if config.get("use_sliding_window", True) else None, config
+    )
 
 
 def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     if _LAYER_TYPES[1] in kinds and not config.get("use_sliding_window", True):
-        raise UserError(f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree")
+        raise UserError(
+            f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree"
+        )
     return _windowed(kinds, config)
 
 
@@ -218,7 +246,9 @@ def _windowed_rope(kinds: list[str], config: Mapping[str, Any]) -> tuple[list[in
     return windowed, [int(not window) for window in windowed]
 
 
-def _windowed_rope_if_any(kinds: list[str], config: Mapping[str, Any]) -> tuple[list[int], list[int] | None]:
+def _windowed_rope_if_any(
+    kinds: list[str], config: Mapping[str, Any]
+) -> tuple[list[int], list[int] | None]:
     windowed, without = _windowed_rope(kinds, config)
     return windowed, without if config.get("sliding_window") else None
 
@@ -248,10 +278,16 @@ def _rotated(without: list[int] | None, provider: Any) -> list[int]:
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-DTYPE = Field("dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back)
+DTYPE = Field(
+    "dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back
+)
 
 ROPE = Field(
-    "rope_parameters", ("rope_parameters", "rotary_base", "rotary_percent"), default=None, to=_rope, back=_rope_back
+    "rope_parameters",
+    ("rope_parameters", "rotary_base", "rotary_percent"),
+    default=None,
+    to=_rope,
+    back=_rope_back,
 )
 
 PARTIAL_ROPE = replace(ROPE, to=_partial_rope, back=_partial_rope_back)
@@ -264,7 +300,9 @@ LAYER_ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent", "local_rope_parameters"),
     to=_ropes,
-    back=lambda values, _: dict(zip(_LAYER_TYPES, (_rope_back(values[:3], None), values[3]), strict=True)),
+    back=lambda values, _: dict(
+        zip(_LAYER_TYPES, (_rope_back(values[:3], None), values[3]), strict=True)
+    ),
 )
 """Separate rotary embeddings for layers with and without a window."""
 
@@ -275,11 +313,15 @@ SCALED_QUERY_ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent", "query_scaling_beta"),
     to=_scaled_query_rope,
-    back=lambda values, _: _rope_back(values[:3], None) | {"llama_4_scaling_beta": values[3] or 0.0},
+    back=lambda values, _: (
+        _rope_back(values[:3], None) | {"llama_4_scaling_beta": values[3] or 0.0}
+    ),
 )
 """Rotary embedding, and scaling of queries with their position."""
 
-ACTIVATION = Field("hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name)
+ACTIVATION = Field(
+    "hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name
+)
 
 DENSE: tuple[Field, ...] = (
     DTYPE,
@@ -299,7 +341,9 @@ DENSE: tuple[Field, ...] = (
     ROPE,
 )
 
-ATTENTION_BIAS = Field("attention_bias", ("attention_bias", "add_bias_linear"), default=False, to=_with_any_bias)
+ATTENTION_BIAS = Field(
+    "attention_bias", ("attention_bias", "add_bias_linear"), default=False, to=_with_any_bias
+)
 """Biases of all four projections of attention; set the feed-forward layer's bias in ``fixed``."""
 
 BIASES: tuple[Field, ...] = (
@@ -308,11 +352,29 @@ BIASES: tuple[Field, ...] = (
 )
 """Biases of attention (output projection included) and of the feed-forward layer, with separate switches."""
 
-_PART_BIASES = ("add_qkv_bias", "add_bias_linear", "attention_bias", "attention_output_bias", "mlp_bias")
+_PART_BIASES = (
+    "add_qkv_bias",
+    "add_bias_linear",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+)
 
 PART_BIASES: tuple[Field, ...] = (
-    Field("attention_bias", _PART_BIASES, False, _part_biases, lambda it, _: bool(it[0]) or _has_bias(2, it, _)),
-    Field("attention_out_bias", _PART_BIASES, default=False, to=_part_biases, back=partial(_has_bias, 3)),
+    Field(
+        "attention_bias",
+        _PART_BIASES,
+        False,
+        _part_biases,
+        lambda it, _: bool(it[0]) or _has_bias(2, it, _),
+    ),
+    Field(
+        "attention_out_bias",
+        _PART_BIASES,
+        default=False,
+        to=_part_biases,
+        back=partial(_has_bias, 3),
+    ),
     Field("mlp_bias", _PART_BIASES, default=False, to=_part_biases, back=partial(_has_bias, 4)),
 )
 """Biases of queries, keys and values, of the output projection, and of the feed-forward layer, separately."""
@@ -326,7 +388,9 @@ LOGIT_SCALE = Field("logit_scale", "logits_scaling", default=1.0, to=_inverse, b
 ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
 """Only queries, keys and values have a bias, in all models."""
 
-QUERY_SCALE = Field("query_pre_attn_scalar", "softmax_scale", to=lambda scalar, _: scalar**-0.5, back=_from_scale)
+QUERY_SCALE = Field(
+    "query_pre_attn_scalar", "softmax_scale", to=lambda scalar, _: scalar**-0.5, back=_from_scale
+)
 """Number whose root divides the attention scores, instead of the root of the head's width."""
 
 WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)
@@ -336,7 +400,10 @@ LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_
 """Layers with the window."""
 
 WINDOWED_ROPE = Field(
-    "layer_types", ("window_attn_skip_freq", "no_rope_freq"), to=_windowed_rope, back=_windowed_rope_back
+    "layer_types",
+    ("window_attn_skip_freq", "no_rope_freq"),
+    to=_windowed_rope,
+    back=_windowed_rope_back,
 )
 """Layers with the window, which alone have a rotary embedding."""
 
@@ -350,7 +417,13 @@ WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)
 """Window in the layers that ``layer_types`` names."""
 
 SWITCHED_WINDOWS: tuple[Field, ...] = (
-    Field("use_sliding_window", "window_size", False, _switched_window, lambda window, _: window is not None),
+    Field(
+        "use_sliding_window",
+        "window_size",
+        False,
+        _switched_window,
+        lambda window, _: window is not None,
+    ),
     Field("sliding_window", "window_size", default=None, to=_switched_window, back=_window_back),
     Field("layer_types", "window_attn_skip_freq", to=_switched_layers, back=_windowed_back),
 )
@@ -376,5 +449,9 @@ LLAMA_LIKE: dict[str, Any] = {
 }
 """Values that architectures like Llama imply without a key."""
 
-LAYER_NORM_LIKE: dict[str, Any] = {**LLAMA_LIKE, "normalization": "LayerNorm", "layernorm_bias": True}
+LAYER_NORM_LIKE: dict[str, Any] = {
+    **LLAMA_LIKE,
+    "normalization": "LayerNorm",
+    "layernorm_bias": True,
+}
 """Values that architectures like Llama imply without a key, but with LayerNorms."""

@@ -6,7 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION, DENSE
-from megatron.bridge.models.conversion.declare.fields import Field, constant, override, read_by_others
+from megatron.bridge.models.conversion.declare.fields import (
+    Field,
+    constant,
+    override,
+    read_by_others,
+)
 from megatron.bridge.utils.errors import UserError
 
 
@@ -41,11 +46,17 @@ def _norms(parallel: bool, config: Mapping[str, Any]) -> str | None:
 def _is_new(provider: Any) -> bool:
     """Return ``new_decoder_architecture``: False if the older architecture computes the same."""
     several = 1 < provider.num_query_groups < provider.num_attention_heads
-    return provider.parallel_residual == "own_norms" or (provider.parallel_residual == "shared_norm" and several)
+    return provider.parallel_residual == "own_norms" or (
+        provider.parallel_residual == "shared_norm" and several
+    )
 
 
 def _norm_count(provider: Any) -> int | None:
-    return {"own_norms": 2, "shared_norm": 1}[provider.parallel_residual] if _is_new(provider) else None
+    return (
+        {"own_norms": 2, "shared_norm": 1}[provider.parallel_residual]
+        if _is_new(provider)
+        else None
+    )
 
 
 _OWN = (
@@ -60,9 +71,19 @@ _OWN = (
 FALCON = (
     *(field for field in override(DENSE, *_OWN) if field.hf != "head_dim"),
     Field("bias", "add_bias_linear", default=False),
-    Field("parallel_attn", "parallel_residual", default=True, to=_norms, back=lambda kind, _: kind is not None),
+    Field(
+        "parallel_attn",
+        "parallel_residual",
+        default=True,
+        to=_norms,
+        back=lambda kind, _: kind is not None,
+    ),
     read_by_others("new_decoder_architecture", False, _is_new),
     read_by_others("num_ln_in_parallel_attn", None, _norm_count),
-    read_by_others("multi_query", True, lambda provider: provider.num_query_groups < provider.num_attention_heads),
+    read_by_others(
+        "multi_query",
+        True,
+        lambda provider: provider.num_query_groups < provider.num_attention_heads,
+    ),
     constant("alibi", False),
 )

@@ -88,7 +88,13 @@ def _refuse_others(key: str, value: Any, known: Iterable[Any]) -> None:
 
 def optional(key: str, megatron: str, default: int = 0) -> Field:
     """Field for a number of which 0 means None."""
-    return Field(key, megatron, default=default, to=lambda count, _: count or None, back=lambda count, _: count or 0)
+    return Field(
+        key,
+        megatron,
+        default=default,
+        to=lambda count, _: count or None,
+        back=lambda count, _: count or 0,
+    )
 
 
 def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
@@ -106,7 +112,9 @@ def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
     return (*(field for field in fields if not taken & set(field.names)), *own)
 
 
-def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: Mapping[str, Any]) -> list[int]:
+def kind_indices(
+    key: str, kinds: Sequence[str], known: Sequence[str], config: Mapping[str, Any]
+) -> list[int]:
     """Return each layer's kind from ``key`` of the config, as an index in ``known``.
 
     Raises:
@@ -116,7 +124,9 @@ def kind_indices(key: str, kinds: Sequence[str], known: Sequence[str], config: M
         raise UserError(f"{key}={kind!r} is not supported; known: {', '.join(known)}")
     if len(kinds) != config["num_hidden_layers"]:
         wanted = config["num_hidden_layers"]
-        raise UserError(f"{key} lists {len(kinds)} layers, num_hidden_layers={wanted}: make them agree")
+        raise UserError(
+            f"{key} lists {len(kinds)} layers, num_hidden_layers={wanted}: make them agree"
+        )
     return [known.index(kind) for kind in kinds]
 
 
@@ -141,7 +151,9 @@ IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
 HarmlessKeys = Mapping[str, tuple[Any, ...] | None]
 """Keys without effect: always (None), or only with the listed values."""
 
-KeyHint = Callable[[str, Iterable[str]], str]  # (unknown key, known keys) -> end of the message about the unknown key
+KeyHint = Callable[
+    [str, Iterable[str]], str
+]  # (unknown key, known keys) -> end of the message about the unknown key
 
 
 def _hint(key: str, claimed: Iterable[str]) -> str:
@@ -149,7 +161,10 @@ def _hint(key: str, claimed: Iterable[str]) -> str:
 
 
 def read_all(
-    fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys = IRRELEVANT, hint: KeyHint = _hint
+    fields: Iterable[Field],
+    config: Mapping[str, Any],
+    irrelevant: HarmlessKeys = IRRELEVANT,
+    hint: KeyHint = _hint,
 ) -> dict[str, Any]:
     """Return the provider's attributes that ``config`` sets.
 
@@ -180,7 +195,10 @@ def read_all(
 
 
 def unknown_keys(
-    fields: Iterable[Field], config: Mapping[str, Any], irrelevant: HarmlessKeys, hint: KeyHint = _hint
+    fields: Iterable[Field],
+    config: Mapping[str, Any],
+    irrelevant: HarmlessKeys,
+    hint: KeyHint = _hint,
 ) -> list[str]:
     """Return a phrase for each key that no field claims and that could change the computation."""
     claimed = {field.hf for field in fields}
@@ -201,7 +219,9 @@ def write_all(fields: Iterable[Field], provider: Any) -> dict[str, Any]:
     return {key: value for key, value in written.items() if value is not ABSENT}
 
 
-def changed_keys(fields: Sequence[Field], provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def changed_keys(
+    fields: Sequence[Field], provider: Any, config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return new values for the keys whose values in ``config`` differ from ``provider``.
 
     The last field of a key writes it: ``intermediate_size`` is the width of experts where all layers have them.

@@ -20,7 +20,11 @@ def _linear(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
     pattern = kind_indices("layer_types", kinds, _KINDS, config)
     layers = len(pattern)
     interval = pattern.index(0) + 1 if 0 in pattern else layers + 1
-    return interval if pattern == [int((layer + 1) % interval != 0) for layer in range(layers)] else pattern
+    return (
+        interval
+        if pattern == [int((layer + 1) % interval != 0) for layer in range(layers)]
+        else pattern
+    )
 
 
 def _linear_back(_: Any, provider: Any) -> list[str]:
@@ -29,7 +33,9 @@ def _linear_back(_: Any, provider: Any) -> list[str]:
 
 def _only_silu(name: Any, config: Mapping[str, Any]) -> Any:
     if name not in ("silu", "swish"):
-        raise UserError(f"hidden_act={name!r} is not supported: layers without attention have 'silu'")
+        raise UserError(
+            f"hidden_act={name!r} is not supported: layers without attention have 'silu'"
+        )
     assert ACTIVATION.to is not None
     return ACTIVATION.to(name, config)
 
@@ -62,15 +68,23 @@ KIMI_DELTA: tuple[Field, ...] = (
 """Layers with Kimi delta attention, and its sizes."""
 
 
-def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False) -> Block:
+def delta_net(
+    layers: str = "model.layers.*", norm: str = "input_layernorm", split: bool = False
+) -> Block:
     """A gated delta net; ``attention`` maps the normalization before it if that is a separate module.
 
     ``split``: the input projection is four tensors instead of two tensors that are grouped by key head.
     """
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
-    kind, roles = (SplitGDNLinearMapping, ("qkv", "z", "b", "a")) if split else (GDNLinearMapping, ("qkvz", "ba"))
+    kind, roles = (
+        (SplitGDNLinearMapping, ("qkv", "z", "b", "a"))
+        if split
+        else (GDNLinearMapping, ("qkvz", "ba"))
+    )
     return (
-        kind(f"{ours}.in_proj.weight", **{role: f"{theirs}.in_proj_{role}.weight" for role in roles}),
+        kind(
+            f"{ours}.in_proj.weight", **{role: f"{theirs}.in_proj_{role}.weight" for role in roles}
+        ),
         ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
         GDNConv1dMapping(f"{ours}.conv1d.weight", f"{theirs}.conv1d.weight"),
         AutoMapping(f"{ours}.A_log", f"{theirs}.A_log"),
@@ -83,7 +97,10 @@ def delta_net(layers: str = "model.layers.*", norm: str = "input_layernorm", spl
 def kimi_delta(layers: str = "model.layers.*", names: str = "self_attn") -> Block:
     """Kimi delta attention; ``latent_attention`` maps the normalization before it."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
-    cut = (*(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")), *(f"{name}_conv1d" for name in "qkv"))
+    cut = (
+        *(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")),
+        *(f"{name}_conv1d" for name in "qkv"),
+    )
     return (
         *(AutoMapping(f"{ours}.{name}", f"{theirs}.{name}.weight") for name in cut),
         *(

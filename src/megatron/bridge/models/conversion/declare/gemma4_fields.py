@@ -21,13 +21,22 @@ def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
     """Read rotary embeddings as in Gemma 3, except that ``proportional`` applies ``partial_rotary_factor`` itself."""
     assert LAYER_ROPE.to is not None
     ropes = parameters or {}
-    scaling, base, share, local = LAYER_ROPE.to({kind: _whole(own) for kind, own in ropes.items()}, config)
-    return _own_share(scaling, ropes[_FULL]), base, share, _own_share(local, ropes["sliding_attention"])
+    scaling, base, share, local = LAYER_ROPE.to(
+        {kind: _whole(own) for kind, own in ropes.items()}, config
+    )
+    return (
+        _own_share(scaling, ropes[_FULL]),
+        base,
+        share,
+        _own_share(local, ropes["sliding_attention"]),
+    )
 
 
 def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
     turns = own.get("rope_type") == "proportional"
-    return {key: value for key, value in own.items() if not (turns and key == "partial_rotary_factor")}
+    return {
+        key: value for key, value in own.items() if not (turns and key == "partial_rotary_factor")
+    }
 
 
 def _own_share(read: Any, own: Mapping[str, Any]) -> Any:
@@ -35,7 +44,9 @@ def _own_share(read: Any, own: Mapping[str, Any]) -> Any:
     return {**read, **lost} if lost else read
 
 
-def _unlike(layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _unlike(
+    layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]
+) -> tuple[Any, ...]:
     """Return head width and number of key heads of the layers without a window."""
     full = [index for index, kind in enumerate(config["layer_types"]) if kind == _FULL]
     own = {int(layer): values for layer, values in (layers or {}).items()}
@@ -43,20 +54,28 @@ def _unlike(layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str,
         raise UserError(f"per_layer_config={own} must describe the layers without a window: {full}")
     first = next(iter(own.values()), cast(Mapping[str, Any], {}))
     if any(one != first or set(one) - set(_WIDTHS) for one in own.values()):
-        raise UserError(f"per_layer_config={own} must have the same {' and '.join(_WIDTHS)} for each layer")
+        raise UserError(
+            f"per_layer_config={own} must have the same {' and '.join(_WIDTHS)} for each layer"
+        )
     return first.get(_WIDTHS[0]), first.get(_WIDTHS[1])
 
 
 def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, Any]]:
     own = {name: value for name, value in zip(_WIDTHS, values, strict=True) if value is not None}
-    full = [layer for layer in range(provider.num_layers) if own and not has_window(provider, layer + 1)]
-    return {str(layer).zfill(len(str(full[-1]))): own for layer in full}  # the format of transformers
+    full = [
+        layer for layer in range(provider.num_layers) if own and not has_window(provider, layer + 1)
+    ]
+    return {
+        str(layer).zfill(len(str(full[-1]))): own for layer in full
+    }  # the format of transformers
 
 
 def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
-        raise UserError(f"num_kv_shared_layers={count} must leave layers of each kind with their own keys")
+        raise UserError(
+            f"num_kv_shared_layers={count} must leave layers of each kind with their own keys"
+        )
     return [0] * (layers - count) + [1] * count if count else None
 
 
@@ -88,9 +107,21 @@ def _experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 SHARED_KV: tuple[Field, ...] = (
     replace(LAYER_ROPE, to=_ropes),
-    Field("per_layer_config", ("global_kv_channels", "global_query_groups"), None, _unlike, _unlike_back),
+    Field(
+        "per_layer_config",
+        ("global_kv_channels", "global_query_groups"),
+        None,
+        _unlike,
+        _unlike_back,
+    ),
     Field("attention_k_eq_v", "attention_k_eq_v", default=False),
-    Field("num_kv_shared_layers", "shared_kv_layers", default=0, to=_shared, back=lambda layers, _: sum(layers or ())),
+    Field(
+        "num_kv_shared_layers",
+        "shared_kv_layers",
+        default=0,
+        to=_shared,
+        back=lambda layers, _: sum(layers or ()),
+    ),
     Field("use_double_wide_mlp", "shared_kv_wide_mlp", default=False),
 )
 """KV sharing, keys that serve as values, and a different head width in layers without a window."""
@@ -116,7 +147,9 @@ EXPERTS_BESIDE: tuple[Field, ...] = (
         back=lambda values, _: values[len(_EXPERTS)],
     ),
     *(
-        read_by_others(key, None, lambda it, name=name: getattr(it, name) if it.experts_beside_mlp else None)
+        read_by_others(
+            key, None, lambda it, name=name: getattr(it, name) if it.experts_beside_mlp else None
+        )
         for key, name in _EXPERTS.items()
     ),
 )
@@ -138,7 +171,8 @@ def shared_kv_attention(config: Any) -> Block:
     for layer in range(config.num_layers):
         for name in ("weight", "bias"):
             theirs = {
-                role: f"model.layers.{layer}.self_attn.{role}_proj.{name}" for role in projections(config, layer + 1)
+                role: f"model.layers.{layer}.self_attn.{role}_proj.{name}"
+                for role in projections(config, layer + 1)
             }
             ours = f"decoder.layers.{layer}.self_attention.linear_qkv.{name}"
             mappings.append(QKVMapping(ours, **theirs))
@@ -156,7 +190,9 @@ def layer_ends(layers: str = "model.layers.*") -> Block:
         f"{gate}.norm.weight": f"{layers}.post_per_layer_input_norm.weight",
         f"{ours}.layer_scale": f"{layers}.layer_scalar",
     }
-    table = PerLayerVocabularyMapping(f"{inputs}.word_embeddings.weight", "model.embed_tokens_per_layer.weight")
+    table = PerLayerVocabularyMapping(
+        f"{inputs}.word_embeddings.weight", "model.embed_tokens_per_layer.weight"
+    )
     return (table, *(ReplicatedMapping(*pair) for pair in names.items()))
 
 

@@ -12,7 +12,9 @@ from megatron.bridge.utils.errors import UserError
 
 def _each(blocks: list[dict[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
     if len(blocks) != config["num_hidden_layers"]:
-        raise UserError(f"block_configs has {len(blocks)} layers, num_hidden_layers={config['num_hidden_layers']}")
+        raise UserError(
+            f"block_configs has {len(blocks)} layers, num_hidden_layers={config['num_hidden_layers']}"
+        )
     return blocks
 
 
@@ -21,14 +23,18 @@ BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_each)
 
 
 def linear_replacements(
-    layers: str = "model.layers.*", norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    layers: str = "model.layers.*",
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> Block:
     """A linear layer that replaces attention, and one that replaces the feed-forward layer.
 
     ``attention`` and ``mlp`` map the normalizations before them if these are separate modules.
     """
     ours = "decoder.layers.*"
-    parts = (("self_attention", "self_attn.linear_attn", norms[0]), ("mlp", "mlp.linear_mlp", norms[1]))
+    parts = (
+        ("self_attention", "self_attn.linear_attn", norms[0]),
+        ("mlp", "mlp.linear_mlp", norms[1]),
+    )
     return tuple(
         mapping
         for part, theirs, norm in parts

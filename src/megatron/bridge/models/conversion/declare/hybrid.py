@@ -20,12 +20,21 @@ from megatron.bridge.models.conversion.declare.fields import (
 )
 from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
 from megatron.bridge.models.conversion.param_mapping import *
-from megatron.bridge.models.conversion.param_mapping import AutoMapping, ReplicatedMapping, ShortConvMapping
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ReplicatedMapping,
+    ShortConvMapping,
+)
 from megatron.bridge.models.features.mamba_beside_attention import MULTIPLIERS
 from megatron.bridge.models.mamba_provider import ATTENTION, EXPERTS, FEED_FORWARD, KINDS, MAMBA
 from megatron.bridge.utils.errors import UserError
 
-_NAMES = {"linear_attention": MAMBA, "full_attention": ATTENTION, "mlp": FEED_FORWARD, "moe": EXPERTS}
+_NAMES = {
+    "linear_attention": MAMBA,
+    "full_attention": ATTENTION,
+    "mlp": FEED_FORWARD,
+    "moe": EXPERTS,
+}
 _OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 
 
@@ -42,7 +51,9 @@ def _layers(config: Mapping[str, Any]) -> str:
             raise UserError(f"layers_block_type={name!r} is not supported: {', '.join(_NAMES)} are")
     found = "".join(known[name] for name in names)
     if symbols is not None and symbols != found:
-        raise UserError("hybrid_override_pattern and layers_block_type name different layers: remove one")
+        raise UserError(
+            "hybrid_override_pattern and layers_block_type name different layers: remove one"
+        )
     return found
 
 
@@ -54,23 +65,33 @@ def _names_back(_: Any, provider: Any) -> list[str]:
 def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
     layers = len(_layers(config))
     if count not in (None, layers):
-        raise UserError(f"num_hidden_layers={count} is not the {layers} layers that layers_block_type names")
+        raise UserError(
+            f"num_hidden_layers={count} is not the {layers} layers that layers_block_type names"
+        )
     return layers
 
 
 def _width(_: Any, config: Mapping[str, Any]) -> int:
-    found = {key: config[key] for key in ("head_dim", "attention_head_dim") if config.get(key) is not None}
+    found = {
+        key: config[key]
+        for key in ("head_dim", "attention_head_dim")
+        if config.get(key) is not None
+    }
     if not found:
         raise UserError("head_dim is missing: no other key has the width of a head")
     if len(set(found.values())) > 1:
-        raise UserError(f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one")
+        raise UserError(
+            f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one"
+        )
     return next(iter(found.values()))
 
 
 def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return (this bias, value of Megatron-Core's one switch for all linear layers)."""
     if own and EXPERTS in _layers(config):
-        raise UserError("mlp_bias=True is not supported with layers of experts, which would have none")
+        raise UserError(
+            "mlp_bias=True is not supported with layers of experts, which would have none"
+        )
     return own, own
 
 
@@ -111,13 +132,18 @@ def _heads(_: Any, config: Mapping[str, Any]) -> tuple[int, int]:
 
 def _groups(count: int, config: Mapping[str, Any]) -> int:
     if config["mamba_n_heads"] % count:
-        raise UserError(f"mamba_n_groups={count} does not divide mamba_n_heads={config['mamba_n_heads']}")
+        raise UserError(
+            f"mamba_n_groups={count} does not divide mamba_n_heads={config['mamba_n_heads']}"
+        )
     return count
 
 
 def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
     """Return 1 for each layer of a kind that occurs once per period."""
-    period, offset = config.get(f"{kind}_layer_period", period), config.get(f"{kind}_layer_offset", offset)
+    period, offset = (
+        config.get(f"{kind}_layer_period", period),
+        config.get(f"{kind}_layer_offset", offset),
+    )
     return [int(layer % period == offset) for layer in range(config["num_hidden_layers"])]
 
 
@@ -127,7 +153,9 @@ def _period(layers: Sequence[int]) -> tuple[int, int]:
         for offset in range(period):
             if [int(layer % period == offset) for layer in range(len(layers))] == list(layers):
                 return period, offset
-    raise UserError(f"mamba_layers and moe_layer_freq must be periodic for this architecture, unlike {list(layers)}")
+    raise UserError(
+        f"mamba_layers and moe_layer_freq must be periodic for this architecture, unlike {list(layers)}"
+    )
 
 
 def _between_attention(_: Any, config: Mapping[str, Any]) -> list[int]:
@@ -149,7 +177,13 @@ def _sparse_back(index: int, _: Any, provider: Any) -> int:
 _PATTERN = "hybrid_override_pattern"
 LAYER_KINDS: tuple[Field, ...] = (
     Field("layers_block_type", _PATTERN, None, lambda _, config: _layers(config), _names_back),
-    Field(_PATTERN, _PATTERN, None, lambda _, config: _layers(config), lambda _, provider: provider.layer_kinds),
+    Field(
+        _PATTERN,
+        _PATTERN,
+        None,
+        lambda _, config: _layers(config),
+        lambda _, provider: provider.layer_kinds,
+    ),
     Field("num_hidden_layers", "num_layers", default=None, to=_number_of_layers),
 )
 """Kind of each layer, as a list of names or as a string of symbols."""
@@ -173,7 +207,11 @@ STEP_LIMIT = Field(
 """Limits of the step sizes of a trained model."""
 
 ALL_MAMBA: tuple[Field, ...] = (
-    Field("num_hidden_layers", ("num_layers", "hybrid_override_pattern"), to=lambda count, _: (count, MAMBA * count)),
+    Field(
+        "num_hidden_layers",
+        ("num_layers", "hybrid_override_pattern"),
+        to=lambda count, _: (count, MAMBA * count),
+    ),
     # Megatron-Core's config requires attention heads
     Field("num_heads", ("mamba_num_heads", "num_attention_heads")),
     Field("head_dim", "mamba_head_dim"),
@@ -198,7 +236,9 @@ MAMBA_STEPS: tuple[Field, ...] = (
     Field("time_step_floor", "mamba_first_step_floor"),
 )
 
-MAMBA_LAYERS = replace(layers_of_kind("layer_types", "mamba_layers", _KINDS), default=None, to=_mixers)
+MAMBA_LAYERS = replace(
+    layers_of_kind("layer_types", "mamba_layers", _KINDS), default=None, to=_mixers
+)
 """Layers with a Mamba-2 mixer instead of attention."""
 
 ONE_GROUP_MAMBA: tuple[Field, ...] = (
@@ -219,7 +259,13 @@ _BESIDE = "mamba_beside_attention"
 
 
 def _multiplier(key: str) -> Field:
-    return Field(key, _BESIDE, MULTIPLIERS[key], _multipliers, lambda values, _: {**MULTIPLIERS, **values}[key])
+    return Field(
+        key,
+        _BESIDE,
+        MULTIPLIERS[key],
+        _multipliers,
+        lambda values, _: {**MULTIPLIERS, **values}[key],
+    )
 
 
 def _multipliers(_: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +275,13 @@ def _multipliers(_: Any, config: Mapping[str, Any]) -> dict[str, Any]:
 MAMBA_BESIDE_ATTENTION: tuple[Field, ...] = (
     *(field for field in ONE_GROUP_MAMBA if field.hf not in ("mamba_n_groups", "mamba_expand")),
     Field("mamba_n_groups", "mamba_num_groups", default=1, to=_groups),
-    Field("mamba_d_ssm", ("mamba_num_heads", "mamba_head_dim"), None, _heads, lambda sizes, _: sizes[0] * sizes[1]),
+    Field(
+        "mamba_d_ssm",
+        ("mamba_num_heads", "mamba_head_dim"),
+        None,
+        _heads,
+        lambda sizes, _: sizes[0] * sizes[1],
+    ),
     constant("mamba_rms_norm", False),
     *map(_multiplier, MULTIPLIERS),
 )
@@ -280,11 +332,18 @@ MLP_ACTIVATION = replace(ACTIVATION, hf="mlp_hidden_act", default="relu2")
 
 def of_experts(*fields: Field) -> tuple[Field, ...]:
     """Return ``fields`` that apply only if a layer has experts."""
-    return tuple(_OfExperts(field.hf, field.megatron, field.default, field.to, field.back) for field in fields)
+    return tuple(
+        _OfExperts(field.hf, field.megatron, field.default, field.to, field.back)
+        for field in fields
+    )
 
 
 def mamba(
-    layers: str, names: str = "mixer", norm: str | None = "norm", replaces_attention: bool = False, ours: str = "mixer"
+    layers: str,
+    names: str = "mixer",
+    norm: str | None = "norm",
+    replaces_attention: bool = False,
+    ours: str = "mixer",
 ) -> Block:
     """A Mamba-2 mixer and the normalization before it.
 
@@ -292,8 +351,13 @@ def mamba(
     replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module. ``ours`` is
     Megatron's name of a mixer parallel to attention.
     """
-    ours, theirs = f"decoder.layers.*.{'self_attention' if replaces_attention else ours}", f"{layers}.{names}"
-    norms = fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
+    ours, theirs = (
+        f"decoder.layers.*.{'self_attention' if replaces_attention else ours}",
+        f"{layers}.{names}",
+    )
+    norms = (
+        fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
+    )
     if replaces_attention:
         norms = (ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),)
     return (
@@ -309,17 +373,30 @@ def mamba(
     )
 
 
-def selective_mamba(layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm") -> Block:
+def selective_mamba(
+    layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm"
+) -> Block:
     """A Mamba-1 mixer; ``attention`` maps the normalization before it if that is a separate module."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
-    pairs = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias", "x_proj": "x_proj.weight"}
-    pairs |= {"dt_proj": "dt_proj.weight", "dt_bias": "dt_proj.bias", **dict(zip(same, same, strict=True))}
+    pairs = {
+        "conv1d_weight": "conv1d.weight",
+        "conv1d_bias": "conv1d.bias",
+        "x_proj": "x_proj.weight",
+    }
+    pairs |= {
+        "dt_proj": "dt_proj.weight",
+        "dt_bias": "dt_proj.bias",
+        **dict(zip(same, same, strict=True)),
+    }
     return (
         ConcatenatedGatedMLPMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
         ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
         *(AutoMapping(f"{ours}.{mine}", f"{theirs}.{hf}") for mine, hf in pairs.items()),
-        *(ReplicatedMapping(f"{ours}.norms.{n}.weight", f"{theirs}.{n}_layernorm.weight") for n in ("dt", "b", "c")),
+        *(
+            ReplicatedMapping(f"{ours}.norms.{n}.weight", f"{theirs}.{n}_layernorm.weight")
+            for n in ("dt", "b", "c")
+        ),
     )
 
 
@@ -353,9 +430,23 @@ SHORT_CONV: tuple[Field, ...] = (
 
 ADJUSTED_WIDTH: tuple[Field, ...] = (
     Field("intermediate_size", "ffn_hidden_size", to=_adjusted, back=_adjusted_back),
-    Field("block_auto_adjust_ff_dim", "ffn_hidden_size", default=True, to=_adjusted, back=_is_adjusted),
-    Field("block_ffn_dim_multiplier", "ffn_hidden_size", default=1.0, to=_adjusted, back=lambda _, __: 1.0),
-    Field("block_multiple_of", "ffn_hidden_size", default=_MULTIPLE, to=_adjusted, back=lambda _, __: _MULTIPLE),
+    Field(
+        "block_auto_adjust_ff_dim", "ffn_hidden_size", default=True, to=_adjusted, back=_is_adjusted
+    ),
+    Field(
+        "block_ffn_dim_multiplier",
+        "ffn_hidden_size",
+        default=1.0,
+        to=_adjusted,
+        back=lambda _, __: 1.0,
+    ),
+    Field(
+        "block_multiple_of",
+        "ffn_hidden_size",
+        default=_MULTIPLE,
+        to=_adjusted,
+        back=lambda _, __: _MULTIPLE,
+    ),
 )
 """Width of feed-forward layers: 2/3 of the config's value, rounded up to a multiple, unless adjustment is off."""
 

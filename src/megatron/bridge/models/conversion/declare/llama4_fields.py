@@ -26,7 +26,9 @@ def _chunked_back(layers: Any, provider: Any) -> list[str]:
 
 def _chunk(size: int | None, _: Any) -> tuple[tuple[int, int] | None, bool]:
     if size is not None and size < 1:
-        raise UserError(f"attention_chunk_size={size} must be at least 1, or null for whole sequences")
+        raise UserError(
+            f"attention_chunk_size={size} must be at least 1, or null for whole sequences"
+        )
     return None if size is None else (size - 1, 0), size is not None
 
 
@@ -44,7 +46,9 @@ def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | Non
 def _listed(layers: list[int], config: Mapping[str, Any]) -> int | list[int]:
     count = config["num_hidden_layers"]
     if not layers or not set(layers) <= set(range(count)):
-        raise UserError(f"moe_layers={layers} must name layers from 0 to {count - 1}, and at least one")
+        raise UserError(
+            f"moe_layers={layers} must name layers from 0 to {count - 1}, and at least one"
+        )
     pattern = [int(layer in layers) for layer in range(count)]
     return pattern if 0 in pattern else 1
 
@@ -55,19 +59,39 @@ def _listed_back(_: Any, provider: Any) -> list[int]:
 
 def _single(count: int, _: Any) -> int:
     if count != 1:
-        raise UserError(f"num_experts_per_tok={count} must be 1: Megatron-Core weights the input of one expert only")
+        raise UserError(
+            f"num_experts_per_tok={count} must be 1: Megatron-Core weights the input of one expert only"
+        )
     return count
 
 
 CHUNKS: tuple[Field, ...] = (
-    Field("attention_chunk_size", ("window_size", "chunked_attention"), default=8192, to=_chunk, back=_chunk_back),
+    Field(
+        "attention_chunk_size",
+        ("window_size", "chunked_attention"),
+        default=8192,
+        to=_chunk,
+        back=_chunk_back,
+    ),
     Field("layer_types", "window_attn_skip_freq", to=_chunked, back=_chunked_back),
 )
 """Layers in which tokens attend only to tokens of their chunk."""
 
 QUERY_GROWTH: tuple[Field, ...] = (
-    Field("attn_temperature_tuning", _SCALING, default=True, to=_scaling, back=lambda it, _: it[0] is not None),
-    Field("attn_scale", _SCALING, default=0.1, to=_scaling, back=lambda it, _: 0.1 if it[0] is None else it[0]),
+    Field(
+        "attn_temperature_tuning",
+        _SCALING,
+        default=True,
+        to=_scaling,
+        back=lambda it, _: it[0] is not None,
+    ),
+    Field(
+        "attn_scale",
+        _SCALING,
+        default=0.1,
+        to=_scaling,
+        back=lambda it, _: 0.1 if it[0] is None else it[0],
+    ),
     Field("floor_scale", _SCALING, default=8192, to=_scaling, back=lambda it, _: it[1] or 8192),
 )
 """Scaling of queries with their position, in layers without a rotary embedding."""

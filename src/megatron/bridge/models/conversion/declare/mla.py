@@ -9,7 +9,13 @@ from megatron.bridge.backends.attention.sparse_attention import takes_over
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.blocks import Block, SizedBlock, fused_norm
 from megatron.bridge.models.conversion.declare.decoder_fields import DENSE, LLAMA_LIKE
-from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, named, optional, read_by_others
+from megatron.bridge.models.conversion.declare.fields import (
+    Field,
+    kind_indices,
+    named,
+    optional,
+    read_by_others,
+)
 from megatron.bridge.models.conversion.declare.moe import DROPLESS, check_groups, leading_dense
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
@@ -47,13 +53,19 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return (groups of experts, groups that a token may choose from), or (None, None) for all."""
-    method, groups, chosen = config.get("topk_method", "greedy"), config.get("n_group"), config.get("topk_group")
+    method, groups, chosen = (
+        config.get("topk_method", "greedy"),
+        config.get("n_group"),
+        config.get("topk_group"),
+    )
     if method not in _METHODS:
         raise UserError(f"topk_method={method!r} is not supported: {' and '.join(_METHODS)} are")
     if method == "greedy" or groups == 1:
         return None, None
     if not groups or not chosen:
-        raise UserError(f"topk_method={method!r} needs n_group and topk_group, but they are {groups} and {chosen}")
+        raise UserError(
+            f"topk_method={method!r} needs n_group and topk_group, but they are {groups} and {chosen}"
+        )
     check_groups(groups, chosen, config)
     return groups, chosen
 
@@ -77,26 +89,34 @@ def _listed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     pattern, dense = _listed(kinds, config), config.get("first_k_dense_replace")
     if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
-        raise UserError(f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one")
+        raise UserError(
+            f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one"
+        )
     return pattern
 
 
 def _of_indexers(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return (period of layers with an indexer, the first of them) with Megatron-Core's meaning."""
-    found = kind_indices("indexer_types", kinds or ["full"] * config["num_hidden_layers"], _INDEXERS, config)
+    found = kind_indices(
+        "indexer_types", kinds or ["full"] * config["num_hidden_layers"], _INDEXERS, config
+    )
     layers = range(1, len(found) + 1)
     for offset in layers:
         for every in layers:
             if found == [int(takes_over(layer, offset, every)) for layer in layers]:
                 return every, offset
-    raise UserError(f"indexer_types={kinds} is not supported: only 'full' layers at equal distances at the end are")
+    raise UserError(
+        f"indexer_types={kinds} is not supported: only 'full' layers at equal distances at the end are"
+    )
 
 
 _INDEXERS = ("full", "shared")
 
 
 def _all_sparse(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[()]:
-    kind_indices("layer_types", kinds or [_INDEXED] * config["num_hidden_layers"], (_INDEXED,), config)
+    kind_indices(
+        "layer_types", kinds or [_INDEXED] * config["num_hidden_layers"], (_INDEXED,), config
+    )
     return ()
 
 
@@ -117,25 +137,47 @@ LATENT: tuple[Field, ...] = (
 """All settings of a decoder with latent attention, except its experts."""
 
 NOT_ROTATED = Field(
-    "qk_rope_head_dim", "qk_pos_emb_head_dim", to=lambda width, config: _rotated(width, {**config, "head_dim": width})
+    "qk_rope_head_dim",
+    "qk_pos_emb_head_dim",
+    to=lambda width, config: _rotated(width, {**config, "head_dim": width}),
 )
 """Width without rotation, in architectures without positions, in which ``head_dim`` has no effect."""
 
 BEST_GROUPS: tuple[Field, ...] = (
-    Field("topk_method", "moe_router_num_groups", "greedy", _number_of_groups, lambda it, _: _METHODS[bool(it)]),
+    Field(
+        "topk_method",
+        "moe_router_num_groups",
+        "greedy",
+        _number_of_groups,
+        lambda it, _: _METHODS[bool(it)],
+    ),
     Field("n_group", "moe_router_num_groups", default=None, to=_number_of_groups, back=_or_one),
-    Field("topk_group", "moe_router_group_topk", default=None, to=lambda _, config: _groups(config)[1], back=_or_one),
+    Field(
+        "topk_group",
+        "moe_router_group_topk",
+        default=None,
+        to=lambda _, config: _groups(config)[1],
+        back=_or_one,
+    ),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their best expert."""
 
 BALANCING: tuple[Field, ...] = (
     Field("aux_loss_alpha", "moe_aux_loss_coeff", default=0.0),
-    named("seq_aux", "moe_router_load_balancing_type", {True: "seq_aux_loss", False: "aux_loss"}, default=True),
+    named(
+        "seq_aux",
+        "moe_router_load_balancing_type",
+        {True: "seq_aux_loss", False: "aux_loss"},
+        default=True,
+    ),
 )
 """Auxiliary loss, over each sequence or over the batch; transformers does not have it."""
 
 SPARSE_LAYERS = Field(
-    "mlp_layer_types", "moe_layer_freq", to=_sparse, back=lambda _, it: [_KINDS[kind] for kind in moe_pattern(it)]
+    "mlp_layer_types",
+    "moe_layer_freq",
+    to=_sparse,
+    back=lambda _, it: [_KINDS[kind] for kind in moe_pattern(it)],
 )
 """Layers with experts, by name."""
 
@@ -152,7 +194,13 @@ INDEXER: tuple[Field, ...] = (
     Field("index_n_heads", "dsa_indexer_n_heads"),
     Field("index_head_dim", "dsa_indexer_head_dim"),
     Field("index_topk", "dsa_indexer_topk"),
-    Field("layer_types", (), default=None, to=_all_sparse, back=lambda _, model: [_INDEXED] * model.num_layers),
+    Field(
+        "layer_types",
+        (),
+        default=None,
+        to=_all_sparse,
+        back=lambda _, model: [_INDEXED] * model.num_layers,
+    ),
 )
 """Sizes of the indexer of sparse attention in all layers."""
 
@@ -161,7 +209,9 @@ INDEXERS = Field(
     ("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     default=None,
     to=_of_indexers,
-    back=lambda it, model: [_INDEXERS[takes_over(layer + 1, it[1], it[0])] for layer in range(model.num_layers)],
+    back=lambda it, model: [
+        _INDEXERS[takes_over(layer + 1, it[1], it[0])] for layer in range(model.num_layers)
+    ],
 )
 """Layers with an indexer; other layers attend to the keys that the last indexer before them chose."""
 
@@ -193,7 +243,10 @@ PLAIN_SOFTMAX_ROUTING: dict[str, Any] = {
 }
 """Weights are a softmax over all experts, in fp32 from the logits on."""
 
-ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+ONLY_SIGMOIDS: dict[str, tuple[Any, ...]] = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
 """Keys that describe ``SIGMOID_ROUTING``."""
 
 UNSPOKEN: dict[str, tuple[Any, ...] | None] = {
@@ -222,16 +275,24 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
     """Multi-latent attention, with or without a query latent, and the normalization before it."""
     ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     return (
-        *(AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight") for mine, hf in _PROJECTIONS.items()),
+        *(
+            AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight")
+            for mine, hf in _PROJECTIONS.items()
+        ),
         *fused_norm(f"{ours}.q_layernorm", f"{ours}.linear_q_up_proj", f"{theirs}.q_a_layernorm"),
-        *fused_norm(f"{ours}.kv_layernorm", f"{ours}.linear_kv_up_proj", f"{theirs}.kv_a_layernorm"),
+        *fused_norm(
+            f"{ours}.kv_layernorm", f"{ours}.linear_kv_up_proj", f"{theirs}.kv_a_layernorm"
+        ),
         ReplicatedMapping("decoder.layers.*.input_layernorm.weight", f"{layers}.{norm}.weight"),
     )
 
 
 def indexer(layers: str = "model.layers.*") -> Block:
     """The indexer of sparse attention, which selects the keys that a query attends to."""
-    ours, theirs = "decoder.layers.*.self_attention.core_attention.indexer", f"{layers}.self_attn.indexer"
+    ours, theirs = (
+        "decoder.layers.*.self_attention.core_attention.indexer",
+        f"{layers}.self_attn.indexer",
+    )
     return tuple(
         ReplicatedMapping(f"{ours}.{prefix}{name}", f"{theirs}.{name}")
         for prefix, name in (
@@ -253,7 +314,9 @@ class MTPNames:
     hnorm: str  # norm of the current token's hidden state
     eh_proj: str  # projection of both, concatenated
     norm: str
-    hidden_first: bool = field(default=False, kw_only=True)  # whether the hidden state comes first in the concatenation
+    hidden_first: bool = field(
+        default=False, kw_only=True
+    )  # whether the hidden state comes first in the concatenation
 
 
 def after_decoder_layers(config: Any, depth: int) -> MTPNames:
@@ -264,7 +327,9 @@ def after_decoder_layers(config: Any, depth: int) -> MTPNames:
 
 
 def mtp(
-    *layer: Block, layers: str = "model.layers.*", names: Callable[[Any, int], MTPNames] = after_decoder_layers
+    *layer: Block,
+    layers: str = "model.layers.*",
+    names: Callable[[Any, int], MTPNames] = after_decoder_layers,
 ) -> SizedBlock:
     """Multi-token prediction layers.
 
@@ -277,7 +342,11 @@ def mtp(
 
     def of(config: Any) -> Block:
         depths = range(config.mtp_num_layers or 0)
-        return tuple(mapping for depth in depths for mapping in _depth(layer, depth, layers, names(config, depth)))
+        return tuple(
+            mapping
+            for depth in depths
+            for mapping in _depth(layer, depth, layers, names(config, depth))
+        )
 
     return of
 
@@ -301,6 +370,11 @@ def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: MTPNames) 
     return (*own, *(moved(mapping) for block in layer for mapping in block))
 
 
-def mtp_copies(layers: str = "model.layers.*", embedding: str = "model.embed_tokens.weight") -> dict[str, str]:
+def mtp_copies(
+    layers: str = "model.layers.*", embedding: str = "model.embed_tokens.weight"
+) -> dict[str, str]:
     """Return the tensors that checkpoints also store in each multi-token prediction layer, and their originals."""
-    return {f"{layers}.embed_tokens.weight": embedding, f"{layers}.shared_head.head.weight": "lm_head.weight"}
+    return {
+        f"{layers}.embed_tokens.weight": embedding,
+        f"{layers}.shared_head.head.weight": "lm_head.weight",
+    }

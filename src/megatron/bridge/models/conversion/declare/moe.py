@@ -78,7 +78,11 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
 
 def _groups_back(values: tuple[Any, ...], provider: Any) -> int:
     count, chosen, score = values
-    if count not in (None, chosen) and score != "two" and (score, provider.moe_router_topk // chosen) != ("sum", 2):
+    if (
+        count not in (None, chosen)
+        and score != "two"
+        and (score, provider.moe_router_topk // chosen) != ("sum", 2)
+    ):
         raise UserError(
             f"moe_router_group_score={score!r} is not supported here, where two experts rank a group: set 'two'"
         )
@@ -109,7 +113,9 @@ def dense_before_sparse(key: str) -> Field:
     def before(_: Any, provider: Any) -> int:
         pattern, dense = moe_pattern(provider), leading_dense(provider)
         if 0 in pattern[dense:]:
-            raise UserError(f"moe_layer_freq has dense layers after sparse ones, which {key} cannot express")
+            raise UserError(
+                f"moe_layer_freq has dense layers after sparse ones, which {key} cannot express"
+            )
         return dense
 
     return Field(key, "moe_layer_freq", default=0, to=after, back=before)
@@ -117,12 +123,16 @@ def dense_before_sparse(key: str) -> Field:
 
 def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for each layer with experts: every ``moe_layer_interval``-th from the start to the end index."""
-    first, last, step = (config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval"))
+    first, last, step = (
+        config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval")
+    )
     layers = config["num_hidden_layers"]
     last = last if last >= 0 else layers - 1
     pattern = [int((layer + 1) % step == 0 and first <= layer <= last) for layer in range(layers)]
     if 1 not in pattern:
-        raise UserError(f"moe_layer_start_index={first} and moe_layer_end_index={last} leave no layer for experts")
+        raise UserError(
+            f"moe_layer_start_index={first} and moe_layer_end_index={last} leave no layer for experts"
+        )
     return _as_frequency(pattern)
 
 
@@ -136,7 +146,9 @@ def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     layers = range(config["num_hidden_layers"])
     pattern = [int((layer + 1) % step == 0 and layer not in dense) for layer in layers]
     if 1 not in pattern:
-        raise UserError(f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer for experts")
+        raise UserError(
+            f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer for experts"
+        )
     return _as_frequency(pattern)
 
 
@@ -146,7 +158,11 @@ def _step(_: Any, provider: Any) -> int:
 
 def _exceptions(_: Any, provider: Any) -> list[int]:
     step = _step(_, provider)
-    return [layer for layer, sparse in enumerate(moe_pattern(provider)) if (layer + 1) % step == 0 and not sparse]
+    return [
+        layer
+        for layer, sparse in enumerate(moe_pattern(provider))
+        if (layer + 1) % step == 0 and not sparse
+    ]
 
 
 def expert_sizes(
@@ -178,7 +194,12 @@ DENSE_BEFORE_SPARSE = dense_before_sparse("first_k_dense_replace")
 """Dense layers at the start."""
 
 SPARSE_BETWEEN: tuple[Field, ...] = (
-    Field("moe_layer_start_index", "moe_layer_freq", to=_between, back=lambda _, it: moe_pattern(it).index(1)),
+    Field(
+        "moe_layer_start_index",
+        "moe_layer_freq",
+        to=_between,
+        back=lambda _, it: moe_pattern(it).index(1),
+    ),
     Field("moe_layer_end_index", "moe_layer_freq", to=_between, back=_last_sparse),
     Field("moe_layer_interval", "moe_layer_freq", to=_between, back=_step),
 )
@@ -187,7 +208,9 @@ SPARSE_BETWEEN: tuple[Field, ...] = (
 NORM_SIGMOIDS = Field("norm_topk_prob", "moe_router_norm_topk", default=True)
 """Normalization of the sigmoids of the chosen experts by their sum."""
 
-ATTENTION_BIAS_OF_EXPERTS = Field("attention_bias", ("add_qkv_bias", "attention_output_bias"), default=False)
+ATTENTION_BIAS_OF_EXPERTS = Field(
+    "attention_bias", ("add_qkv_bias", "attention_output_bias"), default=False
+)
 """Biases of all four projections of attention, but not of experts."""
 
 SHARED_EXPERTS = Field(
@@ -265,27 +288,43 @@ def experts(
 
 
 def stacked_experts(
-    names: str, up: str = "gate_up_proj", down: str = "down_proj", layers: str = "model.layers.*", turned: bool = False
+    names: str,
+    up: str = "gate_up_proj",
+    down: str = "down_proj",
+    layers: str = "model.layers.*",
+    turned: bool = False,
 ) -> Block:
     """The experts of a layer, stored in two tensors; the first one fuses gate and up projections."""
     parent = f"{layers}.{names}"
-    first = (ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1"))
+    first = (
+        ConcatenatedGatedMLPMapping(name, f"{parent}.{up}") for name in expert_names("linear_fc1")
+    )
     second = (AutoMapping(name, f"{parent}.{down}") for name in expert_names("linear_fc2"))
     return tuple(mapping.stacked(turned) for mapping in (*first, *second))
 
 
 def as_stacked(
-    registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry], layers: str, names: str = "mlp.experts"
+    registry: MegatronMappingRegistry,
+    entries: Mapping[str, TensorEntry],
+    layers: str,
+    names: str = "mlp.experts",
 ) -> MegatronMappingRegistry:
     """Adapt ``registry`` to a checkpoint with stacked experts, in either orientation; otherwise return it unchanged."""
     ends = (f".{names}.gate_up_proj", f".{names}.down_proj")
-    up, down = (next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends)
+    up, down = (
+        next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends
+    )
     if up is None or down is None:
         return registry
     turned = (up[1], up[2]) != (2 * down[2], down[1])
-    own = {mapping.megatron_param: mapping for mapping in stacked_experts(names, layers=layers, turned=turned)}
+    own = {
+        mapping.megatron_param: mapping
+        for mapping in stacked_experts(names, layers=layers, turned=turned)
+    }
     mappings = registry.get_all_mappings()
-    return MegatronMappingRegistry(*(own.get(mapping.megatron_param, mapping) for mapping in mappings))
+    return MegatronMappingRegistry(
+        *(own.get(mapping.megatron_param, mapping) for mapping in mappings)
+    )
 
 
 def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
@@ -308,12 +347,17 @@ def router(
     block: Block = (
         ReplicatedMapping(f"{_LAYER}.router.weight", f"{theirs}.weight"),
         ReplicatedMapping(f"{_LAYER}.router.bias", f"{theirs}.bias"),
-        ReplicatedMapping(f"{_LAYER}.router.expert_bias", f"{layers}.{correction_in or name}.{correction}"),
+        ReplicatedMapping(
+            f"{_LAYER}.router.expert_bias", f"{layers}.{correction_in or name}.{correction}"
+        ),
     )
     if norm is None:
         return block
     ours = "decoder.layers.*.pre_mlp_layernorm"
-    norms = (ReplicatedMapping(f"{ours}.{kind}", f"{layers}.{norm}.{kind}") for kind in ("weight", "bias"))
+    norms = (
+        ReplicatedMapping(f"{ours}.{kind}", f"{layers}.{norm}.{kind}")
+        for kind in ("weight", "bias")
+    )
     return (*block, *norms)
 
 
@@ -332,7 +376,9 @@ def shared_experts(
     parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
     if fused:
         return (
-            ConcatenatedGatedMLPMapping(f"{parent}.linear_fc1.weight", f"{theirs}.{fused[0]}.weight"),
+            ConcatenatedGatedMLPMapping(
+                f"{parent}.linear_fc1.weight", f"{theirs}.{fused[0]}.weight"
+            ),
             AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.{fused[1]}.weight"),
         )
     gates = f"{theirs}.gate_proj.weight" if gated else None
@@ -348,7 +394,10 @@ def shared_experts(
 def latent_projections(name: str = "mlp", layers: str = "model.layers.*") -> Block:
     """The projections around routed experts of another width than the hidden size."""
     names = ("fc1_latent_proj", "fc2_latent_proj")
-    return tuple(ReplicatedMapping(f"{_LAYER}.{each}.weight", f"{layers}.{name}.{each}.weight") for each in names)
+    return tuple(
+        ReplicatedMapping(f"{_LAYER}.{each}.weight", f"{layers}.{name}.{each}.weight")
+        for each in names
+    )
 
 
 DENSE_OR_SPARSE: tuple[Block, ...] = (mlp(), router(), experts(), shared_experts())

@@ -13,7 +13,12 @@ from typing import Any, ClassVar, cast
 from megatron.bridge.models.conversion.declare.blocks import Block
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, HarmlessKeys, unknown_keys
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import DecoderBridge, MegatronModelBridge, as_dict, bridge_for
+from megatron.bridge.models.conversion.model_bridge import (
+    DecoderBridge,
+    MegatronModelBridge,
+    as_dict,
+    bridge_for,
+)
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ReplicatedMapping
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
@@ -22,20 +27,48 @@ from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.models.vision.tower import hf_config
 from megatron.bridge.utils.errors import UserError
 
-_TEXT, _VISION, _TIED, _ROPE = "text_config", "vision_config", "tie_word_embeddings", "rope_parameters"
+_TEXT, _VISION, _TIED, _ROPE = (
+    "text_config",
+    "vision_config",
+    "tie_word_embeddings",
+    "rope_parameters",
+)
 _MROPE = ("mrope_section", "mrope_interleaved")
 _TWICE = ("video_temporal_patch_size",)  # transformers requires equal values in both parts
 _PARAMETERS = ("image_newline",)
-_OF_TEXT = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-_OF_WHOLE = ("architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path")
+_OF_TEXT = (
+    "model_type",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+)
+_OF_WHOLE = (
+    "architectures",
+    "dtype",
+    "quantization_config",
+    "transformers_version",
+    "_name_or_path",
+)
 
 _HARMLESS: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("ignore_index", "vision_token_id", "vocab_size", "_vocab_size", "use_reentrant_checkpointing")),
+    **dict.fromkeys(
+        (
+            "ignore_index",
+            "vision_token_id",
+            "vocab_size",
+            "_vocab_size",
+            "use_reentrant_checkpointing",
+        )
+    ),
     "use_image_newline_parameter": (True,),
 }
 """Keys of published configs that transformers does not read."""
 _HARMLESS_IN_VISION: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(("spatial_patch_size", "initializer_factor", "max_image_size", "size", "vocab_size")),
+    **dict.fromkeys(
+        ("spatial_patch_size", "initializer_factor", "max_image_size", "size", "vocab_size")
+    ),
     **dict.fromkeys(("num_image_tokens", "num_positions", "projector_hidden_act")),
     "tie_word_embeddings": None,
     "in_chans": (3,),
@@ -52,18 +85,31 @@ Prefixes = Mapping[str, str]
 class VisionBridge(DecoderBridge):
     """A bridge with two parts: the text model's bridge reads ``text_config``, transformers reads the rest."""
 
-    texts: ClassVar[dict[str, str]] = {}  # ``model_type`` of the text config -> the architecture whose bridge reads it
-    tower: ClassVar[tuple[str, ...]] = ("vision_tower", "multi_modal_projector")  # modules beside the language model
+    texts: ClassVar[
+        dict[str, str]
+    ] = {}  # ``model_type`` of the text config -> the architecture whose bridge reads it
+    tower: ClassVar[tuple[str, ...]] = (
+        "vision_tower",
+        "multi_modal_projector",
+    )  # modules beside the language model
     language: ClassVar[str] = "language_model"  # transformers' name of the language model
-    names: ClassVar[Prefixes] = {}  # prefixes of the text model and the tower in transformers' files
-    other_names: ClassVar[Mapping[str, Prefixes]] = {}  # a prefix that only other checkpoints have -> their prefixes
+    names: ClassVar[
+        Prefixes
+    ] = {}  # prefixes of the text model and the tower in transformers' files
+    other_names: ClassVar[
+        Mapping[str, Prefixes]
+    ] = {}  # a prefix that only other checkpoints have -> their prefixes
     text_values: ClassVar[dict[str, Any]] = {}
     """Keys that the text model's bridge reads but transformers' model does not, with the values that the model uses,
     or a function of ``text_config``."""
     text_ignored: ClassVar[tuple[str, ...]] = ()  # keys of ``text_config`` without effect here
-    values: ClassVar[dict[str, Any]] = {}  # attributes of the provider that the architecture implies
+    values: ClassVar[
+        dict[str, Any]
+    ] = {}  # attributes of the provider that the architecture implies
     extra_weights: ClassVar[Block] = ()  # replace mappings of the text model's bridge
-    tied_unless_said: ClassVar[bool] = False  # whether embeddings are tied if ``config.json`` does not say
+    tied_unless_said: ClassVar[bool] = (
+        False  # whether embeddings are tied if ``config.json`` does not say
+    )
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         whole = without_quantization(as_dict(hf_pretrained.config))
@@ -71,11 +117,17 @@ class VisionBridge(DecoderBridge):
         raw = hf_pretrained.raw_config if isinstance(hf_pretrained, PreTrainedCausalLM) else whole
         text = {**self._text_config(whole), _TIED: self._is_tied(raw)}
         provider = self._text_bridge(whole).provider_bridge(SimpleNamespace(config=text))
-        values = {field.name: getattr(provider, field.name) for field in dataclasses.fields(provider) if field.init}
+        values = {
+            field.name: getattr(provider, field.name)
+            for field in dataclasses.fields(provider)
+            if field.init
+        }
         del values["deallocate_pipeline_outputs"]  # models with a tower have a different default
         rope: dict[str, Any] = whole[_TEXT].get(_ROPE) or {}
         sections = {key: rope[key] for key in _MROPE if key in rope}
-        return self._provider(**{**values, **self.values, **sections, "vision": self._vision_config(whole)})
+        return self._provider(
+            **{**values, **self.values, **sections, "vision": self._vision_config(whole)}
+        )
 
     @property
     def _provider(self) -> Any:
@@ -92,7 +144,10 @@ class VisionBridge(DecoderBridge):
         if isinstance(rope := text.get(_ROPE), dict):
             text[_ROPE] = _without_mrope(cast(dict[str, Any], rope))
         dtype = whole.get("dtype") or text.get("dtype")
-        implied = {key: value(text) if callable(value) else value for key, value in self.text_values.items()}
+        implied = {
+            key: value(text) if callable(value) else value
+            for key, value in self.text_values.items()
+        }
         return {**text, **implied, "dtype": dtype, _TIED: whole.get(_TIED, False)}
 
     def _is_tied(self, raw: Mapping[str, Any]) -> bool:
@@ -106,7 +161,9 @@ class VisionBridge(DecoderBridge):
         kind = whole[_TEXT].get("model_type")
         problems = _unknown(whole, self.irrelevant)
         if kind not in self.texts:
-            problems.append(f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are")
+            problems.append(
+                f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are"
+            )
         if problems:
             raise UserError(f"config of {self._architecture}: {'; '.join(problems)}")
 
@@ -160,7 +217,9 @@ class VisionBridge(DecoderBridge):
 
     def _joined(self, text: MegatronMappingRegistry) -> MegatronMappingRegistry:
         own = {mapping.megatron_param for mapping in self.extra_weights}
-        mappings = [mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in own]
+        mappings = [
+            mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in own
+        ]
         mappings += [*self.extra_weights, *_tower(self.tower)]
         return renamed(mappings, self.names)
 
@@ -202,7 +261,10 @@ LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
     "model.language_model.": {
         "model.": "model.language_model.",
         "lm_head.": "lm_head.",
-        **{part: f"model.{part}" for part in ("vision_tower.", "multi_modal_projector.", "image_newline")},
+        **{
+            part: f"model.{part}"
+            for part in ("vision_tower.", "multi_modal_projector.", "image_newline")
+        },
     },
     "vision_tower.vision_model.": {**LLAVA_NAMES, "vision_tower.": "vision_tower.vision_model."},
 }
@@ -215,11 +277,15 @@ def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
     return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
 
 
-def renamed(mappings: Iterable[MegatronParamMapping], prefixes: Prefixes) -> MegatronMappingRegistry:
+def renamed(
+    mappings: Iterable[MegatronParamMapping], prefixes: Prefixes
+) -> MegatronMappingRegistry:
     def hf(name: str) -> str:
         return _begun(name, prefixes)
 
-    return MegatronMappingRegistry(*(mapping.renamed(lambda name: name, hf) for mapping in mappings))
+    return MegatronMappingRegistry(
+        *(mapping.renamed(lambda name: name, hf) for mapping in mappings)
+    )
 
 
 def _begun(name: str, prefixes: Prefixes) -> str:
@@ -238,7 +304,9 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
 def _unknown(whole: Mapping[str, Any], harmless: HarmlessKeys) -> list[str]:
     """Return a phrase for each key of the config or its vision part that transformers' class does not have."""
     twice = {key: whole[key] for key in _TWICE if key in whole}
-    kind = {key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice}
+    kind = {
+        key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice
+    }
     known = hf_config({"model_type": whole["model_type"], **twice, _VISION: kind}).to_dict()
     own = {key: value for key, value in whole.items() if key not in known}
     vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}

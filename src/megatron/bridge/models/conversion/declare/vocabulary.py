@@ -32,7 +32,11 @@ MADE_BY = {
 
 def made_by(parameter: str) -> str:
     """Return a phrase with the settings that create ``parameter``, or an empty string if they are not known."""
-    found = (settings for pattern, settings in MADE_BY.items() if patterns.match(pattern, parameter) is not None)
+    found = (
+        settings
+        for pattern, settings in MADE_BY.items()
+        if patterns.match(pattern, parameter) is not None
+    )
     settings = next(found, "")
     return f"; {settings} makes it" if settings else ""
 
@@ -44,7 +48,11 @@ def field_groups() -> dict[str, tuple[Field, ...]]:
     for module in pkgutil.iter_modules(importlib.import_module(_DECLARE).__path__):
         for name, value in vars(importlib.import_module(f"{_DECLARE}.{module.name}")).items():
             group = cast(tuple[Any, ...], value if isinstance(value, tuple) else (value,))
-            if not name.startswith("_") and group and all(isinstance(field, Field) for field in group):
+            if (
+                not name.startswith("_")
+                and group
+                and all(isinstance(field, Field) for field in group)
+            ):
                 found[name] = group
     return found
 
@@ -52,7 +60,10 @@ def field_groups() -> dict[str, tuple[Field, ...]]:
 def groups_with(key: str) -> list[str]:
     """Return the names of the fields and groups that read a config key, the smallest first."""
     groups = field_groups()
-    return sorted((name for name in groups if any(f.hf == key for f in groups[name])), key=lambda n: len(groups[n]))
+    return sorted(
+        (name for name in groups if any(f.hf == key for f in groups[name])),
+        key=lambda n: len(groups[n]),
+    )
 
 
 def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
@@ -61,5 +72,9 @@ def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
         return meant
     readers = " or ".join(groups_with(key)[:2])
     others = ", ".join(list(families)[:2])
-    known = f"{readers or 'a field'} reads it{f' in {others}' if others else ''}; " if readers or others else ""
+    known = (
+        f"{readers or 'a field'} reads it{f' in {others}' if others else ''}; "
+        if readers or others
+        else ""
+    )
     return f": {known}remove it if it changes nothing"

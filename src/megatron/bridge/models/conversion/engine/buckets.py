@@ -56,8 +56,12 @@ def stream(
     for name, same in plan.ties.items():
         same_as.setdefault(same, []).append(name)
     stacks: dict[str, _Stack] = {}
-    adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
-    for bucket in _buckets(plan.tasks if tasks is None else tasks, bucket_bytes, exchange.any_rank(adapted)):
+    adapted = any(
+        task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks
+    )
+    for bucket in _buckets(
+        plan.tasks if tasks is None else tasks, bucket_bytes, exchange.any_rank(adapted)
+    ):
         exchanged: list[Any] = _exchanged(bucket)
         for task in bucket:
             weights = exchanged.pop(0)
@@ -68,24 +72,36 @@ def stream(
                 for alias in (name, *same_as.get(name, ())):
                     yield task, HFWeightTuple(alias, weight.cpu() if cpu else weight)
     if stacks:
-        raise UserError(f"the tasks leave out experts of {', '.join(stacks)}: add the tasks of all experts")
+        raise UserError(
+            f"the tasks leave out experts of {', '.join(stacks)}: add the tasks of all experts"
+        )
 
 
-def to_first_rank(plan: Plan, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor | Unjoined]]:
+def to_first_rank(
+    plan: Plan, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor | Unjoined]]:
     """Yield the tensors of ``stream`` on rank 0 of the model only; other ranks receive nothing.
 
     The caller joins tensors that are still in shards, which saves a copy. The bridge's hooks are not called, and the
     plan's ties are omitted. ``bucket_bytes`` is as in ``stream``; half of it is yielded while the other half arrives.
     """
     stacks: dict[str, _Stack] = {}
-    adapted = any(task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks)
-    for bucket, exchanged in _one_ahead(_buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))):
+    adapted = any(
+        task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks
+    )
+    for bucket, exchanged in _one_ahead(
+        _buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))
+    ):
         for task in bucket:
             weights: Any = exchanged.pop(0)
-            yield from _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+            yield from (
+                _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+            )
 
 
-def _buckets(tasks: Iterable[WeightConversionTask], limit: int, merged: bool) -> Iterator[list[WeightConversionTask]]:
+def _buckets(
+    tasks: Iterable[WeightConversionTask], limit: int, merged: bool
+) -> Iterator[list[WeightConversionTask]]:
     """Group tasks whose exchange needs at most ``limit`` bytes; a task with its own communication is alone.
 
     ``tasks`` are in the order of the model. ``merged``: any rank first merges adapters into weights.
@@ -159,7 +175,9 @@ class _Memory:
         return self._bytes[start : start + size].view(dtype).view(shape)
 
 
-def _one_ahead(buckets: Iterable[list[WeightConversionTask]]) -> Iterator[tuple[list[WeightConversionTask], Any]]:
+def _one_ahead(
+    buckets: Iterable[list[WeightConversionTask]],
+) -> Iterator[tuple[list[WeightConversionTask], Any]]:
     """Yield each bucket with its tensors on the first rank while the tensors of the next bucket are sent."""
     memories = itertools.cycle((_Memory(), _Memory()))
     before: Any = None
@@ -229,7 +247,9 @@ def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pend
         return None
     group = exchange.shard_group(task.global_param_name)
     if memory is not None:
-        return exchange.start_gather(cast(Tensor, task.exported), group, task.shard.parts, 0, memory.empty)
+        return exchange.start_gather(
+            cast(Tensor, task.exported), group, task.shard.parts, 0, memory.empty
+        )
     return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
 
 
@@ -243,7 +263,8 @@ def _by_itself(task: WeightConversionTask) -> Weights:
     described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
     outline = exchange.broadcast_object(task.owner, described)
     return {
-        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner) for name, (shape, dtype) in outline.items()
+        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
+        for name, (shape, dtype) in outline.items()
     }
 
 
@@ -269,7 +290,9 @@ class _Stack:
     missing: int
 
 
-def _stacked(task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]) -> Iterator[tuple[str, Tensor]]:
+def _stacked(
+    task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]
+) -> Iterator[tuple[str, Tensor]]:
     """Copy an expert's part into the tensors of all experts; yield the tensors that are now complete."""
     shapes = task.mapping.hf_shapes(task.shard)
     for name, weight in weights.items():

@@ -43,7 +43,9 @@ def expert_tensor_group() -> Group:
 
 def rank_and_size(group: Group) -> tuple[int, int]:
     """Return this rank in ``group`` and the size of the group, or (0, 1) without a group."""
-    return (0, 1) if group is None else (torch_dist.get_rank(group), torch_dist.get_world_size(group))
+    return (
+        (0, 1) if group is None else (torch_dist.get_rank(group), torch_dist.get_world_size(group))
+    )
 
 
 def stage() -> int:
@@ -114,12 +116,18 @@ def start_all_gather(tensor: Tensor, group: Group, parts: int) -> Pending[list[T
         return Pending([tensor])
     local = tensor.detach().contiguous()
     shards = torch.empty(parts * local.numel(), dtype=local.dtype, device=local.device)
-    work = cast(Any, torch_dist).all_gather_into_tensor(shards, local.view(-1), group=group, async_op=True)
+    work = cast(Any, torch_dist).all_gather_into_tensor(
+        shards, local.view(-1), group=group, async_op=True
+    )
     return Pending(list(shards.view(parts, *local.shape).unbind()), (work,))
 
 
 def start_gather(
-    tensor: Tensor, group: Group, parts: int, receiver: int, empty: Callable[..., Tensor] = torch.empty
+    tensor: Tensor,
+    group: Group,
+    parts: int,
+    receiver: int,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Pending[list[Tensor] | None]:
     """Start to gather all shards on one rank by point-to-point sends: ``torch.distributed.gather`` copies more."""
     rank = rank_and_size(group)[0]
@@ -129,9 +137,14 @@ def start_gather(
     if rank != receiver:
         return Pending(None, (dist.isend(local, group=group, group_dst=receiver),))
     shards = [
-        local if part == rank else empty(local.shape, dtype=local.dtype, device=local.device) for part in range(parts)
+        local if part == rank else empty(local.shape, dtype=local.dtype, device=local.device)
+        for part in range(parts)
     ]
-    works = [dist.irecv(shards[part], group=group, group_src=part) for part in range(parts) if part != rank]
+    works = [
+        dist.irecv(shards[part], group=group, group_src=part)
+        for part in range(parts)
+        if part != rank
+    ]
     return Pending(shards, tuple(works))
 
 
@@ -140,7 +153,9 @@ class Owner:
     """The ranks of a model replica that hold a parameter."""
 
     stage: int
-    expert_rank: int | None = None  # expert-parallel rank that holds an expert; None if all of them hold the parameter
+    expert_rank: int | None = (
+        None  # expert-parallel rank that holds an expert; None if all of them hold the parameter
+    )
 
     @property
     def is_here(self) -> bool:
@@ -157,26 +172,34 @@ def broadcast_object[T](owner: Owner, value: T) -> T:
 TensorSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of tensors by name
 
 
-def from_owner(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner) -> Tensor:
+def from_owner(
+    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner
+) -> Tensor:
     """Broadcast a tensor of ``owner`` to the replica: first within its stage, then to all stages."""
     mine = None if tensor is None else {"": tensor}
     within = start_among_experts(mine, {"": (shape, dtype)}, owner).wait()
     return start_among_stages(within, {"": (shape, dtype)}, owner).wait()[""]
 
 
-def start_among_experts(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors | None]:
+def start_among_experts(
+    mine: Tensors | None, outline: TensorSpecs, owner: Owner
+) -> Pending[Tensors | None]:
     """Start to send the tensors of ``owner`` to the other expert-parallel ranks of its stage."""
     if owner.expert_rank is None or owner.stage != stage():
         return Pending(mine)
     return _start_broadcast(mine, outline, expert_group(), owner.expert_rank)
 
 
-def start_among_stages(mine: Tensors | None, outline: TensorSpecs, owner: Owner) -> Pending[Tensors]:
+def start_among_stages(
+    mine: Tensors | None, outline: TensorSpecs, owner: Owner
+) -> Pending[Tensors]:
     """Start to send tensors to the other stages; all ranks of ``owner``'s stage hold them."""
     return _start_broadcast(mine, outline, pipeline_group(), owner.stage)
 
 
-def _start_broadcast(mine: Tensors | None, outline: TensorSpecs, group: Group, owner: int) -> Pending[Any]:
+def _start_broadcast(
+    mine: Tensors | None, outline: TensorSpecs, group: Group, owner: int
+) -> Pending[Any]:
     rank, size = rank_and_size(group)
     if size == 1:
         assert mine is not None
@@ -184,9 +207,15 @@ def _start_broadcast(mine: Tensors | None, outline: TensorSpecs, group: Group, o
     assert group is not None
     if rank != owner or mine is None:
         device = torch.cuda.current_device()
-        mine = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()}
+        mine = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in outline.items()
+        }
     mine = {name: tensor.contiguous() for name, tensor in mine.items()}
-    works = [torch_dist.broadcast(tensor, group=group, group_src=owner, async_op=True) for tensor in mine.values()]
+    works = [
+        torch_dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
+        for tensor in mine.values()
+    ]
     return Pending(mine, tuple(cast(Any, works)))
 
 
@@ -207,7 +236,11 @@ def start_to_first_stage(
 
 
 def _start_to_first(
-    mine: Tensors | None, outline: TensorSpecs, group: Group, owner: int, empty: Callable[..., Tensor]
+    mine: Tensors | None,
+    outline: TensorSpecs,
+    group: Group,
+    owner: int,
+    empty: Callable[..., Tensor],
 ) -> Pending[Any]:
     rank, dist = rank_and_size(group)[0], cast(Any, torch_dist)
     if rank == owner:
@@ -217,5 +250,9 @@ def _start_to_first(
     if rank:
         return Pending(None)
     device = torch.cuda.current_device()
-    found = {name: empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()}
-    return Pending(found, tuple(dist.irecv(tensor, group=group, group_src=owner) for tensor in found.values()))
+    found = {
+        name: empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()
+    }
+    return Pending(
+        found, tuple(dist.irecv(tensor, group=group, group_src=owner) for tensor in found.values())
+    )

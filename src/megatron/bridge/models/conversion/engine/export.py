@@ -41,7 +41,12 @@ class SaveOptions:
 
     @classmethod
     def of_keywords(
-        cls, strict: bool, dtype: torch.dtype | str | None, distributed_save: bool | None, every: int, folder: Path
+        cls,
+        strict: bool,
+        dtype: torch.dtype | str | None,
+        distributed_save: bool | None,
+        every: int,
+        folder: Path,
     ) -> "SaveOptions":
         """Return the options that ``AutoBridge.save_hf_weights`` documents."""
         if every < 1 or (every > 1 and not distributed_save):
@@ -84,7 +89,10 @@ def save(
 
 
 def _layouts(
-    bridge: MegatronModelBridge, plan: Plan, source: SafetensorsCheckpoint | None, options: SaveOptions
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    source: SafetensorsCheckpoint | None,
+    options: SaveOptions,
 ) -> list[OutputFile]:
     entries = {} if source is None else source.entries
     stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
@@ -92,7 +100,9 @@ def _layouts(
     for task in plan.tasks:
         wanted |= {} if task.is_copy else _specs(task, stored, _computes(bridge, task))
     if source is None:
-        return safetensors_writer.new_output_files(_as_declared(_in_dtype(wanted, options.dtype), options))
+        return safetensors_writer.new_output_files(
+            _as_declared(_in_dtype(wanted, options.dtype), options)
+        )
     wanted |= {name: stored[name] for name in plan.buffers if name in stored}
     wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
     wrong = sorted((wanted.keys() ^ stored.keys()) - plan.heads - plan.replaced)
@@ -114,14 +124,20 @@ def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
     names = task.mapping.hf_names
     if computed and all(name in stored for name in names):
         return {name: stored[name] for name in names}
-    return {name: (stored[name][0] if name in stored else task.dtype, shape) for name, shape in task.hf_shapes.items()}
+    return {
+        name: (stored[name][0] if name in stored else task.dtype, shape)
+        for name, shape in task.hf_shapes.items()
+    }
 
 
 def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
     """Return the tensors with ``dtype`` for those of floating point."""
     if dtype is None:
         return tensors
-    return {name: (dtype if own.is_floating_point else own, shape) for name, (own, shape) in tensors.items()}
+    return {
+        name: (dtype if own.is_floating_point else own, shape)
+        for name, (own, shape) in tensors.items()
+    }
 
 
 def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
@@ -130,14 +146,19 @@ def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
         return tensors
     dtypes = [dtype for dtype, _ in tensors.values()]
     main = max(set(dtypes), key=dtypes.count)
-    return {name: (options.declared if dtype == main else dtype, shape) for name, (dtype, shape) in tensors.items()}
+    return {
+        name: (options.declared if dtype == main else dtype, shape)
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 def _renamed(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:
     """Rename the files to names that are free in the target directory."""
     if folder is None:
         return layouts
-    names = on_first_rank(lambda: model_folder.unused_names(folder, [layout.name for layout in layouts]))
+    names = on_first_rank(
+        lambda: model_folder.unused_names(folder, [layout.name for layout in layouts])
+    )
     return [replace(layout, name=names.get(layout.name, layout.name)) for layout in layouts]
 
 
@@ -190,8 +211,14 @@ def _write_all(
             for index, task in enumerate(map(_whole, tasks)):
                 if errors and distributed.world_size() == 1:
                     break
-                here = task.param_weight is not None and exchange.is_first_replica(task.global_param_name)
-                if here and not task.is_copy and (parts := _gathered(bridge, task, index, source)) is not None:
+                here = task.param_weight is not None and exchange.is_first_replica(
+                    task.global_param_name
+                )
+                if (
+                    here
+                    and not task.is_copy
+                    and (parts := _gathered(bridge, task, index, source)) is not None
+                ):
                     submit(_write, task, parts, writer, plan.ties)
         except UserError as error:  # tasks that read a checkpoint may fail
             errors.append(error)
@@ -207,12 +234,17 @@ def _whole(task: WeightConversionTask) -> WeightConversionTask:
     return replace(task, param_weight=task.exported) if sharded else task
 
 
-Parts = list[tuple[int, Tensor]] | dict[str, Tensor]  # shards with their rank, or full tensors by name
+Parts = (
+    list[tuple[int, Tensor]] | dict[str, Tensor]
+)  # shards with their rank, or full tensors by name
 
 
 @torch.no_grad()
 def _gathered(
-    bridge: MegatronModelBridge, task: WeightConversionTask, index: int, source: Mapping[str, Tensor] | None
+    bridge: MegatronModelBridge,
+    task: WeightConversionTask,
+    index: int,
+    source: Mapping[str, Tensor] | None,
 ) -> Parts | None:
     """Return what this rank writes of a task: its own rows, or in its turn the full tensors; otherwise None."""
     group = exchange.shard_group(task.global_param_name)
@@ -230,7 +262,9 @@ def _gathered(
     return whole if rank == receiver else None
 
 
-def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]) -> None:
+def _write(
+    task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]
+) -> None:
     if isinstance(parts, dict):
         for name, weight in parts.items():
             _check_place(writer, name, tuple(weight.shape), task.mapping.expert)
@@ -239,7 +273,9 @@ def _write(task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mappi
             writer.write(alias, start, rows)
 
 
-def _check_place(writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None) -> None:
+def _check_place(
+    writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None
+) -> None:
     """Refuse a tensor, or an expert's part, that has no place in the files."""
     place = writer.shapes.get(name)
     if place is None:
@@ -284,7 +320,9 @@ def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, 
 def _in_rows(task: WeightConversionTask) -> bool:
     """Return whether each piece of a shard is a range of rows or the full tensor; equal on all ranks."""
     shard = task.shard
-    first = ShardSpec(shard.shape, shard.kind, 0, shard.size, shard.config)  # others may hold only padding
+    first = ShardSpec(
+        shard.shape, shard.kind, 0, shard.size, shard.config
+    )  # others may hold only padding
     copy_ranges = task.mapping.copy_ranges(first)
     whole = shard.parts == len(copy_ranges) == 1
     return (shard.dim == 0 or whole) and all(piece.is_plain for piece in copy_ranges)
@@ -292,7 +330,9 @@ def _in_rows(task: WeightConversionTask) -> bool:
 
 def _raise(error: BaseException | None, directory: Path) -> None:
     if isinstance(error, OSError) and out_of_space(error):
-        raise UserError(f"the disk is full: {directory.parent} lacks space for the model; free some or choose another")
+        raise UserError(
+            f"the disk is full: {directory.parent} lacks space for the model; free some or choose another"
+        )
     if isinstance(error, OSError):
         raise UserError(f"cannot write to {directory.parent}: {error.strerror}")
     if error is not None:

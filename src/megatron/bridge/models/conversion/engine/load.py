@@ -20,7 +20,9 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCh
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError, first_problems
 
-THREADS = 2  # one copies while the other waits for pages; more threads only compete for memory bandwidth
+THREADS = (
+    2  # one copies while the other waits for pages; more threads only compete for memory bandwidth
+)
 
 
 def load(
@@ -58,7 +60,9 @@ def checked(
     return tasks
 
 
-def fill(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
+def fill(
+    bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint
+) -> None:
     """Load one parameter and release the pages that it was read from."""
     if isinstance(task.param_weight, DTensor):
         parameter, dtype = task.param_weight, sharded_rows.stored_dtype(task.param_weight)
@@ -101,7 +105,9 @@ def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]
     return gaps
 
 
-def _compute(bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
+def _compute(
+    bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint
+) -> None:
     """Compute the shard from full tensors with the bridge's hook and the mapping's own code."""
     weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
     made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
@@ -152,10 +158,14 @@ def _without_new_head(
     if new:
         text = f"note: {', '.join(sorted(new))} of the new head starts with random weights"
         console.console().print(text, markup=False)
-    return replace(plan, tasks=tuple(task for task in plan.tasks if task.global_param_name not in new)), new
+    return replace(
+        plan, tasks=tuple(task for task in plan.tasks if task.global_param_name not in new)
+    ), new
 
 
-def _missing(task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint) -> list[str]:
+def _missing(
+    task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint
+) -> list[str]:
     """Return the tensors of a head that a checkpoint lacks."""
     return [
         f"the checkpoint has no tensor {name} for the head {task.global_param_name}: add it to "
@@ -174,12 +184,19 @@ def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint)
     ]
 
 
-def _wrong_dtypes(plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None) -> list[str]:
+def _wrong_dtypes(
+    plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None
+) -> list[str]:
     """Return tensors whose dtype is not the declared one: values would lose precision, or already lost it.
 
     A parameter that is more precise than the model, such as a router's correction bias, may be stored in its own dtype.
     """
-    kept = {name: task.dtype for task in plan.tasks if task.mapping.copies for name in task.mapping.hf_names}
+    kept = {
+        name: task.dtype
+        for task in plan.tasks
+        if task.mapping.copies
+        for name in task.mapping.hf_names
+    }
     kept = {name: dtype for name, dtype in kept.items() if name in checkpoint}
     found = [checkpoint.entries[name].dtype for name in kept]
     if not found:

@@ -32,7 +32,11 @@ class MTPLayers:
     @property
     def patterns(self) -> tuple[str, ...]:
         """Hugging Face names of the tensors in dense and expert layers."""
-        own = (found for found in self.registry.get_all_mappings() if found.megatron_param.startswith("mtp."))
+        own = (
+            found
+            for found in self.registry.get_all_mappings()
+            if found.megatron_param.startswith("mtp.")
+        )
         return tuple(name for mapping in own for name in mapping.hf_names)
 
     def are_in(self, names: Iterable[str]) -> bool:
@@ -45,7 +49,11 @@ class MTPLayers:
         last = f"decoder.layers.{num_layers - 1}."
         of_layer = [name.removeprefix(last) for name in parameters if name.startswith(last)]
         found = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))
-        return list(dict.fromkeys(name for mapping in found if mapping is not None for name in mapping.hf_names))
+        return list(
+            dict.fromkeys(
+                name for mapping in found if mapping is not None for name in mapping.hf_names
+            )
+        )
 
     def _parameters(self, of_layer: list[str]) -> Iterator[str]:
         for depth in range(self.count):
@@ -55,7 +63,9 @@ class MTPLayers:
                 yield f"mtp.layers.{depth}.mtp_model_layer.{name}"
 
 
-def declared_by(provider: Any, registry_for: Callable[[Any], MegatronMappingRegistry]) -> MTPLayers | None:
+def declared_by(
+    provider: Any, registry_for: Callable[[Any], MegatronMappingRegistry]
+) -> MTPLayers | None:
     """Return the layers that ``provider`` declares, if any; ``registry_for`` returns the mappings of its model."""
     count = getattr(provider, "mtp_num_layers", None)
     return MTPLayers(count, registry_for(provider)) if count else None

@@ -20,7 +20,12 @@ from megatron.bridge.models.conversion.engine.exchange import Owner
 from megatron.bridge.models.conversion.engine.mtp_layers import MTPLayers
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.mappings import patterns
-from megatron.bridge.models.conversion.param_mapping import HFPart, MegatronParamMapping, ShardSpec, parallel_kind
+from megatron.bridge.models.conversion.param_mapping import (
+    HFPart,
+    MegatronParamMapping,
+    ShardSpec,
+    parallel_kind,
+)
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError, first_problems, misspelling
 
@@ -28,7 +33,9 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")  # index of a layer or an expert
+_INDEX = re.compile(
+    r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$"
+)  # index of a layer or an expert
 _NO_MTP = "layers of multi-token prediction are missing: set mtp_num_layers to None in the provider to skip them"
 _SOME_MTP = "layers of multi-token prediction are incomplete: download the model again"
 
@@ -53,7 +60,9 @@ class WeightConversionTask:
     param_name: str  # name in its chunk
     global_param_name: str  # name in the full model
     mapping: MegatronParamMapping  # the mapping with concrete names
-    shard: ShardSpec  # shape and sharding of one shard on this rank or on its peer of the owning stage
+    shard: (
+        ShardSpec  # shape and sharding of one shard on this rank or on its peer of the owning stage
+    )
     dtype: torch.dtype
     owner: Owner  # the pipeline stage and, for an expert, the expert-parallel rank that hold it
     vp_stage: int  # index of the chunk on that stage
@@ -65,9 +74,15 @@ class WeightConversionTask:
     @property
     def exported(self) -> Tensor | None:
         """The value to export; a collective if the parameter is sharded, or with ``merges``."""
-        if self.merges and self.param_weight is not None and isinstance(self.megatron_module, AdaptedModule):
+        if (
+            self.merges
+            and self.param_weight is not None
+            and isinstance(self.megatron_module, AdaptedModule)
+        ):
             with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as whole:
-                return self.megatron_module.merged_weight(whole.get(id(self.param_weight), self.param_weight))
+                return self.megatron_module.merged_weight(
+                    whole.get(id(self.param_weight), self.param_weight)
+                )
         return None if self.param_weight is None else sharded_rows.whole(self.param_weight)
 
     @property
@@ -93,12 +108,24 @@ class WeightConversionTask:
 
 @dataclass(frozen=True)
 class Plan:
-    tasks: tuple[WeightConversionTask, ...]  # in the order of the model; equal on every rank of a model replica
-    ties: dict[str, str] = field(default_factory=dict[str, str])  # Hugging Face name -> name of the equal tensor
-    buffers: tuple[str, ...] = ()  # Hugging Face tensors that are recomputed, or belong to other parts of the model
-    copies: frozenset[str] = frozenset()  # names in ``ties`` that the architecture always stores a second time
-    heads: frozenset[str] = frozenset()  # tensors of a head that replaces the output layer; a checkpoint may lack them
-    replaced: frozenset[str] = frozenset()  # tensors of the output layer that a head replaces; neither read nor written
+    tasks: tuple[
+        WeightConversionTask, ...
+    ]  # in the order of the model; equal on every rank of a model replica
+    ties: dict[str, str] = field(
+        default_factory=dict[str, str]
+    )  # Hugging Face name -> name of the equal tensor
+    buffers: tuple[
+        str, ...
+    ] = ()  # Hugging Face tensors that are recomputed, or belong to other parts of the model
+    copies: frozenset[str] = (
+        frozenset()
+    )  # names in ``ties`` that the architecture always stores a second time
+    heads: frozenset[str] = (
+        frozenset()
+    )  # tensors of a head that replaces the output layer; a checkpoint may lack them
+    replaced: frozenset[str] = (
+        frozenset()
+    )  # tensors of the output layer that a head replaces; neither read nor written
 
     @property
     def hf_names(self) -> list[str]:
@@ -111,7 +138,9 @@ class Plan:
                 task.global_param_name,
                 "x".join(map(str, task.shard.shape)) or "scalar",
                 f"{task.shard.kind}/{task.shard.parts}",
-                str(task.pp_rank) if task.ep_rank is None else f"{task.pp_rank}, experts {task.ep_rank}",
+                str(task.pp_rank)
+                if task.ep_rank is None
+                else f"{task.pp_rank}, experts {task.ep_rank}",
                 type(task.mapping).__name__ + (" (copy)" if task.is_copy else ""),
                 ", ".join(task.mapping.hf_names),
             )
@@ -120,7 +149,8 @@ class Plan:
         head = ("Megatron parameter", "shard", "cut", "stage", "mapping", "Hugging Face tensors")
         widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
         lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            for row in (head, *rows)
         ]
         lines += [f"{name} = {same} (tied)" for name, same in self.ties.items()]
         lines += [f"{name} (as in the source)" for name in self.buffers]
@@ -159,7 +189,9 @@ def build_plan(
     again = _stored_twice(entries or (), copies, claimed, ties)
     ties |= again
     found = _recomputed(entries or (), buffers, claimed)
-    of_heads = {name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names}
+    of_heads = {
+        name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names
+    }
     if entries is not None:
         names = [task.global_param_name for task in tasks]
         unbuilt = [] if left_out is None else left_out.tensors(names, config.num_layers)
@@ -244,23 +276,35 @@ def _match(
     return tasks, problems
 
 
-def _locate(registry: MegatronMappingRegistry, modules: HeldParameters, config: Any) -> list[LocatedParameter]:
+def _locate(
+    registry: MegatronMappingRegistry, modules: HeldParameters, config: Any
+) -> list[LocatedParameter]:
     owner = Owner(exchange.stage())
     mine: list[LocatedParameter] = []
     for (chunk, local), (name, module, parameter) in modules.items():
         mapping = registry.megatron_to_hf_lookup(name)
         kind = (mapping.kind or parallel_kind(module, parameter)) if mapping else "replicated"
         dtype = sharded_rows.stored_dtype(parameter)
-        mine.append(LocatedParameter(name, local, owner, chunk, tuple(parameter.shape), dtype, kind))
+        mine.append(
+            LocatedParameter(name, local, owner, chunk, tuple(parameter.shape), dtype, kind)
+        )
     stages = exchange.all_gather_stages(mine)
     chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
     # the order of the model: first chunks of all stages, then second chunks
-    ordered = [item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk]
+    ordered = [
+        item for chunk in range(chunks) for items in stages for item in items if item.chunk == chunk
+    ]
     ranks = exchange.rank_and_size(exchange.expert_group())[1]
-    return ordered if ranks == 1 else list(_with_all_experts(ordered, ranks, config.num_moe_experts // ranks))
+    return (
+        ordered
+        if ranks == 1
+        else list(_with_all_experts(ordered, ranks, config.num_moe_experts // ranks))
+    )
 
 
-def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) -> Iterator[LocatedParameter]:
+def _with_all_experts(
+    items: Iterable[LocatedParameter], ranks: int, each: int
+) -> Iterator[LocatedParameter]:
     """Add the experts of other ranks, whose indices differ from this rank's by multiples of ``each``."""
     for experts, run in groupby(items, lambda item: _experts_of(item.name)):
         if not experts:
@@ -271,7 +315,9 @@ def _with_all_experts(items: Iterable[LocatedParameter], ranks: int, each: int) 
             for item, (before, number, after) in mine:
                 name = f"{before}{int(number) + rank * each}{after}"
                 owner = Owner(item.owner.stage, rank)
-                yield LocatedParameter(name, item.local_name, owner, item.chunk, item.shape, item.dtype, item.kind)
+                yield LocatedParameter(
+                    name, item.local_name, owner, item.chunk, item.shape, item.dtype, item.kind
+                )
 
 
 def _experts_of(name: str) -> str:
@@ -280,7 +326,9 @@ def _experts_of(name: str) -> str:
     return found[1].rpartition(".")[0] if found else ""
 
 
-def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> MegatronParamMapping | None:
+def _lookup(
+    registry: MegatronMappingRegistry, name: str, tied: bool
+) -> MegatronParamMapping | None:
     if tied and name == OUTPUT:
         # on the last stage, this is a copy of the embedding; its own mapping does not apply
         shared = registry.megatron_to_hf_lookup(EMBEDDING)
@@ -289,7 +337,11 @@ def _lookup(registry: MegatronMappingRegistry, name: str, tied: bool) -> Megatro
 
 
 def _claim(
-    mapping: MegatronParamMapping, item: LocatedParameter, owner_of: dict[HFPart, str], tied: bool, problems: list[str]
+    mapping: MegatronParamMapping,
+    item: LocatedParameter,
+    owner_of: dict[HFPart, str],
+    tied: bool,
+    problems: list[str],
 ) -> bool:
     """Record the Hugging Face tensors as covered; return whether they already were, as for a tied output layer."""
     parts = mapping.parts
@@ -298,12 +350,18 @@ def _claim(
         owner_of |= dict.fromkeys(parts, item.name)
         return False
     if not (owners == {item.name} or (tied and item.name == OUTPUT)):
-        problems.append(f"Megatron parameters {item.name} and {', '.join(owners)} both claim {mapping.hf_names[0]}")
+        problems.append(
+            f"Megatron parameters {item.name} and {', '.join(owners)} both claim {mapping.hf_names[0]}"
+        )
     return True
 
 
 def _task(
-    item: LocatedParameter, mapping: MegatronParamMapping, config: Any, is_copy: bool, modules: HeldParameters
+    item: LocatedParameter,
+    mapping: MegatronParamMapping,
+    config: Any,
+    is_copy: bool,
+    modules: HeldParameters,
 ) -> WeightConversionTask:
     rank, size = exchange.rank_and_size(exchange.shard_group(item.name))
     module, parameter = None, None
@@ -330,9 +388,14 @@ def _layer_config(name: str, config: Any) -> Any:
     return config.get_config_for_layer(int(found[2]) + 1)
 
 
-def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None) -> dict[str, str]:
+def _ties(
+    registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
+) -> dict[str, str]:
     """Return the output layer of a tied model if the checkpoint stores it anyway."""
-    embedding, output = registry.megatron_to_hf_lookup(EMBEDDING), registry.megatron_to_hf_lookup(OUTPUT)
+    embedding, output = (
+        registry.megatron_to_hf_lookup(EMBEDDING),
+        registry.megatron_to_hf_lookup(OUTPUT),
+    )
     if not tied or embedding is None or output is None or entries is None:
         return {}
     names = zip(output.hf_names, embedding.hf_names, strict=True)
@@ -340,22 +403,32 @@ def _ties(registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, T
 
 
 def _stored_twice(
-    names: Iterable[str], copies: Mapping[str, str], claimed: Mapping[str, None], ties: Mapping[str, str]
+    names: Iterable[str],
+    copies: Mapping[str, str],
+    claimed: Mapping[str, None],
+    ties: Mapping[str, str],
 ) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in names:
         for pattern, same in copies.items():
             origin = ties.get(same, same)
-            if name not in claimed and origin in claimed and patterns.match(pattern, name) is not None:
+            if (
+                name not in claimed
+                and origin in claimed
+                and patterns.match(pattern, name) is not None
+            ):
                 found[name] = origin
     return found
 
 
-def _recomputed(names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]) -> tuple[str, ...]:
+def _recomputed(
+    names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]
+) -> tuple[str, ...]:
     return tuple(
         name
         for name in names
-        if name not in claimed and any(patterns.match(pattern, name) is not None for pattern in buffers)
+        if name not in claimed
+        and any(patterns.match(pattern, name) is not None for pattern in buffers)
     )
 
 
@@ -367,7 +440,9 @@ def _differences(
     ties: Mapping[str, str],
     buffers: Sequence[str],
 ) -> list[str]:
-    left_over = [name for name in entries if name not in claimed and name not in ties and name not in buffers]
+    left_over = [
+        name for name in entries if name not in claimed and name not in ties and name not in buffers
+    ]
     needs = {name: task.global_param_name for task in tasks for name in task.mapping.hf_names}
     missing = [name for name in claimed if name not in entries]
     problems = [
@@ -378,7 +453,11 @@ def _differences(
     of_mtp = {name for name in claimed if needs[name].startswith("mtp.")}
     if not of_mtp.isdisjoint(missing):
         problems.insert(0, _NO_MTP if of_mtp.issubset(missing) else _SOME_MTP)
-    made = {name: made_by(it.megatron_param) for name in left_over if (it := registry.hf_to_megatron_lookup(name))}
+    made = {
+        name: made_by(it.megatron_param)
+        for name in left_over
+        if (it := registry.hf_to_megatron_lookup(name))
+    }
     problems += [
         f"tensor {name} of the checkpoint has no Megatron parameter{made.get(name, '')}{more}"
         for _, name, more in _kinds(left_over)

@@ -26,7 +26,12 @@ from megatron.bridge.utils.config.serialize import to_plain
 
 # keys of older configs that newer keys replace
 _REPLACED = {
-    "rope_parameters": ("rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    "rope_parameters": (
+        "rope_scaling",
+        "rope_theta",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+    ),
     "layer_types": ("sliding_window_pattern",),
     "dtype": ("torch_dtype",),
 }
@@ -63,18 +68,26 @@ def write(
         shutil.copyfile(source.directory / name, directory / name)
     if any(name in history.image_limits for name in _IMAGE_LIMITS):
         _write_limits(directory, history.image_limits)
-    if frames := {name: history.image_limits[name] for name in _VIDEO_LIMITS if name in history.image_limits}:
+    if frames := {
+        name: history.image_limits[name] for name in _VIDEO_LIMITS if name in history.image_limits
+    }:
         _write_frames(directory, frames)
     _write_config(bridge, provider, source, directory, stored)
     _write_card(source, directory / model_card.NAME, title, history)
 
 
 def _write_config(
-    bridge: MegatronModelBridge, provider: Any, source: PreTrainedCausalLM, directory: Path, stored: dict[str, Any]
+    bridge: MegatronModelBridge,
+    provider: Any,
+    source: PreTrainedCausalLM,
+    directory: Path,
+    stored: dict[str, Any],
 ) -> None:
     """Write the source's config, updated with the values that the model changed."""
     changed = bridge.changed_config(provider, as_dict(source.config))
-    changed.pop("dtype", None)  # the files keep the source's dtypes unless the caller asks for another
+    changed.pop(
+        "dtype", None
+    )  # the files keep the source's dtypes unless the caller asks for another
     changed |= stored
     config = without_quantization({**source.raw_config, **changed})
     for name in changed:
@@ -89,7 +102,9 @@ def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
     from transformers import AutoImageProcessor
 
     size = cast(Any, AutoImageProcessor).from_pretrained(directory).size
-    edges: dict[str, float] = {edge: limits.get(name, size[edge]) for name, edge in _IMAGE_LIMITS.items()}
+    edges: dict[str, float] = {
+        edge: limits.get(name, size[edge]) for name, edge in _IMAGE_LIMITS.items()
+    }
     for path in (directory / name for name in _PROCESSORS if (directory / name).is_file()):
         whole: dict[str, Any] = json.loads(path.read_text())
         values = whole.get("image_processor", whole)
@@ -102,7 +117,9 @@ def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
 def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
     """Write the run's number of video frames to the file that transformers' video processor reads."""
     values: dict[str, Any] = {"do_sample_frames": True, **limits}
-    if json.loads((directory / "config.json").read_text()).get("model_type") == "smolvlm":  # the limit's name there
+    if (
+        json.loads((directory / "config.json").read_text()).get("model_type") == "smolvlm"
+    ):  # the limit's name there
         values |= {"num_frames": values.pop("max_frames")} if "max_frames" in values else {}
     elif "fps" in values:
         values["num_frames"] = None  # the processor would sample this number from any video
@@ -119,14 +136,23 @@ def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
 
 def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
     theirs = path.read_text(errors="surrogateescape") if path.is_file() else None
-    card = model_card.compose(title, model_card.public_name(source.model_name_or_path), theirs, history)
+    card = model_card.compose(
+        title, model_card.public_name(source.model_name_or_path), theirs, history
+    )
     if card != theirs:
         path.write_text(card, errors="surrogateescape")
 
 
 def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
     """Return the history of a model in memory: the adapters that will be merged."""
-    method = next((found for chunk in model_io.as_chunks(model) if (found := chunk_info(chunk).peft) is not None), None)
+    method = next(
+        (
+            found
+            for chunk in model_io.as_chunks(model)
+            if (found := chunk_info(chunk).peft) is not None
+        ),
+        None,
+    )
     if method is None or not merge:
         return History()
     rank = getattr(method, "dim", None)
@@ -146,20 +172,30 @@ def history_of_checkpoint(path: str | Path, adapters: str = "") -> History:
     own = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
     run_files = tuple(file for file in own if steps and file.is_file())
     limits = {name: data[name] for name in (*_IMAGE_LIMITS, *_VIDEO_LIMITS) if data.get(name)}
-    return History(steps, from_scratch, adapters, losses=losses, run_files=run_files, image_limits=limits)
+    return History(
+        steps, from_scratch, adapters, losses=losses, run_files=run_files, image_limits=limits
+    )
 
 
 def tokenizer_files(source: PreTrainedCausalLM) -> list[Path]:
     """Return the source's small files next to its weights, which include the tokenizer's files."""
     files = (source.directory / name for name in source.side_files() if len(name.parts) == 1)
-    return [path for path in files if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER]
+    return [
+        path
+        for path in files
+        if path.name != model_card.NAME and path.stat().st_size <= _LARGEST_WITH_A_TOKENIZER
+    ]
 
 
-def save_megatron(model: Any, path: str | Path, source: Any, planner: LazySavePlanner | None = None) -> Path:
+def save_megatron(
+    model: Any, path: str | Path, source: Any, planner: LazySavePlanner | None = None
+) -> Path:
     """Save the chunks of a model as a Megatron checkpoint, with the tokenizer of ``source`` if it has one."""
     files = tokenizer_files(source) if isinstance(source, PreTrainedCausalLM) else None
     described = {"model": to_plain(stored_provider.provider_of(model))}
-    return model_io.save_model(model_io.as_chunks(model), path, described, tokenizer_files=files, planner=planner)
+    return model_io.save_model(
+        model_io.as_chunks(model), path, described, tokenizer_files=files, planner=planner
+    )
 
 
 @contextmanager
@@ -179,7 +215,11 @@ def published(path: Path, overwrite: bool = True) -> Generator[Path]:
 
 def in_full(source: Any) -> str:
     """Return a note for an exported model whose source is quantized."""
-    quantization = source.raw_config.get("quantization_config") if isinstance(source, PreTrainedCausalLM) else None
+    quantization = (
+        source.raw_config.get("quantization_config")
+        if isinstance(source, PreTrainedCausalLM)
+        else None
+    )
     if quantization is None:
         return ""
     return f" (unquantized, although its source is stored in {quantization['quant_method']})"

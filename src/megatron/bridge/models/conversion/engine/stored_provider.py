@@ -52,7 +52,9 @@ def read_for_layout(
     provider = default(False) if default is not None and undescribed else read(path)
     for name, value in {**_running_layout(), **(mp_overrides or {})}.items():
         if name not in ONE_PROCESS:
-            raise UserError(f"mp_overrides.{name} is not a parallel size{did_you_mean(name, ONE_PROCESS)}")
+            raise UserError(
+                f"mp_overrides.{name} is not a parallel size{did_you_mean(name, ONE_PROCESS)}"
+            )
         setattr(provider, name, value)
     if undescribed:
         _pad_vocabulary(provider, path)
@@ -63,7 +65,11 @@ def _pad_vocabulary(provider: Any, path: str | Path) -> None:
     """Set the vocabulary size to the embedding rows of the checkpoint, because Megatron-LM saves its padding."""
     stored = inspection.list_tensors(paths.resolve(path)).get(EMBEDDING)
     ranks = provider.tensor_model_parallel_size
-    if stored is not None and stored.shape[0] > provider.vocab_size and stored.shape[0] % ranks == 0:
+    if (
+        stored is not None
+        and stored.shape[0] > provider.vocab_size
+        and stored.shape[0] % ranks == 0
+    ):
         provider.should_pad_vocab = True
         provider.make_vocab_size_divisible_by = stored.shape[0] // ranks
 

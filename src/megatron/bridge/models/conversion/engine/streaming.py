@@ -59,7 +59,10 @@ def _state(chunk: nn.Module) -> dict[str, Tensor]:
 
 
 def _made(
-    bridge: MegatronModelBridge, task: WeightConversionTask, pretrained: PreTrainedCausalLM, dtype: torch.dtype
+    bridge: MegatronModelBridge,
+    task: WeightConversionTask,
+    pretrained: PreTrainedCausalLM,
+    dtype: torch.dtype,
 ) -> Tensor:
     outline = cast(Tensor, task.param_weight)
     parameter = torch.empty(task.shard.shape, dtype=outline.dtype, device="cpu")
@@ -76,7 +79,9 @@ class StoredModel:
         states = model_io.model_state(chunks, metadata)
         loading.check(states, self._directory, known=model_io.BESIDE_WEIGHTS)
         self._states: list[dict[str, Any]] = [states[key] for key in model_io.chunk_keys(chunks)]
-        self._device = _device()  # here, because torch.cuda.current_device() is 0 in the reader threads
+        self._device = (
+            _device()
+        )  # here, because torch.cuda.current_device() is 0 in the reader threads
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
         """Yield the tasks in order with the values of parameters; release each before asking for the next.
@@ -146,7 +151,9 @@ def _device() -> Any:
     return "cpu" if distributed.world_size() == 1 else torch.cuda.current_device()
 
 
-def _batches(tasks: Iterable[WeightConversionTask], limit: int) -> Iterator[tuple[list[WeightConversionTask], int]]:
+def _batches(
+    tasks: Iterable[WeightConversionTask], limit: int
+) -> Iterator[tuple[list[WeightConversionTask], int]]:
     """Yield groups of tasks of up to ``limit`` bytes on this rank, or one larger task, with their bytes."""
     batch: list[WeightConversionTask] = []
     held = 0

@@ -23,14 +23,19 @@ from megatron.bridge.utils.errors import UserError
 
 ParallelKind = Literal["column", "row", "replicated"]
 HFNames = str | dict[str, str]
-HFPart = tuple[str, int | None]  # a Hugging Face tensor, or one expert of a tensor that holds all experts
+HFPart = tuple[
+    str, int | None
+]  # a Hugging Face tensor, or one expert of a tensor that holds all experts
 HFWeights = Tensor | Mapping[str, Tensor]
 
 # dimensions that Megatron may pad to a multiple of the ranks; Hugging Face stores only the real rows or columns
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _HEADS = {
     ("self_attention.linear_proj.weight", "row"): "queries",
-    ("self_attention.q_layernorm.weight", "column"): "queries",  # a norm over all heads; a per-head norm is not sharded
+    (
+        "self_attention.q_layernorm.weight",
+        "column",
+    ): "queries",  # a norm over all heads; a per-head norm is not sharded
     ("self_attention.k_layernorm.weight", "column"): "groups",
 }
 
@@ -60,7 +65,9 @@ class CopyRange:
     target: int  # first index in the shard
     length: int
     step: int = 1  # distance between indices of the Hugging Face tensor
-    expert: int | None = None  # index of an expert in a tensor that holds all experts; None for other tensors
+    expert: int | None = (
+        None  # index of an expert in a tensor that holds all experts; None for other tensors
+    )
     transposed: bool = False  # whether the Hugging Face matrix is transposed
 
     @property
@@ -140,7 +147,11 @@ class ShardSpec:
     @property
     def parts(self) -> int:
         """Number of shards."""
-        return 1 if self.kind == "replicated" or (self.kind == "row" and len(self.shape) < 2) else self.size
+        return (
+            1
+            if self.kind == "replicated" or (self.kind == "row" and len(self.shape) < 2)
+            else self.size
+        )
 
     @property
     def part(self) -> int:
@@ -189,12 +200,16 @@ class MegatronParamMapping:
         hf_param: Hugging Face name, or names by role, with the same wildcards in the same order.
     """
 
-    kind: ClassVar[ParallelKind | None] = None  # how the parameter is sharded; None uses the module's sharding
+    kind: ClassVar[ParallelKind | None] = (
+        None  # how the parameter is sharded; None uses the module's sharding
+    )
     is_stacked = False  # whether each Hugging Face tensor holds all experts, and this parameter is one of them
     transposed = False  # whether the Hugging Face matrices are [in, out]
     keeps_shapes: ClassVar[bool] = False
     """Whether a mapping that computes keeps the shapes of ``blocks``, so that loading can check them."""
-    expert: int | None = None  # expert index of this parameter in stacked tensors; None while it is a wildcard
+    expert: int | None = (
+        None  # expert index of this parameter in stacked tensors; None while it is a wildcard
+    )
 
     def __init__(self, megatron_param: str, hf_param: HFNames) -> None:
         self.megatron_param = megatron_param
@@ -229,7 +244,9 @@ class MegatronParamMapping:
     def resolve(self, captures: Iterable[str]) -> Self:
         """Return the mapping of a concrete parameter, in which ``captures`` replace the wildcards in order."""
         values = tuple(captures)
-        mapping = self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
+        mapping = self.renamed(
+            lambda name: substitute(name, values), lambda name: substitute(name, values)
+        )
         if self.is_stacked:
             mapping.expert = int(values[-1])
         return mapping
@@ -240,8 +257,14 @@ class MegatronParamMapping:
         if isinstance(self.hf_param, str):
             mapping = self._rebuild(name, hf(self.hf_param))
         else:
-            mapping = self._rebuild(name, {role: hf(theirs) for role, theirs in self.hf_param.items()})
-        mapping.is_stacked, mapping.transposed, mapping.expert = self.is_stacked, self.transposed, self.expert
+            mapping = self._rebuild(
+                name, {role: hf(theirs) for role, theirs in self.hf_param.items()}
+            )
+        mapping.is_stacked, mapping.transposed, mapping.expert = (
+            self.is_stacked,
+            self.transposed,
+            self.expert,
+        )
         return mapping
 
     def _rebuild(self, megatron_param: str, hf_param: HFNames) -> Self:
@@ -302,7 +325,9 @@ class MegatronParamMapping:
     def copies(self) -> bool:
         """Whether ``blocks`` fully describes the mapping, so that ranges can be copied without calling its methods."""
         base, own = MegatronParamMapping, type(self)
-        return own.hf_to_megatron is base.hf_to_megatron and own.megatron_to_hf is base.megatron_to_hf
+        return (
+            own.hf_to_megatron is base.hf_to_megatron and own.megatron_to_hf is base.megatron_to_hf
+        )
 
     def shard_of(self, module: nn.Module, parameter: Tensor | None = None) -> ShardSpec:
         """Describe this rank's part of the parameter that ``module`` owns."""
@@ -311,7 +336,9 @@ class MegatronParamMapping:
         rank, size = exchange.rank_and_size(exchange.shard_group(self.megatron_param))
         # the module's own parameter has the sharding attributes; ``parameter`` may hold other values for it
         kind = self.kind or parallel_kind(module, cast(Tensor, getattr(module, name, parameter)))
-        return ShardSpec(tuple(cast(Tensor, parameter).shape), kind, rank, size, getattr(module, "config", None))
+        return ShardSpec(
+            tuple(cast(Tensor, parameter).shape), kind, rank, size, getattr(module, "config", None)
+        )
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
         """Return this rank's shard of full Hugging Face tensors (by role if there are several)."""
@@ -323,7 +350,9 @@ class MegatronParamMapping:
             piece.of_shard(local).copy_(piece.of_hf(whole[piece.hf]))
         return local
 
-    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+    ) -> dict[str, Tensor]:
         """Return full Hugging Face tensors on all ranks of the stage that owns the parameter, and nothing elsewhere.
 
         If a tensor holds all experts, return only this expert's part.
@@ -331,7 +360,9 @@ class MegatronParamMapping:
         if megatron_weights is None or megatron_module is None:
             return {}
         shard = self.shard_of(megatron_module, megatron_weights)
-        weights = self.gather_from_tp_ranks(megatron_weights) if shard.parts > 1 else [megatron_weights]
+        weights = (
+            self.gather_from_tp_ranks(megatron_weights) if shard.parts > 1 else [megatron_weights]
+        )
         return self.join(shard, weights)
 
     def join(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, Tensor]:
@@ -340,9 +371,13 @@ class MegatronParamMapping:
 
     def unjoined(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, "Unjoined"]:
         """Return the same tensors without joining them, so that the caller can join them at their destination."""
-        found = {hf: Unjoined(shape, weights[0]) for hf, shape in self.hf_slice_shapes(shard).items()}
+        found = {
+            hf: Unjoined(shape, weights[0]) for hf, shape in self.hf_slice_shapes(shard).items()
+        }
         for rank, weight in enumerate(weights):
-            for piece in self.copy_ranges(ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)):
+            for piece in self.copy_ranges(
+                ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)
+            ):
                 found[piece.hf].pieces.append((piece, piece.of_shard(weight)))
         return found
 
@@ -416,7 +451,9 @@ class OneRowMapping(ReplicatedMapping):
     def resolve(self, captures: Iterable[str]) -> Self:
         """Return the mapping of a concrete parameter; the row has no wildcard."""
         values = tuple(captures)
-        return self.renamed(lambda name: substitute(name, values), lambda name: substitute(name, values))
+        return self.renamed(
+            lambda name: substitute(name, values), lambda name: substitute(name, values)
+        )
 
     def hf_shapes(self, shard: ShardSpec) -> dict[str, tuple[int, ...]]:
         return {hf: (1, *shape) for hf, shape in self.hf_slice_shapes(shard).items()}
@@ -465,7 +502,10 @@ class AttentionHeads:
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        declared = (config.num_attention_heads, config.num_query_groups or config.num_attention_heads)
+        declared = (
+            config.num_attention_heads,
+            config.num_query_groups or config.num_attention_heads,
+        )
         queries, groups = getattr(config, "unpadded_heads", declared)
         return cls(queries, groups, config.kv_channels or config.hidden_size // queries)
 
@@ -494,8 +534,8 @@ def parallel_kind(module: nn.Module, parameter: Tensor) -> ParallelKind:
         kind = _MODULE_KINDS.get(cls.__name__)
         if kind is not None:
             # every rank has the full weight of a norm that is fused into a column-parallel layer
-            is_norm = parameter is getattr(module, "layer_norm_weight", None) or parameter is getattr(
-                module, "layer_norm_bias", None
-            )
+            is_norm = parameter is getattr(
+                module, "layer_norm_weight", None
+            ) or parameter is getattr(module, "layer_norm_bias", None)
             return "replicated" if is_norm else kind
     return "replicated"

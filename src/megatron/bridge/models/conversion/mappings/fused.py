@@ -24,14 +24,20 @@ class QKVMapping(ColumnParallelMapping):
     ``kv_channels``] x groups. Biases have the same order. A layer may lack the value, or key and value.
     """
 
-    def __init__(self, megatron_param: str, q: str, k: str | None = None, v: str | None = None) -> None:
+    def __init__(
+        self, megatron_param: str, q: str, k: str | None = None, v: str | None = None
+    ) -> None:
         names = {"q": q, "k": k, "v": v}
-        super().__init__(megatron_param, {role: name for role, name in names.items() if name is not None})
+        super().__init__(
+            megatron_param, {role: name for role, name in names.items() if name is not None}
+        )
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
         roles = "".join(names)
-        for role, start, length in _grouped(AttentionHeads.of(shard.config), roles, dict.fromkeys(roles, 0)):
+        for role, start, length in _grouped(
+            AttentionHeads.of(shard.config), roles, dict.fromkeys(roles, 0)
+        ):
             yield HFRange(names[role], start, length)
 
 
@@ -66,7 +72,12 @@ class SeparatelyGatedQKVMapping(ColumnParallelMapping):
         heads = AttentionHeads.of(shard.config)
         each = heads.queries // heads.groups * heads.width
         for group in range(heads.groups):
-            for role, length in (("q", each), ("gate", each), ("k", heads.width), ("v", heads.width)):
+            for role, length in (
+                ("q", each),
+                ("gate", each),
+                ("k", heads.width),
+                ("v", heads.width),
+            ):
                 yield HFRange(names[role], group * length, length)
 
 
@@ -99,7 +110,9 @@ class KVMapping(ColumnParallelMapping):
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
-        for role, start, length in _grouped(AttentionHeads.of(shard.config), "kv", {"k": 0, "v": 0}):
+        for role, start, length in _grouped(
+            AttentionHeads.of(shard.config), "kv", {"k": 0, "v": 0}
+        ):
             yield HFRange(names[role], start, length)
 
 
@@ -148,7 +161,9 @@ class SwappedInputMapping(AutoMapping):
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
         return super().hf_to_megatron(_swapped(self._by_name(hf_weights)), megatron_module)
 
-    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+    ) -> dict[str, Tensor]:
         return _swapped(super().megatron_to_hf(megatron_weights, megatron_module))
 
 
@@ -156,9 +171,13 @@ def _swapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.roll(weight.shape[1] // 2, dims=1) for name, weight in weights.items()}
 
 
-def _grouped(heads: AttentionHeads, roles: str, starts: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+def _grouped(
+    heads: AttentionHeads, roles: str, starts: Mapping[str, int]
+) -> Iterator[tuple[str, int, int]]:
     """Yield (role, row, rows) in Megatron's order: group by group, in the order of ``roles`` within a group."""
-    rows = {role: heads.width * (heads.queries // heads.groups if role == "q" else 1) for role in roles}
+    rows = {
+        role: heads.width * (heads.queries // heads.groups if role == "q" else 1) for role in roles
+    }
     for group in range(heads.groups):
         for role in roles:
             yield role, starts[role] + group * rows[role], rows[role]

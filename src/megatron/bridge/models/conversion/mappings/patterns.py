@@ -17,7 +17,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
     """
     copy_ranges = (re.escape(piece) for piece in _WILDCARD.split(pattern))
     wildcards = ("(.+)" if found == "**" else r"([^.]+)" for found in _WILDCARD.findall(pattern))
-    return re.compile("".join(text for pair in zip(copy_ranges, [*wildcards, ""], strict=True) for text in pair))
+    return re.compile(
+        "".join(text for pair in zip(copy_ranges, [*wildcards, ""], strict=True) for text in pair)
+    )
 
 
 def is_concrete(pattern: str) -> bool:

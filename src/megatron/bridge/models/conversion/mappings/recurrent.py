@@ -32,7 +32,9 @@ class SegmentedMapping(ColumnParallelMapping):
         assert isinstance(self.hf_param, str)
         lengths = self.segments(shard.config)
         starts = accumulate(lengths, initial=0)
-        parts = [(start, length // shard.parts) for start, length in zip(starts, lengths, strict=False)]
+        parts = [
+            (start, length // shard.parts) for start, length in zip(starts, lengths, strict=False)
+        ]
         for rank in range(shard.parts):
             for start, part in parts:
                 yield HFRange(self.hf_param, start + rank * part, part)
@@ -95,7 +97,14 @@ class GDNLinearMapping(ColumnParallelMapping):
         config = shard.config
         ratio = config.linear_num_value_heads // config.linear_num_key_heads
         key, values = config.linear_key_head_dim, ratio * config.linear_value_head_dim
-        kinds = [("qkvz", key), ("qkvz", key), ("qkvz", values), ("qkvz", values), ("ba", ratio), ("ba", ratio)]
+        kinds = [
+            ("qkvz", key),
+            ("qkvz", key),
+            ("qkvz", values),
+            ("qkvz", values),
+            ("ba", ratio),
+            ("ba", ratio),
+        ]
         rows = {"qkvz": 2 * (key + values), "ba": 2 * ratio}
         heads = config.linear_num_key_heads // shard.parts
         for rank in range(shard.parts):
@@ -138,7 +147,9 @@ class RMSNorm2ZeroCenteredRMSNormMapping(ReplicatedMapping):
         (weight,) = self._by_name(hf_weights).values()
         return (weight.float() - 1.0).to(weight.dtype)
 
-    def megatron_to_hf(self, megatron_weights: Tensor | None, megatron_module: nn.Module | None) -> dict[str, Tensor]:
+    def megatron_to_hf(
+        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+    ) -> dict[str, Tensor]:
         """Return the weight itself, or nothing on stages that do not own it."""
         if megatron_weights is None:
             return {}

@@ -75,7 +75,11 @@ class DataPreview(Callback):
 
 def _preview(run: Run) -> None:
     config = run.config
-    sizes = (config.train.micro_batch_size, config.train.global_batch_size, config.data_parallel_size())
+    sizes = (
+        config.train.micro_batch_size,
+        config.train.global_batch_size,
+        config.data_parallel_size(),
+    )
     found = preview(config.dataset, run.data, run.tokenizer, sizes)
     for split in found.splits:
         print_rank_0(f"{split.name}: {'; '.join(summary(split))}")

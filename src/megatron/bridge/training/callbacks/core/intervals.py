@@ -24,7 +24,10 @@ class Evaluation(Callback):
             return  # these are not the final weights, and the remaining time is needed for saving
         if context.progress.step != self._evaluated_step:
             self._validate(context)
-        if context.data.test is not None and context.progress.step >= context.config.train.train_iters:
+        if (
+            context.data.test is not None
+            and context.progress.step >= context.config.train.train_iters
+        ):
             evaluate(context, "test")
 
     def _validate(self, run: Run) -> None:

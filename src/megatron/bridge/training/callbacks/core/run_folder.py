@@ -65,7 +65,11 @@ class RunMetadata(Callback):
         if config.logger.log_non_default_values:
             config.log_non_default_values(context.origins)
         if folder:
-            on_first_rank(lambda: write_run_metadata(Path(folder), config, context.origins, context.progress.step))
+            on_first_rank(
+                lambda: write_run_metadata(
+                    Path(folder), config, context.origins, context.progress.step
+                )
+            )
 
 
 def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, step: int) -> None:

@@ -70,7 +70,9 @@ class CheckpointSaving(Callback):
 
 def _background_writer(run: Run) -> AsyncSaver:
     """A background writer with enough reserved memory for one checkpoint."""
-    background = NvrxAsyncSaver() if run.config.checkpoint.async_strategy == "nvrx" else AsyncSaver()
+    background = (
+        NvrxAsyncSaver() if run.config.checkpoint.async_strategy == "nvrx" else AsyncSaver()
+    )
     background.reserve(saving.host_buffer_size(save_load.run_state(run)))
     return background
 
@@ -103,7 +105,9 @@ class HFCopies(Callback):
         """Wait for all copies, unless the run is about to be restarted: it makes them when it goes on."""
         if context.requeue:
             return
-        while not distributed.all_ranks_agree(distributed.rank() != 0 or self._advance(context, PATIENCE)):
+        while not distributed.all_ranks_agree(
+            distributed.rank() != 0 or self._advance(context, PATIENCE)
+        ):
             pass
 
     def close(self, context: Run) -> None:
@@ -123,7 +127,9 @@ class HFCopies(Callback):
         if self._running is not None and not self._is_finished(self._running, patience):
             return False
         hf_copy.clean(root)
-        wanted = [it for it in hf_copy.missing(root) if hf_copy.copy_dir(root, it) not in self._failed]
+        wanted = [
+            it for it in hf_copy.missing(root) if hf_copy.copy_dir(root, it) not in self._failed
+        ]
         if not wanted:
             return True
         source = config.pretrained_checkpoint  # of the tokenizer and the other files

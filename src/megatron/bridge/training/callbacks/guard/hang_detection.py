@@ -83,7 +83,9 @@ class HangDetection(Callback):
             late = time.monotonic() - since - self._seconds
             if late > 0 and not before:
                 before = store.heartbeats()
-            elif late > 2 * self._seconds / BEATS_PER_TIMEOUT:  # every live rank has sent another heartbeat by now
+            elif (
+                late > 2 * self._seconds / BEATS_PER_TIMEOUT
+            ):  # every live rank has sent another heartbeat by now
                 self._end(store.agree(find_culprit(before, store.heartbeats())))
 
     def _end(self, found: str) -> None:
@@ -107,7 +109,11 @@ def find_culprit(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat |
         >>> find_culprit([stuck, busy], later)
         'the other ranks are waiting for rank 1, which is in load (data.py:9)'
     """
-    silent = [rank for rank, (old, new) in enumerate(zip(before, after, strict=True)) if new is None or old == new]
+    silent = [
+        rank
+        for rank, (old, new) in enumerate(zip(before, after, strict=True))
+        if new is None or old == new
+    ]
     if silent:
         return f"{_rank_list(silent)} sends no heartbeat: stopped, dead or disconnected"
     beats = [beat for beat in after if beat is not None]
@@ -141,7 +147,9 @@ def _rank_list(ranks: Sequence[int]) -> str:
 
 def _new_store_connection() -> Any:
     """The store over a new connection: the main thread may be blocked on the existing one."""
-    store: Any = cast(Any, distributed_c10d)._get_default_store() if distributed.is_initialized() else None
+    store: Any = (
+        cast(Any, distributed_c10d)._get_default_store() if distributed.is_initialized() else None
+    )
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -156,7 +164,9 @@ class _HeartbeatStore:
         if self._store is None:
             self._store = self._with_timeout(_new_store_connection)
         self._own = beat = Heartbeat(self._own.beat + 1, phases, step, where, in_collective)
-        self._with_timeout(lambda: self._store.set(f"{_KEY}/{distributed.rank()}", json.dumps(asdict(beat))))
+        self._with_timeout(
+            lambda: self._store.set(f"{_KEY}/{distributed.rank()}", json.dumps(asdict(beat)))
+        )
 
     def agree(self, found: str) -> str:
         """What the first rank found; ranks that look later may not see the culprit any more."""
@@ -165,7 +175,9 @@ class _HeartbeatStore:
 
     def heartbeats(self) -> list[Heartbeat | None]:
         """The last heartbeat of each rank; None where a rank sent none."""
-        found: list[Heartbeat | None] = self._with_timeout(self._read) or [None] * distributed.world_size()
+        found: list[Heartbeat | None] = (
+            self._with_timeout(self._read) or [None] * distributed.world_size()
+        )
         found[distributed.rank()] = self._own
         return found
 

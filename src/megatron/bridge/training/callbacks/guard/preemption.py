@@ -16,12 +16,16 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.processes import die_with_parent
 
-REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h, a temporary failure: the same command may succeed later
+REQUEUE_EXIT_CODE = (
+    75  # EX_TEMPFAIL of sysexits.h, a temporary failure: the same command may succeed later
+)
 
 INTERRUPT_EXIT_CODE = 128 + signal.SIGINT  # what shells report for a command that Ctrl-C ended
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_FORWARDED = 2.0  # seconds; torchrun, which Ctrl-C reaches too, sends another SIGINT to its processes
+_FORWARDED = (
+    2.0  # seconds; torchrun, which Ctrl-C reaches too, sends another SIGINT to its processes
+)
 _TIME_LIMIT = 1000  # above every signal's number
 _PROCESS_START = time.monotonic()  # approximately; a process may set up a run more than once
 
@@ -56,8 +60,14 @@ class Preemption(Callback):
     def _catch(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and not self._caught and distributed.rank() == 0:
             # print is not safe in a signal handler
-            os.write(2, b"\nCtrl-C: saving after this step; press it again to end at once without saving\n")
-        if signum == self._caught == signal.SIGINT and time.monotonic() - self._interrupted > _FORWARDED:
+            os.write(
+                2,
+                b"\nCtrl-C: saving after this step; press it again to end at once without saving\n",
+            )
+        if (
+            signum == self._caught == signal.SIGINT
+            and time.monotonic() - self._interrupted > _FORWARDED
+        ):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
         self._caught, self._interrupted = signum, time.monotonic()
@@ -68,7 +78,11 @@ class Preemption(Callback):
         late = self._minutes is not None and time.monotonic() - _PROCESS_START > 60 * self._minutes
         reason = self._largest(_TIME_LIMIT if late else self._caught)
         if reason and context.progress.step < context.config.train.train_iters:
-            what = "train.exit_duration_in_mins" if reason == _TIME_LIMIT else signal.Signals(reason).name
+            what = (
+                "train.exit_duration_in_mins"
+                if reason == _TIME_LIMIT
+                else signal.Signals(reason).name
+            )
             context.stop_reason = f"{what}: saved, exit code {REQUEUE_EXIT_CODE} requests a restart"
             context.requeue = True
             if reason == signal.SIGINT:

@@ -57,7 +57,9 @@ class Rerun(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss history that spikes are compared with."""
-        return {name: getattr(self._machine, name) for name in LOSS_HISTORY} if self._machine else {}
+        return (
+            {name: getattr(self._machine, name) for name in LOSS_HISTORY} if self._machine else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_history = state  # applied in on_train_start, when the state machine exists
@@ -123,14 +125,17 @@ class Rerun(Callback):
         )
         step = run.progress.step + 1
         if not after:
-            print_rank_0(f"step {step}: {'; '.join(before)}; the repeated step is valid: a transient error")
+            print_rank_0(
+                f"step {step}: {'; '.join(before)}; the repeated step is valid: a transient error"
+            )
             return
         what = f"step {step}: {'; '.join(after)}; the repeated step is invalid, too: a persistent error"
         if self._config.when_persistent == "skip" and run.config.checkpoint.save is not None:
             root = Path(run.config.checkpoint.save)
             on_first_rank(
                 lambda: write_text(
-                    root / SKIPPED_FILE, json.dumps({**steps_to_skip(root), step: what}, indent=1) + "\n"
+                    root / SKIPPED_FILE,
+                    json.dumps({**steps_to_skip(root), step: what}, indent=1) + "\n",
                 )
             )
             print_rank_0(f"{what}; exit code {REQUEUE_EXIT_CODE}: a restarted run skips this batch")
@@ -159,7 +164,9 @@ class SkipBatches(Callback):
     def on_train_start(self, context: Run) -> None:
         """Skip the configured steps, and those in which earlier starts of this run found a persistent error."""
         save = context.config.checkpoint.save
-        persistent: dict[int, str] = {} if save is None else on_first_rank(lambda: steps_to_skip(Path(save)))
+        persistent: dict[int, str] = (
+            {} if save is None else on_first_rank(lambda: steps_to_skip(Path(save)))
+        )
         self._steps = {*context.config.train.iterations_to_skip, *persistent}
         self._skip(context)
 
@@ -185,7 +192,9 @@ class SkipBatches(Callback):
 def steps_to_skip(root: Path) -> dict[int, str]:
     """The steps to skip, from a run's folder, with the error of each."""
     try:
-        return {int(step): what for step, what in json.loads((root / SKIPPED_FILE).read_text()).items()}
+        return {
+            int(step): what for step, what in json.loads((root / SKIPPED_FILE).read_text()).items()
+        }
     except FileNotFoundError:
         return {}
 
@@ -223,12 +232,21 @@ def _gradient_norm(run: Run) -> torch.Tensor:
         for chunk in run.model
         for gradient in _gradients(chunk)
     ]
-    return torch.stack([torch.zeros((), device=torch.cuda.current_device()), *norms]).square().sum().sqrt()
+    return (
+        torch.stack([torch.zeros((), device=torch.cuda.current_device()), *norms])
+        .square()
+        .sum()
+        .sqrt()
+    )
 
 
 def _gradients(chunk: Any) -> Iterator[torch.Tensor]:
     if sharded_names(chunk):
-        yield from (local_rows(parameter.grad) for parameter in chunk.parameters() if parameter.grad is not None)
+        yield from (
+            local_rows(parameter.grad)
+            for parameter in chunk.parameters()
+            if parameter.grad is not None
+        )
     else:
         yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
@@ -243,7 +261,9 @@ class NaNGuard(Callback):
     def on_train_step_end(self, context: Run) -> None:
         if context.skipped_iter or context.grad_norm is None or math.isfinite(context.grad_norm):
             return
-        losses = ", ".join(f"{name} {loss.item()}" for name, loss in (context.loss_dict or {}).items())
+        losses = ", ".join(
+            f"{name} {loss.item()}" for name, loss in (context.loss_dict or {}).items()
+        )
         raise FloatingPointError(
             f"step {context.progress.step}: the gradient norm is {context.grad_norm} ({losses}); the step is not "
             "saved. Resume from the last checkpoint with a lower optimizer.lr, or look for corrupt samples"

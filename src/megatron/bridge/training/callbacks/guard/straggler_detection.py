@@ -53,7 +53,9 @@ class StragglerDetection(Callback):
         """At the interval, print which ranks are slow."""
         if not context.is_due(self._config.interval):
             return
-        means = distributed.all_gather_object((statistics.fmean(self._seconds), socket.gethostname()))
+        means = distributed.all_gather_object(
+            (statistics.fmean(self._seconds), socket.gethostname())
+        )
         self._seconds = []
         for sentence in slow_ranks(means, self._config.factor):
             print_rank_0(f"step {context.progress.step}: {sentence}")
@@ -83,7 +85,9 @@ class NVRxStragglerDetection(Callback):
 
     def __init__(self, config: NVRxStragglerDetectionConfig) -> None:
         self._config = config
-        module = import_optional("nvidia_resiliency_ext.attribution.straggler", "nvrx_straggler", "resiliency")
+        module = import_optional(
+            "nvidia_resiliency_ext.attribution.straggler", "nvrx_straggler", "resiliency"
+        )
         self._detector: Any = module.Detector
         self._section = ExitStack()
 
@@ -108,7 +112,9 @@ class NVRxStragglerDetection(Callback):
         report = self._detector.generate_report_if_interval_elapsed()
         if not self._detector.is_interval_elapsed():
             return
-        found = distributed.broadcast_object(self._slow_gpus(report) if distributed.rank() == 0 else [])
+        found = distributed.broadcast_object(
+            self._slow_gpus(report) if distributed.rank() == 0 else []
+        )
         for message in found:
             print_rank_0(f"step {context.progress.step}: {message}")
         if found and self._config.stop_if_detected:

@@ -47,7 +47,10 @@ class Logging(Callback):
         return {"totals": totals, "counts": (self._steps, self._samples, self._seconds)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._totals = {name: torch.tensor(total, dtype=torch.float64) for name, total in state["totals"].items()}
+        self._totals = {
+            name: torch.tensor(total, dtype=torch.float64)
+            for name, total in state["totals"].items()
+        }
         self._steps, self._samples, self._seconds = state["counts"]
 
     def on_train_start(self, context: Run) -> None:
@@ -56,7 +59,9 @@ class Logging(Callback):
         self._timers.attach(context)
         on_first_rank(lambda: self._open(context.progress.step))
         print_rank_0(announcement(self._config, context.progress.step))
-        placement.announce(debug=(self._config.logger.logging_level or logging.WARNING) <= logging.DEBUG)
+        placement.announce(
+            debug=(self._config.logger.logging_level or logging.WARNING) <= logging.DEBUG
+        )
 
     def _open(self, step: int) -> None:
         self._outputs = outputs(self._config)
@@ -76,7 +81,9 @@ class Logging(Callback):
         assert step is not None, "a step ended"
         self._timers.stop_optimizer()
         for name, loss in step.loss_dict.items():
-            self._totals[name] = self._totals[name].to(loss.device) + loss if name in self._totals else loss
+            self._totals[name] = (
+                self._totals[name].to(loss.device) + loss if name in self._totals else loss
+            )
         self._steps += 1
         self._samples += step.samples
         last = context.progress.step == self._config.train.train_iters
@@ -133,7 +140,9 @@ class Logging(Callback):
             **metrics.loss_scale(run),
         }
         optional = {"grad norm": step.grad_norm, "zeros in grad": step.zeros_in_grad}
-        return numbers | {name: float(value) for name, value in optional.items() if value is not None}
+        return numbers | {
+            name: float(value) for name, value in optional.items() if value is not None
+        }
 
     def _measured(self, run: Run) -> Metrics:
         """The metrics that need communication between ranks."""

@@ -43,9 +43,13 @@ class Throughput:
 
     def __init__(self, config: ConfigContainer, run: Run) -> None:
         chunks = [unwrap(chunk) for chunk in run.model]
-        known = not tuning_parts(config.dataset) and all(isinstance(chunk, LanguageModule) for chunk in chunks)
+        known = not tuning_parts(config.dataset) and all(
+            isinstance(chunk, LanguageModule) for chunk in chunks
+        )
         teachers = [unwrap(pair.teacher) for chunk in chunks if (pair := pair_of(chunk))]
-        self._flops = flops_per_token(chunks, config.dataset.seq_length, teachers) if known else None
+        self._flops = (
+            flops_per_token(chunks, config.dataset.seq_length, teachers) if known else None
+        )
         self._peak = config.logger.peak_tflops or device_tflops()
 
     def __call__(self, tokens_per_second: float) -> Metrics:
@@ -53,7 +57,9 @@ class Throughput:
         if self._flops is None:
             return {}
         speed = self._flops * tokens_per_second / distributed.world_size() / 1e12
-        return {"TFLOP/s per process": speed} | ({} if self._peak is None else {"MFU": speed / self._peak})
+        return {"TFLOP/s per process": speed} | (
+            {} if self._peak is None else {"MFU": speed / self._peak}
+        )
 
 
 class EnergyUse:
@@ -72,7 +78,10 @@ class EnergyUse:
         used, seconds = joules - self._last, now - self._since
         self._last, self._since = joules, now
         (total,) = distributed.reduce_numbers([used], "SUM")
-        return {"joules per step": total / steps, "watts per GPU": total / distributed.world_size() / seconds}
+        return {
+            "joules per step": total / steps,
+            "watts per GPU": total / distributed.world_size() / seconds,
+        }
 
 
 def memory_metrics() -> Metrics:
@@ -80,12 +89,20 @@ def memory_metrics() -> Metrics:
     if has_cuda():
         cuda = torch.cuda
         sizes = [cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.memory_reserved()]
-        return dict(zip(("memory GB", "peak memory GB", "reserved memory GB"), _max_gigabytes(sizes), strict=True))
+        return dict(
+            zip(
+                ("memory GB", "peak memory GB", "reserved memory GB"),
+                _max_gigabytes(sizes),
+                strict=True,
+            )
+        )
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     # /proc exists on Linux only
     now = int(_STATM.read_text().split()[1]) * _PAGE_SIZE if _STATM.exists() else most
     # the kernel updates the maximum with a delay
-    return dict(zip(("memory GB", "peak memory GB"), _max_gigabytes([now, max(now, most)]), strict=True))
+    return dict(
+        zip(("memory GB", "peak memory GB"), _max_gigabytes([now, max(now, most)]), strict=True)
+    )
 
 
 def _max_gigabytes(sizes: list[int]) -> list[float]:
@@ -167,9 +184,13 @@ class StepTimers:
         """Seconds per step since the last call, reduced by ``timing_log_option``; to be called on all ranks."""
         if self._timers is None:
             return {}
-        mine = {name: timer.elapsed(reset=True) / steps for name, timer in self._timers._timers.items()}
+        mine = {
+            name: timer.elapsed(reset=True) / steps for name, timer in self._timers._timers.items()
+        }
         everyone = distributed.all_gather_object(mine)
-        names = dict.fromkeys(name for times in everyone for name in times)  # stages have different ones
+        names = dict.fromkeys(
+            name for times in everyone for name in times
+        )  # stages have different ones
         numbers: Metrics = {}
         for name in names:
             # a pipeline stage that does not run this part has no time for it

@@ -94,7 +94,9 @@ class ConsoleOutput:
     def _remaining(self, step: int) -> str:
         """Estimated time to the last step, at the average speed so far, including the time between steps."""
         per_step = (time.monotonic() - self._started) / max(step - self._first_step, 1)
-        return remaining(timedelta(seconds=round(per_step * (self._train_iters - step))), datetime.now())
+        return remaining(
+            timedelta(seconds=round(per_step * (self._train_iters - step))), datetime.now()
+        )
 
 
 _CONSOLE_FORMATS: dict[str, str | None] = yaml_text.tables_beside(__file__)
@@ -232,7 +234,9 @@ class MLflowOutput:
 
     def open(self, step: int, train_iters: int) -> None:
         logger = self._config.logger
-        mlflow: Any = import_optional("mlflow", f"logger.mlflow_experiment={logger.mlflow_experiment}", "mlflow")
+        mlflow: Any = import_optional(
+            "mlflow", f"logger.mlflow_experiment={logger.mlflow_experiment}", "mlflow"
+        )
         try:
             self._client = mlflow.MlflowClient(logger.mlflow_tracking_uri)
             known = _saved_id(self._config, MLFLOW_ID, step)
@@ -250,13 +254,19 @@ class MLflowOutput:
     def _new_run(self) -> str:
         logger = self._config.logger
         found = self._client.get_experiment_by_name(logger.mlflow_experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(logger.mlflow_experiment)
+        experiment = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(logger.mlflow_experiment)
+        )
         return self._client.create_run(experiment, run_name=logger.mlflow_run_name).info.run_id
 
     def write(self, step: int, kind: str, numbers: dict[str, float | int]) -> None:
         now = time.time_ns() // 1_000_000
         metric = self._mlflow.entities.Metric
-        metrics = [metric(f"{kind}/{name}", float(value), now, step) for name, value in numbers.items()]
+        metrics = [
+            metric(f"{kind}/{name}", float(value), now, step) for name, value in numbers.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
@@ -308,9 +318,13 @@ class PrometheusOutput:
             text = "step of the newest checkpoint; -1 before the first"
             self._gauge("checkpoint_step", text).set_function(lambda: _newest_checkpoint(folder))
             text = "seconds since 1970 at which the newest checkpoint was published; 0 before the first"
-            self._gauge("checkpoint_timestamp_seconds", text).set_function(lambda: _published_at(folder))
+            self._gauge("checkpoint_timestamp_seconds", text).set_function(
+                lambda: _published_at(folder)
+            )
         try:
-            self._server, _ = self._client.start_http_server(self._port, self._host, registry=self._registry)
+            self._server, _ = self._client.start_http_server(
+                self._port, self._host, registry=self._registry
+            )
         except OSError as error:
             raise UserError(
                 f"{key} cannot be opened on logger.prometheus_host={self._host} ({error.strerror or error}): "
@@ -346,7 +360,9 @@ def _newest_checkpoint(root: Path) -> float:
     try:
         found = paths.latest_iteration(root)
     except UserError:
-        return -1  # the tracker is being replaced, or damaged, which the run reports when it reads it
+        return (
+            -1
+        )  # the tracker is being replaced, or damaged, which the run reports when it reads it
     return -1 if found is None else found
 
 

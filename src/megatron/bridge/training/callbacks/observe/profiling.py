@@ -80,7 +80,9 @@ class Profiling(Callback):
         self._started = self.open = True
         distributed.barrier()
         torch.cuda.synchronize()
-        met = time.time_ns()  # on all ranks, also those that are not profiled: since 1970 by this machine's clock
+        met = (
+            time.time_ns()
+        )  # on all ranks, also those that are not profiled: since 1970 by this machine's clock
         if self._here and self.config.use_nsys_profiler:
             self._profilers.append(_NsysCapture(self.config))
         if self._here and self.config.use_pytorch_profiler:
@@ -116,7 +118,9 @@ class StopProfiling(Callback):
 
     def _stop(self, context: Run) -> None:
         if self._profiling.open:
-            on_every_rank(lambda: self._profiling.stop(context))  # if one rank cannot write, all ranks stop
+            on_every_rank(
+                lambda: self._profiling.stop(context)
+            )  # if one rank cannot write, all ranks stop
 
 
 class _PyTorchTrace:
@@ -125,7 +129,9 @@ class _PyTorchTrace:
     def __init__(self, config: ProfilingConfig, met: int) -> None:
         self._config, self._met, self._first = config, met, 0
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._profiler = profile(activities=activities, record_shapes=config.record_shapes, acc_events=True)
+        self._profiler = profile(
+            activities=activities, record_shapes=config.record_shapes, acc_events=True
+        )
 
     def start(self, run: Run) -> None:
         self._first = run.progress.step + 1
@@ -142,7 +148,9 @@ class _PyTorchTrace:
             "ranks": self._config.profile_ranks or list(range(distributed.world_size())),
             "steps": steps,
         }
-        self._profiler.add_metadata_json(METADATA_KEY, json.dumps(about))  # no effect once it has stopped
+        self._profiler.add_metadata_json(
+            METADATA_KEY, json.dumps(about)
+        )  # no effect once it has stopped
         self._profiler.stop()
         path = folder / "steps_{}-{}".format(*steps) / trace_name(distributed.rank())
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +211,9 @@ class _StepRanges:
 
     def begin_step(self, step: int) -> None:
         if self._nvtx:
-            core_utils.configure_nvtx_profiling(True)  # Megatron-Core's own ranges inside the layers
+            core_utils.configure_nvtx_profiling(
+                True
+            )  # Megatron-Core's own ranges inside the layers
         self._push(f"step {step}")
         self._push("forward-backward")
 
@@ -234,7 +244,10 @@ def process_name() -> str:
         "pp": (state.get_pipeline_model_parallel_rank(), 0),
         "dp": (state.get_data_parallel_rank(), 0),
         "cp": (state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
-        "ep": (state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
+        "ep": (
+            state.get_expert_model_parallel_rank(),
+            state.get_expert_model_parallel_world_size(),
+        ),
     }
     shown = [f"{name}{rank}" for name, (rank, size) in places.items() if size != 1]
     return f"rank {distributed.rank()} ({' '.join(shown)})"

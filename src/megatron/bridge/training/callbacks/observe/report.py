@@ -81,7 +81,9 @@ def _answers(lines: list[dict[str, Any]]) -> Iterator[str]:
     for prompt, answers in by_prompt.items():
         yield f"\n{_quoted(prompt)}"
         shown = answers[:1] if len(answers) == 1 else [answers[0], answers[-1]]
-        yield from (f"\nAfter step {answer['step']}:\n\n{_quoted(answer['answer'])}" for answer in shown)
+        yield from (
+            f"\nAfter step {answer['step']}:\n\n{_quoted(answer['answer'])}" for answer in shown
+        )
 
 
 def _quoted(text: str) -> str:
@@ -95,9 +97,13 @@ def _next_steps(config: ConfigContainer) -> Iterator[str]:
     config_file = Path(config.logger.log_dir or save) / "run_config.yaml"
     yield "\n## To train further\n\n```bash"
     epochs = config.train.num_epochs
-    length = f"num_epochs={2 * epochs:g}" if epochs else f"train_iters={2 * config.train.train_iters}"
+    length = (
+        f"num_epochs={2 * epochs:g}" if epochs else f"train_iters={2 * config.train.train_iters}"
+    )
     # the decay that this run derived from its length is in its file
-    longer = f"train.{length} scheduler.lr_decay_iters=null scheduler.override_opt_param_scheduler=true"
+    longer = (
+        f"train.{length} scheduler.lr_decay_iters=null scheduler.override_opt_param_scheduler=true"
+    )
     yield f"megatron-bridge train --config {config_file} {longer}"
     yield "```\n\n## To export\n\n```bash"
     if config.peft is not None:

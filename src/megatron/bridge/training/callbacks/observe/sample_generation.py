@@ -85,7 +85,9 @@ class GenerationSamples(Callback):
         Raises:
             UserError: A prompt cannot be rendered, or does not fit into ``seq_length`` with its answer.
         """
-        context_length(self._all_tokens(tokenizer, self._reader(tokenizer)), self._max_new_tokens, seq_length)
+        context_length(
+            self._all_tokens(tokenizer, self._reader(tokenizer)), self._max_new_tokens, seq_length
+        )
 
     def on_train_start(self, context: Run) -> None:
         self._sample(context)
@@ -104,7 +106,10 @@ class GenerationSamples(Callback):
         pixels = reader.pixels if self._media else None
         prompts = self._all_tokens(run.tokenizer, reader)
         answers = generate(run, prompts, self._max_new_tokens, self._ends(run.tokenizer), pixels)
-        texts = [prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"]) for prompt in self._prompts]
+        texts = [
+            prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
+            for prompt in self._prompts
+        ]
         lines = [
             {"step": run.progress.step, "prompt": text, "answer": run.tokenizer.detokenize(answer)}
             for text, answer in zip(texts, answers, strict=True)
@@ -118,7 +123,10 @@ class GenerationSamples(Callback):
     def _reader(self, tokenizer: Tokenizer, share: tuple[int, int] = (0, 1)) -> PromptReader:
         has_chat = any(not isinstance(prompt, str) for prompt in self._prompts)
         return PromptReader(
-            _transformers_tokenizer(tokenizer) if has_chat else None, self._template, self._media, share
+            _transformers_tokenizer(tokenizer) if has_chat else None,
+            self._template,
+            self._media,
+            share,
         )
 
     def _all_tokens(self, tokenizer: Tokenizer, reader: PromptReader) -> list[list[int]]:
@@ -137,7 +145,9 @@ class GenerationSamples(Callback):
 
 def _transformers_tokenizer(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise UserError(f"{_WHERE} that is a conversation needs a HuggingFaceTokenizer: write it as text")
+        raise UserError(
+            f"{_WHERE} that is a conversation needs a HuggingFaceTokenizer: write it as text"
+        )
     return tokenizer.hf
 
 
@@ -146,7 +156,9 @@ def _check(prompt: Any) -> None:
     if isinstance(prompt, list):
         parse_chat(cast(Messages, prompt), _WHERE)
     elif not isinstance(prompt, str) or not prompt:
-        raise UserError(f"{_WHERE} {prompt!r} is neither a text nor a list of messages with role and content")
+        raise UserError(
+            f"{_WHERE} {prompt!r} is neither a text nor a list of messages with role and content"
+        )
 
 
 def _append(folder: Path, lines: list[dict[str, Any]]) -> None:
@@ -160,7 +172,11 @@ Tokens = list[list[int]]
 
 
 def generate(
-    run: Run, prompts: Tokens, max_new_tokens: int, stop: frozenset[int] = frozenset(), pixels: Pixels | None = None
+    run: Run,
+    prompts: Tokens,
+    max_new_tokens: int,
+    stop: frozenset[int] = frozenset(),
+    pixels: Pixels | None = None,
 ) -> Tokens:
     """Continue each prompt greedily up to the end-of-document token or one of ``stop``; called on all ranks.
 
@@ -175,7 +191,11 @@ def generate(
         max_requests=len(prompts),
     )
     sampling = Sampling(max_new_tokens=max_new_tokens)
-    with gathered_params(run.model), evaluation_mode(run.model), Engine(run.model, config, pixels=pixels) as engine:
+    with (
+        gathered_params(run.model),
+        evaluation_mode(run.model),
+        Engine(run.model, config, pixels=pixels) as engine,
+    ):
         jobs = [engine.submit(prompt, sampling)[0] for prompt in prompts]
         for _ in engine.run():
             pass

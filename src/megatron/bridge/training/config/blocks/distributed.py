@@ -4,7 +4,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.distributed import DistributedDataParallelConfig as CoreDistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallelConfig as CoreDistributedDataParallelConfig,
+)
 
 
 @dataclass
@@ -31,7 +33,9 @@ class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
         derived = {
             "grad_reduce_in_fp32": False,
             "use_distributed_optimizer": sharded,
-            "data_parallel_sharding_strategy": megatron_fsdp.SHARD_WEIGHTS if sharded else megatron_fsdp.NO_SHARD,
+            "data_parallel_sharding_strategy": megatron_fsdp.SHARD_WEIGHTS
+            if sharded
+            else megatron_fsdp.NO_SHARD,
         }
         for name, value in derived.items():
             if getattr(self, name) is None:

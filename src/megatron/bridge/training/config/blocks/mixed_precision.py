@@ -79,13 +79,19 @@ def fp16_mixed() -> MixedPrecisionConfig:
 
 def bf16_with_fp8_current_scaling_mixed() -> MixedPrecisionConfig:
     """FP8 with one scale per tensor, from current values. The first and the last layer stay in bf16."""
-    return MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True)
+    return MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True
+    )
 
 
 def bf16_with_fp8_delayed_scaling_mixed() -> MixedPrecisionConfig:
     """FP8 with one scale per tensor, from the largest value of the last 1024 steps."""
     return MixedPrecisionConfig(
-        bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_amax_history_len=1024, fp8_amax_compute_algo="max"
+        bf16=True,
+        fp8="hybrid",
+        fp8_recipe="delayed",
+        fp8_amax_history_len=1024,
+        fp8_amax_compute_algo="max",
     )
 
 

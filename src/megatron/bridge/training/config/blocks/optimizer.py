@@ -36,13 +36,20 @@ class ParameterOverride:
     """Multiplies the common weight decay. Excludes ``weight_decay``."""
 
     def values(self) -> dict[str, float]:
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "params"}
+        found = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "params"
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     def rates(self, lr: float, min_lr: float) -> tuple[float, float]:
         """Peak and final learning rate, given the common ones."""
         factor = 1.0 if self.lr_mult is None else self.lr_mult
-        return (lr * factor if self.lr is None else self.lr, min_lr * factor if self.min_lr is None else self.min_lr)
+        return (
+            lr * factor if self.lr is None else self.lr,
+            min_lr * factor if self.min_lr is None else self.min_lr,
+        )
 
 
 @dataclass
@@ -70,7 +77,13 @@ class OptimizerConfig(CoreOptimizerConfig):
 
     def __post_init__(self) -> None:
         """Accept the names of dtypes; what Megatron-Core derives needs to know who shards the state."""
-        for name in ("params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"):
+        for name in (
+            "params_dtype",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "main_params_dtype",
+            "main_grads_dtype",
+        ):
             setattr(self, name, to_dtype(getattr(self, name)))
         if not self.use_precision_aware_optimizer or self.use_distributed_optimizer:
             super().__post_init__()

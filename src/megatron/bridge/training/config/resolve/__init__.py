@@ -14,7 +14,11 @@ from megatron.bridge.training.config.resolve.data import derive_data, derive_mtp
 from megatron.bridge.training.config.resolve.findings import Findings, Hardware
 from megatron.bridge.training.config.resolve.precision import check_quantization, derive_precision
 from megatron.bridge.training.config.resolve.requirements import check_requirements
-from megatron.bridge.training.config.resolve.schedule import derive_folders, derive_length, derive_schedule
+from megatron.bridge.training.config.resolve.schedule import (
+    derive_folders,
+    derive_length,
+    derive_schedule,
+)
 from megatron.bridge.training.config.resolve.usual_ranges import unusual_numbers
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils import storage
@@ -31,7 +35,9 @@ class Resolved[ConfigT: RunConfig]:
     notes: list[str]  # a sentence for each value that was replaced, to be shown to the user
     problems: list[str]  # a sentence for each contradiction; a config with one must not run
     origins: Origins  # where each value of ``config`` came from
-    tokenizer: Any = None  # added by ``setup.add_tokenizer``; None where nothing needs one, as in a dry run
+    tokenizer: Any = (
+        None  # added by ``setup.add_tokenizer``; None where nothing needs one, as in a dry run
+    )
 
     def set_derived(self, key: str, value: Any) -> None:
         """Set a field ``block.name`` that could not be derived before."""
@@ -95,7 +101,11 @@ def use_local_folders(config: RunConfig) -> Iterator[str]:
     for name in _FOLDERS:
         value = getattr(config.checkpoint, name)
         try:
-            setattr(config.checkpoint, name, str(storage.local(value)) if "://" in (value or "") else value)
+            setattr(
+                config.checkpoint,
+                name,
+                str(storage.local(value)) if "://" in (value or "") else value,
+            )
         except UserError as error:
             yield f"checkpoint.{name}={value}: {error}"
     takes = (*(f"checkpoint.{name}" for name in _FOLDERS), *_READ)
@@ -109,5 +119,7 @@ def use_local_folders(config: RunConfig) -> Iterator[str]:
         "checkpoint.non_persistent_ckpt_type=global": saved.non_persistent_ckpt_type == "global",
         "ft": config.ft is not None,
     }
-    for key in (key for key, is_set in on_a_disk.items() if is_set and url_of(saved.save or "") is not None):
+    for key in (
+        key for key, is_set in on_a_disk.items() if is_set and url_of(saved.save or "") is not None
+    ):
         yield f"{key} needs a run folder on a disk, and checkpoint.save={saved.save} is a URL: change one of them"

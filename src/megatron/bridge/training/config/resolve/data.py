@@ -50,7 +50,11 @@ def sequence_multiple(config: RunConfig, padding_free: bool) -> int:
     model = config.model
     multiple = 2 * model.context_parallel_size if model.context_parallel_size > 1 else 1
     # a packed row is as long as seq_length, and a rule checks that seq_length can be split
-    return multiple * model.tensor_model_parallel_size if padding_free and model.sequence_parallel else multiple
+    return (
+        multiple * model.tensor_model_parallel_size
+        if padding_free and model.sequence_parallel
+        else multiple
+    )
 
 
 def _pad_for_layout(part: RecordDatasetConfig, config: RunConfig) -> None:
@@ -92,12 +96,16 @@ def _vary_lengths(config: RunConfig) -> list[str]:
         return []
     if getattr(config.dataset, "padding_free", False):
         why = "padding-free batches differ in length"
-    elif distill is not None and distill.cache is None:  # a reference goes with padding-free batches
+    elif (
+        distill is not None and distill.cache is None
+    ):  # a reference goes with padding-free batches
         why = "stages send the teacher's activations along with the student's"
     else:
         return []
     model.variable_seq_lengths = True
-    if not model.num_moe_experts:  # Megatron-Core asks for this one even where there is nothing to dispatch
+    if (
+        not model.num_moe_experts
+    ):  # Megatron-Core asks for this one even where there is nothing to dispatch
         model.moe_token_dispatcher_type = "alltoall"
     return [f"model.variable_seq_lengths=True is used: {why}"]
 

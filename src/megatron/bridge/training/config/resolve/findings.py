@@ -35,7 +35,13 @@ class Hardware:
     def detect(cls, runs_here: bool = True) -> "Hardware":
         cuda = device.has_cuda()
         capability = torch.cuda.get_device_capability() if cuda else (0, 0)
-        return cls(runs_here, cuda, capability, layer_specs.has_transformer_engine(), HAVE_EMERGING_OPTIMIZERS)
+        return cls(
+            runs_here,
+            cuda,
+            capability,
+            layer_specs.has_transformer_engine(),
+            HAVE_EMERGING_OPTIMIZERS,
+        )
 
     def lacks_for(self, scaling: str) -> str | None:
         """What this machine lacks for matrix products with ``scaling``; None if it lacks nothing."""
@@ -43,7 +49,9 @@ class Hardware:
             return "Transformer Engine, which is not installed"
         if self.capability >= CAPABILITIES[scaling]:
             return None
-        needed, found = (".".join(map(str, pair)) for pair in (CAPABILITIES[scaling], self.capability))
+        needed, found = (
+            ".".join(map(str, pair)) for pair in (CAPABILITIES[scaling], self.capability)
+        )
         return f"a GPU of compute capability {needed}, and this machine has {found if self.cuda else 'none'}"
 
 
@@ -54,7 +62,9 @@ class Findings:
     hardware: Hardware
     # counts the rows of an epoch of a config; None where the data is not read
     count_rows: Callable[[Any], int] | None = None
-    notes: list[str] = field(default_factory=list[str])  # a sentence for each value that was replaced
+    notes: list[str] = field(
+        default_factory=list[str]
+    )  # a sentence for each value that was replaced
     problems: list[str] = field(default_factory=list[str])  # a sentence for each contradiction
 
     def lacking(self, what: str, remedy: str) -> None:

@@ -26,11 +26,16 @@ def derive_sharding(config: RunConfig, world_size: int, findings: Findings) -> N
 def copy_param_gather(config: RunConfig, findings: Findings) -> None:
     """The optimizer has a copy of the switch."""
     name = "overlap_param_gather"
-    findings.agree(config.optimizer, "optimizer", name, config.ddp.overlap_param_gather, f"ddp.{name}")
+    findings.agree(
+        config.optimizer, "optimizer", name, config.ddp.overlap_param_gather, f"ddp.{name}"
+    )
 
 
 def _uses_distributed_optimizer(config: RunConfig, world_size: int) -> bool:
-    for chosen in (config.ddp.use_distributed_optimizer, config.optimizer.use_distributed_optimizer):
+    for chosen in (
+        config.ddp.use_distributed_optimizer,
+        config.optimizer.use_distributed_optimizer,
+    ):
         if chosen is not None:
             return chosen
     if config.optimizer.optimizer != "adam":
@@ -55,12 +60,16 @@ def derive_overlap(config: RunConfig, world_size: int, findings: Findings) -> No
         key = f"{'ddp' if owner is config.ddp else 'model'}.{name}"
         wanted = getattr(overlap, name)
         if wanted is False and getattr(owner, name):
-            findings.problems.append(f"comm_overlap.{name}=False contradicts {key}=True: remove one of them")
+            findings.problems.append(
+                f"comm_overlap.{name}=False contradicts {key}=True: remove one of them"
+            )
             continue
         value = (derived or bool(getattr(owner, name))) if wanted is None else wanted
         setattr(overlap, name, value)
         setattr(owner, name, value)
-    if overlap.batch_p2p_comm is None:  # Megatron-Core's schedule takes one of the two, and batches by default
+    if (
+        overlap.batch_p2p_comm is None
+    ):  # Megatron-Core's schedule takes one of the two, and batches by default
         overlap.batch_p2p_comm = not overlap.overlap_p2p_comm
     config.model.batch_p2p_comm = overlap.batch_p2p_comm
     config.ddp.delay_wgrad_compute = config.model.delay_wgrad_compute
@@ -72,14 +81,27 @@ def derive_overlap(config: RunConfig, world_size: int, findings: Findings) -> No
         config.model.tp_comm_bootstrap_backend = overlap.tp_comm_bootstrap_backend
 
 
-def _switches(config: RunConfig, overlap: CommOverlapConfig, world_size: int) -> list[tuple[Any, str, bool]]:
+def _switches(
+    config: RunConfig, overlap: CommOverlapConfig, world_size: int
+) -> list[tuple[Any, str, bool]]:
     """Where each switch is, its name there and in the block, and what follows from the layout."""
     model, ddp = config.model, config.ddp
     replicas = config.data_parallel_size(world_size) * model.context_parallel_size
-    virtual = model.pipeline_model_parallel_size > 1 and (model.virtual_pipeline_model_parallel_size or 1) > 1
+    virtual = (
+        model.pipeline_model_parallel_size > 1
+        and (model.virtual_pipeline_model_parallel_size or 1) > 1
+    )
     # a fully sharded model has no buffers to reduce: PyTorch overlaps by itself
-    reduces = replicas > 1 and not config.dist.use_torch_fsdp2 and overlap.overlap_grad_reduce is not False
-    gathers = reduces and bool(ddp.use_distributed_optimizer) and overlap.overlap_param_gather is not False
+    reduces = (
+        replicas > 1
+        and not config.dist.use_torch_fsdp2
+        and overlap.overlap_grad_reduce is not False
+    )
+    gathers = (
+        reduces
+        and bool(ddp.use_distributed_optimizer)
+        and overlap.overlap_param_gather is not False
+    )
     return [
         (model, "tp_comm_overlap", False),
         (model, "overlap_p2p_comm", virtual and overlap.batch_p2p_comm is not True),

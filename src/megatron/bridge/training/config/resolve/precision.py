@@ -30,7 +30,11 @@ def derive_precision(config: RunConfig, findings: Findings) -> None:
             f"model.params_dtype={config.model.params_dtype} contradicts {why}, which asks for {dtype}: remove it"
         )
     _set_on_model(config, precision, findings)
-    for name, value in (("bf16", precision.bf16), ("fp16", precision.fp16), ("params_dtype", dtype)):
+    for name, value in (
+        ("bf16", precision.bf16),
+        ("fp16", precision.fp16),
+        ("params_dtype", dtype),
+    ):
         findings.agree(config.optimizer, "optimizer", name, value, why)
     for name in ("params_dtype", "pipeline_dtype"):
         if getattr(precision, name) not in (None, dtype):
@@ -50,7 +54,9 @@ def check_quantization(config: RunConfig, findings: Findings) -> None:
     missing = findings.hardware.lacks_for(str(scaling))
     if missing is not None:
         name = config.mixed_precision if isinstance(config.mixed_precision, str) else scaling
-        findings.lacking(f"mixed_precision={name} needs {missing}", "use bf16_mixed, or such a machine")
+        findings.lacking(
+            f"mixed_precision={name} needs {missing}", "use bf16_mixed, or such a machine"
+        )
 
 
 def without_quantization(model: Any) -> Any:
@@ -71,7 +77,9 @@ def _chosen(config: RunConfig) -> MixedPrecisionConfig:
         return get_mixed_precision_config(config.mixed_precision)
     model = config.model
     own: dict[str, Any] = {name: getattr(model, name) for name in MODEL_FIELDS}
-    return MixedPrecisionConfig(bf16=model.bf16, fp16=model.fp16, grad_reduce_in_fp32=not model.fp16, **own)
+    return MixedPrecisionConfig(
+        bf16=model.bf16, fp16=model.fp16, grad_reduce_in_fp32=not model.fp16, **own
+    )
 
 
 def _set_on_model(config: RunConfig, precision: MixedPrecisionConfig, findings: Findings) -> None:
@@ -79,17 +87,24 @@ def _set_on_model(config: RunConfig, precision: MixedPrecisionConfig, findings: 
     for name in ("bf16", "fp16", *MODEL_FIELDS):
         before, after = getattr(model, name), getattr(precision, name)
         if before and not after:
-            findings.notes.append(f"model.{name}={before} gives way to mixed_precision, which asks for {after}")
+            findings.notes.append(
+                f"model.{name}={before} gives way to mixed_precision, which asks for {after}"
+            )
         setattr(model, name, after)
     if not (precision.bf16 or precision.fp16):
         model.params_dtype = torch.float32
 
 
-def _set_grad_reduce(config: RunConfig, precision: MixedPrecisionConfig, findings: Findings) -> None:
+def _set_grad_reduce(
+    config: RunConfig, precision: MixedPrecisionConfig, findings: Findings
+) -> None:
     ddp = config.ddp
     if ddp.grad_reduce_in_fp32 is None:
         ddp.grad_reduce_in_fp32 = precision.grad_reduce_in_fp32
-    elif config.mixed_precision is not None and ddp.grad_reduce_in_fp32 != precision.grad_reduce_in_fp32:
+    elif (
+        config.mixed_precision is not None
+        and ddp.grad_reduce_in_fp32 != precision.grad_reduce_in_fp32
+    ):
         # a recipe is a bundle of defaults: a value that was set beside it wins, and is shown
         findings.notes.append(
             f"ddp.grad_reduce_in_fp32={ddp.grad_reduce_in_fp32} is used instead of mixed_precision's "

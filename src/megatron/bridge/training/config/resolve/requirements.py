@@ -33,10 +33,14 @@ def check_requirements(config: RunConfig, findings: Findings) -> None:
     _check_engine_settings(config, findings)
     _check_flex_dispatcher(config, findings)
     if config.ddp.nccl_ub and not findings.hardware.cuda:
-        findings.lacking("ddp.nccl_ub=True needs NCCL, and this machine has no GPU", "switch it off")
+        findings.lacking(
+            "ddp.nccl_ub=True needs NCCL, and this machine has no GPU", "switch it off"
+        )
     graphs = config.model.cuda_graph_impl
     if graphs != "none" and not findings.hardware.cuda:
-        findings.lacking(f"model.cuda_graph_impl={graphs} needs a GPU, and this machine has none", "use none")
+        findings.lacking(
+            f"model.cuda_graph_impl={graphs} needs a GPU, and this machine has none", "use none"
+        )
     _check_optimizer(config, findings)
 
 
@@ -46,7 +50,9 @@ def _check_optimizer(config: RunConfig, findings: Findings) -> None:
             "optimizer.optimizer_cpu_offload=True needs a GPU whose memory it saves, and this machine has none",
             "switch it off",
         )
-    elif config.optimizer.use_precision_aware_optimizer and not findings.hardware.transformer_engine:
+    elif (
+        config.optimizer.use_precision_aware_optimizer and not findings.hardware.transformer_engine
+    ):
         findings.lacking(
             "optimizer.use_precision_aware_optimizer=True needs Transformer Engine, which is not installed",
             "switch it off",
@@ -77,7 +83,11 @@ def _check_engine_settings(config: RunConfig, findings: Findings) -> None:
     used = {name: remedy for name, remedy in NEEDS_ENGINE.items() if getattr(model, name)}
     if not used or layer_specs.resolve_backend(model.backend) == "transformer_engine":
         return
-    why = "but model.backend is torch" if findings.hardware.transformer_engine else "which is not installed"
+    why = (
+        "but model.backend is torch"
+        if findings.hardware.transformer_engine
+        else "which is not installed"
+    )
     for name, remedy in used.items():
         findings.lacking(f"model.{name}=True needs Transformer Engine, {why}", remedy)
 

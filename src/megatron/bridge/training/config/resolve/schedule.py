@@ -22,7 +22,10 @@ def derive_length(config: RunConfig, findings: Findings) -> None:
             f"train.train_samples={train.train_samples} are not enough for one step: raise it, or lower "
             f"train.global_batch_size={train.global_batch_size}"
         )
-    if train.train_iters not in (0, steps):  # the recipe's; a value that the user typed is refused later
+    if train.train_iters not in (
+        0,
+        steps,
+    ):  # the recipe's; a value that the user typed is refused later
         findings.notes.append(
             f"train.train_iters={train.train_iters} gives way to train.train_samples={train.train_samples}, which "
             f"are {steps} steps"
@@ -34,13 +37,17 @@ def _count_epochs(config: RunConfig, findings: Findings) -> None:
     train = config.train
     key, before = f"train.num_epochs={train.num_epochs:g}", f"train.train_iters={train.train_iters}"
     if findings.count_rows is None:
-        findings.notes.append(f"{key} replaces {before} when the run has counted the rows of its data")
+        findings.notes.append(
+            f"{key} replaces {before} when the run has counted the rows of its data"
+        )
         return
     rows, batch = findings.count_rows(config), train.global_batch_size
     # exact, because 1.1 * 10 is more than 11 in floating point
     steps = math.ceil(Fraction(str(train.num_epochs)) * rows / batch)
     gives_way = "" if train.train_iters in (0, steps) else f"; {before} gives way"
-    findings.notes.append(f"{key} = {steps:,} steps of {batch} samples, {rows:,} in each epoch{gives_way}")
+    findings.notes.append(
+        f"{key} = {steps:,} steps of {batch} samples, {rows:,} in each epoch{gives_way}"
+    )
     train.train_iters = steps
 
 

@@ -10,7 +10,10 @@ from megatron.bridge.utils.config import yaml_text
 
 USUAL = yaml_text.tables_beside(__file__)
 ADAM_LR = (1e-8, 2e-2)
-OTHER_LR = (1e-8, 1.0)  # ``optimizer.lr`` of Muon and SGD, which do not divide a gradient by its size
+OTHER_LR = (
+    1e-8,
+    1.0,
+)  # ``optimizer.lr`` of Muon and SGD, which do not divide a gradient by its size
 SOFTMAX_SCALE = (0.05, 20.0)  # ``model.softmax_scale`` in units of 1 / sqrt(width of a head)
 
 

@@ -58,7 +58,10 @@ _MODULES = (
 RULES: tuple[Rule, ...] = tuple(rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES)
 
 # Rules that read the vocabulary size, which may come from the tokenizer.
-VOCABULARY_RULES: tuple[Rule, ...] = (layout.tp_divides_vocabulary, objectives.distill_settings_are_valid)
+VOCABULARY_RULES: tuple[Rule, ...] = (
+    layout.tp_divides_vocabulary,
+    objectives.distill_settings_are_valid,
+)
 
 
 def violations(rules: Iterable[Rule], config: RunConfig, world_size: int) -> list[str]:

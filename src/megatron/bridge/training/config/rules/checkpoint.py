@@ -37,7 +37,11 @@ def mechanism_is_the_only_one(config: RunConfig, world_size: int) -> Iterator[st
 
 def finetune_saves_to_another_folder(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run resumes from its own folder, at the saved step."""
-    finetune, load, save = config.checkpoint.finetune, config.checkpoint.load, config.checkpoint.save
+    finetune, load, save = (
+        config.checkpoint.finetune,
+        config.checkpoint.load,
+        config.checkpoint.save,
+    )
     if finetune and load and save and Path(load) == Path(save):
         yield (
             f"checkpoint.finetune=True with checkpoint.load={load}, which is checkpoint.save, too: a run resumes "
@@ -60,7 +64,9 @@ def inprocess_restart_timeouts_are_ordered(config: RunConfig, world_size: int) -
     for order in TIMEOUT_ORDERS if config.inprocess_restart is not None else ():
         values = [getattr(config.inprocess_restart, name) for name in order]
         if any(first >= second for first, second in pairwise(values)):
-            found = ", ".join(f"{name}={value:g}" for name, value in zip(order, values, strict=True))
+            found = ", ".join(
+                f"{name}={value:g}" for name, value in zip(order, values, strict=True)
+            )
             yield f"inprocess_restart: {found} must grow in this order"
 
 

@@ -27,7 +27,11 @@ def expert_ranks_fill_the_world(config: RunConfig, world_size: int) -> Iterator[
 def expert_ranks(config: RunConfig) -> int:
     """Processes that hold all experts once."""
     model = config.model
-    return model.expert_tensor_ranks * model.expert_model_parallel_size * model.pipeline_model_parallel_size
+    return (
+        model.expert_tensor_ranks
+        * model.expert_model_parallel_size
+        * model.pipeline_model_parallel_size
+    )
 
 
 def expert_tensor_ranks_divide_experts(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -36,7 +40,9 @@ def expert_tensor_ranks_divide_experts(config: RunConfig, world_size: int) -> It
     if model.num_moe_experts:
         width = model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
         whole = "the experts' width model.moe_ffn_hidden_size"
-        yield from indivisible("model.expert_tensor_parallel_size", model.expert_tensor_ranks, whole, width)
+        yield from indivisible(
+            "model.expert_tensor_parallel_size", model.expert_tensor_ranks, whole, width
+        )
 
 
 def tp_divides_shared_experts(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -57,11 +63,17 @@ def topk_fits_num_experts(config: RunConfig, world_size: int) -> Iterator[str]:
 def expert_groups_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     """Group-limited routing needs groups of equal size."""
     model = config.model
-    experts, groups, chosen = model.num_moe_experts, model.moe_router_num_groups, model.moe_router_group_topk
+    experts, groups, chosen = (
+        model.num_moe_experts,
+        model.moe_router_num_groups,
+        model.moe_router_group_topk,
+    )
     if experts and groups:
         yield from indivisible("model.moe_router_num_groups", groups, _COUNT, experts)
         if chosen is not None and not 1 <= chosen <= groups:
-            yield (f"model.moe_router_group_topk={chosen} must lie between 1 and model.moe_router_num_groups={groups}")
+            yield (
+                f"model.moe_router_group_topk={chosen} must lie between 1 and model.moe_router_num_groups={groups}"
+            )
 
 
 def layer_spec_fits_moe_layer_freq(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -80,6 +92,8 @@ def latent_experts_stand_alone(config: RunConfig, world_size: int) -> Iterator[s
     model, latent = config.model, config.model.moe_latent_size
     if latent and not model.num_moe_experts:
         yield f"model.moe_latent_size={latent} has no effect without experts: set it to null"
-    for name in ("add_bias_linear", "experts_beside_mlp", "moe_shared_expert_overlap") if latent else ():
+    for name in (
+        ("add_bias_linear", "experts_beside_mlp", "moe_shared_expert_overlap") if latent else ()
+    ):
         if getattr(model, name, False):
             yield f"model.{name}=True does not work with model.moe_latent_size={latent}: set it to false"

@@ -23,16 +23,22 @@ _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no furt
 
 def numbers_are_finite(config: RunConfig, world_size: int) -> Iterator[str]:
     """NaN and infinity would spread to every weight, and tensors count in 64 bits."""
-    blocks = ((key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block))
+    blocks = (
+        (key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block)
+    )
     numbers = [
         (f"{key}.{entry.name}={value}", value)
         for key, block in blocks
         for entry in dataclasses.fields(block)
         if isinstance(value := getattr(block, entry.name), int | float) and value != entry.default
     ]
-    if wrong := [text for text, value in numbers if isinstance(value, float) and not math.isfinite(value)]:
+    if wrong := [
+        text for text, value in numbers if isinstance(value, float) and not math.isfinite(value)
+    ]:
         yield f"{', '.join(wrong)}: must be a finite number"
-    if large := [text for text, value in numbers if isinstance(value, int) and abs(value) >= _LARGEST]:
+    if large := [
+        text for text, value in numbers if isinstance(value, int) and abs(value) >= _LARGEST
+    ]:
         yield f"{', '.join(large)}: must be below {_LARGEST}"
 
 
@@ -49,12 +55,20 @@ def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
 def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
     for key, allowed in RANGES.items():
         # a size is a number with which other rules compute
-        is_size = allowed != BELOW_ONE and key.partition(".")[0] in ("model", "tokenizer", "dataset", "peft", "rng")
+        is_size = allowed != BELOW_ONE and key.partition(".")[0] in (
+            "model",
+            "tokenizer",
+            "dataset",
+            "peft",
+            "rng",
+        )
         if is_size == sizes and (problem := out_of_range(key, value_of(config, key))):
             yield problem
 
 
-UNAVAILABLE = {key: remedy for remedy, keys in yaml_text.tables_beside(__file__).items() for key in keys}
+UNAVAILABLE = {
+    key: remedy for remedy, keys in yaml_text.tables_beside(__file__).items() for key in keys
+}
 
 
 def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -66,7 +80,9 @@ def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:
 def literals_are_known(config: RunConfig, world_size: int) -> Iterator[str]:
     """A misspelled choice would count as another one. Megatron-Core checks the model's choices."""
     for key, block in _blocks(config):
-        for name, annotation in field_types(type(block)).items() if block is not config.model else ():
+        for name, annotation in (
+            field_types(type(block)).items() if block is not config.model else ()
+        ):
             if (choices := _choices(annotation)) and (value := getattr(block, name)) not in choices:
                 yield f"{key}.{name}={value}: use one of {', '.join(map(str, choices))}"
 
@@ -81,7 +97,9 @@ def unavailable_settings_are_unset(config: RunConfig, world_size: int) -> Iterat
 
 def _blocks(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "", config
-    yield from ((key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block))
+    yield from (
+        (key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block)
+    )
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

@@ -7,13 +7,28 @@ from collections.abc import Iterator
 from megatron.bridge.backends.attention.context_parallel import repeats_for_heads
 from megatron.bridge.backends.specs.layer_specs import resolve_backend
 from megatron.bridge.training.config.rules.stages import SPLIT, given
-from megatron.bridge.training.config.rules.values import indivisible, multiple_near, near, unmet, value_of
+from megatron.bridge.training.config.rules.values import (
+    indivisible,
+    multiple_near,
+    near,
+    unmet,
+    value_of,
+)
 from megatron.bridge.training.config.run_config import RunConfig
 
 _TENSOR = "model.tensor_model_parallel_size"
 _SIZES = (
-    *("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "model.context_parallel_size"),
-    *("model.expert_model_parallel_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *(
+        "model.tensor_model_parallel_size",
+        "model.pipeline_model_parallel_size",
+        "model.context_parallel_size",
+    ),
+    *(
+        "model.expert_model_parallel_size",
+        "model.num_layers",
+        "model.hidden_size",
+        "model.num_attention_heads",
+    ),
     *("model.make_query_groups_divisible_by", "train.micro_batch_size", "train.global_batch_size"),
     "logger.log_interval",
 )
@@ -24,7 +39,9 @@ def sizes_are_positive(config: RunConfig, world_size: int) -> Iterator[str]:
     train = config.train
     sizes = {key: value_of(config, key) for key in _SIZES}
     if train.num_epochs is None:
-        sizes["train.train_iters"] = train.train_iters if train.train_samples is None else train.train_samples
+        sizes["train.train_iters"] = (
+            train.train_iters if train.train_samples is None else train.train_samples
+        )
     wrong = [f"{key}={value}" for key, value in sizes.items() if not value or value < 1]
     if wrong:
         yield f"{', '.join(wrong)}: must be at least 1"
@@ -61,7 +78,9 @@ def tp_fits_query_groups(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each rank holds whole query groups, or several ranks share one."""
     tp, groups = config.model.tensor_model_parallel_size, config.model.padded_heads[1]
     if groups % tp and tp % groups:
-        legal = [size for size in range(1, 2 * groups + 1) if groups % size == 0 or size % groups == 0]
+        legal = [
+            size for size in range(1, 2 * groups + 1) if groups % size == 0 or size % groups == 0
+        ]
         yield (
             f"{_TENSOR}={tp} neither divides nor is a multiple of model.num_query_groups={groups}: use "
             f"{near(tp, legal)}"
@@ -72,7 +91,9 @@ def tp_divides_ffn(config: RunConfig, world_size: int) -> Iterator[str]:
     """The feed-forward layer is split into equal parts."""
     model = config.model
     width = model.ffn_hidden_size or 4 * model.hidden_size
-    yield from indivisible(_TENSOR, model.tensor_model_parallel_size, "model.ffn_hidden_size", width)
+    yield from indivisible(
+        _TENSOR, model.tensor_model_parallel_size, "model.ffn_hidden_size", width
+    )
 
 
 def tp_divides_vocabulary(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -99,16 +120,25 @@ def sp_divides_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
 def pp_divides_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """Pipeline stages are equal unless their sizes are set."""
     model, virtual = config.model, config.model.virtual_pipeline_model_parallel_size
-    key = "model.pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if virtual else "")
-    stages, ends = model.pipeline_model_parallel_size * (virtual or 1), "the sizes of the first and last stage"
+    key = "model.pipeline_model_parallel_size" + (
+        " x virtual_pipeline_model_parallel_size" if virtual else ""
+    )
+    stages, ends = (
+        model.pipeline_model_parallel_size * (virtual or 1),
+        "the sizes of the first and last stage",
+    )
     if not (given(model, SPLIT) or getattr(model, "has_own_stages", False)):
-        yield from indivisible(key, stages, "model.num_layers", model.num_layers, f", or give {ends}")
+        yield from indivisible(
+            key, stages, "model.num_layers", model.num_layers, f", or give {ends}"
+        )
 
 
 def vp_fits_microbatches(config: RunConfig, world_size: int) -> Iterator[str]:
     """The interleaved schedule works on groups of microbatches, one per stage."""
     model, batch = config.model, config.train.global_batch_size
-    count, rest = divmod(batch, config.train.micro_batch_size * config.data_parallel_size(world_size))
+    count, rest = divmod(
+        batch, config.train.micro_batch_size * config.data_parallel_size(world_size)
+    )
     stages = model.pipeline_model_parallel_size
     group = model.microbatch_group_size_per_vp_stage or stages
     if model.virtual_pipeline_model_parallel_size is None or rest:
@@ -137,7 +167,9 @@ def cp_a2a_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
     if cp == 1 or "a2a" not in _cp_kinds(config):
         return
     heads, groups = (max(count // tp, 1) for count in config.model.padded_heads)
-    shared = repeats_for_heads(groups, heads, cp) is not None if _on_torch(config) else groups % cp == 0
+    shared = (
+        repeats_for_heads(groups, heads, cp) is not None if _on_torch(config) else groups % cp == 0
+    )
     if not shared:
         yield (
             f"model.cp_comm_type=a2a with model.context_parallel_size={cp} cannot share the {heads} query and "
@@ -155,7 +187,10 @@ def cp_comm_type_is_available(config: RunConfig, world_size: int) -> Iterator[st
 def hierarchical_cp_has_two_levels(config: RunConfig, world_size: int) -> Iterator[str]:
     """Transformer Engine exchanges heads within the first level and passes keys and values around in the second."""
     model, size = config.model, config.model.context_parallel_size
-    sizes, key = model.hierarchical_context_parallel_sizes, "model.hierarchical_context_parallel_sizes"
+    sizes, key = (
+        model.hierarchical_context_parallel_sizes,
+        "model.hierarchical_context_parallel_sizes",
+    )
     asked = size > 1 and "a2a+p2p" in _cp_kinds(config)
     if not sizes and not asked:
         return
@@ -183,7 +218,9 @@ def ep_divides_experts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each expert-parallel rank gets whole experts."""
     size, experts = config.model.expert_model_parallel_size, config.model.num_moe_experts
     if experts:
-        yield from indivisible("model.expert_model_parallel_size", size, "model.num_moe_experts", experts)
+        yield from indivisible(
+            "model.expert_model_parallel_size", size, "model.num_moe_experts", experts
+        )
     elif size > 1:
         yield f"model.expert_model_parallel_size={size} needs experts, but model.num_moe_experts is not set"
 
@@ -191,7 +228,11 @@ def ep_divides_experts(config: RunConfig, world_size: int) -> Iterator[str]:
 def tp_with_experts_needs_sp(config: RunConfig, world_size: int) -> Iterator[str]:
     """Without sequence parallelism, every tensor-parallel rank would dispatch the same tokens."""
     model = config.model
-    if model.num_moe_experts and model.tensor_model_parallel_size > 1 and not model.sequence_parallel:
+    if (
+        model.num_moe_experts
+        and model.tensor_model_parallel_size > 1
+        and not model.sequence_parallel
+    ):
         yield "model.sequence_parallel=False with experts and tensor parallelism: set model.sequence_parallel=true"
 
 
@@ -200,7 +241,11 @@ def replicas_divide_batch(config: RunConfig, world_size: int) -> Iterator[str]:
     micro, batch = config.train.micro_batch_size, config.train.global_batch_size
     replicas = config.data_parallel_size(world_size)
     if batch % (micro * replicas):
-        smaller = "" if batch % replicas else f", or train.micro_batch_size={math.gcd(micro, batch // replicas)}"
+        smaller = (
+            ""
+            if batch % replicas
+            else f", or train.micro_batch_size={math.gcd(micro, batch // replicas)}"
+        )
         yield (
             f"train.global_batch_size={batch} is not a multiple of train.micro_batch_size={micro} x data parallel "
             f"size {replicas}: use {multiple_near(batch, micro * replicas)}{smaller}"

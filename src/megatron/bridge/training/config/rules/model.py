@@ -16,15 +16,23 @@ def heads_divide_width(config: RunConfig, world_size: int) -> Iterator[str]:
     model = config.model
     if model.kv_channels is None and not model.multi_latent_attention:
         heads, also = model.unpadded_heads[0], ", or set model.kv_channels"
-        yield from indivisible("model.num_attention_heads", heads, "model.hidden_size", model.hidden_size, also)
+        yield from indivisible(
+            "model.num_attention_heads", heads, "model.hidden_size", model.hidden_size, also
+        )
 
 
 def rotary_width_is_even(config: RunConfig, world_size: int) -> Iterator[str]:
     """Rotary embedding rotates pairs, so the rotated part of a head is even."""
     model = config.model
-    if getattr(model, "position_embedding_type", "rope") not in ("rope", "mrope") or model.multi_latent_attention:
+    if (
+        getattr(model, "position_embedding_type", "rope") not in ("rope", "mrope")
+        or model.multi_latent_attention
+    ):
         return
-    head, percent = model.kv_channels or model.hidden_size // model.unpadded_heads[0], model.rotary_percent
+    head, percent = (
+        model.kv_channels or model.hidden_size // model.unpadded_heads[0],
+        model.rotary_percent,
+    )
     turned = int(head * percent)
     if turned % 2:
         yield (

@@ -14,7 +14,12 @@ from megatron.bridge.data.config import (
 from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.run_config import RunConfig
 
-OF_HEADS = (ClassificationDatasetConfig, EmbeddingDatasetConfig, RewardDatasetConfig, TokenClassificationDatasetConfig)
+OF_HEADS = (
+    ClassificationDatasetConfig,
+    EmbeddingDatasetConfig,
+    RewardDatasetConfig,
+    TokenClassificationDatasetConfig,
+)
 
 
 def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -73,7 +78,9 @@ def distill_settings_are_valid(config: RunConfig, world_size: int) -> Iterator[s
 
 def preference_data_goes_with_dpo(config: RunConfig, world_size: int) -> Iterator[str]:
     """Pairs of answers are for preference tuning, and it needs them."""
-    pairs = isinstance(config.dataset, PreferenceDatasetConfig) and not isinstance(config.dataset, OF_HEADS)
+    pairs = isinstance(config.dataset, PreferenceDatasetConfig) and not isinstance(
+        config.dataset, OF_HEADS
+    )
     if config.dpo is not None and not pairs:
         yield (
             f"dpo learns from pairs of answers, but dataset is a {type(config.dataset).__name__}: use a "
@@ -100,7 +107,11 @@ def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[
 
 def adapters_can_be_switched_off(config: RunConfig, world_size: int) -> Iterator[str]:
     """Without a reference of its own, a run with adapters is compared with its base."""
-    if config.dpo is not None and config.dpo.reference is None and getattr(config.peft, "modules_to_save", None):
+    if (
+        config.dpo is not None
+        and config.dpo.reference is None
+        and getattr(config.peft, "modules_to_save", None)
+    ):
         yield (
             "dpo.reference is not set, and peft.modules_to_save trains weights of the base in place: set "
             "dpo.reference to the weights that the run starts from"

@@ -45,7 +45,9 @@ def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[
     """Narrower dtypes have a scale for each rank's shard, which a checkpoint for any parallel sizes cannot hold."""
     optimizer = config.optimizer
     # the optimizers of an offloaded state know fp32 only
-    dtypes = (torch.float32,) if optimizer.optimizer_cpu_offload else (torch.float32, torch.bfloat16)
+    dtypes = (
+        (torch.float32,) if optimizer.optimizer_cpu_offload else (torch.float32, torch.bfloat16)
+    )
     legal = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     needs = {
         f"optimizer.exp_avg_dtype={legal}": optimizer.exp_avg_dtype in dtypes,
@@ -62,7 +64,8 @@ def optimizer_settings_are_used(config: RunConfig, world_size: int) -> Iterator[
     wrong = [
         f"optimizer.{entry.name}={value}"
         for entry in dataclasses.fields(optimizer)
-        if entry.name.startswith(others) and (value := getattr(optimizer, entry.name)) != entry.default
+        if entry.name.startswith(others)
+        and (value := getattr(optimizer, entry.name)) != entry.default
     ]
     if wrong:
         yield f"{', '.join(wrong)} has no effect with optimizer.optimizer={optimizer.optimizer}: remove it"

@@ -52,7 +52,9 @@ def cuda_graphs_fit(config: RunConfig, world_size: int) -> Iterator[str]:
     if kind == "transformer_engine":
         yield "model.cuda_graph_impl=transformer_engine is not available in this version: use local or full_iteration"
     elif kind != "none":
-        parts = _needs_of_an_iteration(config) if kind == FULL_ITERATION else _needs_of_layers(config)
+        parts = (
+            _needs_of_an_iteration(config) if kind == FULL_ITERATION else _needs_of_layers(config)
+        )
         yield from unmet(f"model.cuda_graph_impl={kind}", _needs(config) | parts)
 
 
@@ -91,8 +93,15 @@ def _needs_of_layers(config: RunConfig) -> dict[str, bool]:
     modules = {getattr(module, "name", module) for module in config.model.cuda_graph_modules}
     partial = bool(modules) and "moe" not in modules
     return {
-        "model.recompute_granularity=selective or null": config.model.recompute_granularity != "full",
-        **({} if partial else _capacity(config, "moe_expert_capacity_factor, or cuda_graph_modules without moe", True)),
+        "model.recompute_granularity=selective or null": config.model.recompute_granularity
+        != "full",
+        **(
+            {}
+            if partial
+            else _capacity(
+                config, "moe_expert_capacity_factor, or cuda_graph_modules without moe", True
+            )
+        ),
     }
 
 
@@ -112,7 +121,11 @@ def profiling_has_tool_steps_and_ranks(config: RunConfig, world_size: int) -> It
     profiling = config.profiling
     if profiling is None:
         return
-    first, last, steps = profiling.profile_step_start, profiling.profile_step_end, config.train.train_iters
+    first, last, steps = (
+        profiling.profile_step_start,
+        profiling.profile_step_end,
+        config.train.train_iters,
+    )
     if not any(getattr(profiling, tool) for tool in TOOLS):
         yield f"profiling is set, but nothing is profiled: set one of {', '.join(TOOLS)}, or unset profiling"
     if not 0 <= first < last:
@@ -136,4 +149,6 @@ def one_gpu_profiler_at_a_time(config: RunConfig, world_size: int) -> Iterator[s
     if config.nvrx_straggler is not None and config.nvrx_straggler.enabled:
         watchers.append("nvrx_straggler")
     if len(watchers) > 1:
-        yield (f"{' and '.join(watchers)} watch the GPU's kernels, which only one can at a time: leave all but one out")
+        yield (
+            f"{' and '.join(watchers)} watch the GPU's kernels, which only one can at a time: leave all but one out"
+        )

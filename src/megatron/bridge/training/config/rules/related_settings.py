@@ -14,7 +14,8 @@ REQUIREMENTS: list[tuple[str, str, str]] = _TABLES["requirements"]
 _SIGN = re.compile(" ?(!=|=|>) ?")
 EXCLUSIONS = {(first, second): way_out for first, second, way_out in _TABLES["exclusions"]}
 NEEDS, NEEDS_BY_PREFIX = (
-    {key: needed for needed, keys in _TABLES[table].items() for key in keys} for table in ("settings_of", "prefixes_of")
+    {key: needed for needed, keys in _TABLES[table].items() for key in keys}
+    for table in ("settings_of", "prefixes_of")
 )
 
 
@@ -49,7 +50,9 @@ def _of_features(config: RunConfig) -> Iterator[tuple[str, str]]:
     for block in ("model", "optimizer", "ddp"):
         for entry in dataclasses.fields(getattr(config, block)):
             key = f"{block}.{entry.name}"
-            prefix = max((start for start in NEEDS_BY_PREFIX if key.startswith(start)), key=len, default=None)
+            prefix = max(
+                (start for start in NEEDS_BY_PREFIX if key.startswith(start)), key=len, default=None
+            )
             if prefix is not None and key != NEEDS_BY_PREFIX[prefix].partition("=")[0]:
                 yield key, NEEDS_BY_PREFIX[prefix]
 

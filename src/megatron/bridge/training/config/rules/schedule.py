@@ -70,7 +70,11 @@ def rampup_fits_virtual_stages(config: RunConfig, world_size: int) -> Iterator[s
     if train.rampup_batch_size is None or not model.virtual_pipeline_model_parallel_size:
         return
     counts = [size // unit for _, size in stages(train)]
-    wrong = [count for count in counts if count < group or 0 < count % group < model.pipeline_model_parallel_size]
+    wrong = [
+        count
+        for count in counts
+        if count < group or 0 < count % group < model.pipeline_model_parallel_size
+    ]
     if wrong:
         yield (
             f"train.rampup_batch_size={train.rampup_batch_size} has steps of {wrong[0]} microbatches per rank, "
@@ -115,7 +119,9 @@ def warmup_ends_before_decay(config: RunConfig, world_size: int) -> Iterator[str
 def learning_rate_lasts(config: RunConfig, world_size: int) -> Iterator[str]:
     """Steps with a learning rate of 0 change nothing, for example those by which a finished run is made longer."""
     optimizer, scheduler, length = config.optimizer, config.scheduler, lengths(config)
-    ends = scheduler.lr_decay_style != "constant" and not optimizer.min_lr and not optimizer.overrides
+    ends = (
+        scheduler.lr_decay_style != "constant" and not optimizer.min_lr and not optimizer.overrides
+    )
     if ends and length.decay < length.run:
         of_samples = scheduler.lr_decay_samples is not None
         key = "scheduler.lr_decay_samples" if of_samples else "scheduler.lr_decay_iters"
@@ -164,7 +170,10 @@ def overrides_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
     """The learning rate of each group rises to its peak and falls to its minimum."""
     optimizer, start = config.optimizer, config.scheduler.lr_warmup_init
     lr, least = optimizer.lr or 0.0, optimizer.min_lr or 0.0
-    groups = {f"optimizer.overrides for {', '.join(e.params)}": e.rates(lr, least) for e in optimizer.overrides}
+    groups = {
+        f"optimizer.overrides for {', '.join(e.params)}": e.rates(lr, least)
+        for e in optimizer.overrides
+    }
     if optimizer.decoupled_lr is not None:
         end = optimizer.decoupled_min_lr
         groups["optimizer.decoupled_lr"] = (optimizer.decoupled_lr, least if end is None else end)

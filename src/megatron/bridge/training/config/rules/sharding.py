@@ -32,7 +32,9 @@ def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> Iterator[s
     if not config.dist.use_torch_fsdp2:
         return
     others = _others(config.ddp, _TORCH)
-    wrong = [f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in others]
+    wrong = [
+        f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in others
+    ]
     if config.optimizer.optimizer == "muon":
         wrong.append("optimizer.optimizer=muon must be adam or sgd, which work on shards")
     yield from _refused("dist.use_torch_fsdp2", wrong)
@@ -43,11 +45,15 @@ def megatron_fsdp_settings_are_supported(config: RunConfig, world_size: int) -> 
     if not config.ddp.use_megatron_fsdp:
         return
     allowed = _MEGATRON | {name: (getattr(config.ddp, name),) for name in _SIZES}
-    wrong = [f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)]
+    wrong = [
+        f"ddp.{name}={value} must be {usual}" for name, value, usual in _others(config.ddp, allowed)
+    ]
     # its buffers have one group of replicas
     wrong += [f"model.{name} must be {value}" for name, value in _split_experts(config)]
     if config.optimizer.log_num_zeros_in_grad:
-        wrong.append("optimizer.log_num_zeros_in_grad must be false (it would count tensor-parallel copies)")
+        wrong.append(
+            "optimizer.log_num_zeros_in_grad must be false (it would count tensor-parallel copies)"
+        )
     if config.model.init_model_with_meta_device:
         wrong.append("model.init_model_with_meta_device must be false")
     yield from _refused("ddp.use_megatron_fsdp", wrong)
@@ -64,7 +70,9 @@ def _split_experts(config: RunConfig) -> Iterator[tuple[str, int]]:
 
 def _others(ddp: Any, allowed: dict[str, tuple[Any, ...]]) -> list[tuple[str, Any, str]]:
     """Settings that are neither default nor ``allowed``: name, value, and what to set."""
-    usual = {field.name: allowed.get(field.name, (field.default,)) for field in dataclasses.fields(ddp)}
+    usual = {
+        field.name: allowed.get(field.name, (field.default,)) for field in dataclasses.fields(ddp)
+    }
     return [
         (name, getattr(ddp, name), " or ".join(map(str, values)))
         for name, values in usual.items()

@@ -30,7 +30,9 @@ def sent_outputs_can_be_freed(config: RunConfig, world_size: int) -> Iterator[st
 
 def stage_sizes_are_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
     """Stage sizes come from the first and last stage, from the accounted layers, or from a layout."""
-    ways = [chosen for names in (_ENDS, _COUNTED, (_LAYOUT,)) if (chosen := given(config.model, names))]
+    ways = [
+        chosen for names in (_ENDS, _COUNTED, (_LAYOUT,)) if (chosen := given(config.model, names))
+    ]
     if len(ways) > 1:
         yield f"{' and '.join(map(_words, ways))} set the same stage sizes: keep one"
 
@@ -41,12 +43,19 @@ def middle_stages_are_even(config: RunConfig, world_size: int) -> Iterator[str]:
     chosen, chunks = given(model, _ENDS), model.virtual_pipeline_model_parallel_size or 1
     if not chosen or model.pipeline_model_parallel_size == 1:
         return
-    unit = f"multiples of model.virtual_pipeline_model_parallel_size={chunks}" if chunks > 1 else "1 or more"
+    unit = (
+        f"multiples of model.virtual_pipeline_model_parallel_size={chunks}"
+        if chunks > 1
+        else "1 or more"
+    )
     wrong = [f"model.{name}={size}" for name, size in chosen.items() if size < 1 or size % chunks]
     if wrong:
         yield f"{' and '.join(wrong)}: a stage has {unit} layers"
         return
-    left, stages = model.num_layers - sum(chosen.values()), model.pipeline_model_parallel_size - len(chosen)
+    left, stages = (
+        model.num_layers - sum(chosen.values()),
+        model.pipeline_model_parallel_size - len(chosen),
+    )
     if left != 0 if stages == 0 else left <= 0 or left % (stages * chunks):
         cut = f" x {chunks} virtual ones" if chunks > 1 else ""
         rule = f"a multiple of {stages * chunks}" if stages else "0"
@@ -60,7 +69,10 @@ def accounted_layers_divide_stages(config: RunConfig, world_size: int) -> Iterat
     """With the embedding or the loss counted as a layer, stages are equal."""
     model = config.model
     chosen, virtual = given(model, _COUNTED), model.virtual_pipeline_model_parallel_size
-    stages, layers = model.pipeline_model_parallel_size * (virtual or 1), model.num_layers + len(chosen)
+    stages, layers = (
+        model.pipeline_model_parallel_size * (virtual or 1),
+        model.num_layers + len(chosen),
+    )
     if chosen and layers % stages:
         below = layers // stages * stages - len(chosen)
         nearest = " or ".join(str(count) for count in (below, below + stages) if count > 0)
@@ -81,7 +93,12 @@ def pipeline_layout_has_every_layer(config: RunConfig, world_size: int) -> Itera
     except (AssertionError, KeyError) as error:
         yield f"{said} cannot be read ({error}): E is the embedding, t a layer, m an MTP layer, L the loss"
         return
-    wanted = ["embedding", *["decoder"] * model.num_layers, *["mtp"] * (model.mtp_num_layers or 0), "loss"]
+    wanted = [
+        "embedding",
+        *["decoder"] * model.num_layers,
+        *["mtp"] * (model.mtp_num_layers or 0),
+        "loss",
+    ]
     if [layer for stage in stages for layer in stage] != wanted:
         letters = f"{model.num_layers} layers (t)"
         letters += f", {model.mtp_num_layers} MTP layers (m)" if model.mtp_num_layers else ""
@@ -91,7 +108,10 @@ def pipeline_layout_has_every_layer(config: RunConfig, world_size: int) -> Itera
 
 
 def _virtual_size(said: str, stages: int, model: Any) -> Iterator[str]:
-    size, virtual = model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    size, virtual = (
+        model.pipeline_model_parallel_size,
+        model.virtual_pipeline_model_parallel_size or 1,
+    )
     if stages % size:
         yield f"{said} has {stages} stages, no multiple of model.pipeline_model_parallel_size={size}"
     elif stages != size * virtual:
@@ -109,7 +129,10 @@ def _stages(layout: Any) -> list[list[str]]:
     elif isinstance(layout, PipelineParallelLayerLayout):
         return _stages(layout.input_data)
     return [
-        [LayerType[layer.strip().lower()].name if isinstance(layer, str) else layer.name for layer in stage]
+        [
+            LayerType[layer.strip().lower()].name if isinstance(layer, str) else layer.name
+            for layer in stage
+        ]
         for stage in layout
     ]
 
@@ -117,7 +140,9 @@ def _stages(layout: Any) -> list[list[str]]:
 def given(model: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Those of the settings ``names`` that are set, and not off."""
     values = {name: getattr(model, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None and value is not False}
+    return {
+        name: value for name, value in values.items() if value is not None and value is not False
+    }
 
 
 def _words(chosen: dict[str, Any]) -> str:

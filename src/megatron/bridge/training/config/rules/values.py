@@ -24,7 +24,9 @@ def default_of(config: RunConfig, key: str) -> Any:
     entry = _fields(type(owner)).get(name) if owner is not None and name else None
     if entry is None:
         return None
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+    return (
+        entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+    )
 
 
 @functools.cache
@@ -67,7 +69,9 @@ def unmet(setting: str, needs: dict[str, bool]) -> Iterator[str]:
         yield f"{setting} needs {'; '.join(missing)}: or switch it off"
 
 
-def indivisible(key: str, size: int, whole_key: str, whole: int, otherwise: str = "") -> Iterator[str]:
+def indivisible(
+    key: str, size: int, whole_key: str, whole: int, otherwise: str = ""
+) -> Iterator[str]:
     """A sentence if ``size`` does not divide ``whole``; ``otherwise`` is added to the way out.
 
     Example:
