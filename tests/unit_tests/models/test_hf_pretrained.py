@@ -206,14 +206,3 @@ def test_side_files_are_neither_weights_nor_of_a_run(tmp_path):
         "tokenizer.json",
         "original/params.json",
     ]
-
-
-def test_pytorch_checkpoints_are_refused(tmp_path):
-    make_llama(tmp_path, num_hidden_layers=1)
-    for path in tmp_path.glob("model*"):
-        path.unlink()
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(
-        UserError, match="save the model with transformers' save_pretrained to get safetensors"
-    ):
-        AutoBridge.from_hf_pretrained(tmp_path).to_megatron_model(wrap_with_ddp=False)

@@ -196,20 +196,16 @@ def test_kimi_k2_is_read_without_running_its_code(tmp_path, trust):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
         (
             "deepseek_v2",
             {"topk_method": "noaux_tc"},
             "topk_method='noaux_tc' is not supported: greedy and",
         ),
-        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("deepseek_v2", {"topk_group": 1}, "have 2 experts, fewer than num_experts_per_tok=4"),
         ("deepseek_v2", {"n_group": None}, "needs n_group and topk_group"),
-        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         (
             "deepseek_v3",
             {"num_key_value_heads": 2},

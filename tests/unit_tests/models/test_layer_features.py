@@ -197,17 +197,6 @@ def test_every_layer_is_compared_with_its_own(family_case, name):
     assert max(report.layers.values()) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["LlamaForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM"])
-def test_a_rotated_share_that_transformers_ignores_is_refused(model):
-    config = getattr(transformers, model).config_class(
-        **LLAMA,
-        architectures=[model],
-        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5},
-    )
-    with pytest.raises(UserError, match="this architecture rotates whole heads"):
-        AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-
-
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [

@@ -87,7 +87,6 @@ def test_what_cannot_be_built_is_refused(changes, message):
             {"hidden_act": "gelu"},
             "hidden_act='gelu' is not supported: layers without attention have 'silu'",
         ),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
     ],
 )
 def test_what_a_config_may_not_say(changes, message):

@@ -58,18 +58,6 @@ def provider_of(row, **changes):
             {"rope_parameters": {"rope_type": "ntk_alpha", "alpha": 3.0}},
             "rope_type='ntk_alpha' is not a kind",
         ),
-        (
-            "hunyuan_dense",
-            {
-                "rope_parameters": {
-                    "rope_type": "dynamic",
-                    "factor": 1.0,
-                    "alpha": 3.0,
-                    "gamma": 1.0,
-                }
-            },
-            "parameters.gamma",
-        ),
         ("hunyuan_moe", {"moe_topk": [2, 3, 2, 3]}, r"moe_topk=\[2, 3, 2, 3\] must be one number"),
         ("hunyuan_moe", {"moe_topk": 7}, "moe_topk=7 is more than num_experts=6"),
         ("ernie45_moe", {"use_bias": True}, "use_bias=True is not supported"),

@@ -75,11 +75,15 @@ MUTATIONS = {
         lambda hf: edit(hf, Q, lambda t: {Q.replace("q_proj", "q_prog"): t}),
         rf"tensor {Q} is missing .* did you mean model.layers.1.self_attn.q_prog.weight",
     ),
-    "surplus": (
+    "adapter": (
         lambda hf: edit(
-            hf, Q, lambda t: {Q: t, "model.layers.1.self_attn.extra.weight": t.clone()}
+            hf, Q, lambda t: {Q: t, "model.layers.1.self_attn.q_proj.lora_A.weight": t.clone()}
         ),
-        "tensor model.layers.1.self_attn.extra.weight of the checkpoint has no Megatron parameter",
+        "tensor model.layers.1.self_attn.q_proj.lora_A.weight of the checkpoint has no Megatron parameter",
+    ),
+    "wrapper": (
+        lambda hf: edit(hf, Q, lambda t: {f"module.{Q}": t}),
+        r"strip_prefix='module\.' \(--strip-prefix\)",
     ),
     "a bias that the config leaves out": (
         lambda hf: edit(hf, Q, lambda t: {Q: t, Q.replace("weight", "bias"): t[:, 0].clone()}),
@@ -93,9 +97,9 @@ MUTATIONS = {
         lambda hf: edit(hf, Q, lambda t: {Q: t[:-16].clone()}),
         f"tensor {Q} .* has shape",
     ),
-    "half precision": (
-        lambda hf: edit(hf, Q, lambda t: {Q: t.half()}),
-        f"tensor {Q} in .* is float16, config.json says float32",
+    "8-bit floats": (
+        lambda hf: edit(hf, Q, lambda t: {Q: t.to(torch.float8_e4m3fn)}),
+        f"tensor {Q} in .* is float8_e4m3fn, which holds quantized values",
     ),
     "integers": (
         lambda hf: edit(hf, Q, lambda t: {Q: t.to(torch.int8)}),
@@ -130,10 +134,6 @@ MUTATIONS = {
         lambda hf: [path.unlink() for path in hf.glob("model*")],
         "has neither model.safetensors nor model.safetensors.index.json",
     ),
-    "unknown key": (
-        lambda hf: edit_config(hf, attention_biases=True),
-        "config of LlamaForCausalLM: key attention_biases=True is not known; did you mean attention_bias",
-    ),
     "unsupported key": (
         lambda hf: edit_config(hf, quantization_config={"bits": 4}),
         "quantization_config.quant_method=None is not supported",
@@ -149,12 +149,6 @@ MUTATIONS = {
     "rope kind": (
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "axial", "rope_theta": 1e4}),
         "rope_parameters.rope_type='axial' is not one of",
-    ),
-    "rope key": (
-        lambda hf: edit_config(
-            hf, rope_parameters={"rope_type": "linear", "factor": 2.0, "beta_fest": 1.0}
-        ),
-        "rope_parameters.beta_fest is not a parameter of rope_type='linear'",
     ),
     "rope without its factor": (
         lambda hf: edit_config(hf, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}),
@@ -220,10 +214,6 @@ MUTATIONS = {
     "vocabulary": (
         lambda hf: edit_config(hf, vocab_size=100),
         "embed_tokens.weight in .* has shape",
-    ),
-    "declared dtype": (
-        lambda hf: edit_config(hf, dtype="bfloat16"),
-        "is float32, config.json says bfloat16",
     ),
     "integer dtype": (lambda hf: edit_config(hf, dtype="int8"), "dtype=.*int8 is not supported"),
     "broken config": (

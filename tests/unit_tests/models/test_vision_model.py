@@ -290,28 +290,6 @@ def test_wrong_settings(vision_case, name, changes, message):
         provider.provide_distributed_model(wrap_with_ddp=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda config: config.update(audio_config={}), r"key audio_config=\{\} is not known"),
-        (
-            lambda config: config["vision_config"].update(windows=3),
-            "vision_config: key windows=3 is not known",
-        ),
-        (
-            lambda config: config["vision_config"].update(in_chans=4),
-            "vision_config: in_chans=4 is not supported",
-        ),
-    ],
-)
-def test_an_unknown_key(vision_case, tmp_path, change, message):
-    config = json.loads((vision_case("qwen2_5_vl").checkpoint / "config.json").read_text())
-    change(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message):
-        AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider(load_weights=False)
-
-
 # ---- small parts ------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,10 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge import AutoBridge
 
     bridge = AutoBridge.from_hf_pretrained(
-        args.hf_model, trust_remote_code=args.trust_remote_code, dtype=args.dtype
+        args.hf_model,
+        trust_remote_code=args.trust_remote_code,
+        dtype=args.dtype,
+        strip_prefix=args.strip_prefix,
     )
     provider = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(provider, sizes)

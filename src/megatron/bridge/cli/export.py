@@ -46,7 +46,11 @@ def _tokenizer_of(checkpoint: Path) -> "PreTrainedTokenizerBase | None":
 def _export(args: argparse.Namespace, hf_model: str) -> int:
     from megatron.bridge import AutoBridge
 
-    bridge = AutoBridge.from_hf_pretrained(hf_model, trust_remote_code=args.trust_remote_code)
+    bridge = AutoBridge.from_hf_pretrained(
+        hf_model,
+        trust_remote_code=args.trust_remote_code,
+        strip_prefix=args.strip_prefix,
+    )
     bridge.export_ckpt(
         args.megatron_path,
         args.hf_path,

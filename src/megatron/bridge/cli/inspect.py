@@ -8,11 +8,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.utils.errors import UserError, first_few
+
+if TYPE_CHECKING:
+    from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
 
 PARALLEL_SIZES = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = (paths.TRACKER, "metadata.json")
@@ -70,6 +73,7 @@ def _hugging_face(path: Path) -> Contents:
         "architecture": ", ".join(config.get("architectures") or ("not named",)),
         "dtype in config.json": str(config.get("dtype") or config.get("torch_dtype")),
         **_sizes(config, "num_hidden_layers"),
+        **_unread_facts(pretrained, [tensor.name for tensor in tensors]),
     }
     return Contents(
         "Hugging Face",
@@ -78,6 +82,23 @@ def _hugging_face(path: Path) -> Contents:
         text_format.folder_size(path),
         len({tensor.file for tensor in tensors}),
     )
+
+
+def _unread_facts(pretrained: "PreTrainedCausalLM", tensor_names: list[str]) -> dict[str, str]:
+    """Return what transformers' own model does not read of the config and does not load of the weights."""
+    from megatron.bridge.models.conversion.declare.fields import IRRELEVANT
+    from megatron.bridge.models.hf_pretrained import transformers_reads
+
+    raw = pretrained.raw_config
+    config = pretrained.config.to_dict()
+    keys = [key for key in raw if key not in IRRELEVANT]
+    facts = {
+        "keys that transformers never reads": transformers_reads.unread_keys(config, keys, raw),
+        "tensors that transformers does not load": transformers_reads.unread_tensors(
+            config, tensor_names
+        ),
+    }
+    return {title: first_few(names, 12) for title, names in facts.items() if names}
 
 
 def _megatron(path: Path) -> Contents:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge.utils import distributed
 
     bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
-    has_weights = any(bridge.hf_pretrained.directory.glob("*.safetensors"))
+    has_weights = bridge.hf_pretrained.has_weights_here
     if not has_weights:
         bridge = AutoBridge.from_hf_config(bridge.hf_config)
     provider = bridge.to_megatron_provider(load_weights=False)
@@ -79,4 +79,10 @@ def run(args: argparse.Namespace) -> int:
     output.print(
         f"{len(plan.tasks)} parameters, {len(plan.hf_names)} Hugging Face tensors{ties}: {result}"
     )
+    for key, value in bridge.unread_keys.items():
+        output.print(
+            f"not read by transformers' model, carried along: {key}={value!r}", markup=False
+        )
+    for name in plan.unread:
+        output.print(f"not loaded by transformers' model, carried along: {name}", markup=False)
     return 0

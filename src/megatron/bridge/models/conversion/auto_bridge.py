@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.conversion import module_names
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.adapters.bridge_calls import AdapterCalls
 from megatron.bridge.models.conversion.engine import (
@@ -38,13 +39,13 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
     is_known,
 )
-from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub, transformers_reads
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, first_few
 
 Chunks = (
     nn.Module | Sequence[nn.Module]
@@ -72,7 +73,7 @@ class AutoBridge(AdapterCalls):
         Args:
             path: directory or hub id.
             trust_remote_code: run the model's own configuration code.
-            **options: ``dtype``, ``revision``, ``cache_dir``.
+            **options: ``dtype``, ``revision``, ``cache_dir``, ``strip_prefix`` (see ``PreTrainedCausalLM``).
 
         Raises:
             UserError: the path has no model, or the architecture is not supported.
@@ -122,10 +123,11 @@ class AutoBridge(AdapterCalls):
             UserError: a config key that is unknown or cannot be represented.
         """
         provider = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
+        self._note_unread_keys()
         provider.hf_config = self.hf_config
         if self.lacks_mtp_layers(hf_path, load_weights):
             provider.mtp_num_layers = None
-            self._note(mtp_layers.DECLARED_ONLY, self._weights(hf_path).model_name_or_path)
+            self._note(mtp_layers.DECLARED_ONLY.format(self._weights(hf_path).model_name_or_path))
         if load_weights:
             self._weights(
                 hf_path
@@ -529,14 +531,17 @@ class AutoBridge(AdapterCalls):
     def _export_plan(self, model: Chunks, source: SafetensorsCheckpoint | None) -> Plan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
         config, entries = chunks[0].config, {} if source is None else source.entries
+        registry = self._bridge.spelled_as(self._bridge.registry_for(config), entries)
+        hf_config = as_dict(self.hf_config)
         return build_plan(
-            self._bridge.spelled_as(self._bridge.registry_for(config), entries),
+            module_names.follow_module_names(registry, entries, hf_config),
             chunks,
             None if source is None else entries,
             (*self._bridge.buffers, *self._bridge.carried_by(config, entries)),
             self._bridge.copies,
             self._left_out(config),
             self._bridge.replaced_by_head(config),
+            partial(transformers_reads.unread_tensors, hf_config),
         )
 
     @cached_property
@@ -550,15 +555,34 @@ class AutoBridge(AdapterCalls):
         return None if getattr(config, "mtp_num_layers", None) else self._mtp_layers
 
     def _note_left_out(self, plan: Plan, source: SafetensorsCheckpoint | None) -> None:
-        if (
-            source is not None
-            and self._mtp_layers is not None
-            and self._mtp_layers.are_in(plan.buffers)
-        ):
-            self._note(mtp_layers.LEFT_OUT, source.directory)
+        if source is None:
+            return
+        if self._mtp_layers is not None and self._mtp_layers.are_in(plan.buffers):
+            self._note(mtp_layers.LEFT_OUT.format(source.directory))
+        if plan.unread:
+            self._note(
+                f"transformers' model does not load {first_few(plan.unread)} of {source.directory}, so "
+                "neither does this one; an export copies them"
+            )
 
-    def _note(self, what: str, where: str | Path) -> None:
-        text = f"note: {what.format(where)}"
+    def _note_unread_keys(self) -> None:
+        if unread := self.unread_keys:
+            values = [f"{key}={value!r}" for key, value in unread.items()]
+            self._note(
+                f"transformers' model never reads {first_few(values, 6)} of the config, so neither does this one; the "
+                "keys are carried along"
+            )
+
+    @property
+    def unread_keys(self) -> dict[str, Any]:
+        """Dotted keys of the config that neither transformers' model nor this one reads, with their values.
+
+        They are known once ``to_megatron_provider`` has read the config. An export carries them along.
+        """
+        return dict(getattr(self._bridge, "unread_keys", {}))
+
+    def _note(self, what: str) -> None:
+        text = f"note: {what}"
         if text not in self._noted:
             self._noted.add(text)
             console.console().print(text, markup=False)

@@ -60,12 +60,16 @@ class MegatronMappingRegistry:
         return self._candidates[kind]
 
     def hf_to_megatron_lookup(self, hf_param: str) -> MegatronParamMapping | None:
-        """Return the first mapping of a concrete Hugging Face name with its wildcards resolved, or None."""
+        """Return the first mapping of a concrete Hugging Face name with its wildcards resolved, or None.
+
+        Of a tensor that stacks all experts, this is the mapping of the first expert.
+        """
         for mapping in self._mappings:
             for name in mapping.hf_names:
                 captures = patterns.match(name, hf_param)
-                if captures is not None:
-                    return mapping.resolve(captures)
+                if captures is None:
+                    continue
+                return mapping.resolve((*captures, "0") if mapping.is_stacked else captures)
         return None
 
     def get_all_mappings(self) -> list[MegatronParamMapping]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from megatron.core.models.gpt import GPTModel
@@ -26,6 +27,7 @@ from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, Field
 from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hf_pretrained import transformers_reads
 from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError, misspelling, one_line, refuse
@@ -225,6 +227,9 @@ class DecoderBridge(MegatronModelBridge):
     irrelevant: ClassVar[config_fields.HarmlessKeys] = {}
     """Keys without effect in this architecture, in addition to those of every architecture."""
 
+    unread_keys: Mapping[str, Any] = MappingProxyType({})
+    """Dotted keys of the last config read that transformers' model never reads, with their values."""
+
     def __init_subclass__(cls) -> None:
         """Refuse an inconsistent declaration and report all its mistakes."""
         super().__init_subclass__()
@@ -233,19 +238,51 @@ class DecoderBridge(MegatronModelBridge):
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Return the provider with the attributes from the fields and the fixed values.
 
+        Keys that transformers' own model never reads cannot change what it computes: they are left out and listed in
+        ``unread_keys``.
+
         Raises:
-            UserError: a key of the config is unknown, missing, or cannot be represented.
+            ConfigError: a key of the config is unknown, missing, or cannot be represented.
         """
-        try:
-            config = without_quantization(as_dict(hf_pretrained.config))
-            irrelevant = {
-                **IRRELEVANT,
-                **(heads.IRRELEVANT_WITH_HEAD if self.head else {}),
-                **self.irrelevant,
-            }
-            values = config_fields.read_all(self.fields, config, irrelevant, _key_hint)
-        except UserError as error:
-            raise UserError(f"config of {self._architecture}: {error}") from error
+        config = without_quantization(as_dict(hf_pretrained.config))
+        raw = getattr(hf_pretrained, "raw_config", config)
+        readable, provider = self._read(config, raw)
+        self.unread_keys = unread_values(config, readable)
+        return provider
+
+    def _read(
+        self, config: Mapping[str, Any], raw: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Any]:
+        """Return ``config`` without keys that stand in the way and that transformers never reads, and its provider."""
+        while True:
+            try:
+                return config, self.provider_of(config, raw)
+            except config_fields.ConfigError as error:
+                unread = transformers_reads.unread_keys(config, error.removable, raw)
+                if not unread:
+                    raise config_fields.ConfigError(
+                        [f"config of {self._architecture}: {error}"], error.removable
+                    ) from error
+                for key in unread:
+                    config = transformers_reads.without_key(config, key)
+
+    def provider_of(self, config: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+        """Return the provider that a config describes.
+
+        Args:
+            config: the complete config, as transformers' class of it writes it.
+            raw: the same as in ``config.json``.
+
+        Raises:
+            ConfigError: a key of the config is unknown, missing, or cannot be represented.
+        """
+        del raw
+        irrelevant = {
+            **IRRELEVANT,
+            **(heads.IRRELEVANT_WITH_HEAD if self.head else {}),
+            **self.irrelevant,
+        }
+        values = config_fields.read_all(self.fields, config, irrelevant, _key_hint)
         return self._provider(**{**self.fixed, **values, **heads.read(self.head, config)})
 
     def mapping_registry(self) -> MegatronMappingRegistry:
@@ -287,7 +324,8 @@ class DecoderBridge(MegatronModelBridge):
                 f"a config of {self._architecture} cannot express {', '.join(unsaid)}, so transformers would compute "
                 "something else: write only the weights (save_hf_weights)"
             )
-        changed = config_fields.changed_keys(self.fields, provider, hf_config)
+        readable, _ = self._read(hf_config, hf_config)
+        changed = config_fields.changed_keys(self.fields, provider, readable)
         return {**changed, **heads.changed_keys(provider, hf_config)}
 
     def can_say(self, provider: Any) -> bool:
@@ -318,6 +356,13 @@ class DecoderBridge(MegatronModelBridge):
     @property
     def _provider(self) -> Any:
         return (self.registration.provider if self.registration else None) or GPTModelProvider
+
+
+def unread_values(config: Mapping[str, Any], readable: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that ``readable`` lacks, by their dotted keys in ``config``."""
+    remaining = set(config_fields.dotted_keys(readable))
+    missing = (key for key in config_fields.dotted_keys(config) if key not in remaining)
+    return {key: transformers_reads.value_at(config, key) for key in missing}
 
 
 def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:

@@ -67,6 +67,7 @@ class PreTrainedCausalLM:
         dtype: dtype to hold the weights in; None takes what the checkpoint declares.
         revision: branch, tag or commit on the hub.
         cache_dir: hub cache to use.
+        strip_prefix: prefix of all tensors' names that a wrapper added, such as ``module.``; it is left out.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class PreTrainedCausalLM:
         dtype: torch.dtype | str | None = None,
         revision: str | None = None,
         cache_dir: str | None = None,
+        strip_prefix: str = "",
     ) -> None:
         self.model_name_or_path = str(model_name_or_path)
         self.trust_remote_code = trust_remote_code
         self.dtype = to_dtype(dtype)
+        self.strip_prefix = strip_prefix
         self._hub = {"revision": revision, "cache_dir": cache_dir}
 
     @classmethod
@@ -90,7 +93,7 @@ class PreTrainedCausalLM:
         """The model at a directory or hub id; ``options`` are those of the constructor."""
         if "torch_dtype" in options:
             options["dtype"] = options.pop("torch_dtype")
-        known = ("trust_remote_code", "dtype", "revision", "cache_dir")
+        known = ("trust_remote_code", "dtype", "revision", "cache_dir", "strip_prefix")
         for name in options:
             if name not in known:
                 raise UserError(
@@ -155,17 +158,23 @@ class PreTrainedCausalLM:
     def state(self) -> SafetensorsCheckpoint:
         """The weights in full, as lazy views; quantized ones are dequantized when they are read."""
         directory = hub.resolve(self.model_name_or_path, weights=True, **self._hub)
-        return quantized_checkpoint.open_checkpoint(directory, self.raw_config, self.declared_dtype)
+        return quantized_checkpoint.open_checkpoint(
+            directory, self.raw_config, self.declared_dtype, self.strip_prefix
+        )
 
     @property
     def stored_names(self) -> Set[str] | None:
         """Names of the stored tensors; None if neither the weights nor their index are here."""
-        return SafetensorsCheckpoint(self.directory).listed_names
+        return self._stored.listed_names
 
     @property
     def has_weights_here(self) -> bool:
-        """Whether the safetensors files are on this machine; a hub model's small files are downloaded."""
-        return SafetensorsCheckpoint(self.directory).is_complete
+        """Whether the files of the weights are on this machine; a hub model's small files are downloaded."""
+        return self._stored.is_complete
+
+    @property
+    def _stored(self) -> SafetensorsCheckpoint:
+        return quantized_checkpoint.open_unquantized(self.directory, self.strip_prefix)
 
     @property
     def declared_dtype(self) -> torch.dtype | None:
@@ -276,7 +285,7 @@ def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """The torch dtype of a name such as ``bfloat16``; None and ``auto`` stay undecided."""
     if value is None or value == "auto" or isinstance(value, torch.dtype):
         return None if isinstance(value, str) else value
-    found = getattr(torch, value.removeprefix("torch."), None)
+    found = getattr(torch, str(value).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise UserError(
             f"dtype={value!r} is not a dtype of torch: use float32, bfloat16 or float16"

@@ -35,7 +35,8 @@ RUN_PATTERNS = (
     *("runs/*", "checkpoint-*/*", "iter_*/*"),
 )
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
-_OURS = ("*.safetensors", *_INDEX)
+_SAFETENSORS = ("*.safetensors", *_INDEX)
+_PICKLED = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # of models without safetensors
 CONFIG = "config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -164,13 +165,14 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
         RepositoryNotFoundError,
     )
 
-    wanted = _OURS if weights else _INDEX
+    download: Any = cast(Any, huggingface_hub).snapshot_download
+    source = {"repo_id": model, "revision": revision, "cache_dir": cache_dir}
+    wanted = _SAFETENSORS if weights else _INDEX
     unwanted = [pattern for pattern in WEIGHT_PATTERNS if pattern not in wanted]
     try:
-        download: Any = cast(Any, huggingface_hub).snapshot_download
-        found = download(
-            model, revision=revision, cache_dir=cache_dir, ignore_patterns=[*unwanted, "original/*"]
-        )
+        path = Path(download(**source, ignore_patterns=[*unwanted, "original/*"]))
+        if weights and not any(path.glob("*.safetensors")):
+            path = Path(download(**source, allow_patterns=[*_PICKLED]))
     except GatedRepoError as error:
         raise UserError(
             f"hub model {model} is gated: accept its licence on its page and log in with `hf auth login`"
@@ -183,7 +185,6 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
         ) from error
     except HfHubHTTPError as error:
         raise UserError(f"the hub refused to serve {model}: {error}") from error
-    path = Path(found)
     if not is_hf_model(path):
         raise UserError(f"hub model {model} has no config.json, so it is not a transformers model")
     return path

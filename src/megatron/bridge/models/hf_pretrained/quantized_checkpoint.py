@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from megatron.bridge.models.hf_pretrained.pickled_checkpoint import PickledCheckpoint, is_pickled
 from megatron.bridge.models.hf_pretrained.safetensors_files import (
     SafetensorsCheckpoint,
     TensorEntry,
@@ -237,14 +238,28 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_checkpoint(
-    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None
+    directory: Path, config: Mapping[str, Any], dtype: torch.dtype | None, strip_prefix: str = ""
 ) -> SafetensorsCheckpoint:
-    """The weights in ``directory``; quantized tensors appear in ``dtype``, bfloat16 when None."""
+    """Return the weights of a model.
+
+    Args:
+        directory: the model's folder.
+        config: its ``config.json``.
+        dtype: dtype in which quantized tensors appear; bfloat16 when None.
+        strip_prefix: prefix of all names in the files, which is left out.
+    """
     quantization = config.get("quantization_config")
     if quantization is None:
-        return SafetensorsCheckpoint(directory)
+        return open_unquantized(directory, strip_prefix)
     check(quantization)
-    return QuantizedCheckpoint(directory, quantization, dtype or torch.bfloat16)
+    return QuantizedCheckpoint(directory, quantization, dtype or torch.bfloat16, strip_prefix)
+
+
+def open_unquantized(directory: Path, strip_prefix: str = "") -> SafetensorsCheckpoint:
+    """Return the tensors in ``directory`` as they are stored."""
+    if is_pickled(directory):
+        return PickledCheckpoint(directory, strip_prefix)
+    return SafetensorsCheckpoint(directory, strip_prefix)
 
 
 class QuantizedCheckpoint(SafetensorsCheckpoint):
@@ -255,11 +270,16 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             to the target's dtype only.
     """
 
-    as_stored = False
-
-    def __init__(self, directory: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
+        strip_prefix: str = "",
+    ) -> None:
         super().__init__(directory)
-        self._stored = SafetensorsCheckpoint(directory)
+        self.as_stored = False
+        self._stored = SafetensorsCheckpoint(directory, strip_prefix)
         self._config = config
         self._dtype = dtype
 

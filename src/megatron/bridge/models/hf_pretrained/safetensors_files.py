@@ -10,7 +10,7 @@ import mmap
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -115,17 +115,30 @@ def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntr
     return entry
 
 
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return the file of each tensor from the index of a sharded checkpoint."""
+    try:
+        weight_map = strict_json.loads(path.read_text())["weight_map"]
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError("a file has a name")
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged: download it again") from error
+    return weight_map
+
+
 class SafetensorsCheckpoint(Mapping[str, Tensor]):
     """The tensors of a model directory by name; ``checkpoint[name]`` is a read-only view, paged in when used.
 
     Args:
         directory: holds ``model.safetensors`` or its shards and their index.
+        strip_prefix: prefix of all names in the files, which is left out here.
     """
 
-    as_stored = True  # whether the tensors are in the files as they appear here
-
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, strip_prefix: str = "") -> None:
         self.directory = directory
+        self.as_stored = not strip_prefix
+        """Whether the tensors are in the files as they appear here."""
+        self._prefix = strip_prefix
         self.bytes_read = 0
         self._maps: dict[Path, tuple[mmap.mmap, Tensor]] = {}
         self._lock = threading.Lock()
@@ -136,13 +149,29 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         headers = {name: read_header(self.directory / name) for name in self._file_names}
         if self._index is not None:
             self._check_index(headers)
-        return headers
+        return {
+            file: (self._without_prefix(tensors), metadata)
+            for file, (tensors, metadata) in headers.items()
+        }
+
+    def _without_prefix(self, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+        if not self._prefix:
+            return tensors
+        if not any(name.startswith(self._prefix) for name in tensors):
+            raise UserError(
+                f"strip_prefix={self._prefix!r} is the beginning of no tensor in {self.directory}, such as "
+                f"{first_few(list(tensors))}: leave it out"
+            )
+        stripped = {name: name.removeprefix(self._prefix) for name in tensors}
+        return {
+            stripped[name]: replace(entry, name=stripped[name]) for name, entry in tensors.items()
+        }
 
     @property
     def listed_names(self) -> Set[str] | None:
         """Names of the tensors, for which the index is enough; None if there is neither an index nor weights."""
         if self._index is not None:
-            return self._index.keys()
+            return {name.removeprefix(self._prefix) for name in self._index}
         return self.entries.keys() if (self.directory / SINGLE).is_file() else None
 
     @property
@@ -167,19 +196,12 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
         path = self.directory / INDEX
         if not path.exists():
             return None
-        try:
-            found = strict_json.loads(path.read_text())["weight_map"]
-            if not all(isinstance(file, str) for file in found.values()):
-                raise TypeError("a file has a name")
-            if SINGLE not in found.values() and (self.directory / SINGLE).exists():
-                raise UserError(
-                    f"{self.directory} has both {SINGLE} and {INDEX} without it: remove the stale one"
-                )
-            return found
-        except UserError:
-            raise
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged: download it again") from error
+        weight_map = read_weight_map(path)
+        if SINGLE not in weight_map.values() and (self.directory / SINGLE).exists():
+            raise UserError(
+                f"{self.directory} has both {SINGLE} and {INDEX} without it: remove the stale one"
+            )
+        return weight_map
 
     @property
     def _file_names(self) -> list[str]:

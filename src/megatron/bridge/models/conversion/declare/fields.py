@@ -5,9 +5,9 @@ Every key of a config is claimed by a field, listed as irrelevant, or refused by
 the model computes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling
@@ -160,6 +160,20 @@ def _hint(key: str, claimed: Iterable[str]) -> str:
     return misspelling(key, claimed) or ", remove it if it changes nothing"
 
 
+class ConfigError(UserError):
+    """Keys of a config that cannot be read.
+
+    Args:
+        problems: a phrase for each mistake.
+        removable: dotted keys that the provider does not need; without them, the config describes the same model if
+            transformers' own model never reads them.
+    """
+
+    def __init__(self, problems: Iterable[str], removable: Iterable[str] = ()) -> None:
+        super().__init__("; ".join(dict.fromkeys(problems)))
+        self.removable = tuple(dict.fromkeys(removable))
+
+
 def read_all(
     fields: Iterable[Field],
     config: Mapping[str, Any],
@@ -168,30 +182,61 @@ def read_all(
 ) -> dict[str, Any]:
     """Return the provider's attributes that ``config`` sets.
 
+    Args:
+        fields: what an architecture reads.
+        config: the Hugging Face config.
+        irrelevant: keys without effect, or the values with which they have none.
+        hint: ends the message about an unknown key.
+
     Raises:
-        UserError: keys are unknown, missing, out of range or contradict each other; one message lists all.
+        ConfigError: keys are unknown, missing, out of range or contradict each other; one message lists all.
     """
     fields = tuple(fields)
-    problems = unknown_keys(fields, config, irrelevant, hint)
+    unknown = unknown_keys(fields, config, irrelevant, hint)
+    problems = list(unknown.values())
+    removable = list(unknown)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for field in fields:
         try:
-            found = field.read(config)
+            attributes = field.read(config)
         except UserError as error:
             problems.append(str(error))
+            removable += removable_keys(field, config)
             continue
-        problems += [
-            f"{origins[name]}={config.get(origins[name])!r} and {field.hf}={config.get(field.hf)!r} set {name} to "
-            f"{values[name]!r} and to {value!r}: Megatron-Core has one setting for both, so make them agree"
-            for name, value in found.items()
-            if name in values and values[name] != value
-        ]
-        values |= found
-        origins |= dict.fromkeys(found, field.hf)
+        for name, value in attributes.items():
+            if name in values and values[name] != value:
+                first = origins[name]
+                problems.append(
+                    f"{first}={config.get(first)!r} and {field.hf}={config.get(field.hf)!r} set {name} to "
+                    f"{values[name]!r} and to {value!r}: Megatron-Core has one setting for both, so make them agree"
+                )
+        values |= attributes
+        origins |= dict.fromkeys(attributes, field.hf)
     if problems:
-        raise UserError("; ".join(dict.fromkeys(problems)))
+        raise ConfigError(problems, removable)
     return values
+
+
+def removable_keys(field: Field, config: Mapping[str, Any]) -> list[str]:
+    """Return the keys without which a field that refused its value may accept the config.
+
+    A field that sets nothing only checks its key. The parts of a dict, such as ``rope_parameters``, can be removed one
+    by one.
+    """
+    value = config.get(field.hf)
+    if isinstance(value, Mapping):
+        return [f"{field.hf}.{key}" for key in dotted_keys(cast(Mapping[str, Any], value))]
+    return [] if field.names else [field.hf]
+
+
+def dotted_keys(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of all values in nested dicts."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from (f"{key}.{inner}" for inner in dotted_keys(cast(Mapping[str, Any], value)))
+        else:
+            yield key
 
 
 def unknown_keys(
@@ -199,17 +244,17 @@ def unknown_keys(
     config: Mapping[str, Any],
     irrelevant: HarmlessKeys,
     hint: KeyHint = _hint,
-) -> list[str]:
+) -> dict[str, str]:
     """Return a phrase for each key that no field claims and that could change the computation."""
     claimed = {field.hf for field in fields}
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     for key, value in config.items():
         if key in claimed:
             continue
         if key not in irrelevant:
-            problems.append(f"key {key}={value!r} is not known{hint(key, claimed)}")
+            problems[key] = f"key {key}={value!r} is not known{hint(key, claimed)}"
         elif (harmless := irrelevant[key]) is not None and value not in harmless:
-            problems.append(f"{key}={value!r} is not supported")
+            problems[key] = f"{key}={value!r} is not supported"
     return problems
 
 

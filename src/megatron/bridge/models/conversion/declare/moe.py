@@ -303,6 +303,18 @@ def stacked_experts(
     return tuple(mapping.stacked(turned) for mapping in (*first, *second))
 
 
+def stacked_mapping(megatron_name: str, hf_name: str) -> MegatronParamMapping:
+    """Return the mapping of one projection of all experts, each expert's matrix as [out, in].
+
+    Args:
+        megatron_name: of one expert's parameter; the last wildcard is the index of the expert.
+        hf_name: of the tensor of all experts; ``gate_up_proj`` has gate and up projection, one behind the other.
+    """
+    if hf_name.endswith("gate_up_proj"):
+        return ConcatenatedGatedMLPMapping(megatron_name, hf_name).stacked()
+    return AutoMapping(megatron_name, hf_name).stacked()
+
+
 def as_stacked(
     registry: MegatronMappingRegistry,
     entries: Mapping[str, TensorEntry],

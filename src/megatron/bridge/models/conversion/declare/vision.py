@@ -11,21 +11,22 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from megatron.bridge.models.conversion.declare.blocks import Block
-from megatron.bridge.models.conversion.declare.fields import IRRELEVANT, HarmlessKeys, unknown_keys
+from megatron.bridge.models.conversion.declare.fields import (
+    IRRELEVANT,
+    ConfigError,
+    HarmlessKeys,
+    unknown_keys,
+)
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import (
     DecoderBridge,
     MegatronModelBridge,
-    as_dict,
     bridge_for,
 )
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping, ReplicatedMapping
-from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM
-from megatron.bridge.models.hf_pretrained.quantized_checkpoint import without_quantization
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.models.vision.provider import VisionGPTModelProvider
 from megatron.bridge.models.vision.tower import hf_config
-from megatron.bridge.utils.errors import UserError
 
 _TEXT, _VISION, _TIED, _ROPE = (
     "text_config",
@@ -111,22 +112,24 @@ class VisionBridge(DecoderBridge):
         False  # whether embeddings are tied if ``config.json`` does not say
     )
 
-    def provider_bridge(self, hf_pretrained: Any) -> Any:
-        whole = without_quantization(as_dict(hf_pretrained.config))
-        self._check(whole)
-        raw = hf_pretrained.raw_config if isinstance(hf_pretrained, PreTrainedCausalLM) else whole
-        text = {**self._text_config(whole), _TIED: self._is_tied(raw)}
-        provider = self._text_bridge(whole).provider_bridge(SimpleNamespace(config=text))
+    def provider_of(self, config: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+        self._check(config)
+        text = {**self._text_config(config), _TIED: self._is_tied(raw)}
+        try:
+            provider = self._text_bridge(config).provider_bridge(SimpleNamespace(config=text))
+        except ConfigError as error:
+            removable = (f"{_TEXT}.{key}" for key in error.removable)
+            raise ConfigError([str(error)], removable) from error
         values = {
             field.name: getattr(provider, field.name)
             for field in dataclasses.fields(provider)
             if field.init
         }
         del values["deallocate_pipeline_outputs"]  # models with a tower have a different default
-        rope: dict[str, Any] = whole[_TEXT].get(_ROPE) or {}
+        rope: dict[str, Any] = config[_TEXT].get(_ROPE) or {}
         sections = {key: rope[key] for key in _MROPE if key in rope}
         return self._provider(
-            **{**values, **self.values, **sections, "vision": self._vision_config(whole)}
+            **{**values, **self.values, **sections, "vision": self._vision_config(config)}
         )
 
     @property
@@ -157,15 +160,16 @@ class VisionBridge(DecoderBridge):
     def _text_bridge(self, whole: Mapping[str, Any]) -> MegatronModelBridge:
         return bridge_for(SimpleNamespace(architectures=[self.texts[whole[_TEXT]["model_type"]]]))
 
-    def _check(self, whole: Mapping[str, Any]) -> None:
-        kind = whole[_TEXT].get("model_type")
-        problems = _unknown(whole, self.irrelevant)
+    def _check(self, config: Mapping[str, Any]) -> None:
+        unknown = _unknown(config, self.irrelevant)
+        problems = list(unknown.values())
+        kind = config[_TEXT].get("model_type")
         if kind not in self.texts:
             problems.append(
                 f"{_TEXT}.model_type={kind!r} is not supported: {' and '.join(self.texts)} are"
             )
         if problems:
-            raise UserError(f"config of {self._architecture}: {'; '.join(problems)}")
+            raise ConfigError(problems, unknown)
 
     def megatron_to_hf_config(self, provider: Any) -> dict[str, Any]:
         """Return the complete config of a provider with a tower, or an empty dict without a tower."""
@@ -181,8 +185,9 @@ class VisionBridge(DecoderBridge):
 
     def changed_config(self, provider: Any, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the changed keys of both parts; dtype and tied embeddings belong to the complete config."""
-        text = self._text_config(hf_config)
-        changed = self._text_bridge(hf_config).changed_config(provider, text)
+        readable, _ = self._read(hf_config, hf_config)
+        text = self._text_config(readable)
+        changed = self._text_bridge(readable).changed_config(provider, text)
         whole = {key: changed.pop(key) for key in (_TIED, "dtype") if key in changed}
         rope: dict[str, Any] = hf_config[_TEXT].get(_ROPE) or {}
         sections = provider.mrope_section and [*provider.mrope_section]
@@ -301,17 +306,20 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _unknown(whole: Mapping[str, Any], harmless: HarmlessKeys) -> list[str]:
+def _unknown(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str]:
     """Return a phrase for each key of the config or its vision part that transformers' class does not have."""
-    twice = {key: whole[key] for key in _TWICE if key in whole}
-    kind = {
-        key: value for key, value in whole[_VISION].items() if key == "model_type" or key in twice
+    repeated = {key: config[key] for key in _TWICE if key in config}
+    vision_config: dict[str, Any] = config[_VISION]
+    smallest_vision = {
+        key: value for key, value in vision_config.items() if key == "model_type" or key in repeated
     }
-    known = hf_config({"model_type": whole["model_type"], **twice, _VISION: kind}).to_dict()
-    own = {key: value for key, value in whole.items() if key not in known}
-    vision = {key: value for key, value in whole[_VISION].items() if key not in known[_VISION]}
-    problems = unknown_keys((), vision, {**IRRELEVANT, **_HARMLESS_IN_VISION, **harmless})
-    return [
-        *unknown_keys((), own, {**IRRELEVANT, **_HARMLESS, **harmless}),
-        *(f"{_VISION}: {line}" for line in problems),
-    ]
+    smallest = {"model_type": config["model_type"], **repeated, _VISION: smallest_vision}
+    known = hf_config(smallest).to_dict()
+    others = {key: value for key, value in config.items() if key not in known}
+    other_vision = {key: value for key, value in vision_config.items() if key not in known[_VISION]}
+    problems = unknown_keys((), others, {**IRRELEVANT, **_HARMLESS, **harmless})
+    in_vision = unknown_keys((), other_vision, {**IRRELEVANT, **_HARMLESS_IN_VISION, **harmless})
+    return {
+        **problems,
+        **{f"{_VISION}.{key}": f"{_VISION}: {phrase}" for key, phrase in in_vision.items()},
+    }

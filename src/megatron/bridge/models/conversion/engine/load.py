@@ -17,8 +17,8 @@ from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversion
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.conversion.param_mapping import CopyRange
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
-from megatron.bridge.utils import console
-from megatron.bridge.utils.errors import UserError, first_problems
+from megatron.bridge.utils import console, distributed
+from megatron.bridge.utils.errors import UserError, first_few, first_problems
 
 THREADS = (
     2  # one copies while the other waits for pages; more threads only compete for memory bandwidth
@@ -187,27 +187,42 @@ def _wrong_shapes(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint)
 def _wrong_dtypes(
     plan: Plan, checkpoint: SafetensorsCheckpoint, declared: torch.dtype | None
 ) -> list[str]:
-    """Return tensors whose dtype is not the declared one: values would lose precision, or already lost it.
+    """Return a phrase for each tensor whose dtype cannot hold a weight; note those that lose precision.
 
-    A parameter that is more precise than the model, such as a router's correction bias, may be stored in its own dtype.
+    As in transformers, a tensor is converted to the dtype of its parameter. Whole numbers and 8-bit floats are refused:
+    they are quantized, and what their values mean is not known.
     """
-    kept = {
-        name: task.dtype
-        for task in plan.tasks
-        if task.mapping.copies
-        for name in task.mapping.hf_names
-    }
-    kept = {name: dtype for name, dtype in kept.items() if name in checkpoint}
-    found = [checkpoint.entries[name].dtype for name in kept]
-    if not found:
-        return []
-    wanted = declared or max(set(found), key=found.count)
-    return [
-        f"tensor {name} in {checkpoint.entries[name].file.name} is {dtype_name(dtype)}, "
-        f"{'config.json says' if declared else 'the others are'} {dtype_name(wanted)}"
-        for (name, ours), dtype in zip(kept.items(), found, strict=True)
-        if dtype not in (wanted, ours)
-    ]
+    problems: list[str] = []
+    rounded: list[str] = []
+    for task in plan.tasks:
+        if not task.mapping.copies:
+            continue
+        for name in task.mapping.hf_names:
+            if name not in checkpoint:
+                continue
+            entry = checkpoint.entries[name]
+            if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+                problems.append(
+                    f"tensor {name} in {entry.file.name} is {dtype_name(entry.dtype)}, which holds quantized "
+                    "values, but config.json has no quantization_config: download both again"
+                )
+            elif entry.dtype != task.dtype and not _holds_exactly(
+                declared or task.dtype, entry.dtype
+            ):
+                rounded.append(f"{name} ({dtype_name(entry.dtype)})")
+    if rounded and not problems and distributed.rank() == 0:
+        model = dtype_name(declared) if declared else "less precise"
+        console.console().print(
+            f"note: the model is {model}, so {first_few(rounded)} are rounded, as transformers does; `dtype` of "
+            "config.json sets the model's dtype",
+            markup=False,
+        )
+    return problems
+
+
+def _holds_exactly(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether every value of ``stored`` is one of ``dtype``."""
+    return torch.promote_types(dtype, stored) == dtype
 
 
 def _check_ties(plan: Plan, checkpoint: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 """Plan a conversion: one task per Megatron parameter; the plan must cover both sides before anything is copied."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -27,6 +27,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     parallel_kind,
 )
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
+from megatron.bridge.models.hf_pretrained.transformers_reads import wrapper_prefix
 from megatron.bridge.utils.errors import UserError, first_problems, misspelling
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -126,6 +127,9 @@ class Plan:
     replaced: frozenset[str] = (
         frozenset()
     )  # tensors of the output layer that a head replaces; neither read nor written
+    unread: tuple[
+        str, ...
+    ] = ()  # those of ``buffers`` that transformers' model does not load either
 
     @property
     def hf_names(self) -> list[str]:
@@ -165,6 +169,7 @@ def build_plan(
     copies: Mapping[str, str] = MappingProxyType({}),
     left_out: MTPLayers | None = None,
     replaced: frozenset[str] = frozenset(),
+    find_unread: Callable[[Iterable[str]], Iterable[str]] = lambda names: (),
 ) -> Plan:
     """Match every parameter of the model with tensors of a checkpoint.
 
@@ -175,6 +180,7 @@ def build_plan(
         copies: patterns of tensors that a checkpoint may store a second time, and their originals.
         left_out: layers that a checkpoint may have and that the model was built without.
         replaced: tensors that a checkpoint may have and that the model's head replaces.
+        find_unread: returns those of some tensors that transformers' model does not load; an export copies them.
     """
     config = cast(Any, chunks[0]).config
     if entries is not None and replaced:
@@ -192,16 +198,27 @@ def build_plan(
     of_heads = {
         name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names
     }
+    unread: tuple[str, ...] = ()
     if entries is not None:
         names = [task.global_param_name for task in tasks]
         unbuilt = [] if left_out is None else left_out.tensors(names, config.num_layers)
         found += tuple(name for name in unbuilt if name in entries)
+        accounted = {*claimed, *ties, *found}
+        foreign = [
+            name
+            for name in entries
+            if name not in accounted and registry.hf_to_megatron_lookup(name) is None
+        ]
+        # a tensor that is missing may be among them, under another name
+        is_complete = all(name in entries for name in claimed if name not in of_heads)
+        unread = tuple(find_unread(foreign)) if is_complete else ()
+        found += unread
         needed = {name: None for name in claimed if name in entries or name not in of_heads}
         problems += _differences(registry, tasks, needed, entries, ties, found)
         problems += _incomplete(unbuilt, entries)
     if problems:
         raise UserError(f"the conversion plan is inconsistent: {first_problems(problems)}")
-    return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads), replaced)
+    return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads), replaced, unread)
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:
@@ -462,6 +479,12 @@ def _differences(
         f"tensor {name} of the checkpoint has no Megatron parameter{made.get(name, '')}{more}"
         for _, name, more in _kinds(left_over)
     ]
+    prefixes = filter(None, map(wrapper_prefix, left_over))
+    for prefix in dict.fromkeys(prefixes):
+        problems.insert(
+            0,
+            f"names begin with {prefix}, which a wrapper added: set strip_prefix={prefix!r} (--strip-prefix)",
+        )
     return problems
 
 
