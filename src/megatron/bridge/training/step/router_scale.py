@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scale of router losses where the gradients are divided by what is in the loss, not by all tokens.
+
+With ``calculate_per_token_loss``, Megatron-Core divides the gradients of a step by the tokens (or pairs) in its loss.
+A router loss is a mean over all tokens that are no padding. Routers give its sum over these, so its gradient has to be
+multiplied by the ratio of both numbers, which is known only when all microbatches of the step are.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+from megatron.core.utils import get_model_config
+
+from megatron.bridge.training.state import BatchIterator, Run
+from megatron.bridge.training.step.losses import has_router_losses
+from megatron.bridge.utils.patching import patched
+
+Batch = dict[str, Any]
+
+
+@contextmanager
+def scaled_router_losses(
+    run: Run, batches: list[BatchIterator], microbatches: int
+) -> Iterator[list[BatchIterator]]:
+    """Scale the gradients of router losses inside the context, and yield iterators over the same microbatches.
+
+    Args:
+        run: The run.
+        batches: One iterator for each chunk of the model.
+        microbatches: Microbatches of the step on this rank; they are read before the context is entered.
+    """
+    model = run.config.model
+    if not model.calculate_per_token_loss or not has_router_losses(model):
+        yield batches
+        return
+    drawn = [next(batches[0]) for _ in range(microbatches)]
+    if any("loss_mask" not in batch for batch in drawn):  # of a forward step with a loss of its own
+        yield [iter(drawn), *batches[1:]]
+        return
+    in_loss, real_tokens, positions = _totals(run, drawn).unbind()
+    config: Any = get_model_config(run.model[0])
+
+    def router_scale() -> torch.Tensor:
+        share = (in_loss / real_tokens.clamp(min=1)).view(1)
+        return share if config.grad_scale_func is None else config.grad_scale_func(share)
+
+    def set_indexer_scale(scale: torch.Tensor) -> None:
+        # padding is not known to attention, so the loss of indexers is a mean over all positions
+        DSAIndexerLossAutoScaler.set_loss_scale(scale * (in_loss / positions))
+
+    with ExitStack() as contexts:
+        contexts.enter_context(patched(config, moe_grad_scale_func=router_scale))
+        if config.experimental_attention_variant == "dsa":
+            name = "experimental_attention_variant_loss_scale_func"
+            contexts.enter_context(patched(config, **{name: set_indexer_scale}))
+        yield [iter(drawn), *batches[1:]]
+
+
+def _totals(run: Run, batches: list[Batch]) -> torch.Tensor:
+    """What is in the loss, tokens that are no padding, and positions of the step over all replicas, [3] in fp32."""
+    counts = torch.tensor(
+        [
+            [_count_in_loss(run, batch), _count_real_tokens(batch), batch["tokens"].numel()]
+            for batch in batches
+        ],
+        dtype=torch.float64,
+    )
+    totals = counts.sum(0).to(torch.cuda.current_device())
+    replicas: Any = parallel_state.get_data_parallel_group()
+    if replicas.size() > 1:
+        dist.all_reduce(totals, group=replicas)
+    return totals.float()
+
+
+def _count_in_loss(run: Run, batch: Batch) -> int:
+    """What the loss function returns as ``num_tokens`` of all context-parallel ranks together."""
+    model: Any = run.config.model
+    head = getattr(model, "head", None)
+    of_pairs = head == "embedding" or (head is not None and model.num_labels == 1)
+    if run.config.dpo is not None or of_pairs:
+        return (len(batch["cu_seqlens"]) - 1) // 2
+    return int((batch["loss_mask"] > 0).sum())
+
+
+def _count_real_tokens(batch: Batch) -> int:
+    padding = int(batch["padding_mask"].sum()) if "padding_mask" in batch else 0
+    return batch["tokens"].numel() - padding
