@@ -20,7 +20,10 @@ from megatron.bridge.training.config import (
 )
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
-from tests.toy_run import Record, toy_config
+from tests import parity, toy_samples
+from tests.refusals import refused
+from tests.toy_run import Record, run_toy, sparse_forward_step, toy_config
+from tests.workers import leave
 
 VOCABULARY = 96
 EXPERTS, TOPK = 4, 2
@@ -204,3 +207,56 @@ def test_layouts(two_workers, model_dir, folder, samples, layout, kind):
     first, last = two_workers.run(function)
     assert first == last
     check(first, loop(model_dir, samples, 2, 10.0, 0.1))
+
+
+@pytest.mark.usefixtures("run_in_process")
+def test_a_step_that_changes_the_mask_is_refused(tmp_path):
+    """Router losses are scaled by the mask of the dataset."""
+    with refused("num_tokens=", "loss_mask", "model.moe_aux_loss_coeff=0"):
+        run_toy({"model": parity.EXPERTS, "train": {"train_iters": 1}}, sparse_forward_step)
+
+
+def further_layers(folder, kind, layout):
+    """Losses and gradient norm of a step of a model with experts in a layer of multi-token prediction."""
+    torch.set_num_threads(1)
+    model = parity.EXPERTS | {"mtp_num_layers": 1, "moe_aux_loss_coeff": 1.0} | layout
+    train = {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 8}
+    blocks = {
+        "dataset": toy_samples.dataset(folder, kind),
+        "optimizer": OptimizerConfig(lr=1e-12, weight_decay=0.0, clip_grad=0.0),
+        "scheduler": SchedulerConfig(lr_decay_style="constant"),
+        "validation": ValidationConfig(),
+    }
+    blocks["dataset"].do_validation = blocks["dataset"].do_test = False
+    record = run_toy({"model": model, "train": train, **blocks})
+    return record.losses[0], record.further, record.grad_norms[0]
+
+
+@pytest.fixture(scope="module")
+def further(tmp_path_factory):
+    folder = toy_samples.write_samples(tmp_path_factory.mktemp("further"))
+    expected = further_layers(folder, "padding-free", {})
+    leave()
+    return folder, expected
+
+
+@pytest.mark.usefixtures("run_in_process")
+def test_padding_is_not_counted_in_further_layers(further):
+    folder, expected = further
+    check_equal(further_layers(folder, "padded", {}), expected)
+
+
+@pytest.mark.parametrize("kind", ["padded", "padding-free"])
+@pytest.mark.parametrize("layout", ["TP2+SP", "CP2"])
+def test_layouts_of_further_layers(two_workers, further, layout, kind):
+    folder, expected = further
+    first, last = two_workers.run(further_layers, folder, kind, LAYOUTS[layout])
+    assert first == last
+    check_equal(first, expected)
+
+
+def check_equal(measured, expected):
+    assert measured[0] == pytest.approx(expected[0], rel=1e-5)
+    for name, (value,) in expected[1].items():
+        assert measured[1][name] == [pytest.approx(value, rel=1e-5)], name
+    assert measured[2] == pytest.approx(expected[2], rel=1e-4)

@@ -5,6 +5,7 @@
 from contextlib import ExitStack
 from typing import Any, cast
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
@@ -69,12 +70,17 @@ def forward_backward(
     config = run.config
     samples = config.train.global_batch_size if forward_only else run.batch_size
     microbatches = run.microbatches_of(samples)
+    returned: list[torch.Tensor] = []  # what is in the loss of each microbatch
     with ExitStack() as contexts:
         mtp_losses = contexts.enter_context(collect_mtp_losses())
         if not forward_only:
-            batches = contexts.enter_context(scaled_router_losses(run, batches, microbatches))
+            batches = contexts.enter_context(
+                scaled_router_losses(run, batches, microbatches, returned)
+            )
         reports = run.schedule(
-            forward_step_func=checked(run.forward_step, config.model.calculate_per_token_loss),
+            forward_step_func=checked(
+                run.forward_step, config.model.calculate_per_token_loss, returned
+            ),
             data_iterator=batches,
             model=run.model,
             num_microbatches=microbatches,

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.bridge.training.state import BatchIterator, Run
 from megatron.bridge.training.step.losses import has_router_losses
+from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.patching import patched
 
 Batch = dict[str, Any]
@@ -25,7 +26,7 @@ Batch = dict[str, Any]
 
 @contextmanager
 def scaled_router_losses(
-    run: Run, batches: list[BatchIterator], microbatches: int
+    run: Run, batches: list[BatchIterator], microbatches: int, returned: list[torch.Tensor]
 ) -> Iterator[list[BatchIterator]]:
     """Scale the gradients of router losses inside the context, and yield iterators over the same microbatches.
 
@@ -33,6 +34,10 @@ def scaled_router_losses(
         run: The run.
         batches: One iterator for each chunk of the model.
         microbatches: Microbatches of the step on this rank; they are read before the context is entered.
+        returned: The list to which the schedule adds each ``num_tokens`` that the loss function returns.
+
+    Raises:
+        UserError: The loss function has returned another number than ``loss_mask`` tells.
     """
     model = run.config.model
     if not model.calculate_per_token_loss or not has_router_losses(model):
@@ -42,7 +47,8 @@ def scaled_router_losses(
     if any("loss_mask" not in batch for batch in drawn):  # of a forward step with a loss of its own
         yield [iter(drawn), *batches[1:]]
         return
-    in_loss, real_tokens, positions = _totals(run, drawn).unbind()
+    counted = _counts(run, drawn)
+    in_loss, real_tokens, positions = _sum_over_replicas(counted).unbind()
     config: Any = get_model_config(run.model[0])
 
     def router_scale() -> torch.Tensor:
@@ -59,10 +65,23 @@ def scaled_router_losses(
             name = "experimental_attention_variant_loss_scale_func"
             contexts.enter_context(patched(config, **{name: set_indexer_scale}))
         yield [iter(drawn), *batches[1:]]
+    if returned:
+        _check_count(int(torch.stack(returned).sum()), int(counted[0]))
 
 
-def _totals(run: Run, batches: list[Batch]) -> torch.Tensor:
-    """What is in the loss, tokens that are no padding, and positions of the step over all replicas, [3] in fp32."""
+def _check_count(returned: int, in_masks: int) -> None:
+    """Refuse a loss function that counts something else than what router losses are scaled by."""
+    # ranks that share a sequence return the numbers of their parts
+    if parallel_state.get_context_parallel_world_size() == 1 and returned != in_masks:
+        raise UserError(
+            f"the loss function returned num_tokens={returned} in a step whose loss_mask has {in_masks}, by which "
+            "the losses of routers are scaled: change loss_mask in the dataset, or set model.moe_aux_loss_coeff=0 "
+            "and model.moe_z_loss_coeff=null"
+        )
+
+
+def _counts(run: Run, batches: list[Batch]) -> torch.Tensor:
+    """What is in the loss, tokens that are no padding, and positions of ``batches``, [3] in float64."""
     counts = torch.tensor(
         [
             [_count_in_loss(run, batch), _count_real_tokens(batch), batch["tokens"].numel()]
@@ -70,7 +89,11 @@ def _totals(run: Run, batches: list[Batch]) -> torch.Tensor:
         ],
         dtype=torch.float64,
     )
-    totals = counts.sum(0).to(torch.cuda.current_device())
+    return counts.sum(0)
+
+
+def _sum_over_replicas(counts: torch.Tensor) -> torch.Tensor:
+    totals = counts.to(torch.cuda.current_device(), copy=True)
     replicas: Any = parallel_state.get_data_parallel_group()
     if replicas.size() > 1:
         dist.all_reduce(totals, group=replicas)
