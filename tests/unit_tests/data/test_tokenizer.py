@@ -136,6 +136,7 @@ def test_beginnings_and_continuations(tmp_path):
     assert encode_many(tokenizer, list(texts), special=False) == [
         tokenizer.continue_tokens(text) for text in texts
     ]
+    assert pieces(tokenizer.plain_tokens("the cat")) == ["▁the", "▁cat"]
     beginnings = ["the cat", "<s>the", ""]
     assert encode_many(tokenizer, beginnings, special=True) == [
         tokenizer.tokenize(text) for text in beginnings

@@ -61,6 +61,10 @@ class Tokenizer(Protocol):
         """Token ids of ``text``, with the special tokens that the tokenizer puts before it (such as BOS)."""
         ...
 
+    def plain_tokens(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone, without special tokens."""
+        ...
+
     def continue_tokens(self, text: str) -> list[int]:
         """Token ids of ``text`` that continues another text: without special tokens and without a dummy prefix."""
         ...
@@ -112,6 +116,9 @@ class HuggingFaceTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return encode_beginning(self.hf, text)
 
+    def plain_tokens(self, text: str) -> list[int]:
+        return self.hf.encode(text, add_special_tokens=False)
+
     def continue_tokens(self, text: str) -> list[int]:
         return encode_continuation(self.hf, text)
 
@@ -147,6 +154,9 @@ class NullTokenizer:
                     f"for text, set tokenizer.tokenizer_type=HuggingFaceTokenizer"
                 )
         return [int(word) for word in words]
+
+    def plain_tokens(self, text: str) -> list[int]:
+        return self.tokenize(text)
 
     def continue_tokens(self, text: str) -> list[int]:
         return self.tokenize(text)

@@ -112,6 +112,11 @@ class RecordDatasetConfig(DatasetConfig):
     max_frames: int | None = None
     """Maximum number of frames to use of a video. None uses the limit of the video processor."""
 
+    def _eos_problems(self) -> list[str]:
+        if self.train_on_eos is None:
+            return []
+        return list(unknown(self, "train_on_eos", get_args(TrainOnEOS)))
+
     @property
     def shuffle_seed(self) -> int:
         return self.seed
@@ -176,7 +181,7 @@ class RecordDatasetConfig(DatasetConfig):
             *super().problems(),
             *unknown(self, "truncation", get_args(Truncation)),
             *unknown(self, "train_on", get_args(TrainOn)),
-            *unknown(self, "train_on_eos", (None, *get_args(TrainOnEOS))),
+            *self._eos_problems(),
             *too_small(self, "min_pixels", "max_pixels", "max_image_tokens", "max_frames"),
         ]
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 END_KEYS = ("bos_token_id", "eos_token_id")
 
@@ -37,8 +37,10 @@ class Deviation:
 
 
 def _rotates_long_texts(config: Any) -> bool:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return _is(config, "phimoe") and parameters.get("rope_type") == "longrope"
+    if not _is(config, "phimoe"):
+        return False
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("rope_type") == "longrope"
 
 
 def _adds_noise(config: Any) -> bool:
@@ -57,16 +59,20 @@ def _pads_with_text(config: Any) -> bool:
         return False
     ends: set[Any] = set()
     for key in END_KEYS:
-        value = getattr(config, key, None)
-        ends.update(value if isinstance(value, list) else [value])
+        value: Any = getattr(config, key, None)
+        if isinstance(value, list):
+            ends.update(cast("list[Any]", value))
+        else:
+            ends.add(value)
     return padding in ends and _has_padding_row(config)
 
 
 def _has_padding_row(config: Any) -> bool:
     """Whether transformers' model gives its embedding a ``padding_idx``."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = models.get(type(config), None)
     if kind is None:
         return False
     return "self.padding_idx" in inspect.getsource(sys.modules[kind.__module__])

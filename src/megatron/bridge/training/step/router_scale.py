@@ -82,14 +82,12 @@ def _check_count(returned: int, in_masks: int) -> None:
 
 def _counts(run: Run, batches: list[Batch]) -> torch.Tensor:
     """What is in the loss, tokens that are no padding, and positions of ``batches``, [3] in float64."""
-    counts = torch.tensor(
-        [
-            [_count_in_loss(run, batch), _count_real_tokens(batch), batch["tokens"].numel()]
-            for batch in batches
-        ],
-        dtype=torch.float64,
-    )
-    return counts.sum(0)
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
+    for batch in batches:
+        totals[0] += _count_in_loss(run, batch)
+        totals[1] += _count_real_tokens(batch)
+        totals[2] += batch["tokens"].numel()
+    return totals
 
 
 def _sum_over_replicas(counts: torch.Tensor) -> torch.Tensor:
@@ -107,7 +105,7 @@ def _count_in_loss(run: Run, batch: Batch) -> int:
     of_pairs = head == "embedding" or (head is not None and model.num_labels == 1)
     if run.config.dpo is not None or of_pairs:
         return (len(batch["cu_seqlens"]) - 1) // 2
-    return int((batch["loss_mask"] > 0).sum())
+    return int(batch["loss_mask"].sum())
 
 
 def _count_real_tokens(batch: Batch) -> int:
