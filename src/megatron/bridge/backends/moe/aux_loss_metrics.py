@@ -45,7 +45,8 @@ class GrowingMoEMetricsTracker(MoEMetricsTracker):
 
     def clear(self) -> None:
         super().clear()
-        self.weighted.clear()
+        for table in self.weighted.values():
+            table.zero_()  # in place: a CUDA graph adds to it
 
     def record(
         self, name: str, value: torch.Tensor, layer_number: int, num_layers: int, **groups: Any

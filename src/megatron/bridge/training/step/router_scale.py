@@ -48,7 +48,7 @@ def scaled_router_losses(
         yield [iter(drawn), *batches[1:]]
         return
     counted = _counts(run, drawn)
-    in_loss, real_tokens, positions = _sum_over_replicas(counted).unbind()
+    in_loss, real_tokens, positions = _sum_over_replicas(run, counted).unbind()
     config: Any = get_model_config(run.model[0])
 
     def router_scale() -> torch.Tensor:
@@ -90,12 +90,15 @@ def _counts(run: Run, batches: list[Batch]) -> torch.Tensor:
     return totals
 
 
-def _sum_over_replicas(counts: torch.Tensor) -> torch.Tensor:
+def _sum_over_replicas(run: Run, counts: torch.Tensor) -> torch.Tensor:
+    """The sums of ``counts`` [3] in fp32, always in the same tensor, from which a CUDA graph reads."""
     totals = counts.to(torch.cuda.current_device(), copy=True)
     replicas: Any = parallel_state.get_data_parallel_group()
     if replicas.size() > 1:
         dist.all_reduce(totals, group=replicas)
-    return totals.float()
+    if run.router_totals is None:
+        run.router_totals = totals.float()
+    return run.router_totals.copy_(totals)
 
 
 def _count_in_loss(run: Run, batch: Batch) -> int:
