@@ -4,9 +4,12 @@
 import json
 import sys
 
-from scripts.docs.generated import ROOT, table_of
+from scripts.docs.generated import ROOT, GeneratedPart, table_of
 
 PART = table_of("models.md", "models")
+DEVIATIONS = GeneratedPart(
+    PART.page, "<!-- deviations: make models -->\n", "<!-- end of deviations -->\n"
+)
 
 
 def table() -> str:
@@ -26,6 +29,17 @@ def table() -> str:
             ", ".join(published.get(name, ())),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def deviations() -> str:
+    """A Markdown table of what differs from transformers."""
+    from megatron.bridge.models.conversion import deviations as registry
+
+    lines = ["| models | here | in transformers |", "|---|---|---|"]
+    for one in registry.DEVIATIONS:
+        here = f"in training, {one.here}" if one.in_training_only else one.here
+        lines.append(f"| {one.models} | {here} | {one.in_transformers} |")
     return "\n".join(lines) + "\n"
 
 
@@ -66,3 +80,4 @@ def tested_layouts() -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     PART.write(table())
+    DEVIATIONS.write(deviations())

@@ -13,6 +13,12 @@ def test_table_is_current():
     )
 
 
+def test_deviations_are_current():
+    assert supported_models.DEVIATIONS.is_current(supported_models.deviations()), (
+        "run `make models` and commit docs/models.md"
+    )
+
+
 def test_each_row_is_one_line():
     """Bridges whose docstring goes on after the first paragraph, too."""
     lines = supported_models.table().splitlines()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUDA graphs: replayed steps, what is captured, what is refused, and random states."""
 
+from functools import partial
+
 import pytest
 import torch
 from megatron.core import tensor_parallel
@@ -10,10 +12,15 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer import cuda_graphs as core_graphs
 
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.config import DistributedDataParallelConfig, LoggerConfig
+from megatron.bridge.training.config import (
+    DistributedDataParallelConfig,
+    LoggerConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.initialize.rank_state import random_states, set_random_states
 from megatron.bridge.utils.errors import UserError
-from tests import recorded_graph
+from tests import recorded_graph, toy_samples
 from tests.toy_run import SEQUENCE, VOCABULARY, initialize_by_name, run_toy, toy_config
 from tests.workers import leave
 
@@ -42,6 +49,25 @@ def test_replayed_steps_of_experts_equal_usual_ones(monkeypatch):
     )
     assert found.numbers == usual.numbers
     assert len(set(found.further["load_balancing_loss"])) == 5
+
+
+def masked_samples(folder):
+    """Samples whose share in the loss differs from step to step."""
+    blocks = {"dataset": toy_samples.dataset(folder, "padded")}
+    blocks["dataset"].do_validation = blocks["dataset"].do_test = False
+    train = {"train_iters": 5, "micro_batch_size": 1, "global_batch_size": 2}
+    balanced = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    model = {**EXPERTS, **CAPACITY, **balanced}
+    return {"model": model, "train": train, "validation": ValidationConfig(), **blocks}
+
+
+def test_replayed_router_losses_follow_the_masks_of_each_step(monkeypatch, tmp_path):
+    config = masked_samples(toy_samples.write_samples(tmp_path))
+    fixed_shapes = partial(forward_step, all_tokens=True)
+    usual = run_toy(config, fixed_shapes)
+    recorded_graph.install(monkeypatch)
+    found = run_toy(masked_samples(tmp_path), fixed_shapes, [CaptureAfter(1)])
+    assert found.numbers == usual.numbers
 
 
 def test_replayed_steps_equal_usual_steps(monkeypatch):

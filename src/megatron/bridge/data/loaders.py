@@ -43,7 +43,7 @@ Sampler = (
     MegatronPretrainingSampler | MegatronPretrainingBatchSampler | MegatronPretrainingRandomSampler
 )
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-OF_ANSWERS = ("desirable",)  # what rows of ``LabeledRows`` say of each token besides
+OPTIONAL_KEYS = ("padding_mask", "desirable")  # the second one of rows of ``LabeledRows``
 
 
 class DataIterator(Protocol):
@@ -53,7 +53,8 @@ class DataIterator(Protocol):
     [micro_batch_size, seq_length]. Its ``attention_mask`` is None for causal attention, or bool of shape
     [micro_batch_size, 1, seq_length, seq_length], True where attention is masked. If rows hold several samples,
     the rows of a microbatch are concatenated to [1, length], and there are two more keys: ``cu_seqlens`` (int32,
-    the start of each sample and the end of the last) and ``max_seqlen`` (int, the length of the longest).
+    the start of each sample and the end of the last) and ``max_seqlen`` (int, the length of the longest). Where rows
+    are padded, ``padding_mask`` (bool) is True for padding, which routers of experts do not count.
 
     Of a vision-language model, ``media`` holds the tensors of all images in the order of their tokens (empty without
     images, absent where no pixels are asked for), and ``position_ids`` may be [3, micro_batch_size, seq_length].
@@ -151,11 +152,16 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
     # before the sequence: positions may have three axes in front
     batch: Batch = {
         key: torch.stack([row[key] for row in rows], dim=rows[0][key].dim() - 1)
-        for key in BATCH_KEYS
+        for key in _keys_of(rows[0])
     }
     masks = [row.get("attention_mask") for row in rows]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
     return ids, batch | _media(rows)
+
+
+def _keys_of(row: Batch) -> list[str]:
+    """The keys of ``row`` that have a value for each token."""
+    return [*BATCH_KEYS, *(key for key in OPTIONAL_KEYS if key in row)]
 
 
 def _media(rows: list[Batch]) -> Batch:
@@ -182,9 +188,9 @@ def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
 
 
 def _concatenate(rows: list[Batch]) -> Batch:
-    keys = [*BATCH_KEYS, *(key for key in OF_ANSWERS if key in rows[0])]
     batch: Batch = {
-        key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2) for key in keys
+        key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2)
+        for key in _keys_of(rows[0])
     }
     lengths = np.concatenate([np.diff(row["cu_seqlens"].numpy()) for row in rows])
     bounds = np.concatenate((np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)))

@@ -58,11 +58,15 @@ class Tokenizer(Protocol):
         ...
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text``, with the special tokens that the tokenizer adds (such as BOS)."""
+        """Token ids of ``text``, with the special tokens that the tokenizer puts before it (such as BOS)."""
+        ...
+
+    def plain_tokens(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone, without special tokens."""
         ...
 
     def continue_tokens(self, text: str) -> list[int]:
-        """Token ids of ``text`` that continues another text: without special tokens."""
+        """Token ids of ``text`` that continues another text: without special tokens and without a dummy prefix."""
         ...
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -110,10 +114,13 @@ class HuggingFaceTokenizer:
         return OrderedDict({"class": type(self).__qualname__, "tokenizer_path": str(self.path)})
 
     def tokenize(self, text: str) -> list[int]:
-        return self.hf.encode(text)
+        return encode_beginning(self.hf, text)
+
+    def plain_tokens(self, text: str) -> list[int]:
+        return self.hf.encode(text, add_special_tokens=False)
 
     def continue_tokens(self, text: str) -> list[int]:
-        return self.hf.encode(text, add_special_tokens=False)
+        return encode_continuation(self.hf, text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         text = self.hf.decode(list(ids))
@@ -147,6 +154,9 @@ class NullTokenizer:
                     f"for text, set tokenizer.tokenizer_type=HuggingFaceTokenizer"
                 )
         return [int(word) for word in words]
+
+    def plain_tokens(self, text: str) -> list[int]:
+        return self.tokenize(text)
 
     def continue_tokens(self, text: str) -> list[int]:
         return self.tokenize(text)
@@ -248,8 +258,63 @@ def _name_damaged_file(folder: Path) -> None:
         read_text(path, str(path))
 
 
+def encode_beginning(hf: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of a text that something may follow: with BOS if the tokenizer adds it, and never with EOS.
+
+    A text that begins with BOS gets no second one.
+    """
+    special = not _begins_with_bos(hf, text)
+    ids = hf.encode(text, add_special_tokens=special)
+    return _without(ids, appended_tokens(hf)) if special else ids
+
+
+def appended_tokens(hf: "PreTrainedTokenizerBase") -> list[int]:
+    """The special tokens that the tokenizer puts behind a text."""
+    plain, special = hf.encode("a", add_special_tokens=False), hf.encode("a")
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return special[start + len(plain) :]
+    return []
+
+
+def encode_continuation(hf: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Token ids of a text that follows another one.
+
+    SentencePiece tokenizers such as that of Llama 2 put a space before each text that they tokenize; a text that
+    continues another one has none.
+    """
+    if not has_dummy_prefix(hf):
+        return hf.encode(text, add_special_tokens=False)
+    for anchor in _ANCHORS:
+        before = hf.encode(anchor, add_special_tokens=False)
+        ids = hf.encode(anchor + text, add_special_tokens=False)
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+    return hf.encode(text, add_special_tokens=False)
+
+
+_ANCHORS = ("\n", "\0", ":", "a")
+"""Texts to put before a continuation; one whose last token does not merge with it is used."""
+
+
+def has_dummy_prefix(hf: "PreTrainedTokenizerBase") -> bool:
+    """Whether the tokenizer puts a space before each text."""
+    before = hf.encode("\n", add_special_tokens=False)
+    after = hf.encode("\na", add_special_tokens=False)[len(before) :]
+    return after != hf.encode("a", add_special_tokens=False)
+
+
+def _begins_with_bos(hf: "PreTrainedTokenizerBase", text: str) -> bool:
+    return isinstance(hf.bos_token, str) and bool(hf.bos_token) and text.startswith(hf.bos_token)
+
+
+def _without(ids: list[int], appended: list[int]) -> list[int]:
+    has_them = bool(appended) and ids[-len(appended) :] == appended
+    return ids[: -len(appended)] if has_them else ids
+
+
 def encode_many(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[list[int]]:
-    """Token ids of each text, with or without the special tokens that the tokenizer adds.
+    """Token ids of each text: of beginnings (``tokenize``) if ``special``, else of continuations.
 
     A Rust tokenizer encodes many texts at once, which is 2.5x as fast as one by one.
     """
@@ -259,9 +324,39 @@ def encode_many(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[l
             tokenizer.tokenize(text) if special else tokenizer.continue_tokens(text)
             for text in texts
         ]
-    return [
+    encoded: list[list[int]] = [
         encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)
     ]
+    hf = _hf_of(tokenizer)
+    if not special:
+        return _continuations(hf, backend, texts) if has_dummy_prefix(hf) else encoded
+    appended = appended_tokens(hf)
+    return [
+        encode_beginning(hf, text) if _begins_with_bos(hf, text) else _without(ids, appended)
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def _continuations(
+    hf: "PreTrainedTokenizerBase", backend: Any, texts: list[str]
+) -> list[list[int]]:
+    """``encode_continuation`` of each text, of a tokenizer with a dummy prefix."""
+    anchor = _ANCHORS[0]
+    before = hf.encode(anchor, add_special_tokens=False)
+    anchored = backend.encode_batch_fast(
+        [anchor + text for text in texts], add_special_tokens=False
+    )
+    return [
+        encoding.ids[len(before) :]
+        if encoding.ids[: len(before)] == before
+        else encode_continuation(hf, text)
+        for text, encoding in zip(texts, anchored, strict=True)
+    ]
+
+
+def _hf_of(tokenizer: Tokenizer) -> "PreTrainedTokenizerBase":
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return tokenizer.hf
 
 
 def encode_with_offsets(

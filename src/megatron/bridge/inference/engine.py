@@ -6,6 +6,7 @@ every rank tracks the state of all lanes.
 """
 
 import secrets
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class Detokenizer:
         )
         self._read = 0  # number of tokens whose text is known
         self._held = ""
+        self._starts: list[int] = []  # where the text of each token begins
         self.text = ""
         """The text returned so far."""
         self.stopped = False
@@ -55,7 +57,17 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Add a token and return the text that can no longer change."""
         self._ids.append(token)
+        self._starts.append(len(self.text) + len(self._held))
         return self._give_out(self._decode_new(final=False), final=False)
+
+    def visible_tokens(self, is_over: bool) -> int:
+        """Return the number of tokens whose text has been returned; those behind a stop text never are."""
+        if self.stopped:
+            return bisect_left(self._starts, len(self.text))
+        if is_over:
+            return len(self._ids)
+        ends = [*self._starts[1 : self._read], len(self.text) + len(self._held)]
+        return bisect_right(ends[: self._read], len(self.text))
 
     def finish(self) -> str:
         return self._give_out(self._decode_new(final=True), final=True)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert texts and conversations to tokens, and find the tokens that end an answer.
-
-End tokens come from the generation config, the tokenizer and the chat template, because each of them is often
-incomplete: a chat model's ``eos_token`` may only end documents, while its template ends turns with another token.
+"""Convert texts and conversations to tokens.
 
 For prompts with images, the engine needs to know where their tokens are, and which tokens attend to later ones.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +22,14 @@ from megatron.bridge.data.media.processing import MediaProcessor, chat_template
 from megatron.bridge.data.media.references import MAX_PIXELS, MediaReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.encoding import expand
-from megatron.bridge.data.records.formats import Chat, parse
+from megatron.bridge.data.records.end_tokens import (
+    declared_ends,
+    end_of_turn,
+    end_tokens,
+    parse_chat,
+)
+from megatron.bridge.data.records.formats import Chat
+from megatron.bridge.data.tokenizer import encode_beginning
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.models.vision.merge import look_ahead, media_rows
 from megatron.bridge.utils.errors import UserError
@@ -103,10 +106,22 @@ class PromptSight:
         return None
 
 
+__all__ = [
+    "PromptImages",
+    "PromptReader",
+    "PromptSight",
+    "TokensWithImages",
+    "as_list",
+    "as_messages",
+    "declared_ends",
+    "end_of_turn",
+    "end_tokens",
+    "parse_chat",
+]
+
 Prompt = str | list[int]  # a text, or token ids
 Messages = list[dict[str, Any]] | Mapping[str, Any]
 """Messages with ``role`` and ``content``, or a record with ``messages`` and ``images``."""
-_MARKER = "\ue000"  # in Unicode's private use area, so no template contains it
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -168,9 +183,8 @@ class PromptReader:
             raise UserError(
                 f"{where} is a text, but the model has no tokenizer: give token ids, or --tokenizer"
             )
-        bos = self.hf.bos_token
-        # a rendered template may already begin with the BOS token
-        return self.hf.encode(prompt, add_special_tokens=not (bos and prompt.startswith(bos)))
+        # a rendered template may already begin with BOS, and some tokenizers put EOS behind each text
+        return encode_beginning(self.hf, prompt)
 
     def _of_chat(self, messages: Messages, where: str) -> list[int]:
         if self.hf is None:
@@ -234,58 +248,3 @@ class PromptReader:
             return self.processor.pixels(media)
         finally:
             self.processor.share = (0, 1)
-
-
-def parse_chat(messages: Messages, where: str) -> Chat:
-    """Parse a conversation; error messages begin with ``where``."""
-    parsed = parse(messages if isinstance(messages, Mapping) else {"messages": messages}, where)
-    assert isinstance(parsed, Chat), "messages are a chat"
-    return parsed
-
-
-def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
-    """Return the end tokens of the tokenizer, its chat template, and the config files in ``folder``."""
-    found = declared_ends(folder)
-    if hf is not None:
-        found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
-        found |= end_of_turn(hf)
-    return frozenset(found)
-
-
-def declared_ends(folder: Path | None) -> set[int]:
-    """Return the end tokens of ``generation_config.json``, or else of ``config.json``, as transformers does."""
-    names = ("generation_config.json", "config.json")
-    files = (
-        [folder / name for name in names if (folder / name).is_file()] if folder is not None else []
-    )
-    try:
-        value = (
-            json.loads(files[0].read_text(encoding="utf-8")).get("eos_token_id") if files else None
-        )
-    except (OSError, ValueError, AttributeError):
-        return set()
-    values = value if isinstance(value, list) else [value]
-    return {token for token in values if isinstance(token, int)}
-
-
-def end_of_turn(
-    hf: Any,
-    template: str | None = None,
-    before: list[dict[str, Any]] | None = None,
-    parts: bool = False,
-) -> set[int]:
-    """Return the special token that the chat template writes after an answer to ``before``, by rendering one."""
-    if template is None and not hf.chat_template:
-        return set()
-    messages = [
-        *(before or [{"role": "user", "content": "Hi"}]),
-        {"role": "assistant", "content": _MARKER},
-    ]
-    try:
-        chat = parse_chat(messages, "a sample")
-        text = ChatTemplate(hf, template, parts=parts).render(chat, "everything", "a sample").text
-    except UserError:  # the template needs more than a question
-        return set()
-    _, marker, rest = text.rpartition(_MARKER)
-    ids = hf.encode(rest.lstrip(), add_special_tokens=False) if marker else []
-    return {token for token in ids[:1] if token in hf.added_tokens_decoder}

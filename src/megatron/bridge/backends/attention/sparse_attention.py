@@ -277,9 +277,13 @@ class SparseAttention(TorchAttention):
                 self._divergence, part, wanted, unseen, use_reentrant=False
             )
             total = total + part_of_all
-        mean = total / (query.size(1) * sum(span.rows for span in spans))
+        queries = query.size(1) * sum(span.rows for span in spans)
+        mean = total / queries
         layers = config.num_layers + (config.mtp_num_layers or 0)
-        get_moe_metrics_tracker().record("indexer_loss", mean.detach(), self.layer_number, layers)
+        tracker: Any = get_moe_metrics_tracker()
+        tracker.record("indexer_loss", mean.detach(), self.layer_number, layers)
+        count = total.new_full((), queries)
+        tracker.record_weighted("indexer_loss", total, count, self.layer_number, layers)
         return (total if config.calculate_per_token_loss else mean) * config.dsa_indexer_loss_coeff
 
     @torch.no_grad()

@@ -16,9 +16,37 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron.bridge.backends.moe.router_losses import install_router_losses
+
 
 class GrowingMoEMetricsTracker(MoEMetricsTracker):
-    """Megatron-Core's tracker with per-layer values that grow with the deepest model."""
+    """Megatron-Core's tracker with per-layer values that grow with the deepest model.
+
+    Megatron-Core averages the means of microbatches and ranks. ``weighted`` has sums over tokens, and the tokens.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighted: dict[str, torch.Tensor] = {}
+        """For each loss, the sum over tokens and the number of tokens of each layer, [2, layers]."""
+
+    def record_weighted(
+        self, name: str, total: torch.Tensor, tokens: torch.Tensor, layer_number: int, layers: int
+    ) -> None:
+        """Add the sum ``total`` of a loss over ``tokens`` tokens in one of ``layers`` layers."""
+        pair = torch.stack((total.detach().double(), tokens.double()))
+        table = self.weighted.get(name)
+        if table is None or table.device != pair.device:
+            table = pair.new_zeros(2, layers)
+        if table.size(1) < layers:
+            table = torch.cat((table, table.new_zeros(2, layers - table.size(1))), dim=1)
+        table[:, layer_number - 1] += pair
+        self.weighted[name] = table
+
+    def clear(self) -> None:
+        super().clear()
+        for table in self.weighted.values():
+            table.zero_()  # in place: a CUDA graph adds to it
 
     def record(
         self, name: str, value: torch.Tensor, layer_number: int, num_layers: int, **groups: Any
@@ -49,7 +77,11 @@ def _combine(layer: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def install_growing_tracker() -> None:
-    """Replace Megatron-Core's tracker by a growing one that keeps its values, and ``combine``; safe to call again."""
+    """Replace Megatron-Core's tracker by a growing one that keeps its values, router losses and ``combine``.
+
+    It is safe to call again.
+    """
+    install_router_losses()
     MoELayer.combine = _combine  # pyright: ignore[reportAttributeAccessIssue]
     current = get_moe_metrics_tracker()
     if not isinstance(current, GrowingMoEMetricsTracker):

@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from megatron.bridge.backends.attention.kernel_choice import install_kernel_choice
 from megatron.bridge.backends.kernels.norms import TorchNorm
 from megatron.bridge.backends.moe import aux_loss_metrics
 from megatron.bridge.backends.recurrent import mamba as torch_mamba
@@ -27,6 +28,7 @@ from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
 
 def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
     """The spec of a hybrid model; the pattern of the model selects the layers."""
+    install_kernel_choice()
     if config.num_moe_experts is not None:
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":

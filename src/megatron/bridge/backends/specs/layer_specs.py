@@ -53,6 +53,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from megatron.bridge.backends.attention.kernel_choice import install_kernel_choice
 from megatron.bridge.backends.attention.sparse_attention import SparseAttention, is_sparse
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import compiler
@@ -105,6 +106,7 @@ def decoder_block_spec(
     config: TransformerConfig, backend: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the specs of this pipeline rank's layers in virtual stage ``vp_stage``, and of the final norm."""
+    install_kernel_choice()
     if config.num_moe_experts is not None or is_sparse(config):
         aux_loss_metrics.install_growing_tracker()
     if backend == "transformer_engine":

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 INDEX_FOLDER = ".nv-meta"
 # Besides the data itself, the order of samples depends on these fields.
 ORDER = ("seed", "num_workers", "shuffle_buffer_size", "max_samples_per_sequence")
-PACKING = ("packing_buffer_size", "seq_length", "truncation", "train_on", "split_turns")
+PACKING = (
+    "packing_buffer_size",
+    "seq_length",
+    "truncation",
+    "train_on",
+    "train_on_eos",
+    "split_turns",
+)
 PACKING_IMAGES = ("min_pixels", "max_pixels", "max_image_tokens", "fps", "max_frames")
 
 

@@ -84,7 +84,12 @@ class GPTSFTDataset(Dataset[Row]):
         return self.rows[index]
 
     def _sample(self, line: dict[str, Any], where: str) -> Sample:
-        parts = [self._tokens(name, text, line, where) for name, text in self._parts]
+        texts = [self._text(name, text, line, where) for name, text in self._parts]
+        first, *others = texts
+        parts = [
+            self.tokenizer.plain_tokens(first),
+            *(self.tokenizer.continue_tokens(text) for text in others),
+        ]
         over = sum(map(len, parts)) + len(self._opening) + len(self._end) - self.max_seq_length - 1
         for place, (name, _) in enumerate(self._parts):
             if over > 0 and name == self.truncation_field:
@@ -101,8 +106,8 @@ class GPTSFTDataset(Dataset[Row]):
             )
         return Sample(tokens, trained)
 
-    def _tokens(self, name: str | None, text: str, line: dict[str, Any], where: str) -> list[int]:
-        """The tokens of a literal text, or of a field and the text before it."""
+    def _text(self, name: str | None, text: str, line: dict[str, Any], where: str) -> str:
+        """A literal text, or a field and the text before it."""
         if name is not None:
             if not isinstance(line.get(name), str):
                 keys = ", ".join(line) or "none"
@@ -110,7 +115,7 @@ class GPTSFTDataset(Dataset[Row]):
                     f"{where}: the field {name!r} of the template must be a string (keys: {keys})"
                 )
             text += line[name]
-        return self.tokenizer.continue_tokens(text)
+        return text
 
     def _shorten(self, tokens: list[int], over: int) -> list[int]:
         kept = max(len(tokens) - over, 0)

@@ -153,14 +153,17 @@ def _concatenate(
     length = int(bounds[-1])
     tokens, labels = np.full((2, length), padding, dtype=np.int64)
     loss_mask = np.zeros(length, dtype=np.float32)
+    padding_mask = np.ones(length, dtype=np.bool_)
     for start, sample in zip(bounds.tolist(), samples, strict=False):
         place = slice(start, start + len(sample.tokens) - 1)
         tokens[place], labels[place] = sample.tokens[:-1], sample.tokens[1:]
         loss_mask[place] = sample.trained[1:]  # position i predicts token i + 1
+        padding_mask[place] = False
     return {
         "tokens": torch.from_numpy(tokens),
         "labels": torch.from_numpy(labels),
         "loss_mask": torch.from_numpy(loss_mask),
+        "padding_mask": torch.from_numpy(padding_mask),
         "position_ids": torch.from_numpy(
             np.arange(length) - np.repeat(bounds[:-1], np.diff(bounds))
         ),

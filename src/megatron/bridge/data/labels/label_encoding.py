@@ -23,11 +23,11 @@ from megatron.bridge.data.records.encoding import (
     RecordEncoder,
     shorten,
 )
-from megatron.bridge.data.records.formats import PromptCompletion, Record, Text
+from megatron.bridge.data.records.formats import Record
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
-from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, appended_tokens
 from megatron.bridge.utils.errors import UserError
 
 TEXTS = ("query", "positive")
@@ -41,11 +41,11 @@ class TargetAtEnd(RecordEncoder):
         del where
         return _PLACE_HOLDER
 
-    def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
-        for sample in super()._plain(parsed):
-            yield Sample(
-                sample.tokens[:-1], sample.trained[:-1]
-            )  # without the end-of-document token
+    def _close(self, ids: list[int]) -> list[int]:
+        """Add what the tokenizer itself puts behind a text, as a model for embeddings may need it."""
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            return ids
+        return ids + appended_tokens(self.tokenizer.hf)
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
         if not len(draft.sample.tokens):

@@ -59,13 +59,17 @@ def refer(raw: Any, root: Path, where: str) -> ImageReference:
 
 
 def decode(reference: ImageReference) -> "Image.Image":
-    """The pixels, in RGB and turned as the camera says."""
+    """Decode to RGB on a white ground, and apply the EXIF orientation.
+
+    transformers' image processors put white under transparent pixels. Its function that loads a file by name drops
+    transparency instead, which shows the colors that it hid.
+    """
     from PIL import ImageOps
 
     where = reference.where
     try:
         with _open(reference.source, where) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
+            image = _on_white(ImageOps.exif_transpose(file))
     except (OSError, ValueError, SyntaxError, RuntimeError) as error:
         raise unreadable("image", reference.source, where, error) from error
     if image.size != (reference.width, reference.height):
@@ -75,6 +79,15 @@ def decode(reference: ImageReference) -> "Image.Image":
             "samples"
         )
     return image
+
+
+def _on_white(image: "Image.Image") -> "Image.Image":
+    from PIL import Image
+
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def shown(source: str) -> str:

@@ -280,10 +280,8 @@ class FIMDataset(Dataset[dict[str, Any]]):
         if "\ufffd" in text:  # the sample splits a character, whose bytes would be lost
             return ids
         first, second = sorted(random.integers(0, len(text) + 1, 2).tolist())
-        prefix, middle, suffix = (
-            self._tokenizer.continue_tokens(part)
-            for part in (text[:first], text[first:second], text[second:])
-        )
+        prefix = self._tokenizer.plain_tokens(text[:first])  # the beginning of a text
+        middle, suffix = map(self._tokenizer.continue_tokens, (text[first:second], text[second:]))
         if random.random() < self._config.spm_rate:
             new = [self._prefix, self._suffix, *suffix, self._middle, *prefix, *middle]
         else:

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.media.references import MediaReference, VideoReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
+from megatron.bridge.data.records.end_tokens import end_of_turn, end_tokens
 from megatron.bridge.data.records.formats import (
     INSTEAD_OF_CONTENT,
     Chat,
@@ -24,9 +26,14 @@ from megatron.bridge.data.records.formats import (
     unused_keys,
 )
 from megatron.bridge.data.records.media_parts import MARKS, text_of
-from megatron.bridge.data.records.record_config import EncodingRules, ProcessExample, Truncation
+from megatron.bridge.data.records.record_config import (
+    EncodingRules,
+    ProcessExample,
+    TrainOnEOS,
+    Truncation,
+)
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
-from megatron.bridge.data.records.sources import LocatedRecord
+from megatron.bridge.data.records.sources import LocatedRecord, TableRow, without_filled_nulls
 from megatron.bridge.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -34,6 +41,7 @@ from megatron.bridge.data.tokenizer import (
     encode_many,
     encode_with_offsets,
 )
+from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,11 +55,18 @@ TOO_MANY_IMAGES = "because their images have more tokens than dataset.max_image_
 BY_FUNCTION = "by process_example_fn"
 # notes on samples that are kept
 INSIDE_A_TOKEN = "answers begin or end inside a token, all of which is in the loss"
-NO_END = "answers do not end with a special token: the model does not learn to stop there"
+NO_END = (
+    "answers do not end with a token that ends generation: the model does not learn to stop there; "
+    "dataset.train_on_eos=turn puts one that follows an answer into the loss"
+)
 EMPTY = "answers are empty: the model learns to stop at once"
 SYSTEMS = "conversations have several system messages"
 UNUSED = "fields that the chat template does not render: {}"
 UNUSED_KEYS = "records have keys that are not used: {}"
+FILLED = (
+    "rows have nulls in tools or tool calls, where a table cannot say that a key is absent: they "
+    "are left out; a column of JSON strings keeps nulls"
+)
 CONTROL = "messages contain a special token as text: the model takes it for one of the template"
 NO_IMAGE = (
     f"messages contain {' or '.join(MARKS.values())} as text, in records without any: "
@@ -115,7 +130,11 @@ class RecordEncoder:
     def _processed(
         self, records: Sequence[LocatedRecord], report: EncodingReport
     ) -> Iterator[LocatedRecord]:
-        for where, record in records:
+        for where, row in records:
+            record = row
+            if isinstance(row, TableRow):
+                record = without_filled_nulls(row)
+                report.notes[FILLED] += record != row
             processed = self._process(record) if self._process else record
             if processed is None:
                 report.drop(BY_FUNCTION, where)
@@ -147,7 +166,11 @@ class RecordEncoder:
                 )
 
     def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
-        """Prompt and completion are tokenized separately, so that a prompt has the same tokens at inference."""
+        """Tokenize prompts, completions and texts, each ended by the end-of-document token.
+
+        Prompt and completion are tokenized separately. In one text, the last character of a prompt could share a
+        token with the first of its completion, which inference never sees: it tokenizes the prompt alone.
+        """
         first = [
             item.prompt if isinstance(item, PromptCompletion) else item.text for item in parsed
         ]
@@ -156,9 +179,13 @@ class RecordEncoder:
         completions = iter(encode_many(self.tokenizer, rest, special=False))
         for item, beginning in zip(parsed, beginnings, strict=True):
             pair = isinstance(item, PromptCompletion)
-            ids = [*beginning, *(next(completions) if pair else ()), self.tokenizer.eod]
+            ids = self._close([*beginning, *(next(completions) if pair else ())])
             first_trained = len(beginning) if pair and self.rules.train_on != "everything" else 1
             yield Sample(np.array(ids, np.int32), np.arange(len(ids)) >= max(first_trained, 1))
+
+    def _close(self, ids: list[int]) -> list[int]:
+        """Add the end-of-document token, unless the text ends with it."""
+        return ids if ids[-1:] == [self.tokenizer.eod] else [*ids, self.tokenizer.eod]
 
     @property
     def template(self) -> ChatTemplate:
@@ -182,6 +209,15 @@ class RecordEncoder:
                 self.media is not None,
             )
         return self._template
+
+    @cached_property
+    def _end_tokens(self) -> frozenset[int]:
+        """The tokens at which the model stops in chats."""
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)
+        hf, template = self.tokenizer.hf, self.template
+        folder = storage.local(self.tokenizer.path).expanduser()
+        ends = end_tokens(hf, folder if folder.is_dir() else None)
+        return ends | end_of_turn(hf, template.template, parts=template.parts)
 
     def _render(self, where: str, chat: Chat, report: EncodingReport) -> RenderedChat:
         if self.media is None and chat.images:
@@ -227,7 +263,7 @@ class RecordEncoder:
         if not rendered:
             return
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-        endings = _Endings(self.tokenizer.hf)
+        endings = _Endings(self.tokenizer.hf, self._end_tokens)
         encoded = encode_with_offsets(self.tokenizer.hf, [chat.text for chat in rendered])
         for chat, (tokens, offsets) in zip(rendered, encoded, strict=True):
             ids = np.array(tokens, dtype=np.int32)
@@ -238,7 +274,11 @@ class RecordEncoder:
                 trained |= inside
                 straddling = ((starts < first) & (ends > first)) | ((starts < last) & (ends > last))
                 report.notes[INSIDE_A_TOKEN] += int(straddling.any())
-                report.notes[NO_END] += not endings.special(ids[inside])
+                if self.rules.train_on_eos is not None:
+                    inside |= endings.after(ids, inside)
+                    trained |= inside
+                report.notes[NO_END] += not endings.end(ids[inside])
+            trained = endings.choose(ids, trained, self.rules.train_on_eos)
             trained[:1] = False
             if self.media is not None:
                 trained &= ~np.isin(ids, self.media.token_ids)  # the loss leaves out placeholders
@@ -339,23 +379,58 @@ def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Endings:
-    """Checks whether tokens end with a special token, ignoring white space."""
+    """Finds the tokens that end a turn, which white space may follow."""
 
-    def __init__(self, hf: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, hf: "PreTrainedTokenizerBase", end_tokens: frozenset[int]) -> None:
         self._hf = hf
-        self._special = set(hf.added_tokens_decoder)  # this property builds a dict in each call
+        self._end_tokens = end_tokens
         self._blank: dict[int, bool] = {}
 
-    def special(self, ids: np.ndarray) -> bool:
-        """Return whether the tokens end with a special token; tokens of white space alone count as if they did."""
+    def end(self, ids: np.ndarray) -> bool:
+        """Return whether the tokens end a turn; tokens of white space alone count as if they did."""
         for token in ids[::-1].tolist():
-            if token in self._special:
+            if token in self._end_tokens:
                 return True
-            if token not in self._blank:
-                self._blank[token] = not str(self._hf.decode([token])).strip()
-            if not self._blank[token]:
+            if not self._is_blank(token):
                 return False
         return True
+
+    def after(self, ids: np.ndarray, answer: np.ndarray) -> np.ndarray:
+        """Return which of ``ids`` end the turn right after an answer that does not end itself.
+
+        ``answer`` is bool, true for its tokens.
+        """
+        ending = np.zeros(len(ids), dtype=np.bool_)
+        places = np.flatnonzero(answer)
+        if not len(places) or self.end(ids[answer]):
+            return ending
+        for place in range(int(places[-1]) + 1, len(ids)):
+            if int(ids[place]) in self._end_tokens:
+                ending[place] = True
+            elif self._is_blank(int(ids[place])):
+                continue
+            break
+        return ending
+
+    def choose(
+        self, ids: np.ndarray, trained: np.ndarray, train_on_eos: TrainOnEOS | None
+    ) -> np.ndarray:
+        """Return ``trained`` with all tokens that end turns, or with the last one alone, as ``train_on_eos`` says."""
+        if train_on_eos in (None, "turn"):
+            return trained
+        ends = np.isin(ids, list(self._end_tokens))
+        if train_on_eos == "all":
+            return trained | ends
+        chosen = trained & ~ends
+        places = np.flatnonzero(ends)
+        if len(places):
+            chosen[places[-1]] = True
+        return chosen
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            self._blank[token] = not str(self._hf.decode([token])).strip()
+        return self._blank[token]
 
 
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:

@@ -37,7 +37,7 @@ from megatron.bridge.utils.console import track
 from megatron.bridge.utils.errors import UserError
 
 PART_RECORDS = 1024  # about a second of work: a kill loses little work, and larger parts would be hardly faster
-VERSION = 1  # version of the stored files: samples of another version are prepared again
+VERSION = 2  # version of the stored files: samples of another version are prepared again
 TIMEOUT = timedelta(days=7)  # the other ranks wait for rank 0 without a time limit
 
 

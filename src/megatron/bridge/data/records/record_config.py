@@ -9,6 +9,7 @@ from megatron.bridge.data.dataset_config import DatasetConfig, too_small, unknow
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.records.chat_template import TrainOn, template_text
 
+TrainOnEOS = Literal["turn", "all", "last"]
 Truncation = Literal["refuse", "drop", "right", "left", "keep_answer"]
 ProcessExample = Callable[..., dict[str, Any] | None]
 
@@ -21,6 +22,7 @@ class EncodingRules:
     """Maximum length of a sample: one token more than a row holds, because the last one is only a target."""
     truncation: Truncation = "refuse"
     train_on: TrainOn = "assistant"
+    train_on_eos: TrainOnEOS | None = None
     split_turns: bool = False
     chat_template: str | None = None
     """Template to use instead of the tokenizer's."""
@@ -70,6 +72,10 @@ class RecordDatasetConfig(DatasetConfig):
     """Which part of a conversation is in the loss: every message of the ``assistant``, the ``last`` one, the
     ``completion`` (all answers after the last user message), or ``everything``, including prompts. Messages with
     ``weight`` 0 are left out."""
+    train_on_eos: TrainOnEOS | None = None
+    """Which tokens that end turns are in the loss, in conversations: ``turn`` adds the one right after each answer in
+    the loss, for templates that leave it out; ``all`` adds every one, after questions, too; ``last`` is the last one
+    of a sample alone. None takes an answer as the template writes it, which usually includes its end."""
     split_turns: bool = False
     """Make one sample of each answer and the messages before it. This is for templates that render earlier answers
     differently from the last one, such as templates of reasoning models."""
@@ -106,6 +112,11 @@ class RecordDatasetConfig(DatasetConfig):
     max_frames: int | None = None
     """Maximum number of frames to use of a video. None uses the limit of the video processor."""
 
+    def _eos_problems(self) -> list[str]:
+        if self.train_on_eos is None:
+            return []
+        return list(unknown(self, "train_on_eos", get_args(TrainOnEOS)))
+
     @property
     def shuffle_seed(self) -> int:
         return self.seed
@@ -138,6 +149,7 @@ class RecordDatasetConfig(DatasetConfig):
             max_tokens=self.seq_length // multiple * multiple + 1,
             truncation=self.truncation,
             train_on=self.train_on,
+            train_on_eos=self.train_on_eos,
             split_turns=self.split_turns,
             chat_template=template_text(self.chat_template),
             chat_template_options=self.chat_template_options,
@@ -169,6 +181,7 @@ class RecordDatasetConfig(DatasetConfig):
             *super().problems(),
             *unknown(self, "truncation", get_args(Truncation)),
             *unknown(self, "train_on", get_args(TrainOn)),
+            *self._eos_problems(),
             *too_small(self, "min_pixels", "max_pixels", "max_image_tokens", "max_frames"),
         ]
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:

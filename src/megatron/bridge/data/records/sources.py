@@ -56,8 +56,41 @@ class FileSource:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+class TableRow(dict[str, Any]):
+    """A record that was a row of a table, whose objects all have the same keys: null stands for an absent one."""
+
+
 def _rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
-    yield from ((f"{name}: row {number}", dict(row)) for number, row in enumerate(rows, start=1))
+    for number, row in enumerate(rows, start=1):
+        yield f"{name}: row {number}", TableRow(row)
+
+
+FREE_KEYS = ("tools", "tool_calls", "chat_template_kwargs")
+"""Keys whose objects have other keys in each record."""
+
+
+def without_filled_nulls(record: Any) -> Any:
+    """Return ``record`` without null values in the objects under ``FREE_KEYS``, wherever these are.
+
+    A table gives the arguments of each tool call the keys of all tools. What the table has added cannot be told from a
+    null that was there.
+    """
+    if isinstance(record, list):
+        return [without_filled_nulls(entry) for entry in record]
+    if not isinstance(record, Mapping):
+        return record
+    return {
+        key: _without_nulls(value) if key in FREE_KEYS else without_filled_nulls(value)
+        for key, value in record.items()
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
 
 
 def _stream_table(kind: str, path: Path) -> Iterator[dict[str, Any]]:
@@ -211,7 +244,8 @@ class RenamedSource:
                     f"{where}: the record has the key {taken[0]}, and dataset.columns renames another "
                     "key to it: rename both"
                 )
-            yield where, {**kept, **{new: record[old] for old, new in self.columns.items()}}
+            renamed = {new: record[old] for old, new in self.columns.items()}
+            yield where, type(record)({**kept, **renamed})
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{dict(self.columns)}"

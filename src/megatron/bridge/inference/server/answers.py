@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Response objects of OpenAI's endpoints: complete, or as a stream of chunks."""
 
+import codecs
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,12 +16,63 @@ Json = dict[str, Any]
 
 
 class TokenTexts:
-    """The texts of single tokens, cached."""
+    """The texts and bytes of single tokens, cached."""
 
     def __init__(self, hf: Any) -> None:
-        self.of = lru_cache(maxsize=65536)(
-            lambda token: str(hf.decode([token], skip_special_tokens=False))
-        )
+        self._hf = hf
+        self._added = hf.added_tokens_decoder  # this property builds a dict in each call
+        self._byte_level = _is_byte_level(hf)
+        self.of = lru_cache(maxsize=65536)(self._text)
+        self.bytes_of = lru_cache(maxsize=65536)(self._bytes)
+
+    def special_text(self, token: int) -> str | None:
+        """Return the text of a special token, which answers leave out; None for other tokens."""
+        added = self._added.get(token)
+        return added.content if added is not None and added.special else None
+
+    def _text(self, token: int) -> str:
+        return str(self._hf.decode([token], skip_special_tokens=False))
+
+    def _bytes(self, token: int, is_first: bool) -> bytes:
+        """Return what a token adds to an answer: part of a character, or nothing for a special token.
+
+        SentencePiece tokenizers leave out the space before the first word of an answer.
+        """
+        if self.special_text(token) is not None:
+            return b""
+        text, piece = self._text(token), str(self._hf.convert_ids_to_tokens(token))
+        if token in self._added:
+            return piece.encode()
+        if self._byte_level and set(piece) <= _BYTE_OF.keys():
+            return bytes(_BYTE_OF[character] for character in piece)
+        if _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        if not is_first and piece.startswith(_SPACE) and not text.startswith(" "):
+            text = " " + text
+        return text.encode()
+
+
+_SPACE = "\u2581"  # of SentencePiece
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The byte that each character of a token stands for in byte-level BPE, as GPT-2 spells it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelled = {chr(byte): byte for byte in printable}
+    return spelled | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_by_character()
+
+
+def _is_byte_level(hf: Any) -> bool:
+    """Whether tokens are spelled as in byte-level BPE."""
+    backend = getattr(hf, "backend_tokenizer", None)
+    if backend is not None:
+        return "ByteLevel" in str((json.loads(backend.to_str()) or {}).get("decoder"))
+    return hasattr(hf, "byte_decoder")
 
 
 @dataclass
@@ -51,6 +105,26 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> Json:
     }
 
 
+class _WrittenText:
+    """Counts the characters of a text, of which a token may be a part only."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self.characters = 0
+        self._texts = texts
+        self._is_first = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int, echoed: str | None) -> None:
+        """Add a token; an ``echoed`` prompt may have special tokens in its text."""
+        special = self._texts.special_text(token)
+        if special is not None:
+            if echoed is not None and echoed.startswith(special, self.characters):
+                self.characters += len(special)
+            return
+        self.characters += len(self._decoder.decode(self._texts.bytes_of(token, self._is_first)))
+        self._is_first = False
+
+
 @dataclass
 class CompletionFormat:
     """Response format of ``/v1/completions``."""
@@ -60,7 +134,7 @@ class CompletionFormat:
 
     texts: TokenTexts  # texts of single tokens
     top: int | None = None  # number of most likely tokens to return; None for no log-probabilities
-    _offsets: dict[int, int] = field(default_factory=dict)
+    _written: dict[int, "_WrittenText"] = field(default_factory=dict)
 
     def whole(self, choice: Choice) -> Json:
         text = (choice.echoed or "") + choice.text
@@ -100,11 +174,10 @@ class CompletionFormat:
         return found
 
     def _append(self, found: Json, choice: Choice, token: int, one: TokenLogprob | None) -> None:
-        text = self.texts.of(token)
-        start = self._offsets.get(choice.index, 0)
-        self._offsets[choice.index] = start + len(text)
-        found["tokens"].append(text)
-        found["text_offset"].append(start)
+        written = self._written.setdefault(choice.index, _WrittenText(self.texts))
+        found["tokens"].append(self.texts.of(token))
+        found["text_offset"].append(written.characters)
+        written.add(token, choice.echoed)
         found["token_logprobs"].append(None if one is None else one.logprob)
         found["top_logprobs"].append(None if one is None or not self.top else self._top(one))
 
@@ -126,6 +199,7 @@ class ChatFormat:
 
     texts: TokenTexts
     top: int | None = None
+    _begun: set[int] = field(default_factory=set[int])  # choices whose first token is written
 
     def whole(self, choice: Choice) -> Json:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -143,7 +217,9 @@ class ChatFormat:
         self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]
     ) -> Json:
         content = (
-            None if self.top is None else {"content": [self._logprob(one) for one in logprobs]}
+            None
+            if self.top is None
+            else {"content": [self._logprob(choice, one) for one in logprobs]}
         )
         return {
             "index": choice.index,
@@ -152,13 +228,18 @@ class ChatFormat:
             "finish_reason": choice.finish_reason,
         }
 
-    def _logprob(self, one: TokenLogprob) -> Json:
-        top = [self._token(token, logprob) for token, logprob in list(one.top.items())[: self.top]]
-        return {**self._token(one.token, one.logprob), "top_logprobs": top}
+    def _logprob(self, choice: Choice, one: TokenLogprob) -> Json:
+        is_first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        top = [
+            self._token(token, logprob, is_first)
+            for token, logprob in list(one.top.items())[: self.top]
+        ]
+        return {**self._token(one.token, one.logprob, is_first), "top_logprobs": top}
 
-    def _token(self, token: int, logprob: float) -> Json:
-        text = self.texts.of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _token(self, token: int, logprob: float, is_first: bool) -> Json:
+        written = list(self.texts.bytes_of(token, is_first))
+        return {"token": self.texts.of(token), "logprob": logprob, "bytes": written}
 
 
 Format = CompletionFormat | ChatFormat

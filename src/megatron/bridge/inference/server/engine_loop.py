@@ -141,20 +141,29 @@ def _news(request: int, sent: _Sent) -> Progress | None:
     job, completion = sent.job, sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
+        logprobs = completion.logprobs[: _visible_logprobs(job)]
         found = Progress(
             request,
             completion.choice,
             text[sent.text :],
             completion.tokens[sent.tokens :],
-            completion.logprobs[sent.logprobs :],
+            logprobs[sent.logprobs :],
             completion.prompt_logprobs[sent.prompt_logprobs :],
             completion.finish_reason,
         )
         sent.text, sent.tokens, sent.logprobs = (
             len(text),
             len(completion.tokens),
-            len(completion.logprobs),
+            len(logprobs),
         )
         sent.prompt_logprobs = len(completion.prompt_logprobs)
         return found
     return None
+
+
+def _visible_logprobs(job: Job) -> int:
+    """Return how many log-probabilities belong to text that is sent: none of a stop text or behind it."""
+    detokenizer = job.detokenizer
+    if detokenizer is None or (job.is_over and not detokenizer.stopped):
+        return len(job.completion.logprobs)
+    return detokenizer.visible_tokens(job.is_over)

@@ -16,6 +16,7 @@ from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion import module_names
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.adapters.bridge_calls import AdapterCalls
+from megatron.bridge.models.conversion.deviations import deviations_of
 from megatron.bridge.models.conversion.engine import (
     buckets,
     export,
@@ -128,6 +129,9 @@ class AutoBridge(AdapterCalls):
         if self.lacks_mtp_layers(hf_path, load_weights):
             provider.mtp_num_layers = None
             self._note(mtp_layers.DECLARED_ONLY.format(self._weights(hf_path).model_name_or_path))
+        for deviation in deviations_of(self.hf_config):
+            if deviation.is_noted:
+                self._note(deviation.note())
         if load_weights:
             self._weights(
                 hf_path

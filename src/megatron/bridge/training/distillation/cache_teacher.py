@@ -166,7 +166,7 @@ def _forward(
             if group.rank() == 0:
                 cache.write(ids, batch["tokens"], top)
 
-        return chunk(**model_inputs(batch)), keep
+        return chunk(**model_inputs(batch, chunk)), keep
 
     schedule = cast(Any, get_forward_backward_func())
     schedule(

@@ -20,7 +20,12 @@ from megatron.bridge.training.distillation.divergence import (
     top_tokens,
 )
 from megatron.bridge.training.distillation.student_teacher import WatchedLayer, pair_of, projected
-from megatron.bridge.training.gpt_step import LOSS_NAME, next_batch, packed_parameters
+from megatron.bridge.training.gpt_step import (
+    LOSS_NAME,
+    next_batch,
+    packed_parameters,
+    padding_arguments,
+)
 from megatron.bridge.training.state import BatchIterator, LossFunction, Run
 from megatron.bridge.training.step.losses import LossReport
 
@@ -43,7 +48,7 @@ class StudentStep:
         config = run.config.distill
         assert config is not None, "distill is not set"
         batch = next_batch(data_iterator)
-        inputs = model_inputs(batch)
+        inputs = model_inputs(batch, model)
         pair = pair_of(model)
         if pair is None:
             return model(**inputs), StudentLoss(config, batch, model, cached_targets(batch), {})
@@ -56,14 +61,16 @@ class StudentStep:
 forward_step = StudentStep()
 
 
-def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+def model_inputs(batch: dict[str, Any], model: MegatronModule) -> dict[str, Any]:
+    """The keyword arguments of ``model`` for a batch of ``next_batch``."""
     packed = {"packed_seq_params": packed_parameters(batch)} if "cu_seqlens" in batch else {}
     names = {
         "input_ids": "tokens",
         "position_ids": "position_ids",
         "attention_mask": "attention_mask",
     }
-    return {name: batch[key] for name, key in names.items()} | packed
+    inputs = {name: batch[key] for name, key in names.items()}
+    return inputs | packed | padding_arguments(batch, model)
 
 
 @dataclass

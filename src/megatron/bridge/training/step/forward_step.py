@@ -67,11 +67,13 @@ WITH_TOKENS = "(loss, num_tokens, report)"
 FORMS = f"(loss, report) or {WITH_TOKENS}"
 
 
-def checked(step: ForwardStep, per_token: bool) -> ForwardStep:
+def checked(
+    step: ForwardStep, per_token: bool, returned: list[torch.Tensor] | None = None
+) -> ForwardStep:
     """``step`` with a check of its loss function; ``per_token`` is the model's ``calculate_per_token_loss``.
 
-    It raises a ``UserError`` for a loss or a report of a wrong form. In the reports that it returns, each value is
-    a tensor with one element, or with two: a sum and a count.
+    Each ``num_tokens`` is added to the list ``returned``. The step raises a ``UserError`` for a loss or a report of a
+    wrong form. In the reports that it returns, each value is a tensor with one element, or with two: a sum and a count.
     """
 
     def call(*inputs: Any, **options: Any) -> Any:
@@ -85,9 +87,17 @@ def checked(step: ForwardStep, per_token: bool) -> ForwardStep:
                 f"the forward step returned {_form(found)}: return the output and a loss function"
             )
         output, function = found
-        return output, None if function is None else lambda tensor, **more: _checked(
-            function(tensor, **more), per_token
-        )
+        if function is None:
+            return output, None
+
+        def loss_function(tensor: torch.Tensor, **more: Any) -> tuple[Any, ...]:
+            parts = _checked(function(tensor, **more), per_token)
+            _, *tokens, _ = parts
+            if returned is not None:
+                returned.extend(tokens)
+            return parts
+
+        return output, loss_function
 
     return call
 

@@ -99,46 +99,49 @@ def add_mtp_losses(totals: LossReport, reports: list[LossReport]) -> list[LossRe
     ]
 
 
-def router_losses(config: ConfigContainer, microbatches: int) -> LossReport:
-    """Mean router losses of the step over layers, ``microbatches`` of a rank, and replicas; equal on all ranks.
+def router_losses(config: ConfigContainer) -> LossReport:
+    """Mean router losses of the step over layers and all tokens that are no padding; equal on all ranks.
 
     The losses are not multiplied with their coefficients: perfectly balanced experts have a load-balancing loss
     of 1. Megatron-Core's own reduction takes its groups from the routers of a rank, and a pipeline stage without
-    experts has none.
+    experts has none; it also weights microbatches and ranks alike, whatever padding they have.
     """
-    parts = _router_loss_ranks(config.model)
-    if not parts:
+    names = _router_loss_names(config.model)
+    if not names:
         return {}
-    recorded = get_moe_metrics_tracker().metrics
+    tracker = get_moe_metrics_tracker()
+    recorded: dict[str, torch.Tensor] = getattr(tracker, "weighted", {})
     layers = config.model.num_layers + (config.model.mtp_num_layers or 0)
     device = torch.cuda.current_device()
-    table = torch.zeros(len(parts), layers, dtype=torch.float64, device=device)
-    for row, name in enumerate(parts):
+    table = torch.zeros(len(names), 2, layers, dtype=torch.float64, device=device)
+    for row, name in enumerate(names):
         if name in recorded:
-            table[row] += recorded[name].values[:layers]
+            table[row] += recorded[name][:, :layers]
     dist.all_reduce(table)
-    # a layer without a router contributes zero, and the loss of a router is never zero
-    means = table.sum(1) / (table != 0).sum(1).clamp(min=1) / microbatches
-    return {name: mean / part for mean, (name, part) in zip(means, parts.items(), strict=True)}
+    sums, tokens = table.unbind(1)
+    layers_with_router = (tokens > 0).sum(1)
+    means = (sums / tokens.clamp(min=1)).sum(1) / layers_with_router.clamp(min=1)
+    return dict(zip(names, means, strict=True))
 
 
-def _router_loss_ranks(model: Any) -> dict[str, int]:
-    """For each router loss, over how many ranks Megatron-Core reports a mean; over the other ranks it is a sum."""
-    group: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    indexers = (
-        {"indexer_loss": group.size()} if getattr(model, "dsa_indexer_loss_coeff", None) else {}
-    )
-    if not model.num_moe_experts:
-        return indexers
-    replicas = parallel_state.get_data_parallel_world_size()
-    parts = {
-        _BALANCING_NAMES[kind]: 1 if kind == "global_aux_loss" else replicas
-        for kind, coefficient in _balancing_types(model)
-        if kind in _BALANCING_NAMES and coefficient
-    }
-    if model.moe_z_loss_coeff is not None:
-        parts["z_loss"] = group.size()
-    return parts | indexers
+def has_router_losses(model: Any) -> bool:
+    """Whether a model has losses that are attached to its layers, of routers or of indexers."""
+    return bool(_router_loss_names(model))
+
+
+def _router_loss_names(model: Any) -> list[str]:
+    names = []
+    if model.num_moe_experts:
+        names += [
+            _BALANCING_NAMES[kind]
+            for kind, coefficient in _balancing_types(model)
+            if kind in _BALANCING_NAMES and coefficient
+        ]
+        if model.moe_z_loss_coeff is not None:
+            names.append("z_loss")
+    if getattr(model, "dsa_indexer_loss_coeff", None):
+        names.append("indexer_loss")
+    return names
 
 
 def _balancing_types(model: Any) -> list[tuple[str, float]]:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a bridged model differs from transformers' own code on purpose: the notes at loading, the docs, and the tests.
+
+Everything else is transformers' to rounding.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+END_KEYS = ("bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One difference."""
+
+    name: str
+    models: str
+    """Architectures that it concerns, for readers."""
+    here: str
+    """What a bridged model computes."""
+    in_transformers: str
+    """What transformers computes."""
+    applies: Callable[[Any], bool]
+    """Whether it concerns the model of a Hugging Face config."""
+    in_training_only: bool = False
+    """Whether logits and generated tokens are the same."""
+    is_noted: bool = True
+    """Whether loading a model says so."""
+
+    def note(self) -> str:
+        """Return the sentence that a user reads when a model is loaded."""
+        return f"{self.here}; in transformers, {self.in_transformers}"
+
+
+def _rotates_long_texts(config: Any) -> bool:
+    if not _is(config, "phimoe"):
+        return False
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("rope_type") == "longrope"
+
+
+def _adds_noise(config: Any) -> bool:
+    return _is(config, "phimoe") and bool(getattr(config, "input_jitter_noise", 0))
+
+
+def _balances_experts(config: Any) -> bool:
+    coefficients = (getattr(config, key, 0) for key in ("router_aux_loss_coef", "aux_loss_alpha"))
+    return any(coefficients)
+
+
+def _pads_with_text(config: Any) -> bool:
+    """Whether padding is a token that occurs in texts, and transformers does not train its embedding."""
+    padding = getattr(config, "pad_token_id", None)
+    if padding is None:
+        return False
+    ends: set[Any] = set()
+    for key in END_KEYS:
+        value: Any = getattr(config, key, None)
+        if isinstance(value, list):
+            ends.update(cast("list[Any]", value))
+        else:
+            ends.add(value)
+    return padding in ends and _has_padding_row(config)
+
+
+def _has_padding_row(config: Any) -> bool:
+    """Whether transformers' model gives its embedding a ``padding_idx``."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: Any = models.get(type(config), None)
+    if kind is None:
+        return False
+    return "self.padding_idx" in inspect.getsource(sys.modules[kind.__module__])
+
+
+def _is(config: Any, model_type: str) -> bool:
+    return getattr(config, "model_type", None) == model_type
+
+
+DEVIATIONS = (
+    Deviation(
+        "long texts of Phi-3.5-MoE",
+        "`PhimoeForCausalLM`",
+        "texts longer than original_max_position_embeddings are rotated with long_factor, as in the published code",
+        "they are rotated with short_factor",
+        _rotates_long_texts,
+    ),
+    Deviation(
+        "noise of Phi-3.5-MoE",
+        "`PhimoeForCausalLM`",
+        "no noise is added to the inputs of experts (input_jitter_noise)",
+        "training adds it",
+        _adds_noise,
+        in_training_only=True,
+    ),
+    Deviation(
+        "padding that occurs in texts",
+        "most, if `pad_token_id` is also BOS or EOS",
+        "the input embedding of pad_token_id is trained where it occurs in a text, such as EOS between turns",
+        "that row has no gradient from inputs (padding_idx)",
+        _pads_with_text,
+        in_training_only=True,
+    ),
+    Deviation(
+        "losses of routers",
+        "mixtures of experts with `router_aux_loss_coef` or `aux_loss_alpha`",
+        "training adds the load balancing loss, of each layer for itself",
+        "it is added if the router logits are requested, over all layers together, or not at all",
+        _balances_experts,
+        in_training_only=True,
+        is_noted=False,  # of nearly all mixtures of experts, and a run logs these losses
+    ),
+)
+
+
+def deviations_of(config: Any) -> list[Deviation]:
+    """Return the deviations that concern the model of a Hugging Face config, of its text part if it has images."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return [deviation for deviation in DEVIATIONS if deviation.applies(text)]
