@@ -30,6 +30,7 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError, first_problems, misspelling
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+OUTPUT_LAYER = "output_layer."
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
@@ -182,7 +183,11 @@ def build_plan(
     modules = _parameters(chunks)
     located = _locate(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
-    heads = {item.name for item in located if item.name == OUTPUT and item.kind == "replicated"}
+    heads = {
+        item.name
+        for item in located
+        if item.name.startswith(OUTPUT_LAYER) and item.kind == "replicated"
+    }
     tasks, problems = _match(registry, located, modules, config, tied)
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
     ties = _ties(registry, tied, entries)
