@@ -3,6 +3,7 @@
 
 import argparse
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
@@ -16,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder"
         )
+    paths.refuse_used(args.megatron_path)
     from megatron.bridge import AutoBridge
 
     bridge = AutoBridge.from_hf_pretrained(

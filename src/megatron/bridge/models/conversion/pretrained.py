@@ -34,7 +34,12 @@ def local_weights(name: str | Path) -> Path:
 
 
 def tokenizer_of(name: str | Path) -> str | None:
-    """Return directory or hub id of the tokenizer with the weights ``name``, or of the run that wrote them, if any."""
+    """Return directory or hub id of the tokenizer with the weights ``name``, or of the run that wrote them, if any.
+
+    ``name`` may also be a folder with a tokenizer alone, as transformers' ``save_pretrained`` writes it.
+    """
+    if Path(name).is_dir() and hub.has_tokenizer(Path(name)):
+        return str(name)
     if is_megatron_checkpoint(name):
         kept = model_io.tokenizer_dir(name)
         if kept is not None:

@@ -397,14 +397,20 @@ def _ties(
     registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
 ) -> dict[str, str]:
     """Return the output layer of a tied model if the checkpoint stores it anyway."""
-    embedding, output = (
-        registry.megatron_to_hf_lookup(EMBEDDING),
-        registry.megatron_to_hf_lookup(OUTPUT),
-    )
-    if not tied or embedding is None or output is None or entries is None:
+    if not tied or entries is None:
+        return {}
+    names = tied_names(registry)
+    return {output: embedding for output, embedding in names.items() if output in entries}
+
+
+def tied_names(registry: MegatronMappingRegistry) -> dict[str, str]:
+    """Return the tensors of the output layer of a tied model, and the equal ones of the embedding."""
+    embedding = registry.megatron_to_hf_lookup(EMBEDDING)
+    output = registry.megatron_to_hf_lookup(OUTPUT)
+    if embedding is None or output is None:
         return {}
     names = zip(output.hf_names, embedding.hf_names, strict=True)
-    return {ours: theirs for ours, theirs in names if ours in entries and ours != theirs}
+    return {name: same for name, same in names if name != same}
 
 
 def _stored_twice(
