@@ -11,7 +11,8 @@ from megatron.bridge.utils.errors import UserError
 
 
 def run(args: argparse.Namespace) -> int:
-    hub.local_folder(args.hf_model)  # before anything slow is imported
+    # before anything slow is imported
+    hub.refuse_adapter_beside_weights(args.hf_model, ignored=args.adapter == "none")
     sizes = model_options.parallel_sizes(args)
     if hub.is_hf_model(args.megatron_path):
         raise UserError(

@@ -118,7 +118,7 @@ def _is_prompt(value: Any) -> bool:
 class CompletionFile:
     """The completions of ``lines``, written line by line after those that an interrupted command left.
 
-    Each line holds a digest of its prompt and of all that decides its completion, so that only the same command goes on.
+    Each line holds a digest of its prompt and of all that decides its completion: only the same command goes on.
 
     Args:
         path: file to create or to continue.
