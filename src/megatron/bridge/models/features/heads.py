@@ -133,7 +133,8 @@ def apply_head(model: nn.Module, config: Any) -> None:
     if config.head == "embedding":
         model.output_layer = HiddenStates(config.sequence_parallel)
         # a bound method and not a closure, so that copies of the model describe themselves
-        model.sharded_state_dict = MethodType(_sharded_state_without_output_layer, model)
+        describe: Any = MethodType(_sharded_state_without_output_layer, model)
+        model.sharded_state_dict = describe
     else:
         model.output_layer = _linear_head(config).to(device=like.device, dtype=like.dtype)
     model.compute_language_model_loss = _no_language_model_loss  # type: ignore[assignment]

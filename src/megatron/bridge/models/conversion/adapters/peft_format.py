@@ -405,8 +405,8 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _check_settings(config: Mapping[str, Any], directory: Path) -> None:
     """Refuse ranks, scales, targets and patterns that ``peft`` could not have written."""
-    ranks = {"r": config.get("r"), **_values_of("rank_pattern", config, directory)}
-    alphas = {"lora_alpha": config.get("lora_alpha")}
+    ranks: dict[str, Any] = {"r": config.get("r"), **_values_of("rank_pattern", config, directory)}
+    alphas: dict[str, Any] = {"lora_alpha": config.get("lora_alpha")}
     alphas |= _values_of("alpha_pattern", config, directory)
     for key, value in ranks.items():
         if type(value) is not int or value < 1:
@@ -436,7 +436,8 @@ def _values_of(key: str, config: Mapping[str, Any], directory: Path) -> dict[str
         raise UserError(
             f"the adapter {directory} has {key}={patterns!r}, but it is an object: save it again"
         )
-    for pattern in cast("dict[str, Any]", patterns):
+    values = cast("dict[str, Any]", patterns)
+    for pattern in values:
         try:
             re.compile(pattern)
             problem = "repeats what is repeated already" if _NESTED_REPEAT.search(pattern) else None
@@ -446,7 +447,7 @@ def _values_of(key: str, config: Mapping[str, Any], directory: Path) -> dict[str
             raise UserError(
                 f"the adapter {directory} has {key}={pattern!r}, which {problem}: name the modules"
             )
-    return {f"{key}[{pattern!r}]": value for pattern, value in patterns.items()}
+    return {f"{key}[{pattern!r}]": value for pattern, value in values.items()}
 
 
 def _check_tensors(
