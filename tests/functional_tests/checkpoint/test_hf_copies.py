@@ -12,6 +12,7 @@ from megatron.bridge.training.checkpointing import hf_copy
 from megatron.bridge.training.config import CheckpointConfig, ValidationConfig
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.utils.errors import UserError
 from tests.toy_run import save_llama, toy_config
 from tests.workers import forget_model_parallel
 
@@ -65,6 +66,14 @@ def test_a_copy_ends_with_the_process_that_started_it(run_folder):
     assert process.wait(0) != 0
     assert hf_copy.missing(root) == [2]
     (root / "set_aside").rename(hf_copy.copy_dir(root, 2))
+
+
+def test_a_model_without_a_copy_is_refused_before_the_first_step(tmp_path):
+    save_llama(tmp_path / "hf", num_hidden_layers=4, rope_theta=10000.0, rms_norm_eps=1e-5)
+    settings = {"attention_output_gate": True}  # which no config of Llama can express
+    with pytest.raises(UserError, match=r"checkpoint\.also_hf=True .* attention_output_gate=True"):
+        train(tmp_path, settings)
+    assert not list((tmp_path / "run").glob("iter_*"))
 
 
 def test_a_checkpoint_that_was_saved_again_lacks_its_copy(tmp_path):

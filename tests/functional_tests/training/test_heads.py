@@ -264,10 +264,16 @@ def test_two_processes(places, two_workers):
                 assert found == pytest.approx(step, rel=1e-5, abs=2e-6), (kind, name)
 
 
-def test_a_resumed_run_is_the_same(places, tmp_path):
-    wanted = alone(places, "classes", save=str(tmp_path / "whole"))
-    alone(places, "classes", save=str(tmp_path / "parts"), steps=2)
-    assert alone(places, "classes", save=str(tmp_path / "parts")) == wanted[2:]
+@pytest.mark.parametrize("kind", ["classes", "words", "mean"])
+def test_a_resumed_run_is_the_same_and_its_export_loads(places, kind, tmp_path):
+    straight = alone(places, kind, save=str(tmp_path / "straight"))
+    alone(places, kind, save=str(tmp_path / "parts"), steps=2)
+    assert alone(places, kind, save=str(tmp_path / "parts")) == straight[2:]
+    bridge = AutoBridge.from_hf_pretrained(places / kind / "model")
+    bridge.export_ckpt(tmp_path / "parts", tmp_path / "out", show_progress=False)
+    model_class = getattr(transformers, KINDS[kind][0])
+    _, info = model_class.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
 
 
 def convert(directory, output, name, layout, wanted):

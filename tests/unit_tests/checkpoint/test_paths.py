@@ -96,3 +96,18 @@ def test_removing_leaves_no_trace(tmp_path):
     _publish(tmp_path, 10, 20)
     paths.remove(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000020"]
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "config.json", "context"])
+def test_a_folder_with_other_contents_takes_no_new_weights(name, tmp_path):
+    paths.refuse_used(tmp_path / "absent")
+    paths.refuse_used(tmp_path)
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=rf"{name}.*choose another directory"):
+        paths.refuse_used(tmp_path)
+
+
+def test_the_folder_of_a_trained_run_takes_no_new_weights(tmp_path):
+    _publish(tmp_path, 3, tracker=3)
+    with pytest.raises(UserError, match=r"iter_0000003.*choose another directory"):
+        paths.refuse_used(tmp_path)

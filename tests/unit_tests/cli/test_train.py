@@ -311,6 +311,19 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     assert all(line.startswith("#") for line in out.splitlines())
 
 
+def test_a_dry_run_plans_the_checkpoint_and_the_export(capsys):
+    given = ("checkpoint.save=never_written", "checkpoint.pretrained_checkpoint=null")
+    _, out = dry_run(capsys, *RECIPE, *given)
+    assert "cannot be exported" not in out
+    gate = "model.attention_output_gate=true"
+    _, out = dry_run(capsys, *RECIPE, *given, gate)
+    assert "# note: the checkpoints of this run cannot be exported to Hugging Face: " in out
+    _, out = dry_run(capsys, *RECIPE, *given, gate, "checkpoint.also_hf=true")
+    refusal = next(line for line in out.splitlines() if "the run would be refused: " in line)
+    assert "checkpoint.also_hf=True" in refusal
+    assert "attention_output_gate=True" in refusal
+
+
 def test_the_vocabulary_of_a_dry_run_is_that_of_the_tokenizer(capsys):
     kind = "tokenizer.tokenizer_type=HuggingFaceTokenizer"
     given = (*RECIPE, "model.vocab_size=null", kind, "tokenizer.vocab_size=null")

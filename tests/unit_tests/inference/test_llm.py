@@ -266,6 +266,30 @@ def test_lines_are_written_in_order_and_resumed(model_dir, tmp_path, capsys):
         assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
+@pytest.mark.parametrize("change", ["prompt", "temperature"])
+def test_completions_of_another_command_are_refused(model_dir, tmp_path, capsys, change):
+    options = ("--max-new-tokens", "3", "--seed", "1")
+    assert generate(model_dir, tmp_path, LINES[:1], *options) == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    lines = [{**LINES[0], change: {"prompt": "The rough", "temperature": 0.5}[change]}]
+    assert generate(model_dir, tmp_path, lines, *options) == 1
+    error = capsys.readouterr().err
+    assert "out.jsonl:1 with id='a'" in error
+    assert "another --out" in error
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_prompts_are_not_overwritten(model_dir, tmp_path, capsys):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    files = ["--prompts", str(prompts), "--out", f"{tmp_path}/./in.jsonl"]
+    assert main(["generate", str(model_dir), *files]) == 1
+    error = capsys.readouterr().err
+    assert "--out" in error
+    assert "prompts" in error
+    assert prompts.read_text() == '{"prompt": "a"}\n'
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.main import main
+from megatron.bridge.models.conversion import pretrained
 from megatron.bridge.models.conversion.describe import architectures_of
 from megatron.bridge.models.conversion.model_bridge import bridge_for
 from tests.families.own_models import model_class
@@ -97,3 +98,10 @@ def test_an_architecture_that_is_not_the_models(checkpoint, tmp_path, capsys, wo
     assert main(command) == 1
     assert says(capsys.readouterr().err.strip(), *parts)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_of_a_run_may_be_in_a_folder_without_a_config(tmp_path):
+    """PreTrainedTokenizerFast.save_pretrained writes no config.json."""
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert pretrained.tokenizer_of(tmp_path) == str(tmp_path)

@@ -165,7 +165,7 @@ def test_layout_of_a_source_takes_other_shapes_and_surplus_tensors(tmp_path):
     save_file({"a": TENSORS["a"]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     wanted = {"a": torch.randn(2, 2), "new": torch.randn(3)}
     layouts = output_files_like(SafetensorsCheckpoint(tmp_path), shapes(wanted))
-    assert [layout.name for layout in layouts] == ["model.safetensors", "extra-model.safetensors"]
+    assert [layout.name for layout in layouts] == ["model.safetensors"]
     out = tmp_path / "out"
     out.mkdir()
     written(out, layouts, wanted)

@@ -6,15 +6,17 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.hf_adapter import peft_for
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.utils.errors import UserError
 from tests.toy_adapters import DECODER, adapted, batch, exported, make, reference, shake
-from tests.toy_models import make_llama
+from tests.toy_models import LLAMA, make_llama, tokens
 
 
 def logits(model):
@@ -251,11 +253,14 @@ def test_another_description_is_refused(models, tmp_path):
 
 
 def _drop(tensors):
-    tensors.pop(next(name for name in tensors if "q_proj.lora_B" in name))
+    for name in [name for name in tensors if "layers.0.self_attn.q_proj.lora_" in name]:
+        del tensors[name]
 
 
 def _add(tensors):
-    tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = torch.zeros(1)
+    for factor in ("lora_A", "lora_B"):
+        name = f"base_model.model.model.layers.0.mlp.up_proj.{factor}.weight"
+        tensors[name.replace("layers.0", "layers.9")] = tensors[name].clone()
 
 
 def _unshare(tensors):
@@ -323,3 +328,72 @@ def test_another_scaling_is_refused(models, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 9}))
     with pytest.raises(UserError, match=r"rank, alpha and use_rslora \(4, 9, False\)"):
         bridge.load_hf_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("module", ["word_embeddings", "final_layernorm"])
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma2"])
+def test_trained_modules_of_a_tied_model_are_those_of_peft(name, module, tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(0)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    model = LoRA(dim=2, modules_to_save=[module])(bridge.to_megatron_model(wrap_with_ddp=False))
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1 * parameter.requires_grad)
+    bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    ids, positions = tokens()
+    with torch.no_grad():
+        ours = model[0].eval()(input_ids=ids, position_ids=positions, attention_mask=None)
+        expected = theirs(input_ids=ids).logits
+    assert (ours - expected).abs().max() <= 1e-4 * expected.std()
+
+
+MALFORMED = {
+    "rank NaN": ({"r": float("nan")}, "r=nan"),
+    "huge rank": ({"r": 10**9}, "rank 1000000000"),
+    "no rank": ({"r": None}, "r=None"),
+    "infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha=inf"),
+    "targets": ({"target_modules": 5}, "target_modules=5"),
+    "endless pattern": ({"rank_pattern": {"(a+)+b": 2}}, r"rank_pattern='\(a\+\)\+b'"),
+    "broken pattern": ({"alpha_pattern": {"(": 2}}, r"alpha_pattern='\('"),
+}
+
+
+@pytest.fixture
+def written_adapter(models, tmp_path):
+    bridge, model = adapted(models("llama"), LoRA(dim=4, alpha=8), ddp=False)
+    shake(bridge, model, tmp_path / "adapter")
+    return bridge, tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_settings_are_named(case, written_adapter):
+    bridge, folder = written_adapter
+    changes, message = MALFORMED[case]
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match=message):
+        peft_for(bridge, folder)
+
+
+@pytest.mark.parametrize("case", ["half of a pair", "integers", "NaN"])
+def test_malformed_tensors_are_named(case, written_adapter):
+    bridge, folder = written_adapter
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("lora_A.weight"))
+    if case == "half of a pair":
+        del tensors[name]
+    elif case == "integers":
+        tensors[name] = tensors[name].int()
+    else:
+        tensors[name][0, 0] = float("nan")
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        peft_for(bridge, folder)

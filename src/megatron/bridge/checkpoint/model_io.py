@@ -63,8 +63,9 @@ def save_model(
         The directory that was published.
 
     Raises:
-        UserError: the iteration exists already, or the path cannot be written; nothing is left behind.
+        UserError: the folder holds a checkpoint or a run, or cannot be written; nothing is left behind.
     """
+    on_first_rank(lambda: paths.refuse_used(root))
     directory = paths.iteration_dir(root, iteration)
     state = {**model_state(chunks, MODEL_METADATA), CONTENT_METADATA: dict(MODEL_METADATA)}
     with _writing_to(root):

@@ -98,6 +98,28 @@ def latest_iteration(root: str | Path) -> int | None:
     return int(text)
 
 
+def refuse_used(root: str | Path) -> None:
+    """Refuse a folder for new weights that holds a checkpoint, a Hugging Face model or a run.
+
+    A new iteration would become the newest one: a trained run could no longer be used or resumed.
+
+    Raises:
+        UserError: the folder is used.
+    """
+    folder = storage.local(root)
+    bucket.refresh(folder)
+    if not folder.is_dir():
+        return
+    iterations = [iteration_dir("", number).name for number in published_iterations(folder)]
+    markers = (TRACKER, RELEASE, NEMO_CONTEXT, NEMO_WEIGHTS, RUN_CONFIG, "config.json")
+    contents = [*iterations, *(name for name in markers if (folder / name).exists())]
+    if contents:
+        raise UserError(
+            f"output directory {folder} exists and holds {contents[0]}, which new weights would replace: choose "
+            "another directory, or remove this one first"
+        )
+
+
 def resolve(path: str | Path) -> Path:
     """The directory of one iteration, from that directory, a root with a tracker, or a checkpoint of NeMo 2.
 

@@ -3,6 +3,7 @@
 
 import argparse
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
@@ -10,12 +11,14 @@ from megatron.bridge.utils.errors import UserError
 
 
 def run(args: argparse.Namespace) -> int:
-    hub.local_folder(args.hf_model)  # before anything slow is imported
+    # before anything slow is imported
+    hub.refuse_adapter_beside_weights(args.hf_model, ignored=args.adapter == "none")
     sizes = model_options.parallel_sizes(args)
     if hub.is_hf_model(args.megatron_path):
         raise UserError(
             f"--megatron-path {args.megatron_path} is a Hugging Face model: choose another folder"
         )
+    paths.refuse_used(args.megatron_path)
     from megatron.bridge import AutoBridge
 
     bridge = AutoBridge.from_hf_pretrained(

@@ -2,10 +2,13 @@
 """``megatron-bridge generate``: continue prompts with any checkpoint, under any layout."""
 
 import argparse
+import json
 import sys
 from typing import Any
 
+from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError
 
 
@@ -39,6 +42,17 @@ def _print_one(args: argparse.Namespace, values: dict[str, Any]) -> int:
     return 0
 
 
+def _settings(args: argparse.Namespace) -> str:
+    """Return what decides completions besides the prompts: the checkpoints, their adapters, dtype and template."""
+    names = ("model", "adapter", "adapters", "tokenizer", "dtype", "template", "media_root")
+    values = {name: str(getattr(args, name, None)) for name in names}
+    for name in ("model", "adapter"):
+        value = getattr(args, name, None)
+        if value is not None and hub.is_megatron(value):
+            values[name] = str(paths.resolve(value).resolve())
+    return json.dumps(values, sort_keys=True)
+
+
 def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.checkpoint.collective import on_first_rank
     from megatron.bridge.inference.prompt_files import CompletionFile, read_prompts
@@ -49,7 +63,7 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
         raise UserError(f"--out {args.out} cannot be written: create its folder first")
     with model_options.load(args, media_root=args.media_root or str(args.prompts.parent)) as llm:
         first = distributed.rank() == 0
-        file = CompletionFile(args.out, lines) if first else None
+        file = CompletionFile(args.out, lines, _settings(args)) if first else None
         done = on_first_rank(lambda: file.done if file else 0)
         left = lines[done:]
         found = llm.generate_each(

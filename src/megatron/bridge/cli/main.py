@@ -40,6 +40,9 @@ URLS = {
     "target",
 }
 
+# the options that name a file to write
+OUTPUT_FILES = {"out", "output", "timeline", "messages", "certificate"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -70,6 +73,7 @@ def _run(arguments: list[str]) -> int:
         parser.print_help()
         return 2
     _use_local_folders(args)
+    _refuse_writing_over_inputs(args)
     if not getattr(args, "trust_checkpoint", False):
         return module.run(args)
     from megatron.bridge.utils import unpickling  # imports torch
@@ -89,6 +93,31 @@ def _use_local_folders(args: argparse.Namespace) -> None:
             setattr(args, name, type(value)(storage.local("://".join(found))))
         elif storage.is_url(value):
             raise UserError(f"{name}={value} cannot be a URL: give a local path")
+
+
+def _refuse_writing_over_inputs(args: argparse.Namespace) -> None:
+    """Refuse an output file that is also one of the files that the command reads."""
+    values = vars(args)
+    for output_name in OUTPUT_FILES & values.keys():
+        output = values[output_name]
+        if output is None or not Path(output).exists():
+            continue
+        for name, value in values.items():
+            for item in value if isinstance(value, (list, tuple)) else [value]:
+                if name not in OUTPUT_FILES and _is_same_file(item, Path(output)):
+                    raise UserError(
+                        f"--{output_name} {output} is also what the command reads as {name}, and would be "
+                        "overwritten: choose another file"
+                    )
+
+
+def _is_same_file(value: Any, output: Path) -> bool:
+    if not isinstance(value, (str, Path)):
+        return False
+    try:
+        return Path(value).samefile(output)
+    except (OSError, ValueError):  # not a path, or no file
+        return False
 
 
 def _load(name: str) -> ModuleType:

@@ -21,7 +21,8 @@ _SHOWN = 5
 
 
 def run(args: argparse.Namespace) -> int:
-    hub.local_folder(args.hf_model)  # before anything slow is imported
+    # before anything slow is imported
+    hub.refuse_adapter_beside_weights(args.hf_model, ignored=args.adapter == "none")
     paths.resolve(args.megatron_path)
     if args.certificate:
         _check_target(args.certificate)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read files of prompts and write files of completions: one line per prompt in the same order; can be resumed."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,8 @@ from megatron.bridge.inference.prompts import Messages, Prompt
 from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
+REQUEST = "request"
+"""Key of the digest in a line of completions."""
 _PROMPTS = ("prompt", "text", "input", "messages")
 _OVERRIDES = tuple(field.name for field in fields(Sampling))
 _SEEDS = (
@@ -113,14 +116,22 @@ def _is_prompt(value: Any) -> bool:
 
 
 class CompletionFile:
-    """The completions of ``lines``, written line by line after those that an interrupted command left."""
+    """The completions of ``lines``, written line by line after those that an interrupted command left.
 
-    def __init__(self, path: Path, lines: Sequence[PromptLine]) -> None:
-        self.path = path
+    Each line holds a digest of its prompt and of all that decides its completion: only the same command goes on.
+
+    Args:
+        path: file to create or to continue.
+        lines: the prompts with their sampling parameters.
+        settings: what else decides the completions: the model, its adapters and its template.
+    """
+
+    def __init__(self, path: Path, lines: Sequence[PromptLine], settings: str = "") -> None:
+        self.path, self._settings = path, settings
         try:
             old = path.read_bytes() if path.exists() else b""
             whole = old[: old.rfind(b"\n") + 1]
-            self.done = _check_done(path, whole.splitlines(), lines)
+            self.done = _check_done(path, whole.splitlines(), lines, settings)
             self._file: IO[bytes] = path.open("r+b" if path.exists() else "wb")
             self._file.truncate(len(whole))
             self._file.seek(len(whole))
@@ -129,9 +140,8 @@ class CompletionFile:
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
         """Write one line and flush it to disk."""
-        self._file.write(
-            (json.dumps(as_record(line, completions), ensure_ascii=False) + "\n").encode()
-        )
+        record = as_record(line, completions) | {REQUEST: request_digest(line, self._settings)}
+        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -139,14 +149,28 @@ class CompletionFile:
         self._file.close()
 
 
-def _check_done(path: Path, old: Sequence[bytes], lines: Sequence[PromptLine]) -> int:
-    """Return the number of completed lines; refuse a file whose lines do not match the prompts."""
+def request_digest(line: PromptLine, settings: str) -> str:
+    """Return a digest of a prompt, its sampling parameters and the settings of the command."""
+    content = [line.prompt, asdict(line.sampling), settings]
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_done(
+    path: Path, old: Sequence[bytes], lines: Sequence[PromptLine], settings: str
+) -> int:
+    """Return the number of completed lines; refuse a file whose lines are not of these prompts and settings."""
     for number, raw in enumerate(old, start=1):
         record = parse_record(raw, f"{path}:{number}")
         if number > len(lines) or record.get("id") != lines[number - 1].id:
             raise UserError(
                 f"{path}:{number} has id={record.get('id')!r}, but the prompt of that line has another id: remove the "
                 "file, or choose another --out"
+            )
+        if record.get(REQUEST) != request_digest(lines[number - 1], settings):
+            raise UserError(
+                f"{path}:{number} with id={record.get('id')!r} was completed from another prompt, with other sampling "
+                "parameters or by another model: remove the file, or choose another --out"
             )
     return len(old)
 

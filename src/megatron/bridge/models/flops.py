@@ -75,7 +75,7 @@ def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float
                 yield _of_weight(weight, backward) * _share(weight, name, config)
         yield (_PASSES if backward else 1) * operations_between(module, length)
     output: Any = getattr(chunk, "output_layer", None)
-    if output is not None:
+    if output is not None and getattr(config, "head", None) != "embedding":
         tied = output.weight is None  # to the embedding's, which only looked up
         weight = chunk.shared_embedding_or_output_weight() if tied else output.weight  # type: ignore[operator]
         true = config.vocab_size / config.padded_vocab_size

@@ -24,11 +24,13 @@ from megatron.bridge.autotune.search.candidate import as_overrides
 from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.autotune.vision_tower import tower_flops
+from megatron.bridge.checkpoint import model_io
 from megatron.bridge.cli.support import summary
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.models.flops import local_flops_per_token
 from megatron.bridge.models.model_provider import ModelProvider
 from megatron.bridge.recipes.teachers import teacher_of
+from megatron.bridge.training.checkpointing.save_load import export_problem
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.batch_size import BatchSize
 from megatron.bridge.training.inputs import (
@@ -75,7 +77,7 @@ def report(job: Job, asked: int | None) -> Report:
         *elsewhere(config),
         *_caveats(config, teacher),
     ]
-    problems = list(input_problems(resolved))
+    problems = [*input_problems(resolved), *_save_problems(config, notes)]
     lines += [
         *(f"note: {note}" for note in notes),
         *(f"the run would be refused: {each}" for each in problems),
@@ -211,6 +213,23 @@ def _compute_of_tower(config: "ConfigContainer") -> Iterator[str]:
         return
     batch = config.train.global_batch_size
     yield f"vision tower: {flops * batch:.3g} FLOPs more per step, with {tokens:,} tokens of images in each row"
+
+
+def _save_problems(config: "ConfigContainer", notes: list[str]) -> list[str]:
+    """Describe the checkpoint and the export of a run; return what it would refuse and add the rest to ``notes``."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return []
+    model = _model_with_adapters(config)
+    with meta_model.as_only_rank(config.model):
+        model_io.model_state([model], model_io.MODEL_METADATA)
+        problem = export_problem(config, [model])
+    if problem is None:
+        return []
+    if checkpoint.also_hf:
+        return [problem]
+    notes.append(problem)
+    return []
 
 
 def _model_with_adapters(config: "ConfigContainer") -> Any:

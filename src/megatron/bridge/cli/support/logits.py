@@ -2,7 +2,10 @@
 """The logits that ``verify`` and examples/conversion/compare_models.py compare."""
 
 import inspect
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.utils.console import console
@@ -80,6 +83,19 @@ def judged(
     return exact, compare(exact, in_float32()), TOLERANCES["float32"]
 
 
+@contextmanager
+def _without_adapter(directory: Path) -> Iterator[Path]:
+    """Yield a folder with the model alone: transformers would apply an adapter that is there, too."""
+    if not (directory / "adapter_config.json").exists():
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for path in directory.iterdir():
+            if not path.name.startswith("adapter_"):
+                (Path(name) / path.name).symlink_to(path.resolve())
+        yield Path(name)
+
+
 def reference_activations(
     bridge: Any, ids: "Tensor", dtype: Any = None, extra: dict[str, Any] | None = None
 ) -> "ModelOutputs":
@@ -98,11 +114,12 @@ def reference_activations(
         if hasattr(pretrained.config, "vision_config")
         else AutoModelForCausalLM
     )
-    hf = kind.from_pretrained(
-        pretrained.state.directory,
-        dtype=dtype or pretrained.config.dtype or torch.float32,
-        trust_remote_code=pretrained.trust_remote_code,
-    )
+    with _without_adapter(pretrained.state.directory) as directory:
+        hf = kind.from_pretrained(
+            directory,
+            dtype=dtype or pretrained.config.dtype or torch.float32,
+            trust_remote_code=pretrained.trust_remote_code,
+        )
     device = torch.cuda.current_device()
     model: Any = hf.eval()
     known = inspect.signature(model.forward).parameters

@@ -324,6 +324,19 @@ class AutoBridge(AdapterCalls):
         if show_progress:
             console.console().print(f"Hugging Face weights: {path}")
 
+    def check_export(self, model: Chunks) -> None:
+        """Make the plan, the files and the config of ``save_hf_pretrained`` without writing anything.
+
+        All ranks must call this. The chunks may be on the meta device.
+
+        Raises:
+            UserError: the model cannot be exported.
+        """
+        source = self._export_source(model)
+        provider = stored_provider.provider_of(model)
+        self._bridge.changed_config(provider, as_dict(self.hf_config))
+        export.check(self._bridge, self._export_plan(model, source), source, SaveOptions())
+
     def push_to_hub(self, path: str | Path, repo_id: str | None = None, **options: Any) -> str:
         """Upload an exported model to the hub in one commit.
 

@@ -9,11 +9,13 @@ from torch import nn
 
 from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
+from megatron.bridge.models.conversion import describe
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.engine import stored_provider
-from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 from megatron.bridge.utils import storage
+from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.storage_paths import url_of
 
 
@@ -32,7 +34,12 @@ def local_weights(name: str | Path) -> Path:
 
 
 def tokenizer_of(name: str | Path) -> str | None:
-    """Return directory or hub id of the tokenizer with the weights ``name``, or of the run that wrote them, if any."""
+    """Return directory or hub id of the tokenizer with the weights ``name``, or of the run that wrote them, if any.
+
+    ``name`` may also be a folder with a tokenizer alone, as transformers' ``save_pretrained`` writes it.
+    """
+    if Path(name).is_dir() and hub.has_tokenizer(Path(name)):
+        return str(name)
     if is_megatron_checkpoint(name):
         kept = model_io.tokenizer_dir(name)
         if kept is not None:
@@ -55,6 +62,24 @@ def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
         AutoBridge.from_hf_pretrained(path).load_hf_weights(chunks)
     else:
         model_io.load_model(chunks, path, verify=False)
+
+
+def check_export(chunks: Sequence[nn.Module], weights: str | Path | None = None) -> None:
+    """Refuse a model that ``megatron-bridge export`` could not write; all ranks call this.
+
+    Args:
+        chunks: this rank's chunks, with values or on the meta device.
+        weights: the weights that the model starts from, in either format; an export imitates those of Hugging Face.
+    """
+    provider = stored_provider.provider_of(chunks)
+    source: Any = provider.hf_config
+    folder = None if weights is None else hub.on_this_machine(weights)
+    if folder is not None and is_hf_model(folder):
+        source = PreTrainedCausalLM(folder)
+    if source is not None:
+        AutoBridge(source).check_export(chunks)
+    elif not describe.architectures_of(provider):
+        raise UserError("no Hugging Face architecture computes what this model does")
 
 
 def declared_provider(folder: Path) -> Any:

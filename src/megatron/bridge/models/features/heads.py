@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads that replace the output layer: class scores, or the hidden states themselves."""
 
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -131,9 +132,26 @@ def apply_head(model: nn.Module, config: Any) -> None:
     like = next(model.parameters())
     if config.head == "embedding":
         model.output_layer = HiddenStates(config.sequence_parallel)
+        # a bound method and not a closure, so that copies of the model describe themselves
+        describe: Any = MethodType(_sharded_state_without_output_layer, model)
+        model.sharded_state_dict = describe
     else:
         model.output_layer = _linear_head(config).to(device=like.device, dtype=like.dtype)
     model.compute_language_model_loss = _no_language_model_loss  # type: ignore[assignment]
+
+
+def _sharded_state_without_output_layer(
+    model: Any, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+) -> dict[str, Any]:
+    """Return the sharded state of an embedding model.
+
+    Megatron-Core describes the weight of the output layer on the last stage, where this model has none.
+    """
+    model.post_process = False
+    try:
+        return type(model).sharded_state_dict(model, prefix, sharded_offsets, metadata)
+    finally:
+        model.post_process = True
 
 
 @torch.no_grad()

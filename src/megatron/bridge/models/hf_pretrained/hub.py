@@ -33,6 +33,7 @@ RUN_PATTERNS = (
         "events.out.tfevents.*",
     ),
     *("runs/*", "checkpoint-*/*", "iter_*/*"),
+    "adapter_config.json",  # an export holds the model alone
 )
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are
 _SAFETENSORS = ("*.safetensors", *_INDEX)
@@ -114,6 +115,18 @@ def resolve(
         exact=weights,
     )
     return local_folder(model) or _download(str(model), weights, revision, cache_dir)
+
+
+def refuse_adapter_beside_weights(model: str | Path, ignored: bool) -> None:
+    """Refuse a local folder with a full model and an adapter, which transformers would apply, unless ``ignored``."""
+    folder = local_folder(model)
+    if folder is None or ignored or not is_peft_adapter(folder):
+        return
+    raise UserError(
+        f"{folder} holds a model and an adapter (adapter_config.json), which transformers applies to it: merge it with "
+        f"`megatron-bridge adapter merge --adapter {folder} --hf-model {folder} --hf-path DIR` and use DIR, or give "
+        "--adapter none to leave it out"
+    )
 
 
 def local_folder(model: str | Path) -> Path | None:

@@ -50,24 +50,34 @@ class OutputFile:
 def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> list[OutputFile]:
     """The files of ``source`` for ``tensors``; a file with the same tensors gets the same header, byte for byte.
 
-    Tensors that the source lacks go into files of their own. Of a quantized source nothing can be kept.
+    Tensors that the source lacks are added to ``model.safetensors`` if the source has this file, because transformers
+    reads it and no other; otherwise they go into additional shards. Of a quantized source nothing can be kept.
     """
     if not source.as_stored:
         return new_output_files(tensors)
+    additional = {name: spec for name, spec in tensors.items() if name not in source.entries}
     layouts: list[OutputFile] = []
-    placed: set[str] = set()
     for file, (entries, metadata) in source.files.items():
-        ours = {name: tensors[name] for name in entries if name in tensors}
-        placed |= ours.keys()
-        if ours == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
+        specs = {name: tensors[name] for name in entries if name in tensors}
+        if file == SINGLE:
+            specs |= additional
+        if specs == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
             layouts.append(OutputFile(file, _header_of(source.directory / file), entries))
-        elif ours:
-            layouts.append(_file(file, ours, metadata))
-    rest = {name: item for name, item in tensors.items() if name not in placed}
-    for layout in new_output_files(rest):
-        items = {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
-        layouts.append(_file(f"extra-{layout.name}", items, {}))
+        elif specs:
+            layouts.append(_file(file, specs, metadata))
+    if SINGLE not in source.files:
+        layouts += _additional_shards(additional)
     return layouts
+
+
+def _additional_shards(tensors: TensorSpecs) -> list[OutputFile]:
+    """Return shards whose names begin like those of a model, but equal none of them."""
+    shards: list[OutputFile] = []
+    for layout in new_output_files(tensors):
+        specs = {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
+        name = layout.name.replace("model", "model-extra", 1)
+        shards.append(_file(name, specs, {"format": "pt"}))
+    return shards
 
 
 def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[OutputFile]:

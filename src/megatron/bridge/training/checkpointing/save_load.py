@@ -6,12 +6,13 @@ the states of callbacks. With the same parallel sizes a resumed run is bitwise e
 other parallel sizes it continues with the same samples; dropout differs, because random states belong to ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.nn import Module
 
 from megatron.bridge.checkpoint import (
     bucket,
@@ -150,6 +151,35 @@ def run_state(run: Run) -> dict[str, Any]:
     }
     state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
     return state
+
+
+def check_save(run: Run) -> None:
+    """Describe the checkpoint and the export of ``run`` before its first step; all ranks call this."""
+    run_state(run)
+    problem = export_problem(run.config, run.model)
+    if problem is None:
+        return
+    if run.config.checkpoint.also_hf:
+        raise UserError(problem)
+    print_rank_0(f"note: {problem}")
+
+
+def export_problem(config: ConfigContainer, chunks: Sequence[Module]) -> str | None:
+    """Return why the weights of a run cannot be exported to Hugging Face, or None.
+
+    The run may go on without ``checkpoint.also_hf``: its checkpoints can still be trained and served. Adapters have an
+    export of their own.
+    """
+    checkpoint = config.checkpoint
+    declares_nothing = config.model.declared.hf_config is None and not checkpoint.also_hf
+    if config.peft is not None or declares_nothing:
+        return None
+    try:
+        pretrained.check_export(chunks, checkpoint.pretrained_checkpoint)
+    except UserError as error:
+        setting = "checkpoint.also_hf=True is impossible: " if checkpoint.also_hf else ""
+        return f"{setting}the checkpoints of this run cannot be exported to Hugging Face: {error}"
+    return None
 
 
 def _callback_states(run: Run) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 """The methods of ``AutoBridge`` for adapters."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.engine import side_files
-from megatron.bridge.models.conversion.engine.plan import Plan, build_plan
+from megatron.bridge.models.conversion.engine.plan import Plan, build_plan, tied_names
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.model_bridge import (
     HFWeightTriple,
@@ -37,9 +38,12 @@ class AdapterCalls:
 
     def _adapter_plan(self, model: Chunks) -> Plan:
         chunks: list[Any] = [model_io.unwrap(chunk) for chunk in model_io.as_chunks(model)]
-        return build_plan(
-            self._bridge.as_modules(self._bridge.registry_for(chunks[0].config)), chunks
-        )
+        config = chunks[0].config
+        registry = self._bridge.as_modules(self._bridge.registry_for(config))
+        plan = build_plan(registry, chunks)
+        if not getattr(config, "share_embeddings_and_output_weights", False):
+            return plan
+        return replace(plan, ties=tied_names(registry))
 
     def export_adapter_weights(
         self,

@@ -7,6 +7,7 @@ rows of W therefore also splits those of B, without error.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
         "eva",
     ),  # other values also change the base
 }
+# a repeated group that repeats something: matching could take forever
+_NESTED_REPEAT = re.compile(r"\([^()]*[*+}][^()]*\)\)*[*+{]")
 _UNSET: tuple[Any, ...] = (None, False, [], {})
 
 
@@ -143,6 +146,19 @@ def stream(plan: Plan) -> Iterator[ModuleTensors]:
                 for name, (shape, dtype) in outlines.items()
             }
             yield ModuleTensors(module, described, tensors, task.global_param_name)
+            if described is None:
+                yield from _tied_to(module, tensors, plan, task.global_param_name)
+
+
+def _tied_to(
+    module: str, tensors: Mapping[str, Tensor], plan: Plan, megatron_name: str
+) -> Iterator[ModuleTensors]:
+    """Yield the output layer beside a trained embedding: ``peft`` would keep the base's, although they are tied."""
+    for kind, tensor in tensors.items():
+        for alias, name in plan.ties.items():
+            if name == f"{module}.{kind}":
+                tied_module, _, tied_kind = alias.rpartition(".")
+                yield ModuleTensors(tied_module, None, {tied_kind: tensor}, megatron_name)
 
 
 def _outlines(found: list[ModuleTensors]) -> list[Any]:
@@ -243,7 +259,9 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
         **config_of(first, base),
         "task_type": TASK_TYPES[head],
         "target_modules": _briefly(adapters, plan) or [],
-        "modules_to_save": _briefly({one.module for one in found if one.described is None}, plan),
+        "modules_to_save": _brief_saved(
+            {one.module for one in found if one.described is None}, plan
+        ),
         "rank_pattern": {
             name: one.rank for name, one in adapters.items() if one.rank != first.rank
         },
@@ -283,6 +301,19 @@ def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
         same = {other for other in everywhere if _leaf(other) == _leaf(module)}
         # a numeric segment also matches the layer with this number
         names[_leaf(module) if same <= wanted and not _leaf(module).isdigit() else module] = None
+    return list(names) or None
+
+
+def _brief_saved(modules: set[str], plan: Plan) -> list[str] | None:
+    """Return names for modules that are saved as a whole, which ``peft`` compares with the ends of all names.
+
+    ``norm`` would also be ``input_layernorm``, so the full name is needed there.
+    """
+    everywhere = {_module_of(name) for name in plan.hf_names}
+    names: dict[str, None] = {}
+    for module in sorted(modules):
+        alike = {other for other in everywhere if other.endswith(_leaf(module))}
+        names[_leaf(module) if alike <= modules else module] = None
     return list(names) or None
 
 
@@ -367,7 +398,87 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise UserError(
                 f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead"
             )
+    _check_settings(config, directory)
+    _check_tensors(config, tensors, directory)
     return config, tensors
+
+
+def _check_settings(config: Mapping[str, Any], directory: Path) -> None:
+    """Refuse ranks, scales, targets and patterns that ``peft`` could not have written."""
+    ranks: dict[str, Any] = {"r": config.get("r"), **_values_of("rank_pattern", config, directory)}
+    alphas: dict[str, Any] = {"lora_alpha": config.get("lora_alpha")}
+    alphas |= _values_of("alpha_pattern", config, directory)
+    for key, value in ranks.items():
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"the adapter {directory} has {key}={value!r}, but a rank is an integer of at least 1: save it again"
+            )
+    for key, value in alphas.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(
+                f"the adapter {directory} has {key}={value!r}, but an alpha is a finite number: save it again"
+            )
+    for key in ("target_modules", "exclude_modules"):
+        value = config.get(key)
+        is_list = isinstance(value, list) and all(
+            isinstance(item, str) for item in cast("list[Any]", value)
+        )
+        if not (value is None or isinstance(value, str) or is_list):
+            raise UserError(
+                f"the adapter {directory} has {key}={value!r}, but it is a text or a list of texts: save it again"
+            )
+
+
+def _values_of(key: str, config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the values of ``rank_pattern`` or ``alpha_pattern`` by the names for messages."""
+    patterns: Any = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise UserError(
+            f"the adapter {directory} has {key}={patterns!r}, but it is an object: save it again"
+        )
+    values = cast("dict[str, Any]", patterns)
+    for pattern in values:
+        try:
+            re.compile(pattern)
+            problem = "repeats what is repeated already" if _NESTED_REPEAT.search(pattern) else None
+        except re.error as error:
+            problem = f"is no regular expression ({error})"
+        if problem is not None:
+            raise UserError(
+                f"the adapter {directory} has {key}={pattern!r}, which {problem}: name the modules"
+            )
+    return {f"{key}[{pattern!r}]": value for pattern, value in values.items()}
+
+
+def _check_tensors(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Refuse values that are no finite numbers, factors without their counterpart, and ranks of another config."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise UserError(
+                f"the adapter {directory} has {name} in {tensor.dtype}, but weights are floating point: save it again"
+            )
+        if not tensor.isfinite().all():
+            raise UserError(
+                f"the adapter {directory} has values in {name} that are NaN or infinite: train it again"
+            )
+    for name, tensor in tensors.items():
+        for end, other in ((A, B), (B, A)):
+            if not name.endswith(f".{end}"):
+                continue
+            module = name.removesuffix(f".{end}")
+            if f"{module}.{other}" not in tensors:
+                raise UserError(
+                    f"the adapter {directory} has {name} without {module}.{other}: save it again"
+                )
+            rank = rank_and_alpha(config, module.removeprefix(PREFIX))[0]
+            axis = 0 if end == A else 1
+            if tensor.dim() != 2 or tensor.shape[axis] != rank:
+                raise UserError(
+                    f"the adapter {directory} has rank {rank} for {name}, whose shape is {list(tensor.shape)}: give "
+                    "the config that belongs to the tensors"
+                )
 
 
 def load(plan: Plan, directory: Path) -> None:

@@ -27,7 +27,7 @@ class Field:
     to: Callable[[Any, Mapping[str, Any]], Any] | None = None
     """(value, whole Hugging Face config) -> value, or values, of ``megatron``; None copies the value."""
     back: Callable[[Any, Any], Any] | None = None
-    """(value or values, provider) -> value of ``hf``; None copies the first value."""
+    """(value or values, provider) -> value of ``hf``; None copies the first value that is set."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,7 +55,8 @@ class Field:
         value = values[0] if isinstance(self.megatron, str) else values
         if self.back:
             return self.back(value, provider)
-        return values[0]
+        # max_position_embeddings may be unset, and seq_length is not
+        return next((value for value in values if value is not None), None)
 
 
 def constant(key: str, *values: Any) -> Field:

@@ -88,6 +88,16 @@ def save(
     on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
 
 
+def check(
+    bridge: MegatronModelBridge,
+    plan: Plan,
+    source: SafetensorsCheckpoint | None,
+    options: SaveOptions,
+) -> None:
+    """Lay out the files of an export without values, so that tensors without a place are refused."""
+    _layouts(bridge, plan, source, options)
+
+
 def _layouts(
     bridge: MegatronModelBridge,
     plan: Plan,

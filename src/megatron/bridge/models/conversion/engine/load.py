@@ -147,14 +147,13 @@ def _check(
 def _without_new_head(
     bridge: MegatronModelBridge, plan: Plan, checkpoint: SafetensorsCheckpoint
 ) -> tuple[Plan, set[str]]:
-    """Return the plan without a head that a language model's checkpoint lacks, and the names of the head."""
-    new = {
-        task.global_param_name
-        for task in plan.tasks
-        if bridge.head is None
-        and getattr(task.shard.config, "head", None)
-        and any(name in plan.heads and name not in checkpoint for name in task.mapping.hf_names)
-    }
+    """Return the plan without a head that the checkpoint's class does not have, and the head's parameters."""
+    new: set[str] = set()
+    for task in plan.tasks:
+        is_new_head = getattr(task.shard.config, "head", None) not in (None, bridge.head)
+        names = plan.heads.intersection(task.mapping.hf_names)
+        if is_new_head and not names.issubset(checkpoint):
+            new.add(task.global_param_name)
     if new:
         text = f"note: {', '.join(sorted(new))} of the new head starts with random weights"
         console.console().print(text, markup=False)

@@ -31,6 +31,7 @@ from megatron.bridge.models.hf_pretrained.transformers_reads import wrapper_pref
 from megatron.bridge.utils.errors import UserError, first_problems, misspelling
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+OUTPUT_LAYER = "output_layer."
 _LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 # experts.linear_fc1.weight3, or experts.local_experts.3.linear_fc1.weight
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|.*\.(?:weight|bias)))(\d+)(.*)")
@@ -188,7 +189,11 @@ def build_plan(
     modules = _parameters(chunks)
     located = _locate(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
-    heads = {item.name for item in located if item.name == OUTPUT and item.kind == "replicated"}
+    heads = {
+        item.name
+        for item in located
+        if item.name.startswith(OUTPUT_LAYER) and item.kind == "replicated"
+    }
     tasks, problems = _match(registry, located, modules, config, tied)
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
     ties = _ties(registry, tied, entries)
@@ -409,14 +414,20 @@ def _ties(
     registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
 ) -> dict[str, str]:
     """Return the output layer of a tied model if the checkpoint stores it anyway."""
-    embedding, output = (
-        registry.megatron_to_hf_lookup(EMBEDDING),
-        registry.megatron_to_hf_lookup(OUTPUT),
-    )
-    if not tied or embedding is None or output is None or entries is None:
+    if not tied or entries is None:
+        return {}
+    names = tied_names(registry)
+    return {output: embedding for output, embedding in names.items() if output in entries}
+
+
+def tied_names(registry: MegatronMappingRegistry) -> dict[str, str]:
+    """Return the tensors of the output layer of a tied model, and the equal ones of the embedding."""
+    embedding = registry.megatron_to_hf_lookup(EMBEDDING)
+    output = registry.megatron_to_hf_lookup(OUTPUT)
+    if embedding is None or output is None:
         return {}
     names = zip(output.hf_names, embedding.hf_names, strict=True)
-    return {ours: theirs for ours, theirs in names if ours in entries and ours != theirs}
+    return {name: same for name, same in names if name != same}
 
 
 def _stored_twice(

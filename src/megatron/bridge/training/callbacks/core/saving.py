@@ -27,8 +27,10 @@ class CheckpointSaving(Callback):
         self._name: str | None = None
 
     def on_train_start(self, context: Run) -> None:
+        """Prepare the saves, and refuse a model that could not be saved after the last step."""
         config = context.config.checkpoint
         if config.save is not None:
+            save_load.check_save(context)
             root, step = Path(config.save), context.progress.step
             self._saved = step if on_first_rank(lambda: _is_newest(root, step)) else None
             self._background = _background_writer(context) if config.async_save else None

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is exported loads in transformers with no missing, unexpected or mismatched tensor."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.checkpoint import model_io
+from megatron.bridge.peft.lora import LoRA
+from tests.toy_heads import make
+from tests.toy_models import make_llama
+
+ONE_FILE, SHARDS = "5GB", "40KB"
+CLASSES = {"head": "sequence_classification", "num_labels": 3}
+WORDS = {"head": "token_classification", "num_labels": 3}
+EMBEDDING = {"head": "embedding"}
+UNTIED = {"share_embeddings_and_output_weights": False}
+# base of the export -> settings of the model that is exported
+CHANGES = {
+    "classes": ({}, CLASSES),
+    "classes of a tied model": ({"tie_word_embeddings": True}, CLASSES),
+    "reward": ({}, {"head": "sequence_classification", "num_labels": 1}),
+    "words": ({}, WORDS),
+    "embedding": ({}, EMBEDDING),
+    "embedding of a tied model": ({"tie_word_embeddings": True}, EMBEDDING),
+    "untied": ({"tie_word_embeddings": True}, UNTIED),
+    "vocabulary": ({}, {"vocab_size": 120}),
+    "more layers": ({}, {"num_layers": 3}),
+    "fewer layers": ({}, {"num_layers": 1}),
+}
+
+
+def loading_problems(folder):
+    """What transformers says about the tensors of a folder, without what is empty."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model_class = getattr(transformers, architecture)
+    _, info = model_class.from_pretrained(folder, output_loading_info=True)
+    return {name: value for name, value in info.items() if value}
+
+
+def export(source, out, settings, strict=True, load_weights=True):
+    bridge = AutoBridge.from_hf_pretrained(source)
+    provider = bridge.to_megatron_provider(load_weights=load_weights)
+    for name, value in settings.items():
+        setattr(provider, name, value)
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    bridge.save_hf_pretrained(model, out, show_progress=False, strict=strict)
+    return bridge, model
+
+
+@pytest.mark.parametrize("shard_size", [ONE_FILE, SHARDS])
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_changed_model_loads(case, shard_size, tmp_path):
+    source_settings, settings = CHANGES[case]
+    make_llama(tmp_path / "hf", num_hidden_layers=2, shard_size=shard_size, **source_settings)
+    keeps_sizes = settings in (CLASSES, WORDS, EMBEDDING)
+    export(tmp_path / "hf", tmp_path / "out", settings, strict=False, load_weights=keeps_sizes)
+    assert loading_problems(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("name", ["Qwen3Model", "GPT2Model"])
+@pytest.mark.parametrize("settings", [CLASSES, WORDS], ids=["classes", "words"])
+def test_an_embedding_model_becomes_a_classifier(name, settings, tmp_path):
+    make(name, tmp_path / "hf")
+    export(tmp_path / "hf", tmp_path / "out", settings)
+    assert loading_problems(tmp_path / "out") == {}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shard_size", [ONE_FILE, SHARDS])
+def test_merged_adapters_with_a_new_head_load(shard_size, tmp_path):
+    make_llama(tmp_path / "hf", num_hidden_layers=2, shard_size=shard_size)
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    provider = bridge.to_megatron_provider()
+    provider.head, provider.num_labels = "sequence_classification", 3
+    model = provider.provide_distributed_model(wrap_with_ddp=False)
+    adapted = LoRA(dim=2, modules_to_save=["output_layer"])(model)
+    bridge.save_hf_pretrained(adapted, tmp_path / "out", show_progress=False)
+    assert loading_problems(tmp_path / "out") == {}
+
+
+def test_a_source_in_one_file_has_no_second_file(tmp_path):
+    """transformers reads ``model.safetensors`` and does not look at the index next to it."""
+    make_llama(tmp_path / "hf", num_hidden_layers=1, shard_size=ONE_FILE)
+    export(tmp_path / "hf", tmp_path / "out", CLASSES)
+    assert [path.name for path in (tmp_path / "out").glob("*.safetensors*")] == [
+        "model.safetensors"
+    ]
+
+
+def test_unset_positions_are_those_of_the_sequences(tmp_path):
+    """transformers refuses null for max_position_embeddings."""
+    make_llama(tmp_path / "hf", num_hidden_layers=1)
+    settings = {"max_position_embeddings": None, "seq_length": 32}
+    export(tmp_path / "hf", tmp_path / "out", settings)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 32
+
+
+@pytest.mark.parametrize("name", ["Qwen3Model", "GPT2Model"])
+def test_an_embedding_model_is_a_megatron_checkpoint(name, tmp_path):
+    make(name, tmp_path / "hf")
+    bridge, model = export(tmp_path / "hf", tmp_path / "out", {})
+    bridge.save_megatron_model(model, tmp_path / "megatron")
+    names = {
+        name
+        for state in model_io.model_state(model, model_io.MODEL_METADATA).values()
+        for name in state
+    }
+    assert not any(name.startswith("output_layer") for name in names)
+    bridge.export_ckpt(tmp_path / "megatron", tmp_path / "again", show_progress=False)
+    assert loading_problems(tmp_path / "again") == {}
+    first, second = (tmp_path / folder / "model.safetensors" for folder in ("hf", "again"))
+    assert first.read_bytes() == second.read_bytes()
