@@ -99,9 +99,12 @@ def test_fine_tuning_writes_and_uses_its_template(model_dir, chats, template_fil
         == 0
     )
     assert_has_template(out)
-    assert (
-        main(["export", "--megatron-path", str(run), "--hf-path", str(tmp_path / "described")]) == 0
-    )
+    again = ["export", "--megatron-path", str(run), "--hf-path", str(out)]
+    again += ["--hf-model", str(model_dir)]
+    assert main(again) == 1, "an earlier export is not replaced unless that is asked for"
+    assert main([*again, "--overwrite"]) == 0
+    described = ["--hf-path", str(tmp_path / "described")]
+    assert main(["export", "--megatron-path", str(run), *described]) == 0
     assert_has_template(tmp_path / "described")
     hf = AutoTokenizer.from_pretrained(out)
     expected = hf.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
