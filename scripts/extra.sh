@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Install optional packages into .cache/NAME for the tests that need them: nvidia-resiliency-ext (resiliency, 15 MB),
-# Megatron Energon (energon, 30 MB), W&B and MLflow (trackers, 110 MB), lm-evaluation-harness (eval), FastAPI (serve),
+# Megatron Energon (energon, 30 MB), W&B, MLflow, Comet and SwanLab (trackers, 195 MB), lm-evaluation-harness (eval), FastAPI (serve),
 # datatrove, Ray and s3fs (shards, 290 MB), s3fs and moto's server (storage), torchvision (vlm), Kubeflow's models of
 # manifests (kubernetes) and the Python part of Transformer Engine (te). They are not in requirements.lock for the
 # reasons in their lock files, and not in .venv because setup.sh would remove them there.

@@ -17,6 +17,7 @@ from tests.unit_tests.project.tree import ROOT
 from tests.workers import WorkerPool
 
 RUN_RECIPE = "scripts/training/run_recipe.py"
+MODULES = ("megatron.bridge", "megatron.bridge.cli.main")  # the command line
 LAUNCH = "scripts/training/launch_with_nemo_run.py"
 SBATCH = "scripts/training/launch_with_sbatch.sh"
 # they change nothing of this project
@@ -99,7 +100,7 @@ def _script(words, processes=None):
         return _ours(["launch", *words[1:]])
     module = words[0] == "-m"
     name, *arguments = words[1:] if module else words
-    if (module and name == "megatron.bridge.cli.main") or name == "megatron-bridge":
+    if (module and name in MODULES) or name == "megatron-bridge":
         return _ours(arguments, processes)
     if module and name == "pytest":
         paths = [word for word in arguments if word.startswith("tests")]
@@ -203,7 +204,7 @@ PROGRAMS = {
     "uv": _uv,
     "pip": _extras,
     "sbatch": _sbatch,
-    "ft_launcher": _behind(RUN_RECIPE),
+    "ft_launcher": _behind("train"),
     "ray": lambda arguments: dry_run(arguments[arguments.index("--") + 1 :]),
 }
 
@@ -224,14 +225,13 @@ def run(words: list[str], folder: Path, pool: WorkerPool) -> None:
     assert program == "torchrun", f"{program} is not executed: leave the mark out"
     args = _parsed_by_torchrun(arguments)
     assert int(args.nproc_per_node) == pool.size
-    for code, said in pool.run(
-        as_script, folder, _small([args.training_script, *args.training_script_args])
-    ):
+    words = _small([args.training_script, *args.training_script_args])
+    for code, said in pool.run(as_script, folder, words, args.module):
         assert code == 0, said
 
 
-def as_script(folder: Path, words: list[str]) -> tuple[int, str]:
-    """Execute a Python file in a folder as one rank: its exit code, and what it wrote to standard error."""
+def as_script(folder: Path, words: list[str], is_module: bool = False) -> tuple[int, str]:
+    """Execute a Python file or module in a folder as one rank: its exit code, and its standard error."""
     code = 0
     with (
         contextlib.chdir(folder),
@@ -239,7 +239,10 @@ def as_script(folder: Path, words: list[str]) -> tuple[int, str]:
         mock.patch.object(sys, "argv", [str(word) for word in words]),
     ):
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            if is_module:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             code = end.code or 0
     return code, said.getvalue()
@@ -261,7 +264,7 @@ TOY = {
 
 def _small(arguments):
     """What SmolLM2's 135M parameters are made for a test, where the command trains and does not say it itself."""
-    trains = arguments[0] == "train" or RUN_RECIPE in arguments
+    trains = "train" in arguments[:2] or RUN_RECIPE in arguments
     if not trains or {"--list", "--dry-run", "--rehearse", "--rehearse-rank"} & set(arguments):
         return arguments
     toy = TOY | (

@@ -128,7 +128,7 @@ def _start(recipe: "Recipe") -> str:
     """The launcher, on as many nodes of 8 GPUs as the recipe is made for."""
     machines = math.ceil(recipe.gpus / 8)
     many = f"--nnodes={machines} " if machines > 1 else ""
-    start = f"torchrun {many}--nproc-per-node={min(recipe.gpus, 8)} scripts/training/run_recipe.py"
+    start = f"torchrun {many}--nproc-per-node={min(recipe.gpus, 8)} -m megatron.bridge train"
     return f"{start} --recipe {recipe.name}"
 
 

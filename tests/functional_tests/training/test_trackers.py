@@ -4,6 +4,7 @@
 import json
 import math
 import sys
+import zipfile
 from importlib.util import find_spec
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, Vali
 from megatron.bridge.training.config.rules.machine import packages_are_installed
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
 from tests.unit_tests.project.tree import ROOT
 
@@ -50,12 +52,24 @@ def expected(folder):
     }
 
 
+STORES = {
+    "database": lambda root: f"sqlite:///{root}/runs.db",
+    "folder": lambda root: str(root / "mlruns"),
+    "folder as a URI": lambda root: (root / "mlruns").as_uri(),
+}
+
+
 @needs("mlflow")
-def test_mlflow_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monkeypatch):
+@pytest.mark.parametrize("store", STORES)
+def test_mlflow_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monkeypatch, store):
     import mlflow
 
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    where = {"mlflow_experiment": "toys", "mlflow_tracking_uri": (tmp_path / "mlruns").as_uri()}
+    if store == "database" and find_spec("sqlalchemy") is None:
+        pytest.skip("sqlalchemy is not installed: run scripts/extra.sh trackers")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")  # restored afterwards
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    monkeypatch.chdir(tmp_path)
+    where = {"mlflow_experiment": "toys", "mlflow_tracking_uri": STORES[store](tmp_path)}
     train(tmp_path, 2, **where)
     train(tmp_path, 4, **where)
     client = mlflow.MlflowClient(where["mlflow_tracking_uri"])
@@ -69,6 +83,72 @@ def test_mlflow_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monk
         }
     assert found == {key: pytest.approx(value) for key, value in expected(tmp_path).items()}
     assert {step for name, step in found if name == "train/lm loss"} == {1, 2, 3, 4}
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert files == {"run_config.yaml", "environment.json"}
+
+
+@needs("comet_ml")
+def test_comet_has_every_number_of_a_resumed_run(tmp_path, run_in_process, monkeypatch):
+    monkeypatch.setenv("COMET_START_ONLINE", "false")
+    monkeypatch.setenv("COMET_ERROR_TRACKING_ENABLE", "false")  # which would need a network
+    train(tmp_path, 2, comet_project="toys")
+    train(tmp_path, 4, comet_project="toys")
+    archives = sorted((tmp_path / "run").glob("*.zip"), key=lambda path: path.stat().st_mtime)
+    assert len(archives) == 2
+    found = {}
+    for archive in archives:
+        with zipfile.ZipFile(archive) as content:
+            lines = content.read("messages.json").decode().splitlines()
+        for line in map(json.loads, lines):
+            payload = line["payload"]
+            if line["type"] == "metric_msg":
+                metric = payload["metric"]
+                name, step = metric["metricName"], payload["metric"]["step"]
+                if name.partition("/")[0] in ("train", "validation", "test"):
+                    found[name, step] = float(metric["metricValue"])
+    assert found == {key: pytest.approx(value) for key, value in expected(tmp_path).items()}
+
+
+@needs("swanlab")
+def test_swanlab_has_the_numbers_of_a_resumed_run(tmp_path, run_in_process, monkeypatch):
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    train(tmp_path, 2, swanlab_project="toys")
+    train(tmp_path, 4, swanlab_project="toys")
+    files = [*(tmp_path / "run" / "swanlab").glob("run-*/*.swanlab")]
+    assert len(files) == 2
+    content = b"".join(file.read_bytes() for file in files)
+    names = {name for name, _ in expected(tmp_path)}
+    assert {name for name in names if name.encode() in content} == names
+
+
+def test_tensorboard_has_every_number_of_a_resumed_run(tmp_path, run_in_process):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = str(tmp_path / "events")
+    train(tmp_path, 2, tensorboard_dir=folder)
+    train(tmp_path, 4, tensorboard_dir=folder)
+    events = EventAccumulator(folder)
+    events.Reload()
+    found = {
+        (name, point.step): point.value
+        for name in events.Tags()["scalars"]
+        for point in events.Scalars(name)
+    }
+    assert found == {
+        key: pytest.approx(value, rel=1e-6) for key, value in expected(tmp_path).items()
+    }
+
+
+@needs("mlflow")
+def test_a_database_without_its_packages_is_named(tmp_path, run_in_process, monkeypatch):
+    monkeypatch.setattr(
+        "megatron.bridge.training.callbacks.observe.trackers.installed", lambda package: False
+    )
+    (tmp_path / "runs.db").write_text("no database")
+    where = {"mlflow_experiment": "toys", "mlflow_tracking_uri": f"sqlite:///{tmp_path}/runs.db"}
+    with pytest.raises(UserError) as caught:
+        train(tmp_path, 2, **where)
+    assert "hf-megatron-bridge[mlflow]" in str(caught.value)
 
 
 @needs("wandb")

@@ -76,7 +76,11 @@ def test_peak_is_that_of_a_real_stage(monkeypatch, family, layers, values, stage
     [("llama", {}), ("llama", FULL), ("qwen3_moe", {}), ("qwen3_moe", FULL), ("nemotron_h", {})],
     ids=lambda value: value if isinstance(value, str) else "full recomputation" if value else "",
 )
-@pytest.mark.parametrize("peft", [LoRA(dim=32), DoRA(dim=8)], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize(
+    "peft",
+    [LoRA(dim=32), DoRA(dim=8), LoRA(target_modules=["all-linear"], dim=8)],
+    ids=["LoRA", "DoRA", "parts"],
+)
 def test_peak_with_adapters_is_that_of_a_real_model(monkeypatch, peft, family, values):
     """Frozen layers keep no input for a weight's gradient, and nothing before the first adapter (Nemotron-H's scan).
 

@@ -264,3 +264,13 @@ def test_each_argument_is_in_one_table():
     ]
     names = [name for group in groups for name in group]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+@pytest.mark.parametrize("argument", ["--num-layers=-2", "--kv-channels=0", "--clip-grad=-1"])
+def test_numbers_that_no_run_accepts_are_refused(argument):
+    name, _, value = argument.partition("=")
+    sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    with pytest.raises(UserError) as caught:
+        translate(f"pretrain_gpt.py {sizes} {argument}")
+    assert name in str(caught.value)
+    assert value in str(caught.value)

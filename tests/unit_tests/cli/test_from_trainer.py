@@ -10,6 +10,7 @@ import pytest
 from megatron.bridge.cli import from_trainer
 from megatron.bridge.cli.from_trainer import translate
 from megatron.bridge.cli.main import main
+from megatron.bridge.cli.migrate.trainer_defaults import TRAINER
 from megatron.bridge.cli.support.parser import Parser, add_shared
 from megatron.bridge.cli.support.train_job import prepare
 from megatron.bridge.utils.config import yaml_text
@@ -71,12 +72,14 @@ def test_axolotl():
     assert json.loads(found.settings["train.num_epochs"]) == 1.5
     assert json.loads(found.settings["train.global_batch_size"]) == 2 * 4 * 8
     assert found.settings["dataset.process_example_fn"] == "alpaca_example"
-    assert json.loads(found.settings["peft.target_modules"]) == ["linear_qkv", "linear_proj"]
+    assert json.loads(found.settings["peft.target_modules"]) == ["q_proj", "v_proj", "o_proj"]
+    assert json.loads(found.settings["scheduler.lr_warmup_fraction"]) == 0.03
+    assert found.settings["dataset.truncation"] == "drop"
     assert (found.settings["model.seq_length"], found.settings["mixed_precision"]) == (
         "2048",
         "bf16_mixed",
     )
-    assert found.missing.keys() == {"optim", "saves_per_epoch"}
+    assert found.missing.keys() == {"optim", "saves_per_epoch", "warmup_ratio"}
     assert found.implied.keys() == {"load_in_8bit"}
 
 
@@ -85,7 +88,8 @@ def test_llama_factory():
     assert run.options["mode"] == "lora"
     assert run.translation.settings["train.train_iters"] == "100"
     assert run.translation.settings["scheduler.lr_warmup_fraction"] == "0.1"
-    assert run.translation.missing.keys() == {"lora_target", "template"}
+    assert run.translation.missing.keys() == {"template"}
+    assert json.loads(run.translation.settings["peft.target_modules"]) == ["all-linear"]
 
 
 def test_names_of_the_trainer_are_its_own():
@@ -106,8 +110,120 @@ def test_names_of_the_trainer_are_its_own():
     )
     assert json.loads(run.translation.settings["train.num_epochs"]) == 2.0
     both = translate({"max_steps": 10, "num_train_epochs": 2.0}, 1).translation.settings
-    assert both == {"train.train_iters": "10"}, "steps go before epochs"
+    assert both["train.train_iters"] == "10", "steps go before epochs"
+    assert "train.num_epochs" not in both
     assert "polynomial" in run.translation.missing["lr_scheduler_type"]
+
+
+def test_what_a_file_leaves_out_is_the_trainer_s():
+    """transformers itself says what its defaults are."""
+    from transformers import TrainingArguments
+
+    trainer = TrainingArguments(output_dir="unused")
+    assert {key: getattr(trainer, key) for key in TRAINER.defaults} == dict(TRAINER.defaults)
+    settings = _settings({"learning_rate": 1e-4})
+    assert settings["optimizer.weight_decay"] == trainer.weight_decay
+    assert settings["optimizer.adam_beta2"] == trainer.adam_beta2
+    assert settings["scheduler.lr_decay_style"] == trainer.lr_scheduler_type
+    assert settings["scheduler.lr_warmup_iters"] == trainer.warmup_steps == 0
+    assert settings["scheduler.lr_warmup_fraction"] is None
+    assert settings["train.global_batch_size"] == trainer.per_device_train_batch_size
+    assert settings["optimizer.min_lr"] == 0.0, "schedules of transformers end at 0"
+
+
+def _settings(values, **options):
+    found = translate(values, 1, **options).translation.settings
+    return {key: yaml_text.read(value, key) for key, value in found.items()}
+
+
+# values of the published sources: LLaMA-Factory 0.9.5, axolotl 0.21, TRL 1.16
+DEFAULTS = {
+    "LLaMA-Factory's alpha is twice the rank": (
+        {"stage": "sft", "lora_rank": 16, "cutoff_len": 512, "dataset": "d"},
+        {"peft.dim": 16, "peft.alpha": 32, "peft.dropout": 0.0, "optimizer.lr": 5e-5}
+        | {"scheduler.lr_decay_style": "linear", "dataset.truncation": "right"},
+    ),
+    "LLaMA-Factory trains LoRA": (
+        {"stage": "sft", "template": "llama3"},
+        {"peft.dim": 8, "peft.alpha": 16, "peft.target_modules": ["all-linear"]}
+        | {"dataset.seq_length": 2048, "train.global_batch_size": 8, "train.num_epochs": 3.0},
+    ),
+    "axolotl": (
+        {"base_model": "m", "sequence_len": 64, "learning_rate": "2e-4", "warmup_steps": 1}
+        | {"datasets": [{"path": "d"}]},
+        {"scheduler.lr_decay_style": "cosine", "train.num_epochs": 1.0, "optimizer.lr": 2e-4}
+        | {"train.global_batch_size": 1, "scheduler.lr_warmup_iters": 2}
+        | {"dataset.truncation": "drop", "optimizer.adam_beta2": 0.999},
+    ),
+    "axolotl's warmup of few steps": (
+        {"base_model": "m", "learning_rate": 1e-4, "max_steps": 200, "micro_batch_size": 2},
+        {"scheduler.lr_warmup_iters": 6, "scheduler.lr_warmup_fraction": None},
+    ),
+    "TRL's SFTConfig": (
+        {"dataset_text_field": "text", "use_peft": True, "dataset": "d"},
+        {"optimizer.lr": 2e-5, "dataset.seq_length": 1024, "mixed_precision": "bf16_mixed"}
+        | {"dataset.train_on": "everything", "peft.dim": 16, "peft.dropout": 0.05},
+    ),
+    "TRL's DPOConfig": (
+        {"beta": 0.2, "precompute_ref_log_probs": False, "dataset": "d"},
+        {"optimizer.lr": 1e-6, "dpo.beta": 0.2, "dataset.truncation": "right"},
+    ),
+    "constant has no warmup": (
+        {"lr_scheduler_type": "constant", "warmup_steps": 10},
+        {"scheduler.lr_decay_style": "constant", "scheduler.lr_warmup_iters": 0},
+    ),
+    "no half precision": ({"bf16": False}, {"mixed_precision": "fp32"}),
+    "a share of steps": (
+        {"warmup_steps": 0.1},
+        {"scheduler.lr_warmup_iters": 0, "scheduler.lr_warmup_fraction": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DEFAULTS)
+def test_defaults_of_the_framework(case):
+    values, expected = DEFAULTS[case]
+    found = _settings(values)
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_stage_and_adapter_are_both_kept():
+    values = {"finetuning_type": "lora", "stage": "dpo", "pref_beta": 0.3}
+    assert translate(values, 1).options == {"mode": "dpo", "peft_scheme": "lora"}
+    full = translate({"finetuning_type": "full", "lora_rank": 8, "stage": "sft"}, 1)
+    assert full.options["mode"] == "sft"
+    assert not any(key.startswith("peft.") for key in full.translation.settings)
+
+
+def test_a_key_that_is_unknown_is_reported_and_stops_nothing():
+    found = translate({"a_new_switch_of_the_cluster": 3, "learning_rate": 1e-4}, 1).translation
+    assert "a_new_switch_of_the_cluster" in found.missing
+    assert found.settings["optimizer.lr"] == "0.0001"
+
+
+WRONG = {
+    "batch": (
+        {"per_device_train_batch_size": -4},
+        ["per_device_train_batch_size=-4", "at least 1"],
+    ),
+    "not a number": ({"learning_rate": float("nan")}, ["learning_rate=nan"]),
+    "a word": ({"lora_r": "many"}, ["lora_r=many", "whole number"]),
+    "a name of the file": ({"cutoff_len": 0}, ["cutoff_len=0"]),
+    "a number as a key": ({5: 6}, ["5 is not a name"]),
+    "a stage of another kind": ({"stage": "ppo"}, ["stage=ppo", "sft"]),
+    "an adapter of another kind": ({"finetuning_type": "oft"}, ["oft", "lora"]),
+    "no rank": ({"adapter": "lora", "base_model": "m"}, ["lora_r", "add it"]),
+    "betas": ({"adam_beta1": 3}, ["adam_beta1=3", "0 to 1"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_nonsense_is_refused(case):
+    values, words = WRONG[case]
+    with pytest.raises(UserError) as caught:
+        translate(values, 1)
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +240,8 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     """The block of docs/faq.md."""
     source, output = tmp_path / "axolotl.yaml", tmp_path / "settings.yaml"
     source.write_text(
-        "adapter: lora\nlearning_rate: 2e-4\nnum_epochs: 2\nmicro_batch_size: 2\noutput_dir: runs/x\n"
+        "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\nlearning_rate: 2e-4\nnum_epochs: 2\n"
+        "micro_batch_size: 2\noutput_dir: runs/x\n"
     )
     words = ["--recipe", "llama32_1b_finetune_config", "--output", str(output)]
     assert main(["from-trainer", str(source), *words]) == 0
@@ -139,5 +256,8 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
         "runs/x",
     )
     assert type(config.peft).__name__ == "LoRA"
+    assert (config.peft.dim, config.peft.alpha) == (8, 16)
+    assert (config.optimizer.adam_beta2, config.optimizer.weight_decay) == (0.999, 0.0)
+    assert config.scheduler.lr_warmup_fraction == 0.03
     source.write_text("- a\n")
     assert main(["from-trainer", str(source)]) == 1

@@ -720,3 +720,43 @@ def test_a_vision_model_is_trained_by_its_own_step(capsys):
     code, _, errors = run(capsys, *RECIPE, "--step_func", "vlm_step", "--dry-run")
     assert code == 1
     assert "--step_func vlm_step" in errors
+
+
+SIZES = {
+    "follows": (
+        ["model.hidden_size=256", "model.num_attention_heads=8"],
+        {"kv_channels": 32, "num_query_groups": 8, "ffn_hidden_size": 8192},
+        ["model.kv_channels=32", "model.hidden_size", "model.ffn_hidden_size=8192"],
+    ),
+    "set": (
+        ["model.hidden_size=256", "model.num_attention_heads=8", "model.kv_channels=64"],
+        {"kv_channels": 64},
+        ["model.num_query_groups=8"],
+    ),
+    "the same": (["model.hidden_size=2048"], {"kv_channels": 64}, []),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_follow_those_that_they_are_derived_from(capsys, case):
+    changes, expected, words = SIZES[case]
+    config, out = dry_run(capsys, *RECIPE, *changes)
+    assert {name: getattr(config.model, name) for name in expected} == expected
+    notes = [line for line in out.splitlines() if line.startswith("# note: model.")]
+    assert bool(notes) == bool(words)
+    for word in words:
+        assert word in "".join(notes)
+
+
+def test_sizes_of_a_file_follow_too(capsys, tmp_path):
+    """Heads of a model without groups are as many as its groups; a width of its own stays."""
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("model: {num_attention_heads: 8, hidden_size: 512}\n")
+    recipe = ("train", "--recipe", "llama2_7b_pretrain_config", "--config", str(settings))
+    config, _ = dry_run(capsys, *recipe, "model.tensor_model_parallel_size=1")
+    assert (config.model.num_query_groups, config.model.kv_channels) == (8, 64)
+    settings.write_text("model: {num_attention_heads: 8}\n")
+    recipe = ("train", "--recipe", "qwen3_600m_pretrain_config", "--config", str(settings))
+    config, out = dry_run(capsys, *recipe)
+    assert config.model.kv_channels == 128, "Qwen3 has heads of a width of their own"
+    assert "stay model.kv_channels=128" in out

@@ -529,3 +529,22 @@ def test_the_end_of_a_run_is_told_in_local_time():
     assert remaining(timedelta(seconds=59), now) == "0:00:59 left"
     assert remaining(timedelta(minutes=90), now) == "1:30:00 left, ends 23:45"
     assert remaining(timedelta(hours=30), now) == "1 day, 6:00:00 left, ends Sun Jan 4 04:15"
+
+
+def test_a_misspelled_hook_is_refused_where_it_is_written():
+    with pytest.raises(UserError) as caught:
+
+        class Misspelled(Callback):
+            def on_train_step_ended(self, context):
+                """Nobody would call this."""
+
+    for word in ("Misspelled.on_train_step_ended", "did you mean on_train_step_end"):
+        assert word in str(caught.value)
+    with pytest.raises(UserError, match="on_log"):
+        type("OfAnotherTrainer", (Callback,), {"on_log": lambda self, context: None})
+    helper = type("Helper", (Callback,), {"_on_loss": print, "once": print, "online": print})
+    assert list(CallbackManager([helper()]))
+    callback = Callback()
+    callback.on_step_end = print
+    with pytest.raises(UserError, match="on_step_end"):
+        CallbackManager([callback])

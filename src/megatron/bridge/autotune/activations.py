@@ -506,7 +506,16 @@ def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tup
 def _of_adapter(module: Any, outputs: int) -> int:
     """Return the elements per token that an adapter saves: between its factors, and the outputs that DoRA scales."""
     adapter = getattr(module, "adapter", None)
-    return 0 if adapter is None else adapter.shape.rank + outputs * adapter.scales_outputs
+    if adapter is None:
+        return 0
+    scaled = outputs if adapter.scales_outputs else 0
+    return adapter.total_rank + scaled
+
+
+def _has_parts(module: Any) -> bool:
+    """Return whether a layer has several adapters, whose gradients are scaled one by one, each in a copy."""
+    adapter = getattr(module, "adapter", None)
+    return isinstance(adapter, nn.ModuleDict) and len(adapter) > 1
 
 
 def _tokens(path: str, sizes: Sizes) -> int:
@@ -634,7 +643,8 @@ def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
         path
     ):  # after linear_fc1: the activation's output and one factor of it, freed before ``own``
         factor = tokens * shape[0] // 2 * path.endswith("linear_fc1")
-        return (tokens * shape[0] + max(own - factor, factor)) * sizes.number
+        scaled = tokens * shape[0] // 2 if _has_parts(module) else 0
+        return (tokens * shape[0] + max(own - factor, factor) + scaled) * sizes.number
     inner = (
         1 + sizes.activation + sizes.weighting
     )  # saved after linear_fc1 and freed before its backward pass

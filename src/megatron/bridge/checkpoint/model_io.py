@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.bridge.backends.fsdp import sharded_rows
 from megatron.bridge.checkpoint import loading, lock, paths, saving, verification
 from megatron.bridge.checkpoint.collective import on_first_rank
-from megatron.bridge.utils import distributed
+from megatron.bridge.utils import atomic, distributed
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
@@ -183,14 +183,40 @@ def tokenizer_dir(path: str | Path) -> Path | None:
     return directory if directory.is_dir() else None
 
 
+def trained_template(path: str | Path) -> str | None:
+    """Return the chat template that a run was trained with instead of its tokenizer's.
+
+    Args:
+        path: checkpoint of a run, or a directory in the format of ``peft`` that was exported from one.
+
+    Returns:
+        The text of the template, or None if training used the tokenizer's own.
+    """
+    if (Path(path) / paths.ADAPTER_CONFIG).is_file():
+        file = Path(path) / paths.CHAT_TEMPLATE
+    else:
+        file = paths.resolve(path) / paths.CHAT_TEMPLATE
+    return atomic.read_text(file, str(file)) if file.is_file() else None
+
+
 def extra_files(
-    run_config: dict[str, Any], tokenizer_files: Iterable[str | Path] | None = None
+    run_config: dict[str, Any],
+    tokenizer_files: Iterable[str | Path] | None = None,
+    chat_template: str | None = None,
 ) -> Callable[[Path], None]:
-    """A function that writes the config and the tokenizer beside the shards."""
+    """Return a function that writes config, tokenizer and chat template beside the shards.
+
+    Args:
+        run_config: Plain data of the config.
+        tokenizer_files: Files to copy into the folder of the tokenizer.
+        chat_template: Text of the template that the run is trained with, unless it is the tokenizer's.
+    """
     text = yaml_text.write(run_config) + END
 
     def write(staging: Path) -> None:
         (staging / paths.RUN_CONFIG).write_text(text)
+        if chat_template is not None:
+            (staging / paths.CHAT_TEMPLATE).write_text(chat_template, encoding="utf-8")
         for source in map(Path, tokenizer_files or ()):
             (staging / paths.TOKENIZER).mkdir(exist_ok=True)
             shutil.copyfile(source, staging / paths.TOKENIZER / source.name)

@@ -27,6 +27,8 @@ from megatron.bridge.utils.storage_paths import url_of
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_CONFIG = "run_config.yaml"
 TOKENIZER = "tokenizer"
+ADAPTER_CONFIG = "adapter_config.json"  # in a directory that the peft library wrote
+CHAT_TEMPLATE = "chat_template.jinja"  # the template that a run was trained with
 
 NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
 RELEASE = "release"  # as Megatron-LM names converted weights that no run has trained

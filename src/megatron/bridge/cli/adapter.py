@@ -2,6 +2,7 @@
 """``megatron-bridge adapter``: merge adapters, subtract them again, or write them for the peft library."""
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
@@ -21,13 +22,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def merge(args: argparse.Namespace) -> None:
+    from megatron.bridge.checkpoint import model_io
     from megatron.bridge.models.conversion.engine import side_files
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
     from megatron.bridge.peft.lora import rounding_loss
 
     bridge, model = _adapted(args)
     known = side_files.history_of(model, merge=True)
-    if not hub.is_peft_adapter(args.adapter):
+    if hub.is_peft_adapter(args.adapter):
+        known = replace(known, chat_template=model_io.trained_template(args.adapter))
+    else:
         known = side_files.history_of_checkpoint(args.adapter, adapters=known.adapters)
     if lost := rounding_loss(model, to_dtype(args.dtype)):
         console().print(
@@ -41,8 +45,11 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
+    from megatron.bridge.checkpoint import model_io
+
     bridge, model = _adapted(args)
-    bridge.save_hf_adapter(model, args.hf_path)
+    template = model_io.trained_template(args.adapter)
+    bridge.save_hf_adapter(model, args.hf_path, chat_template=template)
 
 
 def unmerge(args: argparse.Namespace) -> None:

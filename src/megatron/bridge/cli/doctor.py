@@ -155,7 +155,8 @@ def _measure(speaks: bool) -> None:
     say("\nmeasured:")
     flops, peak = speed.matmul_flops() / 1e12, device_tflops()
     share = "" if peak is None else f", {flops / peak:.0%} of the data sheet's {peak:,.0f}"
-    say(f"matrix products in bf16: {flops:,.2f} TFLOP/s{share}")
+    shown = f"{flops:,.2f}" if flops >= 0.1 else f"{flops:.2g}"  # a small CPU has a thousandth
+    say(f"matrix products in bf16: {shown} TFLOP/s{share}")
     say(
         f"copies in the device's memory: {speed.copy_bandwidth() / 1e9:,.1f} GB/s, read and written"
     )

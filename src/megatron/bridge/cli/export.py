@@ -57,5 +57,6 @@ def _export(args: argparse.Namespace, hf_model: str) -> int:
         show_progress=not args.no_progress,
         strict=not args.not_strict,
         mp_overrides=model_options.parallel_sizes(args),
+        overwrite=args.overwrite,
     )
     return 0

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``megatron-bridge from-trainer``: settings of other trainers as settings on top of a recipe."""
+"""``megatron-bridge from-trainer``: settings of other trainers as settings on top of a recipe.
+
+A file says only what differs from its framework's defaults, and a recipe has defaults of its own. So the defaults of
+the framework that decide what a model learns are settings, too.
+"""
 
 import argparse
 import json
@@ -11,6 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from megatron.bridge.cli.migrate.trainer_defaults import (
+    AXOLOTL,
+    FRAMEWORKS,
+    LLAMA_FACTORY,
+    Framework,
+    framework_of,
+    to_number,
+    wrong_values,
+)
 from megatron.bridge.cli.migrate.translation import Translation
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
@@ -21,11 +34,16 @@ def run(args: argparse.Namespace) -> int:
     values = yaml_text.read(read_text(args.source, str(args.source)), str(args.source))
     if not isinstance(values, dict):
         raise UserError(f"{args.source} holds no settings: give a file with key: value lines")
-    found = translate(values, args.ranks)
+    framework = None if args.framework is None else FRAMEWORKS[args.framework]
+    found = translate(values, args.ranks, framework)
     text = yaml_text.write(
         {key: yaml_text.read(value) for key, value in found.translation.settings.items()}
     )
     found.translation.show(text, args.output)
+    sys.stderr.write(
+        f"read as a file of {found.framework.name}, whose defaults are set where it is silent "
+        "(--framework names another one)\n"
+    )
     options = [
         word for name, value in found.options.items() for word in (f"--{name}", value) if word
     ]
@@ -44,75 +62,300 @@ _TARGETS = [
 ]
 _SETTINGS = {key: [target for name, target in _TARGETS if name == key] for key, _ in _TARGETS}
 _REASONS = {name: reason for reason, names in _TABLES["missing"].items() for name in names}
-_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-"""Factors of the batch size, with the Trainer's defaults."""
+_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+_CADENCES = ("save_steps", "eval_steps", "logging_steps")
 
 
 @dataclass
 class TrainerRun:
+    """The settings of a file, on the way to those of a run."""
+
+    framework: Framework
     translation: Translation = field(default_factory=Translation)
     options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of ``megatron-bridge train``, by name; an empty text is a switch."""
+    stage: str = "sft"
+    """``sft``, ``dpo`` or ``pretrain``."""
+    adapter: str | None = None
+    """``lora`` or ``dora``; None trains all weights."""
 
 
-def translate(values: Mapping[str, Any], ranks: int) -> TrainerRun:
-    """Translate the keys of the file; the Trainer's batch sizes are for one of the data-parallel ``ranks``."""
-    given = {_ALIASES.get(key, key): value for key, value in values.items() if value is not None}
-    refuse(problem for key in values for problem in _unknown(key))
+def translate(
+    values: Mapping[Any, Any], ranks: int, framework: Framework | None = None
+) -> TrainerRun:
+    """Translate the keys of a file.
+
+    Args:
+        values: Content of the file.
+        ranks: Data-parallel ranks, because the Trainer's batch sizes are for one of them.
+        framework: Whose file it is; None finds out by its keys.
+
+    Raises:
+        UserError: a key is misspelled, or a value is not one that its framework accepts.
+    """
+    refuse(f"{key!r} is not a name: keys are texts" for key in values if not isinstance(key, str))
+    run = TrainerRun(framework or framework_of(values))
+    names = {_ALIASES.get(key, key): key for key in values}
+    given = {
+        name: to_number(name, values[key]) for name, key in names.items() if values[key] is not None
+    }
+    refuse([*_misspelled(values), *wrong_values(given, names)])
     if given.get("max_steps", 1) <= 0:  # means "not set" in the Trainer
         del given["max_steps"]
     if "max_steps" in given:  # it overrides the epochs
         given.pop("num_train_epochs", None)
-    run = TrainerRun()
     for key, value in given.items():
         _translate(key, value, run)
-    if _BATCH.keys() & given.keys():
-        size = math.prod(given.get(key, default) for key, default in _BATCH.items()) * ranks
-        run.translation.set(
-            "train.global_batch_size", size, f"{' x '.join(_BATCH)} x {ranks} ranks"
-        )
+    _add_defaults(given, run)
+    _set_warmup(given, run)
+    _set_batch_size(given, ranks, run)
+    _set_mode(run)
+    run.translation.refuse_out_of_range()
     return run
 
 
-def _unknown(key: str) -> list[str]:
+def _misspelled(values: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each key that no framework has and that is close to a known one."""
     known = [*_SETTINGS, *_ALIASES, *_SPECIAL, *_BATCH, *_TABLES["implied"], *_REASONS]
-    if key in known:
-        return []
+    unknown = [key for key in values if key not in known]
+    hints = {key: misspelling(key, known) for key in unknown}
     return [
-        f"{key} is not a setting that this command knows{misspelling(key, known) or ': leave it out'}"
+        f"{key} is not a setting that this command knows{hint}"
+        for key, hint in hints.items()
+        if hint
     ]
 
 
 def _translate(key: str, value: Any, run: TrainerRun) -> None:
     found = run.translation
-    if value is False or key in _TABLES["implied"]:
-        found.implied[key] = (
-            "it is off" if value is False else "it is always on here, or not needed"
-        )
-    elif key in _SPECIAL:
+    if key in _SPECIAL:
         if (reason := _SPECIAL[key](value, run)) is not None:
             found.missing[key] = reason
+    elif key in _TABLES["implied"]:
+        found.implied[key] = "it is always on here, or not needed"
+    elif value is False:
+        found.implied[key] = "it is off"
     elif key in _REASONS:
         found.missing[key] = _REASONS[key]
-    else:
-        for target in _SETTINGS.get(key, ()):
+    elif key in _CADENCES and (value < 1 or value != int(value)):
+        found.missing[key] = f"{value} is a share of the run: give a number of steps"
+    elif key in _SETTINGS:
+        for target in _SETTINGS[key]:
             found.set(target, value, key)
+    elif key not in _BATCH:
+        found.missing[key] = "this command does not know it: look for a counterpart in docs/faq.md"
+
+
+def _add_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
+    """Set what the framework assumes for keys that are not given."""
+    silent = {
+        key: value
+        for key, value in run.framework.defaults.items()
+        if key not in given and value is not None
+    }
+    if "max_steps" in given:
+        silent.pop("num_train_epochs", None)
+    if "fp16" in given:
+        silent.pop("bf16", None)
+    _translate_defaults(silent, run)
+    if run.adapter is not None:
+        _add_adapter_defaults(given, run)
+    settings = {**run.framework.dataset} if run.stage != "pretrain" else {}
+    if run.framework.dataset and "packed_sequence" not in run.options and settings:
+        settings["dataset.packed_sequence_specs"] = "null"
+    if run.stage == "dpo":
+        settings.pop("dataset.train_on", None)
+        settings.pop("dataset.packed_sequence_specs", None)
+    if "data" in run.options:
+        for target, value in settings.items():
+            if target not in run.translation.settings:
+                run.translation.set(target, value, f"{run.framework.name} by default")
+    else:  # a recipe's own data may have none of these settings
+        run.translation.settings.pop("dataset.seed", None)
+        given_with_data = " ".join(f"{target}={value}" for target, value in settings.items())
+        run.translation.missing["dataset"] = f"no data is named: add --data PATH {given_with_data}"
+    # the Trainer's schedules end at 0; a recipe's may end above
+    if "optimizer.min_lr" not in run.translation.settings:
+        run.translation.set("optimizer.min_lr", 0.0, "lr_scheduler_type")
+
+
+def _add_adapter_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
+    silent = {key: value for key, value in run.framework.adapters.items() if key not in given}
+    if (
+        run.framework is AXOLOTL
+        and "lora_target" not in given
+        and "lora_target_linear" not in given
+    ):
+        run.translation.missing["lora_target_modules"] = (
+            "it is not given, and the recipe's layers are adapted: set peft.target_modules"
+        )
+    rank = given.get("lora_r", silent.get("lora_r"))
+    if run.framework is LLAMA_FACTORY and "lora_alpha" not in given:
+        silent["lora_alpha"] = 2 * rank
+    needed = [key for key in ("lora_r", "lora_alpha") if key not in given and key not in silent]
+    refuse(
+        f"{key} is not given, and {run.framework.name} has no default for it: add it to the file"
+        for key in needed
+    )
+    _translate_defaults(silent, run)
+
+
+def _translate_defaults(silent: Mapping[str, Any], run: TrainerRun) -> None:
+    """Translate values that the file does not give, and say in the report where they come from."""
+    before = set(run.translation.settings)
+    for key, value in silent.items():
+        if key in {"warmup_steps", "warmup_ratio"}:
+            continue  # these depend on each other
+        _translate(key, value, run)
+        for target in run.translation.settings.keys() - before:
+            run.translation.origins[target] = f"{run.framework.name}'s default of {key}"
+        before = set(run.translation.settings)
+
+
+def _set_warmup(given: Mapping[str, Any], run: TrainerRun) -> None:
+    """Set the warmup as steps or as a share of the run, and nothing of the recipe's."""
+    source = next((key for key in ("warmup_steps", "warmup_ratio") if given.get(key)), None)
+    if source is None and "warmup_steps" in given:
+        source = "warmup_steps"
+    warmup = given[source] if source else run.framework.defaults.get("warmup_steps")
+    if warmup is None:  # a share by default
+        warmup, source = run.framework.defaults["warmup_ratio"], "warmup_ratio"
+        if "max_steps" in given:
+            warmup = min(int(warmup * given["max_steps"]), _MOST_WARMUP)
+        else:
+            run.translation.missing["warmup_ratio"] = (
+                f"{run.framework.name} takes {warmup:.0%} of the run and at most {_MOST_WARMUP} steps: with more, "
+                f"set scheduler.lr_warmup_iters={_MOST_WARMUP} and scheduler.lr_warmup_fraction=null"
+            )
+    if given.get("lr_scheduler_type") == "constant":
+        warmup = 0  # as in transformers, where only constant_with_warmup has one
+    is_share = source == "warmup_ratio" or 0 < warmup < 1
+    is_share = is_share and warmup <= 1
+    if run.framework is AXOLOTL and warmup == 1 and not is_share:
+        warmup = 2  # as axolotl does
+    steps = 0 if is_share else math.ceil(warmup)
+    label = source or f"{run.framework.name}'s default of warmup_steps"
+    run.translation.set("scheduler.lr_warmup_iters", steps, label)
+    run.translation.set("scheduler.lr_warmup_fraction", warmup if is_share else None, label)
+
+
+_MOST_WARMUP = 100
+"""Steps to which axolotl limits the warmup that it takes by default."""
+
+
+def _set_batch_size(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> None:
+    factors = [given.get(key, run.framework.defaults[key]) for key in _BATCH]
+    label = f"{' x '.join(_BATCH)} x {ranks} ranks"
+    run.translation.set("train.global_batch_size", math.prod(factors) * ranks, label)
+
+
+def _set_mode(run: TrainerRun) -> None:
+    """Choose the options of the command by stage and adapter."""
+    found = run.translation
+    if run.adapter is None:
+        for key in [key for key in found.settings if key.startswith("peft.")]:
+            found.drop(key, "all weights are trained")
+    if run.stage != "dpo":
+        for key in [key for key in found.settings if key.startswith("dpo.")]:
+            found.drop(key, "no preferences are trained")
+    if run.stage == "dpo":
+        run.options["mode"] = "dpo"
+        if run.adapter is not None:
+            run.options["peft_scheme"] = run.adapter
+    elif run.framework is not FRAMEWORKS["trainer"] or run.adapter is not None:
+        run.options["mode"] = run.adapter or run.stage
 
 
 def _choose(target: str, known: Mapping[str, str], value: Any, run: TrainerRun) -> str | None:
-    """Set ``target``, a key or an option (without a dot), to this package's name of the value."""
-    if value not in known:
-        return (
-            f"{value} has no counterpart: choose one of {', '.join(dict.fromkeys(known.values()))}"
-        )
-    if "." in target:
-        run.translation.set(target, known[value], value)
-    elif run.options.get(target) in (None, "sft"):  # an adapter or another loss overrides it
-        run.options[target] = known[value]
+    """Set ``target`` to this package's name of the value."""
+    if not isinstance(value, str) or value not in known:
+        names = ", ".join(dict.fromkeys(known.values()))
+        return f"{value} has no counterpart: set {target} to one of {names}"
+    run.translation.set(target, known[value], value)
     return None
 
 
+def _schedule(value: Any, run: TrainerRun) -> str | None:
+    return _choose("scheduler.lr_decay_style", _TABLES["schedules"], value, run)
+
+
+def _stage(value: Any, run: TrainerRun) -> str | None:
+    if value is False:
+        return None
+    if str(value) not in _TABLES["stages"]:
+        raise UserError(
+            f"stage={value} has no counterpart: this package has {', '.join(_TABLES['stages'])}"
+        )
+    run.stage = _TABLES["stages"][value]
+    if run.stage == "dpo" and value != "dpo":
+        run.translation.set("dpo.loss_type", value, "stage")
+    return None
+
+
+def _finetuning_type(value: Any, run: TrainerRun) -> str | None:
+    if value is False:
+        return None
+    if str(value) not in _TABLES["adapters"]:
+        names = ", ".join(_TABLES["adapters"])
+        raise UserError(f"{value} is not a way to fine-tune here: use one of {names}")
+    if _TABLES["adapters"][value] is not None and run.adapter is None:
+        run.adapter = _TABLES["adapters"][value]
+    if value == "qlora":
+        return "the base model is not quantized here: LoRA trains on its weights in full precision"
+    return None
+
+
+def _use_peft(value: Any, run: TrainerRun) -> str | None:
+    return _finetuning_type("lora", run) if value else None
+
+
+def _use_dora(value: Any, run: TrainerRun) -> None:
+    if value:
+        run.adapter = "dora"
+
+
+def _precision(name: str, value: Any, run: TrainerRun) -> None:
+    if value:
+        run.translation.set("mixed_precision", f"{name}_mixed", name)
+    elif "mixed_precision" not in run.translation.settings:
+        run.translation.set("mixed_precision", "fp32", name)
+
+
+def _train_on(when_true: str, when_false: str | None, value: Any, run: TrainerRun) -> None:
+    chosen = when_true if value else when_false
+    if chosen is not None:
+        run.translation.set("dataset.train_on", chosen, "part of the loss")
+
+
+def _loss_type(value: Any, run: TrainerRun) -> str | None:
+    names = value if isinstance(value, list) else [value]
+    if run.stage == "sft" and names == ["nll"]:
+        return None
+    if len(names) != 1:
+        return f"{value}: choose one of {', '.join(_TABLES['losses'])} for dpo.loss_type"
+    return _choose("dpo.loss_type", _TABLES["losses"], names[0], run)
+
+
+def _truncation(value: Any, run: TrainerRun) -> str | None:
+    return _choose("dataset.truncation", _TABLES["truncations"], value, run)
+
+
+def _scheduler_options(value: Any, run: TrainerRun) -> str | None:
+    options: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    if options.keys() == {"min_lr"}:
+        run.translation.set("optimizer.min_lr", options["min_lr"], "lr_scheduler_kwargs.min_lr")
+        return None
+    return "set the fields of scheduler that they stand for, such as optimizer.min_lr"
+
+
+def _packing(value: Any, run: TrainerRun) -> None:
+    if value:
+        run.options["packed_sequence"] = ""
+
+
 def _recompute(value: Any, run: TrainerRun) -> None:
+    if not value:
+        return
     for name, setting in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
         run.translation.set(f"model.recompute_{name}", setting, "gradient_checkpointing")
 
@@ -123,33 +366,54 @@ def _dataset(value: Any, run: TrainerRun) -> str | None:
     if len(parts) != 1 or (isinstance(parts[0], str) and "," in parts[0]):
         return "several datasets are a BlendedDatasetConfig: see docs/finetuning.md"
     entry: Mapping[str, Any] = parts[0] if isinstance(parts[0], Mapping) else {"path": parts[0]}
-    run.options["data"] = str(entry.get("path"))
-    if "alpaca" in str(entry.get("type", entry.get("path"))):
+    if entry.get("path") is None:
+        raise UserError("datasets: an entry has no path: give the file or the name of the data")
+    run.options["data"] = str(entry["path"])
+    if "alpaca" in str(entry.get("type", entry["path"])):
         run.translation.set("dataset.process_example_fn", "alpaca_example", "dataset")
     return None
 
 
 def _targets(value: Any, run: TrainerRun) -> str | None:
-    names: list[str] = value.replace(",", " ").split() if isinstance(value, str) else value
-    if unknown := [name for name in names if name not in _TABLES["modules"]]:
-        return f"{', '.join(unknown)}: all linear layers are the default; peft.target_modules takes Megatron's names"
-    modules = list(dict.fromkeys(_TABLES["modules"][name] for name in names))
+    """Set the adapted layers, whose names are those of Hugging Face on both sides."""
+    if value is False:
+        return None
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"lora_target={value}: give names of modules, such as q_proj")
+    modules = ["all-linear"] if set(names) & {"all", "all-linear"} else names
     run.translation.set("peft.target_modules", json.dumps(modules), "lora_target")
     return None
 
 
+def _model(value: Any, run: TrainerRun) -> None:
+    run.options["hf-model"] = str(value)
+
+
 _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
-    "lr_scheduler_type": partial(_choose, "scheduler.lr_decay_style", _TABLES["schedules"]),
+    "lr_scheduler_type": _schedule,
+    "lr_scheduler_kwargs": _scheduler_options,
     "optim": partial(_choose, "optimizer.optimizer", _TABLES["optimizers"]),
-    "stage": partial(_choose, "mode", _TABLES["modes"]),
-    "finetuning_type": partial(_choose, "mode", _TABLES["modes"]),
-    "bf16": lambda value, run: run.translation.set("mixed_precision", "bf16_mixed", "bf16"),
-    "fp16": lambda value, run: run.translation.set("mixed_precision", "fp16_mixed", "fp16"),
+    "stage": _stage,
+    "finetuning_type": _finetuning_type,
+    "use_peft": _use_peft,
+    "use_dora": _use_dora,
+    "bf16": partial(_precision, "bf16"),
+    "fp16": partial(_precision, "fp16"),
     "gradient_checkpointing": _recompute,
-    "packing": lambda value, run: run.options.update(packed_sequence=""),
-    "model_name_or_path": lambda value, run: run.options.update({"hf-model": str(value)}),
+    "packing": _packing,
+    "model_name_or_path": _model,
     "dataset": _dataset,
     "lora_target": _targets,
-    "lora_target_linear": lambda value, run: _targets("all-linear", run),
+    "lora_target_linear": lambda value, run: _targets("all-linear", run) if value else None,
+    "train_on_inputs": partial(_train_on, "everything", "assistant"),
+    "mask_history": partial(_train_on, "last", None),
+    "assistant_only_loss": partial(_train_on, "assistant", "everything"),
+    "excess_length_strategy": _truncation,
+    "truncation_mode": _truncation,
+    "pref_loss": _loss_type,
+    "loss_type": _loss_type,
+    "warmup_steps": lambda value, run: None,
+    "warmup_ratio": lambda value, run: None,
 }
 """Functions for keys that need code; each returns the reason if the value has no counterpart."""

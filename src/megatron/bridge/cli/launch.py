@@ -141,8 +141,16 @@ def _options_of(kind: Any, args: argparse.Namespace, own: dict[str, Any]) -> dic
 
 
 def _script(name: str) -> Path:
-    """Return the path of the script; a relative path may also start at the folder ``scripts/training``."""
-    for path in (Path(name), Path(__file__).parents[4] / "scripts" / "training" / name):
+    """Return the path of the script.
+
+    A relative path may also start at the folder ``scripts/training`` of a checkout. An installed package has no such
+    folder, but the default script.
+    """
+    of_checkout = Path(__file__).parents[4] / "scripts" / "training" / name
+    candidates = [Path(name), of_checkout]
+    if name == RUN_RECIPE:
+        candidates.append(Path(__file__).with_name(RUN_RECIPE))
+    for path in candidates:
         if path.is_file():
             return path
     raise UserError(f"--script {name} does not exist: give the path of a Python script")

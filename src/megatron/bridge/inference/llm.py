@@ -113,7 +113,10 @@ class LLM:
                 f"max_context={context} must be from 2 to {model.max_context}, the model's maximum"
             )
         share = rank_share(unwrap(model.chunks[0]).config)
-        reader = PromptReader(model.hf, options["template"], model.media, share, context)
+        template = options["template"] or model.template
+        if model.hf is not None and template is not None:
+            model.hf.chat_template = template  # for what asks the tokenizer, such as evaluation
+        reader = PromptReader(model.hf, template, model.media, share, context)
         ends = end_tokens(model.hf, model.folder)
         if model.hf is not None and reader.template is not None:
             ends |= reader.end_of_turn()

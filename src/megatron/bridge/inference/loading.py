@@ -38,6 +38,8 @@ class LoadedModel:
     media: MediaRules | None = (
         None  # how images are processed; None for a model without a vision tower
     )
+    template: str | None = None
+    """Chat template that the model was trained with, if it is not the tokenizer's."""
 
 
 def load(
@@ -96,7 +98,15 @@ def load(
     if getattr(provider, "vision", None) is not None:
         media = _media_rules(run, (tokenizer, source.folder, used), media_root or "/")
     return LoadedModel(
-        chunks, hf, source.folder, provider.vocab_size, _context(provider), bridge, names, media
+        chunks,
+        hf,
+        source.folder,
+        provider.vocab_size,
+        _context(provider),
+        bridge,
+        names,
+        media,
+        template=_trained_template(path, adapter),
     )
 
 
@@ -152,6 +162,14 @@ def _media_rules(
         name: data.get(name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")
     }
     return None if path is None else MediaRules(path, root, **limits)
+
+
+def _trained_template(path: str | Path, adapter: str | Path | None) -> str | None:
+    """Return the chat template that the adapter was trained with, or else the model."""
+    template = None if adapter is None else model_io.trained_template(adapter)
+    if template is None and hub.is_megatron(path):
+        template = model_io.trained_template(path)
+    return template
 
 
 def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:

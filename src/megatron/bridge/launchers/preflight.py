@@ -43,8 +43,8 @@ def check(options: LaunchOptions) -> None:
         )
     if not (options.dry_run or options.on == "ray" or has_nemo_run()):
         raise UserError(
-            f"launching needs NeMo-Run, which is not installed: {INSTALL}, or use torchrun or "
-            "scripts/training/launch_with_sbatch.sh"
+            f"launching needs NeMo-Run, which is not installed: {INSTALL}, or start "
+            "`torchrun -m megatron.bridge train` on each machine"
         )
     if options.packager == "git" and not options.local:
         _check_git(options.script)

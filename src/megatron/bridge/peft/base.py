@@ -13,7 +13,8 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import in_adapter
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import global_name
 from megatron.bridge.peft import targets
-from megatron.bridge.peft.targets import Site
+from megatron.bridge.peft.hf_names import HFModules
+from megatron.bridge.peft.targets import Candidate, Site
 from megatron.bridge.utils.errors import UserError
 
 _TIED = ("embedding.word_embeddings", "output_layer")
@@ -50,6 +51,10 @@ class PEFT:
             training: whether what is added will be trained.
         """
         del training
+        return []
+
+    def notes(self) -> list[str]:
+        """Return sentences about what was added, for the log of a run; ``__call__`` comes first."""
         return []
 
     def prepare(self, chunks: Sequence[nn.Module]) -> None:
@@ -131,19 +136,18 @@ class PEFT:
             for path, module in chunk.named_modules()
             if path and next(module.parameters(), None) is not None
         ]
-        names = [
-            name
-            for stage in exchange.all_gather_stages([name for name, _ in named])
-            for name in stage
+        if not self.modules_to_save:
+            return []
+        modules = HFModules(chunks[0].config)
+        candidates = [
+            Candidate(name, name, modules.of_layer(name).get(None, ()), is_linear=False)
+            for name, _ in named
         ]
-        targets.refuse_unmatched("peft.modules_to_save", self.modules_to_save, names)
-        wanted = {
-            name
-            for name in names
-            if any(targets.matches(key, name) for key in self.modules_to_save)
-        }
-        _refuse_half_of_a_tie(chunks, wanted)
-        return [module for name, module in named if name in wanted]
+        everywhere = targets.gather(candidates)
+        selected = targets.select("peft.modules_to_save", self.modules_to_save, everywhere)
+        names = {name for group in selected.values() for name in group}
+        _refuse_half_of_a_tie(chunks, names)
+        return [module for name, module in named if name in names]
 
     def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
         trained = any(True for chunk in chunks for _ in _trainable(chunk))

@@ -1,119 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA with separate factors for the projections that Megatron fuses: queries, keys and values; gates and values."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from megatron.bridge.models.conversion.adapters.adapted_layers import LowRankPart
-from megatron.bridge.peft.lora import LoRAAdapter, LowRankPEFT
-from megatron.bridge.peft.low_rank import LowRank, Shape
-from megatron.bridge.peft.targets import Site
-from megatron.bridge.utils.errors import UserError
-
-QKV = {"q": "linear_q", "k": "linear_k", "v": "linear_v"}
-GATED = {"gate": "linear_fc1_gate", "up": "linear_fc1_up"}
-
-
-def parts_of(site: Site) -> dict[str, str]:
-    """Role -> the name of a part of a fused layer in targets; empty for other layers."""
-    before, _, leaf = site.name.rpartition(".")
-    if leaf == "linear_qkv":
-        return {role: f"{before}.{QKV[role]}" for role in _roles(site)}
-    if leaf == "linear_fc1" and site.halves == 2:
-        return {role: f"{before}.{name}" for role, name in GATED.items()}
-    return {}
-
-
-def rows_of(site: Site) -> dict[str, int]:
-    """Role -> outputs of that part on this rank."""
-    rows = site.weights[0].shape[0]
-    if site.halves == 2:
-        return dict.fromkeys(GATED, rows // 2)
-    config = site.config
-    width = config.num_query_groups // site.group.size() * config.kv_channels
-    queries = config.num_attention_heads // config.num_query_groups  # of a group
-    return {role: width * (queries if role == "q" else 1) for role in _roles(site)}
-
-
-def _roles(site: Site) -> str:
-    """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
-    config, rows = site.config, site.weights[0].shape[0] * site.group.size()
-    return "qkv"[
-        : 1 + (rows // config.kv_channels - config.num_attention_heads) // config.num_query_groups
-    ]
-
-
-def _check_queries(site: Site) -> None:
-    if getattr(site.config, "attention_output_gate", False):
-        raise UserError(
-            f"peft: the queries of {site.name} come with gates that CanonicalLoRA cannot tell apart: use LoRA"
-        )
-    groups, ranks = site.config.num_query_groups, site.group.size()
-    if groups < ranks:
-        raise UserError(
-            f"peft: tensor_model_parallel_size={ranks} cuts the {groups} groups of heads of {site.name}, which "
-            "CanonicalLoRA needs whole: use LoRA, or fewer ranks"
-        )
-
-
-class CanonicalAdapter(nn.ModuleDict):
-    """Low-rank paths for parts of one layer, by role; other parts are unchanged."""
-
-    scales_outputs = False
-
-    def __init__(self, site: Site, shapes: dict[str, Shape]) -> None:
-        self.rows = rows_of(site)
-        factors = {
-            role: LowRank(site, shape, role, self.rows[role]) for role, shape in shapes.items()
-        }
-        super().__init__(factors)
-        self.head_width = None if site.halves == 2 else site.config.kv_channels
-
-    def forward(
-        self, base: Tensor, x: Tensor, counts: Sequence[int] | None, weights: Sequence[Tensor]
-    ) -> Tensor:
-        parts = {role: adapter(x, counts) for role, adapter in self._paths()}
-        return base + self._fused(parts, base)
-
-    def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """``W + scaling * B A`` part by part, in fp32."""
-        whole = torch.stack([weight.float() for weight in weights])
-        parts = {role: adapter.stacked_delta().mT for role, adapter in self._paths()}
-        return list(whole + self._fused(parts, whole.mT).mT)
-
-    def parts(self, expert: int) -> list[LowRankPart]:
-        return [adapter.part(expert, role) for role, adapter in self._paths()]
-
-    def _paths(self) -> Iterable[tuple[str, LowRank]]:
-        return cast("Iterable[tuple[str, LowRank]]", self.items())
-
-    def _fused(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
-        """The parts in the order of the layer's outputs: by key-value group, or gates before values."""
-        found = [
-            parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows)
-            for role, rows in self.rows.items()
-        ]
-        if self.head_width is None:
-            return torch.cat(found, dim=-1)
-        groups = self.rows.get("k", self.head_width) // self.head_width
-        by_group = [part.unflatten(-1, (groups, -1)) for part in found]
-        return torch.cat(by_group, dim=-1).flatten(-2)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for role, adapter in self._paths():
-            state |= adapter.sharded_state_dict(f"{prefix}{role}.", sharded_offsets, metadata)
-        return state
+from megatron.bridge.peft.fused_parts import GATED, QKV
+from megatron.bridge.peft.lora import SplitLoRA
 
 
 @dataclass
-class CanonicalLoRA(LowRankPEFT):
+class CanonicalLoRA(SplitLoRA):
     """LoRA whose factors match those of Hugging Face's separate projections, one by one.
 
     Fused layers are targeted by their parts: ``linear_q``, ``linear_k``, ``linear_v``, ``linear_fc1_gate``,
@@ -129,18 +25,4 @@ class CanonicalLoRA(LowRankPEFT):
         ]
     )
 
-    def names_of(self, site: Site) -> list[str]:
-        """The parts of a fused layer, or the layer."""
-        return list(parts_of(site).values()) or [site.name]
-
-    def adapter_for(self, site: Site) -> nn.Module:
-        """One pair of factors for each chosen part."""
-        parts = parts_of(site)
-        if not parts:
-            return LoRAAdapter(site, self.shape_for(site.name))
-        if "q" in parts:
-            _check_queries(site)
-        shapes = {
-            role: self.shape_for(name) for role, name in parts.items() if name in self._chosen
-        }
-        return CanonicalAdapter(site, shapes)
+    parts_have_names: ClassVar[bool] = True

@@ -14,8 +14,9 @@ from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.peft import layers
 from megatron.bridge.peft.base import bare_chunks
-from megatron.bridge.peft.canonical_lora import GATED, QKV, CanonicalLoRA
+from megatron.bridge.peft.canonical_lora import CanonicalLoRA
 from megatron.bridge.peft.dora import DoRA
+from megatron.bridge.peft.fused_parts import GATED, QKV
 from megatron.bridge.peft.lora import LoRA, LowRankPEFT
 from megatron.bridge.utils.errors import UserError
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA (https://arxiv.org/abs/2106.09685), its removal, and what a merge loses by rounding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
+from megatron.core.transformer.moe.router import Router
 from torch import Tensor, nn
 
 from megatron.bridge.models.chunk_info import chunk_info
@@ -15,8 +16,10 @@ from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.peft import layers, targets
 from megatron.bridge.peft.base import PEFT, bare_chunks
+from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, parts_of
+from megatron.bridge.peft.hf_names import HFModules
 from megatron.bridge.peft.low_rank import Init, LowRank, Shape
-from megatron.bridge.peft.targets import Site
+from megatron.bridge.peft.targets import Candidate, Site
 from megatron.bridge.utils.errors import UserError
 
 
@@ -47,11 +50,16 @@ class LowRankPEFT(PEFT):
         dim_by_module, alpha_by_module: Pattern -> another value; the first that matches counts.
     """
 
+    adapts_parts: ClassVar[bool] = False
+    """Whether parts of a fused layer can have factors of their own."""
+    parts_have_names: ClassVar[bool] = False
+    """Whether targets name the parts of a fused layer (``linear_q``) instead of the layer."""
+
     target_modules: list[str] = field(
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
-    """Layers to adapt: names (``linear_qkv``) or patterns of whole names (``*.layers.0.*.linear_qkv``). One that
-    matches nothing is refused."""
+    """Layers to adapt: Megatron's names (``linear_qkv``), Hugging Face's (``q_proj``), patterns of whole names
+    (``*.layers.0.*.linear_qkv``), or ``all-linear``. One that matches nothing is refused."""
     exclude_modules: list[str] = field(default_factory=list)
     """Targets to leave out after all, in the same form."""
     dim: int = 32
@@ -76,6 +84,8 @@ class LowRankPEFT(PEFT):
     def __post_init__(self) -> None:
         """Accept names of dtypes."""
         self.lora_dtype = to_dtype(self.lora_dtype)
+        self._chosen: dict[str, Candidate] = {}
+        self._selected_by: dict[str, set[str]] = {}
 
     def problems(self, training: bool = True) -> list[str]:
         found = []
@@ -113,24 +123,84 @@ class LowRankPEFT(PEFT):
             UserError: a pattern matches nothing.
         """
         _refuse_other_dtype(chunks, self.lora_dtype)
-        names = [
-            name
+        modules = HFModules(chunks[0].config)
+        candidates = [
+            candidate
             for chunk in chunks
             for site in targets.sites(chunk)
-            for name in self.names_of(site)
+            for candidate in self.candidates(site, modules)
         ]
-        self._chosen = targets.chosen(names, self.target_modules, self.exclude_modules)
-        targeted = [
-            name
-            for stage in targets.exchange.all_gather_stages(sorted(self._chosen))
-            for name in stage
-        ]
+        everywhere = targets.gather(candidates)
+        chosen = targets.choose(everywhere, self.target_modules, self.exclude_modules)
+        self._refuse_parts(chosen)
+        self._chosen = {candidate.name: candidate for candidate in chosen}
         for key in ("dim_by_module", "alpha_by_module"):
-            targets.refuse_unmatched(f"peft.{key}", getattr(self, key), targeted)
+            selected = targets.select(f"peft.{key}", getattr(self, key), chosen)
+            self._selected_by.update(selected)
+
+    def candidates(self, site: Site, modules: HFModules) -> list[Candidate]:
+        """Return what can be adapted in a layer: the layer, and the parts that Hugging Face has as modules."""
+        # a decoder's names may also be those of layers of a vision tower, which are not meant
+        of_roles = {} if site.name.startswith(targets.TOWER) else modules.of_layer(site.name)
+        if self.parts_have_names and (parts := parts_of(site)):
+            return [
+                Candidate(name, site.name, of_roles.get(role, ())) for role, name in parts.items()
+            ]
+        is_linear = not isinstance(site.module, Router) and targets.is_hidden(site.name)
+        layer = Candidate(site.name, site.name, of_roles.pop(None, ()), is_linear=is_linear)
+        if not of_roles:
+            return [layer]
+        known = parts_of(site)
+        parts = [
+            Candidate(
+                known.get(str(role), f"{site.name}:{role}"),
+                site.name,
+                hf_names,
+                is_part=True,
+                is_linear=is_linear,
+                can_be_apart=role in known,
+            )
+            for role, hf_names in of_roles.items()
+        ]
+        return [replace(layer, is_linear=False), *parts]
+
+    def _refuse_parts(self, chosen: Sequence[Candidate]) -> None:
+        """Refuse parts of a fused layer that have no factors of their own here."""
+        names = {candidate.name for candidate in chosen}
+        for candidate in chosen:
+            if not candidate.is_part:
+                continue
+            leaf = candidate.layer.rpartition(".")[2]
+            hf_name = candidate.hf_names[0].rpartition(".")[2] if candidate.hf_names else leaf
+            if candidate.layer in names:
+                raise UserError(
+                    f"peft.target_modules names {leaf} and its part {hf_name}, which would be adapted twice: "
+                    "leave one out"
+                )
+            if not (self.adapts_parts and candidate.can_be_apart):
+                raise UserError(
+                    f"peft.target_modules: {hf_name} is a part of {leaf}, to which {type(self).__name__} adds one "
+                    f"adapter, so its numbers would not be those of the peft library: name {leaf}, which adapts "
+                    "all its parts" + ("" if self.adapts_parts else ", or use peft=LoRA")
+                )
+
+    def notes(self) -> list[str]:
+        """Return what Hugging Face's names stand for in the model, one sentence each; for after ``prepare``."""
+        hf_names_of: dict[str, set[str]] = {}
+        for candidate in self._chosen.values():
+            if candidate.is_part and candidate.hf_names:
+                leaf = candidate.layer.rpartition(".")[2]
+                hf_name = candidate.hf_names[0].rpartition(".")[2]
+                hf_names_of.setdefault(leaf, set()).add(hf_name)
+        return [
+            f"peft.target_modules: {', '.join(sorted(hf_names))} of {leaf} have factors of their own, as in the "
+            f"peft library; the name {leaf} stands for one adapter of the fused layer"
+            for leaf, hf_names in hf_names_of.items()
+        ]
 
     def adapt(self, site: Site) -> None:
         """Give a chosen layer its adapter."""
-        if self._chosen.intersection(self.names_of(site)):
+        if any(candidate.layer == site.name for candidate in self._chosen.values()):
             targets.check(site)
             layers.attach(site, self.adapter_for(site))
 
@@ -161,18 +231,14 @@ class LowRankPEFT(PEFT):
         for layer in adapted:
             vars(layer)["adapter_is_on"] = on
 
-    def names_of(self, site: Site) -> list[str]:
-        """The names of the layer, or of its parts, in targets."""
-        return [site.name]
-
     def adapter_for(self, site: Site) -> nn.Module:
         raise NotImplementedError(f"{type(self).__name__} must define adapter_for")
 
     def shape_for(self, name: str) -> Shape:
         """Rank and scaling of the layer, or part, ``name``."""
         return Shape(
-            rank=targets.value_for(name, self.dim, self.dim_by_module),
-            alpha=targets.value_for(name, self.alpha, self.alpha_by_module),
+            rank=self._value_for(name, self.dim, self.dim_by_module),
+            alpha=self._value_for(name, self.alpha, self.alpha_by_module),
             use_rslora=self.use_rslora,
             dropout=self.dropout,
             dropout_position=self.dropout_position,
@@ -180,6 +246,11 @@ class LowRankPEFT(PEFT):
             init_b=self.lora_B_init_method,
             seed=self.seed or 0,
         )
+
+    def _value_for[T](self, name: str, default: T, by_module: Mapping[str, T]) -> T:
+        """Return the value of the first pattern that selects ``name``."""
+        values = (value for key, value in by_module.items() if name in self._selected_by[key])
+        return next(values, default)
 
 
 def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) -> None:
@@ -191,17 +262,37 @@ def _refuse_other_dtype(chunks: Sequence[nn.Module], asked: torch.dtype | None) 
 
 
 @dataclass
-class LoRA(LowRankPEFT):
-    """One low-rank path for each targeted layer; fused layers are adapted as a whole.
+class SplitLoRA(LowRankPEFT):
+    """LoRA that can adapt parts of a fused layer, each with factors of its own."""
+
+    adapts_parts: ClassVar[bool] = True
+
+    def adapter_for(self, site: Site) -> nn.Module:
+        """Return one pair of factors for the layer, or for each chosen part of it."""
+        if site.name in self._chosen:
+            return LoRAAdapter(site, self.shape_for(site.name))
+        parts = parts_of(site)
+        if "q" in parts:
+            check_queries(site)
+        shapes = {
+            role: self.shape_for(name) for role, name in parts.items() if name in self._chosen
+        }
+        return CanonicalAdapter(site, shapes)
+
+
+@dataclass
+class LoRA(SplitLoRA):
+    """One low-rank path for each targeted layer.
+
+    A fused layer that is named as Megatron names it (``linear_qkv``) has one path for all its outputs. Its parts can
+    be named as Hugging Face names them (``q_proj``), and then have a path each, as in the peft library.
 
     Example:
         >>> LoRA(target_modules=["linear_qkv"], dim=8, alpha=16).dim
         8
+        >>> LoRA(target_modules=["q_proj", "v_proj"]).target_modules
+        ['q_proj', 'v_proj']
     """
-
-    def adapter_for(self, site: Site) -> nn.Module:
-        """One pair of factors for all outputs."""
-        return LoRAAdapter(site, self.shape_for(site.name))
 
 
 class LoRAMerge:

@@ -87,6 +87,11 @@ class LowRank(nn.Module):
         parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
         return parameter
 
+    @property
+    def total_rank(self) -> int:
+        """Numbers per token between the factors."""
+        return self.shape.rank
+
     def _mark(self, parameter: nn.Parameter, cut: bool, dim: int) -> None:
         """Tell Megatron-Core which ranks have replicas, and whether their gradients must be summed."""
         set_tensor_model_parallel_attributes(parameter, cut, dim if cut else -1, 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers get an adapter, and how such a layer lies over the ranks."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -28,6 +28,9 @@ _TE_LINEAR = frozenset(
 _TE_GROUPED = "TEGroupedLinear"
 TOWER = "vision."  # how names of a vision tower's layers begin: they are transformers', whole on every rank
 _TIED_OUTPUT = "output_layer"
+ALL_LINEAR = (
+    "all-linear"  # as in the peft library: all linear layers of the decoder but the output layer
+)
 
 
 @dataclass(frozen=True)
@@ -135,32 +138,109 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith(f".{pattern}")
 
 
-def value_for[T](name: str, default: T, by_module: Mapping[str, T]) -> T:
-    """The value of the first pattern that matches ``name``."""
-    return next((value for pattern, value in by_module.items() if matches(pattern, name)), default)
+@dataclass(frozen=True)
+class Candidate:
+    """A layer, or a part of a fused layer, that patterns can select."""
+
+    name: str  # in the whole model; that of a part has the same parent as the layer
+    layer: str  # name of the layer
+    hf_names: tuple[str, ...] = ()  # modules of transformers' model that compute the same
+    is_part: bool = False  # whether only names of Hugging Face select it
+    is_linear: bool = True  # whether ``all-linear`` selects it
+    can_be_apart: bool = True  # whether a part can have an adapter of its own
 
 
-def chosen(names: Iterable[str], targets: Sequence[str], excluded: Sequence[str]) -> set[str]:
-    """This rank's ``names`` that are targeted and not excluded; all ranks of a replica call this together."""
-    mine = list(names)
-    everywhere = [name for stage in exchange.all_gather_stages(mine) for name in stage]
-    refuse_unmatched("peft.target_modules", targets, everywhere)
-    targeted = [name for name in everywhere if any(matches(pattern, name) for pattern in targets)]
-    refuse_unmatched("peft.exclude_modules", excluded, targeted)
-    kept = {name for name in targeted if not any(matches(pattern, name) for pattern in excluded)}
-    if not kept:
+def is_hidden(name: str) -> bool:
+    """Return whether a layer is between the embedding and the output layer of the language model."""
+    return name != _TIED_OUTPUT and not name.startswith(TOWER)
+
+
+def gather(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates of all pipeline stages; all ranks of a replica call this together."""
+    stages = exchange.all_gather_stages(list(candidates))
+    return [candidate for stage in stages for candidate in stage]
+
+
+def choose(
+    candidates: Sequence[Candidate], patterns: Sequence[str], excluded: Sequence[str]
+) -> list[Candidate]:
+    """Return the ``candidates`` of all stages that are targeted and not excluded.
+
+    Args:
+        candidates: Layers and parts of the whole model.
+        patterns: ``peft.target_modules``.
+        excluded: ``peft.exclude_modules``.
+
+    Raises:
+        UserError: a pattern selects nothing, or nothing is left.
+    """
+    targeted = _named(candidates, select("peft.target_modules", patterns, candidates))
+    left_out = _named(targeted, select("peft.exclude_modules", excluded, targeted))
+    chosen = [candidate for candidate in targeted if candidate not in left_out]
+    if not chosen:
         raise UserError(
             "peft.exclude_modules leaves no layer to adapt: exclude fewer, or target more"
         )
-    return kept.intersection(mine)
+    return chosen
 
 
-def refuse_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
-            leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            hint = (
-                did_you_mean(pattern.rpartition(".")[2], leaves)
-                or f"; there are {', '.join(leaves)}"
-            )
-            raise UserError(f"{key}: {pattern!r} matches no layer of this model{hint}")
+def _named(
+    candidates: Sequence[Candidate], selected: Mapping[str, Collection[str]]
+) -> list[Candidate]:
+    names = {name for group in selected.values() for name in group}
+    return [candidate for candidate in candidates if candidate.name in names]
+
+
+def select(
+    key: str, patterns: Iterable[str], candidates: Sequence[Candidate]
+) -> dict[str, set[str]]:
+    """Return the names of the candidates that each pattern selects.
+
+    A pattern that matches a name of Megatron means that; any other one is tried as a name of Hugging Face.
+
+    Args:
+        key: The setting with the patterns, for messages.
+        patterns: Names or patterns of either side, or ``all-linear``.
+        candidates: What can be selected.
+
+    Raises:
+        UserError: a pattern selects nothing.
+    """
+    selected = {pattern: _select_names(pattern, candidates) for pattern in patterns}
+    for pattern, names in selected.items():
+        if not names:
+            _refuse_unmatched(key, pattern, candidates)
+    return selected
+
+
+def _select_names(pattern: str, candidates: Sequence[Candidate]) -> set[str]:
+    if pattern == ALL_LINEAR:
+        return {candidate.name for candidate in candidates if candidate.is_linear}
+    by_megatron_name = {
+        candidate.name
+        for candidate in candidates
+        if not candidate.is_part and matches(pattern, candidate.name)
+    }
+    return by_megatron_name or {
+        candidate.name
+        for candidate in candidates
+        if any(_matches_hf(pattern, hf_name) for hf_name in candidate.hf_names)
+    }
+
+
+def _matches_hf(pattern: str, hf_name: str) -> bool:
+    if any(character in pattern for character in "*?["):
+        return fnmatchcase(hf_name, pattern)
+    return hf_name == pattern or hf_name.endswith(f".{pattern}")
+
+
+def _refuse_unmatched(key: str, pattern: str, candidates: Sequence[Candidate]) -> None:
+    names = [candidate.name for candidate in candidates if not candidate.is_part]
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    hf_names = [hf_name for candidate in candidates for hf_name in candidate.hf_names]
+    hf_leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in hf_names))
+    hint = did_you_mean(pattern.rpartition(".")[2], [*leaves, *hf_leaves])
+    if not hint:
+        of_hf = f" (in Hugging Face's names {', '.join(hf_leaves)})" if hf_leaves else ""
+        hint = f"; there are {', '.join(leaves)}{of_hf}"
+    raise UserError(f"{key}: {pattern!r} matches no layer of this model{hint}")

@@ -21,13 +21,16 @@ from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
 from megatron.bridge.data.loaders import Iterators, build_iterators
-from megatron.bridge.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.bridge.data.media.processing import chat_template
+from megatron.bridge.data.records.chat_template import template_text
+from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron.bridge.models.vision.sharing import rank_share
 from megatron.bridge.training.callbacks.base import Callback, CallbackManager
 from megatron.bridge.training.callbacks.defaults import default_callbacks
 from megatron.bridge.training.checkpointing.save_load import find_starting_point, load_run
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.batch_size import samples_of
+from megatron.bridge.training.config.resolve.data import tuning_parts
 from megatron.bridge.training.config.rules import VOCABULARY_RULES, violations
 from megatron.bridge.training.evaluation import iterators_per_chunk
 from megatron.bridge.training.initialize.freezing import freezing_hook
@@ -123,6 +126,7 @@ def setup(
         tokenizer=tokenizer,
         forward_step=forward_step,
         callbacks=default_callbacks(config, callbacks or (), monitor),
+        chat_template=trained_template(config, tokenizer),
     )
     run.forward_step = bind_state(forward_step, run)
     load_run(run, start)
@@ -130,6 +134,32 @@ def setup(
     if run.data.train is not None:
         run.train_batches = iterators_per_chunk(run.data.train, len(model))
     return run
+
+
+def trained_template(config: ConfigContainer, tokenizer: Any) -> str | None:
+    """Return the chat template of a resolved config, unless it is that of the weights' own tokenizer.
+
+    Returns:
+        The text of the template; None if the data has none, or if its parts have different ones.
+    """
+    parts = tuning_parts(config.dataset)
+    templates = {template_text(part.chat_template) for part in parts}
+    if len(templates) > 1:
+        print_rank_0(
+            "note: the parts of the data have different chat templates, so checkpoints and exports keep that of "
+            "the tokenizer: set dataset.chat_template in all parts to change that"
+        )
+        return None
+    template = next(iter(templates), None)
+    if template is not None or not parts or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return template
+    is_of_weights = tokenizer.path == config.checkpoint.pretrained_checkpoint
+    if is_of_weights and "chat_template" not in config.tokenizer.hf_tokenizer_kwargs:
+        return None
+    processor = parts[0].hf_processor_path
+    of_processor = None if processor is None else chat_template(processor)
+    in_use = of_processor or tokenizer.hf.chat_template
+    return in_use if isinstance(in_use, str) else None
 
 
 def check_forward_step(step: Callable[..., Any], config: ConfigContainer) -> None:

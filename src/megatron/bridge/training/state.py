@@ -126,6 +126,8 @@ class Run:
     """Values of the user's callbacks. It is not saved; a callback's ``state_dict`` is."""
     skipped_before: int = 0
     """Number of steps skipped right before the current or next step."""
+    chat_template: str | None = None
+    """Text of the template that conversations are rendered with, if it is not that of the model's tokenizer."""
     stop_reason: str | None = None
     """A callback sets it to end the loop after this step."""
     requeue: bool = False

@@ -68,6 +68,7 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     for derive in (_precision, _sizes, _data, _tokenizer, _unused):
         derive(arguments, found)
     _batch_size(arguments, found, ranks)
+    found.refuse_out_of_range()
     return MegatronLMRun(found, arguments, ranks)
 
 

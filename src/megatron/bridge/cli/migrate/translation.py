@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support.text_format import write_file
+from megatron.bridge.training.config.ranges import RANGES, out_of_range
+from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.errors import refuse
 
 
 @dataclass
@@ -30,6 +33,20 @@ class Translation:
         """Set ``key``; text stays as it is, other values become YAML."""
         self.settings[key] = value if isinstance(value, str) else json.dumps(value)
         self.origins[key] = source
+
+    def refuse_out_of_range(self) -> None:
+        """Refuse numbers that no run accepts, by the names that they had.
+
+        Raises:
+            UserError: a line for each of them.
+        """
+        values = {key: yaml_text.read(text, key) for key, text in self.settings.items()}
+        problems = {
+            key: out_of_range(key, value)
+            for key, value in values.items()
+            if key in RANGES and isinstance(value, int | float)
+        }
+        refuse(f"{self.origins[key]}: {problem}" for key, problem in problems.items() if problem)
 
     def drop(self, key: str, reason: str) -> None:
         if self.settings.pop(key, None) is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support.model_sizes import follow_sizes
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.recipes.catalog import Recipe, find
 from megatron.bridge.training.config.early import check_early
@@ -50,6 +51,8 @@ class Job:
     changes: list[Change] = field(
         default_factory=list
     )  # settings from files and from the command line
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the user, shown with those of the resolved config."""
 
     @property
     def gpu_kind(self) -> str:
@@ -62,6 +65,7 @@ class Job:
         """``ConfigContainer.resolve`` for ``world_size`` processes, not necessarily on this machine."""
         resolved = self.config.resolve(world_size, self.origins, count_rows)
         check_sticks(resolved.config, self.changes)
+        resolved.notes.extend(self.notes)
         return resolved
 
 
@@ -69,6 +73,8 @@ def prepare(args: argparse.Namespace) -> Job:
     with importing(args.trust_config):
         job = _configured(args)
     job.changes += _follow_checkpoint(job)
+    followed, job.notes = follow_sizes(job.config.model, job.changes)
+    job.changes += followed
     if args.packed_sequence:
         job.changes += _pack(job)
     job.origins.record(job.config, job.changes)

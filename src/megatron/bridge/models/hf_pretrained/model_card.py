@@ -43,6 +43,9 @@ class History:
     # min_pixels and max_pixels of images, fps and max_frames of videos, where the run set them
     image_limits: Mapping[str, float] = field(default_factory=dict[str, float])
 
+    chat_template: str | None = None
+    """Template that the weights were trained with instead of the source's."""
+
     @property
     def changed(self) -> bool:
         """Whether the weights are known not to be the source's."""

@@ -136,7 +136,7 @@ def _refuse_weights(folder: Path, overwrite: bool) -> None:
         if not overwrite:
             raise UserError(
                 f"output directory {folder} exists and is not empty: it holds {name} of an earlier save; "
-                "remove it, choose another one, or set overwrite=True"
+                "remove it, choose another one, or set overwrite=True (--overwrite on the command line)"
             )
 
 

@@ -14,7 +14,15 @@ class Callback:
 
     A hook may use collectives, except ``on_error`` and ``close``: other ranks may be gone by then. A callback with
     state that must survive a restart returns it from ``state_dict``; the state is saved under ``name``.
+
+    A public method whose name begins with ``on_`` must be a hook, because a misspelled one would never be called. Other
+    methods may have any name.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        methods = [name for name in dir(cls) if callable(getattr(cls, name, None))]
+        refuse_unknown_hooks(cls.__name__, methods)
 
     @property
     def name(self) -> str:
@@ -77,6 +85,25 @@ class Callback:
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
+def refuse_unknown_hooks(owner: str, methods: Iterable[str]) -> None:
+    """Refuse methods that look like hooks and are none.
+
+    Args:
+        owner: Name of the class, for the message.
+        methods: Names of its methods.
+
+    Raises:
+        UserError: A name begins with ``on_`` and is not an event.
+    """
+    for method in methods:
+        if method.startswith("on_") and method not in EVENTS:
+            hint = did_you_mean(method, EVENTS) or f"; hooks are {', '.join(EVENTS)}"
+            raise UserError(
+                f"{owner}.{method} is not a hook, so nothing would call it{hint} (a method of another kind needs a "
+                "name that does not begin with on_)"
+            )
+
+
 class CallbackManager:
     """Holds callbacks and calls them in order.
 
@@ -96,7 +123,9 @@ class CallbackManager:
 
     def add(self, *callbacks: Callback | list[Callback]) -> None:
         for entry in callbacks:
-            self._callbacks.extend(entry if isinstance(entry, list) else [entry])
+            for callback in entry if isinstance(entry, list) else [entry]:
+                refuse_unknown_hooks(type(callback).__name__, vars(callback))
+                self._callbacks.append(callback)
 
     def register(self, event_name: str, fn: Callable[..., None]) -> None:
         """Call ``fn(context)`` on an event, for example ``on_train_step_end``.

@@ -77,7 +77,7 @@ def save_run(run: Run, background: AsyncSaver | None = None) -> Path:
         saving.save(
             run_state(run),
             directory,
-            model_io.extra_files(to_plain(run.config)),
+            model_io.extra_files(to_plain(run.config), chat_template=run.chat_template),
             overwrite=True,
             published=lambda: _make_newest(root, step, config.most_recent_k),
             background=background,
@@ -99,7 +99,7 @@ def save_non_persistent(run: Run, name: str, started: int | None) -> None:
             non_persistent.save_local(kept, step, state, {**origin, "rank": distributed.rank()})
             return
         folder = non_persistent.global_root(config, name)
-        config_files = model_io.extra_files(to_plain(run.config))
+        config_files = model_io.extra_files(to_plain(run.config), chat_template=run.chat_template)
 
         def write_extra(staging: Path) -> None:
             config_files(staging)

@@ -38,6 +38,8 @@ def adapting_hook(config: ConfigContainer, training: bool = True) -> PreWrapHook
         pretrained.load_weights(chunks, pretrained.local_weights(source))
         base = {"name": source, "fingerprint": fingerprint(chunks)}
         peft(list(chunks), training)
+        for note in peft.notes():
+            print_rank_0(f"note: {note}")
         for chunk in chunks:
             chunk_info(chunk).base = base
         _print_trained_count(chunks)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The methods of ``AutoBridge`` for adapters."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from megatron.bridge.checkpoint import model_io
+from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.engine import side_files
 from megatron.bridge.models.conversion.engine.plan import Plan, build_plan, tied_names
@@ -82,6 +84,7 @@ class AdapterCalls:
         base_model_name_or_path: str | Path | None = None,
         show_progress: bool = True,
         overwrite: bool = True,
+        chat_template: str | None = None,
     ) -> None:
         """Write a directory that ``peft.PeftModel.from_pretrained`` loads; the directory is published atomically.
 
@@ -92,6 +95,8 @@ class AdapterCalls:
             base_model_name_or_path: base model to record in the adapter; None records this bridge's own model.
             show_progress: print the path on rank 0.
             overwrite: replace the adapter that an earlier save wrote to ``path``; other weights are refused.
+            chat_template: text of the template that the adapter was trained with; it is written together with the
+                base's tokenizer, which has another one. None writes no tokenizer, because the base's is right.
         """
         if peft_config is not None:
             peft_format.refuse_other_config(model_io.as_chunks(model), peft_config)
@@ -103,8 +108,18 @@ class AdapterCalls:
             peft_format.save(
                 self._adapter_plan(model), staging, name, write=distributed.rank() == 0
             )
+            if chat_template is not None:
+                text = chat_template
+                on_first_rank(lambda: self._write_tokenizer(staging, text))
         if show_progress:
             console.console().print(f"Adapter: {path}")
+
+    def _write_tokenizer(self, directory: Path, chat_template: str) -> None:
+        if isinstance(self.hf_pretrained, PreTrainedCausalLM):
+            for path in side_files.tokenizer_files(self.hf_pretrained):
+                if path.name not in side_files.OF_MODEL:
+                    shutil.copyfile(path, directory / path.name)
+        side_files.write_chat_template(directory, chat_template)
 
     def load_hf_adapter(self, model: Chunks, path: str | Path) -> None:
         """Load the model's adapters from a directory in the format of the ``peft`` library.

@@ -40,6 +40,10 @@ _OF_RUN = ("report.md", "loss.png")
 # dataset settings of a run, and older names in these files -> image sizes
 _IMAGE_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# files of a tokenizer or processor that may hold a chat template beside or instead of ``chat_template.jinja``
+_WITH_TEMPLATES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+OF_MODEL = ("config.json", "generation_config.json")  # small files that describe the weights
+_NAMED_TEMPLATES = "additional_chat_templates"
 _VIDEO_LIMITS = ("fps", "max_frames")
 
 
@@ -72,6 +76,8 @@ def write(
         name: history.image_limits[name] for name in _VIDEO_LIMITS if name in history.image_limits
     }:
         _write_frames(directory, frames)
+    if history.chat_template is not None:
+        write_chat_template(directory, history.chat_template)
     _write_config(bridge, provider, source, directory, stored)
     _write_card(source, directory / model_card.NAME, title, history)
 
@@ -134,6 +140,23 @@ def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}, indent=2) + "\n")
 
 
+def write_chat_template(directory: Path, template: str) -> None:
+    """Make ``template`` the only chat template of the tokenizer and of the processor in ``directory``.
+
+    Readers differ in the file that they prefer, so every file that holds a template gets this one. Named templates,
+    such as one for tools, were not trained and are removed.
+    """
+    (directory / paths.CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    shutil.rmtree(directory / _NAMED_TEMPLATES, ignore_errors=True)
+    for path in (directory / name for name in _WITH_TEMPLATES if (directory / name).is_file()):
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if "chat_template" in values:
+            values["chat_template"] = template
+            path.write_text(
+                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+
+
 def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
     theirs = path.read_text(errors="surrogateescape") if path.is_file() else None
     card = model_card.compose(
@@ -173,7 +196,13 @@ def history_of_checkpoint(path: str | Path, adapters: str = "") -> History:
     run_files = tuple(file for file in own if steps and file.is_file())
     limits = {name: data[name] for name in (*_IMAGE_LIMITS, *_VIDEO_LIMITS) if data.get(name)}
     return History(
-        steps, from_scratch, adapters, losses=losses, run_files=run_files, image_limits=limits
+        steps,
+        from_scratch,
+        adapters,
+        losses=losses,
+        run_files=run_files,
+        image_limits=limits,
+        chat_template=model_io.trained_template(directory),
     )
 
 

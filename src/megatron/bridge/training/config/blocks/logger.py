@@ -30,7 +30,20 @@ class LoggerConfig:
     mlflow_run_name: str | None = None
     """MLflow run name."""
     mlflow_tracking_uri: str | None = None
-    """MLflow tracking URI. None leaves it to MLflow's environment variables."""
+    """URI of an MLflow server, a database (``sqlite:///runs.db``) or a folder. None leaves it to MLflow's environment
+    variables."""
+    comet_project: str | None = None
+    """Comet project. None turns the tracker off."""
+    comet_workspace: str | None = None
+    """Comet workspace."""
+    comet_experiment_name: str | None = None
+    """Name of the experiment in Comet."""
+    swanlab_project: str | None = None
+    """SwanLab project. None turns the tracker off."""
+    swanlab_workspace: str | None = None
+    """SwanLab workspace."""
+    swanlab_exp_name: str | None = None
+    """Name of the run in SwanLab."""
     prometheus_port: int | None = None
     """Port at which the first rank serves the metrics to Prometheus. None serves nothing."""
     prometheus_host: str = "127.0.0.1"

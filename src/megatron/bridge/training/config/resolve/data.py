@@ -2,7 +2,9 @@
 """Fine-tuning data: padding that follows the layout, and settings of the model that follow data and weights."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from megatron.bridge.checkpoint import model_io
 from megatron.bridge.data.config import (
     BlendedDatasetConfig,
     ClassificationDatasetConfig,
@@ -16,7 +18,7 @@ from megatron.bridge.data.energon import EnergonProvider
 from megatron.bridge.data.media.media_rules import has_processor
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import drop_mtp_layers
-from megatron.bridge.models.hf_pretrained.hub import on_this_machine
+from megatron.bridge.models.hf_pretrained.hub import is_megatron, on_this_machine
 from megatron.bridge.training.config.resolve.findings import Findings
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.errors import UserError
@@ -32,6 +34,7 @@ def derive_data(config: RunConfig, world_size: int, findings: Findings) -> None:
         path = config.tokenizer.tokenizer_model
         if part.hf_processor_path is None and has_tower(config) and path and has_processor(path):
             part.hf_processor_path = path
+        _continue_template(part, config)
         _count_classes(part, config)
         if isinstance(part, PreferenceDatasetConfig) and part.labeled is None:
             part.labeled = config.dpo is not None and config.dpo.loss_type == "kto"
@@ -43,6 +46,18 @@ def tuning_parts(dataset: DatasetConfig) -> Sequence[RecordDatasetConfig]:
     if isinstance(dataset, BlendedDatasetConfig):
         return dataset.datasets
     return [dataset] if isinstance(dataset, RecordDatasetConfig) else []
+
+
+def _continue_template(part: RecordDatasetConfig, config: RunConfig) -> None:
+    """Render conversations as the run did that trained the weights from which this one starts.
+
+    A run that resumes goes on with its own template, also if it was started from weights that are gone.
+    """
+    checkpoint = config.checkpoint
+    for start in (checkpoint.save, checkpoint.load, checkpoint.pretrained_checkpoint):
+        if part.chat_template is None and start is not None and is_megatron(start):
+            with suppress(UserError):  # the start is checked, and its problems are named, elsewhere
+                part.chat_template = model_io.trained_template(start)
 
 
 def sequence_multiple(config: RunConfig, padding_free: bool) -> int:

@@ -12,6 +12,8 @@ from megatron.bridge.utils.optional_imports import installed, missing_message
 PACKAGES = {
     "logger.wandb_project": ("wandb", "wandb"),
     "logger.mlflow_experiment": ("mlflow", "mlflow"),
+    "logger.comet_project": ("comet_ml", "comet"),
+    "logger.swanlab_project": ("swanlab", "swanlab"),
     "logger.prometheus_port": ("prometheus_client", "prometheus"),
     "checkpoint.async_strategy": ("nvidia_resiliency_ext", "resiliency"),
 }
