@@ -279,6 +279,34 @@ def test_a_static_scheme_has_scales_of_activations(tmp_path):
     assert all(name.endswith("activation_scale") for name in unread)
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+def test_scales_as_vllm_names_them(tmp_path, per_row):
+    """A scale ``weight_scale`` for a tensor, or for each of its rows, and static scales of activations."""
+    make_llama(tmp_path, dtype=torch.bfloat16, shard_size="1GB", num_hidden_layers=1)
+    values = {}
+
+    def change(name, tensor):
+        values[name] = tensor
+        if not name.endswith("_proj.weight"):
+            return {name: tensor}
+        largest = tensor.float().abs()
+        largest = largest.amax(dim=1, keepdim=True) if per_row else largest.max()
+        scale = largest / torch.finfo(torch.float8_e4m3fn).max
+        packed = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        values[name] = (packed.float() * scale).to(tensor.dtype)
+        return {
+            name: packed,
+            f"{name}_scale": scale,
+            name.replace("weight", "input_scale"): torch.tensor(0.5),
+        }
+
+    rewrite(tmp_path, change, fp8_config(None, activation_scheme="static"))
+    state = AutoBridge.from_hf_pretrained(tmp_path).hf_pretrained.state
+    assert state.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(state[name], value), name
+
+
 def test_shards_of_a_quantised_source(tmp_path, monkeypatch):
     from megatron.bridge.models.hf_pretrained import safetensors_writer
 

@@ -352,38 +352,54 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             self._stored.release(entry.name, row)
 
 
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Ends of the names of scales: DeepSeek's and transformers', and those of vLLM, AutoFP8 and llm-compressor."""
+_INFERENCE_SCALES = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale")
+
+
 def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
-    """Tensors ``name`` in float8 with scales ``name_scale_inv``; activation scales are only for inference."""
+    """Find tensors ``name`` in float8 with scales ``name_scale_inv`` or ``name_scale``.
+
+    Either is what a stored value is multiplied by. The scales of activations are only for inference.
+    """
+    block_size = cast(Sequence[int] | None, config.get("weight_block_size"))
+    block = None if block_size is None else (block_size[0], block_size[1])
     packed: dict[str, QuantizedTensor] = {}
-    block = cast(tuple[int, int] | None, config.get("weight_block_size"))
-    suffix = "_scale_inv"
-    scales = [name for name in stored if name.endswith(suffix)]
-    problems = [
-        f"tensor {name} scales {name.removesuffix(suffix)}, which {_instead(stored, name.removesuffix(suffix))}"
-        for name in scales
-        if not _is_float8(stored.get(name.removesuffix(suffix)))
-    ]
+    scale_names: list[str] = []
+    problems: list[str] = []
     for name, entry in stored.items():
+        weight_name = next(
+            (name.removesuffix(end) for end in _SCALE_SUFFIXES if name.endswith(end)), None
+        )
+        is_scale = name.endswith((_SCALE_SUFFIXES[0], "weight_scale"))
+        if weight_name is not None and is_scale:
+            scale_names.append(name)
+            if not _is_float8(stored.get(weight_name)):
+                problems.append(
+                    f"tensor {name} scales {weight_name}, which {_instead(stored, weight_name)}"
+                )
         if not _is_float8(entry):
             continue
-        scale = stored.get(name + suffix)
-        problem = _wrong_scale(entry, scale, block)
+        scale = next((stored[name + end] for end in _SCALE_SUFFIXES if name + end in stored), None)
+        own_block = block
+        if scale is not None and block is None and _is_per_row(entry, scale):
+            own_block = (1, entry.shape[1])
+        problem = _wrong_scale(entry, scale, own_block)
         if problem or scale is None:
             problems.append(problem or "")
         else:
-            packed[name] = BlockScaledFP8(
-                entry, scale, None if block is None else (block[0], block[1])
-            )
-    extra = (
-        _activation_scales(stored, packed) if config.get("activation_scheme") == "static" else []
-    )
-    return packed, [*scales, *extra], problems
-
-
-def _activation_scales(stored: Entries, packed: Mapping[str, QuantizedTensor]) -> list[str]:
+            packed[name] = BlockScaledFP8(entry, scale, own_block)
     modules = {name.rpartition(".")[0] for name in packed}
-    names = (f"{module}.activation_scale" for module in modules)
-    return [name for name in names if name in stored]
+    ends = _INFERENCE_SCALES if config.get("activation_scheme") == "static" else ()
+    inference_scales = [f"{module}.{end}" for module in modules for end in ends]
+    others = [*scale_names, *(name for name in inference_scales if name in stored)]
+    return packed, others, problems
+
+
+def _is_per_row(weight: TensorEntry, scale: TensorEntry) -> bool:
+    """Return whether each row of a matrix, which is an output channel, has its scale."""
+    rows = weight.shape[0] if len(weight.shape) == 2 else 0
+    return rows > 1 and scale.shape in ((rows, 1), (rows,))
 
 
 def _is_float8(entry: TensorEntry | None) -> bool:
@@ -406,14 +422,15 @@ def _wrong_scale(
         return f"tensor {weight.name} is {dtype_name(weight.dtype)} of shape {list(weight.shape)}, not a matrix"
     if not scale.dtype.is_floating_point:
         return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
-    right = (
-        torch.Size(scale.shape).numel() == 1
-        if block is None
-        else scale.shape == block_grid(weight.shape, block)
-    )
-    if right:
+    if block is None:
+        is_right = torch.Size(scale.shape).numel() == 1
+        wanted = "one number"
+    else:
+        grid = block_grid(weight.shape, block)
+        is_right = scale.shape == grid or (block[0] == 1 and scale.shape == grid[:1])
+        wanted = f"shape {list(grid)}"
+    if is_right:
         return None
-    wanted = "one number" if block is None else f"shape {list(block_grid(weight.shape, block))}"
     return (
         f"tensor {scale.name} has shape {list(scale.shape)}, but weight_block_size={block} and the shape "
         f"{list(weight.shape)} of {weight.name} require {wanted}"
