@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.bridge.cli.support import model_options, text_format
 from megatron.bridge.models.hf_pretrained import hub
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from megatron.bridge.models.conversion.engine.plan import WeightConversionTask
+    from megatron.bridge.models.conversion.model_bridge import DecoderBridge
 
 _NUMBER = re.compile(
     r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$"
@@ -42,7 +44,65 @@ def count_kinds(tasks: "Iterable[WeightConversionTask]") -> Counter[Kind]:
     )
 
 
+def print_family(name: str) -> int:
+    """Print the config keys and the tensors of the architectures that a family's module declares.
+
+    Args:
+        name: an architecture, such as ``LlamaForCausalLM``, or the folder of a family, such as ``llama``.
+
+    Raises:
+        UserError: there is no such architecture or family.
+    """
+    from megatron.bridge.models.conversion import model_bridge
+
+    declared = model_bridge.declared_bridges()
+    family_of = {
+        architecture: bridge.__module__.split(".")[3] for architecture, bridge in declared.items()
+    }
+    chosen = (
+        [name] if name in declared else [a for a, family in family_of.items() if family == name]
+    )
+    if not chosen:
+        known = sorted({*declared, *family_of.values()})
+        raise UserError(f"--family {name} is not known{did_you_mean(name, known)}")
+    text_format.say("\n\n".join(_describe_bridge(declared[a], a) for a in chosen))
+    return 0
+
+
+def _describe_bridge(bridge: "type[DecoderBridge]", architecture: str) -> str:
+    keys = [
+        (field.hf, ", ".join(field.names) or "(checked, or read by other keys)")
+        for field in bridge.fields
+    ]
+    fixed = [
+        ("(implied)", f"{name} = {getattr(value, '__name__', value)}")
+        for name, value in bridge.fixed.items()
+    ]
+    # a bridge of a vision-language model leaves its decoder to the bridge of a text model
+    keys += [
+        (f"text_config of {kind}", text) for kind, text in getattr(bridge, "texts", {}).items()
+    ]
+    width = max(len(key) for key, _ in (*keys, *fixed))
+    lines = [f"{key:<{width}}  {names}" for key, names in (*keys, *fixed)]
+    summary = (bridge.__doc__ or "").strip().partition("\n")[0]
+    return "\n".join(
+        [
+            f"{architecture}: {summary}",
+            "",
+            "Config keys and the provider's settings:",
+            *lines,
+            "",
+            "Megatron parameters, mappings and Hugging Face tensors:",
+            bridge().mapping_registry().describe(),
+        ]
+    )
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.family:
+        return print_family(args.family)
+    if not args.hf_model:
+        raise UserError("plan needs a model or a family: give --hf-model DIR or --family NAME")
     hub.local_folder(args.hf_model)  # before anything slow is imported
     sizes = model_options.parallel_sizes(args)
     from rich.table import Column, Table

@@ -21,8 +21,11 @@ _KINDS = {"lora": LoRA, "canonical_lora": CanonicalLoRA, "dora": DoRA}
 _NAMES = {"rank": "dim", "dtype": "lora_dtype"}
 # what trainers keep beside the method's own settings: they act on it themselves, or it concerns a vision tower
 _OF_CALLERS = (
-    *("merge", "adapter_path"),
-    *("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
+    "merge",
+    "adapter_path",
+    "freeze_vision_model",
+    "freeze_vision_projection",
+    "freeze_language_model",
 )
 
 

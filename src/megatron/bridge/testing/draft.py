@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts of bridges: the nearest declared family, and what config keys and names of tensors say is different."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -416,17 +417,19 @@ class Draft:
             for key, values in self.unread.items()
         ]
         options = f"provider={provider.__name__}, " if provider else ""
+        fields = ", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))
+        body = f"""@register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
+class {name}Bridge({parent}):
+    fields = override({fields})
+{self._overrides(parent)}"""
         return f'''# SPDX-License-Identifier: Apache-2.0
 """{name}'s bridge, drafted by `megatron-bridge port` from what {self.base} declares."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import {", ".join(_names_of_families(body))}
 from {self.parent.__module__} import {parent}
 
 
-@register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
-class {name}Bridge({parent}):
-    fields = override({", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))})
-{self._overrides(parent)}'''
+{body}'''
 
     @property
     def report(self) -> list[str]:
@@ -458,6 +461,13 @@ class {name}Bridge({parent}):
             return [f"{type(error).__name__}: {one_line(error, 1500)}"]
         finally:
             model_bridge.forget(self.architecture)
+
+
+def _names_of_families(source: str) -> list[str]:
+    """Return the names in the source code of a class that ``models.families`` defines."""
+    nodes = ast.walk(ast.parse(source))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return sorted(name for name in names if hasattr(families, name))
 
 
 def _attention(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:

@@ -44,12 +44,10 @@ _LAYOUT_RULES = [
 
 # The rules that must hold before the model can be built.
 _EARLY_RULES = [
-    *(
-        layout.tp_divides_heads,
-        layout.tp_fits_query_groups,
-        layout.tp_divides_ffn,
-        layout.tp_divides_vocabulary,
-    ),
+    layout.tp_divides_heads,
+    layout.tp_fits_query_groups,
+    layout.tp_divides_ffn,
+    layout.tp_divides_vocabulary,
     *(rule for rule in _LAYOUT_RULES if rule.__module__ == experts.__name__),
 ]
 _SWITCH_RULES = [

@@ -3,7 +3,27 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    LLAMA_LIKE,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    WINDOW,
+    WINDOWED_ROPE,
+    DecoderBridge,
+    attention,
+    dense_before_sparse,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    named,
+    post_norms,
+    register_bridge,
+    router,
+    shared_experts,
+)
 
 
 @register_bridge("AfmoeForCausalLM", model_type="afmoe")

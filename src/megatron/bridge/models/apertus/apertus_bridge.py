@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apertus: no gate, but an activation whose parameters are trained (xIELU); queries and keys normalized."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS,
+    DENSE,
+    LLAMA_LIKE,
+    DecoderBridge,
+    ReplicatedMapping,
+    attention,
+    constant,
+    ends,
+    mlp,
+    register_bridge,
+)
 from megatron.bridge.models.features.activations import xielu
 
 _ACTIVATION = tuple(

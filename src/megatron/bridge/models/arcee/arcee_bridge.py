@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """AFM: Llama without a gate and with squared ReLU."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    BIASES,
+    DENSE,
+    LLAMA_LIKE,
+    DecoderBridge,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("ArceeForCausalLM", model_type="arcee")

@@ -1,7 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bamba: Mamba-2 mixers, whose heads are one group, in the place of attention in most layers."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    BIASES,
+    DENSE,
+    LLAMA_LIKE,
+    ONE_GROUP,
+    ONE_GROUP_MAMBA,
+    PARTIAL_ROPE,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mamba,
+    mlp,
+    override,
+    register_bridge,
+)
 
 
 @register_bridge("BambaForCausalLM", model_type="bamba")

@@ -1,7 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command R and R+: attention and MLP side by side behind one norm without a bias."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS,
+    DENSE,
+    LAYER_NORM_LIKE,
+    LOGIT_SCALE,
+    NORM_EPS,
+    WINDOW,
+    WINDOWED_ROPE,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mlp,
+    override,
+    register_bridge,
+)
 
 
 @register_bridge("CohereForCausalLM", model_type="cohere")

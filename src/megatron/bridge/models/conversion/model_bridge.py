@@ -397,24 +397,25 @@ def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[st
 
 # attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
 _OF_TRAINING = {
-    *(
-        "params_dtype",
-        "bf16",
-        "fp16",
-        "seq_length",
-        "should_pad_vocab",
-        "make_vocab_size_divisible_by",
-    ),
-    *(
-        "attention_dropout",
-        "hidden_dropout",
-        "embedding_dropout",
-        "init_method_std",
-        "mtp_num_layers",
-    ),
-    *("mamba_first_step_min", "mamba_first_step_max", "mamba_first_step_floor"),
-    *("moe_grouped_gemm", "moe_token_dispatcher_type", "moe_router_dtype"),
-    *("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+    "params_dtype",
+    "bf16",
+    "fp16",
+    "seq_length",
+    "should_pad_vocab",
+    "make_vocab_size_divisible_by",
+    "attention_dropout",
+    "hidden_dropout",
+    "embedding_dropout",
+    "init_method_std",
+    "mtp_num_layers",
+    "mamba_first_step_min",
+    "mamba_first_step_max",
+    "mamba_first_step_floor",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
 }
 
 

@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code World Model: Llama with a window in three of four layers."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    BIASES,
+    DENSE,
+    LLAMA_LIKE,
+    WINDOWS,
+    DecoderBridge,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("CwmForCausalLM", model_type="cwm")

@@ -1,7 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek from V2 on: latent attention, experts in groups, dense layers first."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    BALANCING,
+    BEST_GROUPS,
+    DENSE_BEFORE_SPARSE,
+    DENSE_OR_SPARSE,
+    GROUPS,
+    INDEXER,
+    LATENT,
+    LATENT_LIKE,
+    NEXT_TOKENS,
+    NORM_SIGMOIDS,
+    ONLY_SIGMOIDS,
+    PLAIN_SOFTMAX_ROUTING,
+    ROUTED_AND_SHARED,
+    SIGMOID_ROUTING,
+    SPARSE_AFTER_DENSE,
+    SPARSE_LIKE,
+    UNSPOKEN,
+    DecoderBridge,
+    MLAModelProvider,
+    ends,
+    indexer,
+    latent_attention,
+    mtp,
+    mtp_copies,
+    register_bridge,
+)
 
 _LAYER = (latent_attention(), *DENSE_OR_SPARSE)
 _INDEXED_LAYER = (latent_attention(), indexer(), *DENSE_OR_SPARSE)
@@ -42,8 +68,13 @@ class DeepseekV32Bridge(DeepseekV3Bridge):
     """DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose keys an indexer chooses."""
 
     fields = (
-        *(*LATENT, *INDEXER, *ROUTED_AND_SHARED, *GROUPS, *SPARSE_AFTER_DENSE),
-        *(NORM_SIGMOIDS, NEXT_TOKENS),
+        *LATENT,
+        *INDEXER,
+        *ROUTED_AND_SHARED,
+        *GROUPS,
+        *SPARSE_AFTER_DENSE,
+        NORM_SIGMOIDS,
+        NEXT_TOKENS,
     )
     fixed = {**SPARSE_LIKE, **SIGMOID_ROUTING}
     weights = (ends(), *_INDEXED_LAYER, mtp(*_INDEXED_LAYER))

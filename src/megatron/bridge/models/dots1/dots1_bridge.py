@@ -3,7 +3,22 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS_OF_EXPERTS,
+    DENSE,
+    DENSE_BEFORE_SPARSE,
+    DENSE_OR_SPARSE,
+    GROUPS,
+    LLAMA_LIKE,
+    NORM_SIGMOIDS,
+    ROUTED_AND_SHARED,
+    SIGMOID_ROUTING,
+    WINDOWS,
+    DecoderBridge,
+    attention,
+    ends,
+    register_bridge,
+)
 
 
 @register_bridge("Dots1ForCausalLM", model_type="dots1")

@@ -4,7 +4,26 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ALL_BIASES,
+    AUX_LOSS,
+    DENSE,
+    DENSE_OR_SPARSE,
+    LLAMA_LIKE,
+    SHARED_EXPERTS,
+    SOFTMAX_ROUTING,
+    SPARSE_BETWEEN,
+    DecoderBridge,
+    Field,
+    MegatronModelBridge,
+    OneRowMapping,
+    ReplicatedMapping,
+    attention,
+    ends,
+    expert_sizes,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("Ernie4_5ForCausalLM", model_type="ernie4_5")

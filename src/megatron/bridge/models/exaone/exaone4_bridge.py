@@ -3,7 +3,28 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    DENSE_OR_SPARSE,
+    GROUPS,
+    LLAMA_LIKE,
+    NORM_SIGMOIDS,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    SPARSE_LAYERS,
+    WINDOW,
+    WINDOWED_ROPE_IF_ANY,
+    DecoderBridge,
+    MegatronModelBridge,
+    attention,
+    ends,
+    expert_sizes,
+    mlp,
+    post_norms,
+    register_bridge,
+    router,
+)
 
 
 @register_bridge("Exaone4ForCausalLM", model_type="exaone4")

@@ -4,7 +4,23 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    FALCON,
+    LAYER_NORM_LIKE,
+    LLAMA_LIKE,
+    LOGIT_SCALE,
+    MAMBA_BESIDE_ATTENTION,
+    Block,
+    DecoderBridge,
+    Field,
+    attention,
+    constant,
+    ends,
+    mamba,
+    mlp,
+    register_bridge,
+)
 
 
 def _layer(config: Any) -> Block:

@@ -3,7 +3,33 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ACTIVATION,
+    ATTENTION_BIAS,
+    ATTENTION_BIAS_OF_EXPERTS,
+    DENSE,
+    EXPERTS_BESIDE,
+    LAYER_ROPE,
+    LLAMA_LIKE,
+    LLAVA_NAMES,
+    LLAVA_OTHER_NAMES,
+    PER_LAYER_INPUTS,
+    QUERY_SCALE,
+    SHARED_KV,
+    WINDOWS,
+    DecoderBridge,
+    Field,
+    VisionBridge,
+    attention,
+    ends,
+    experts_beside,
+    layer_ends,
+    mlp,
+    override,
+    post_norms,
+    register_bridge,
+    shared_kv_attention,
+)
 
 GEMMA_LIKE = {
     **LLAMA_LIKE,

@@ -1,7 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """GLM-4 and GLM-5: dense decoders, decoders with experts, and models with images."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    DENSE_BEFORE_SPARSE,
+    DENSE_OR_SPARSE,
+    GROUPS,
+    INDEXER,
+    INDEXERS,
+    LATENT,
+    LATENT_LIKE,
+    LLAMA_LIKE,
+    NEXT_TOKENS,
+    NORM_SIGMOIDS,
+    ONLY_SIGMOIDS,
+    PARTIAL_ROPE,
+    ROUTED_AND_SHARED,
+    SIGMOID_ROUTING,
+    SPARSE_AFTER_DENSE,
+    SPARSE_LAYERS,
+    SPARSE_LIKE,
+    UNSPOKEN,
+    DecoderBridge,
+    Field,
+    MLAModelProvider,
+    VisionBridge,
+    attention,
+    ends,
+    indexer,
+    latent_attention,
+    mlp,
+    mtp,
+    mtp_copies,
+    override,
+    post_norms,
+    register_bridge,
+)
 
 _LAYER = (attention(qk_norm=True), *DENSE_OR_SPARSE)
 _LATENT_LAYER = (latent_attention(), *DENSE_OR_SPARSE)
@@ -48,7 +82,7 @@ class Glm4MoeBridge(DecoderBridge):
 class Glm4MoeLiteBridge(DecoderBridge):
     """GLM-4.7-Flash: latent attention, sigmoid routing, multi-token prediction."""
 
-    fields = (*(*LATENT, *ROUTED_AND_SHARED, *GROUPS), *(NORM_SIGMOIDS, SPARSE_LAYERS, NEXT_TOKENS))
+    fields = (*LATENT, *ROUTED_AND_SHARED, *GROUPS, NORM_SIGMOIDS, SPARSE_LAYERS, NEXT_TOKENS)
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING}
     irrelevant = {
         **UNSPOKEN,
@@ -70,7 +104,8 @@ class GlmMoeDsaBridge(DecoderBridge):
         *ROUTED_AND_SHARED,
         *GROUPS,
         *SPARSE_AFTER_DENSE,
-        *(NORM_SIGMOIDS, NEXT_TOKENS),
+        NORM_SIGMOIDS,
+        NEXT_TOKENS,
     )
     fixed = {**SPARSE_LIKE, **SIGMOID_ROUTING, "dsa_indexer_rope_interleaved": True}
     irrelevant = {**UNSPOKEN, **ONLY_SIGMOIDS, "indexer_rope_interleave": (True,)}

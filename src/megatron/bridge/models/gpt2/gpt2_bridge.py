@@ -3,7 +3,18 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ACTIVATION,
+    DTYPE,
+    LAYER_NORM_LIKE,
+    DecoderBridge,
+    Field,
+    ReplicatedMapping,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 _SUMMARY = tuple(
     f"summary_{name}"

@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-NeoX-20B, Pythia and others of EleutherAI: attention and MLP side by side."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    LAYER_NORM_LIKE,
+    NORM_EPS,
+    PARTIAL_ROPE,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mlp,
+    override,
+    parallel_residual,
+    register_bridge,
+)
 
 _LAYERS = "gpt_neox.layers.*"
 _ABSENT = ("num_key_value_heads", "head_dim")

@@ -3,7 +3,24 @@
 
 from megatron.core.fusions import fused_bias_geglu
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    AUX_LOSS,
+    DENSE,
+    LLAMA_LIKE,
+    SOFTMAX_ROUTING,
+    WINDOWS,
+    AutoMapping,
+    Block,
+    DecoderBridge,
+    Field,
+    InterleavedGatedMLPMapping,
+    attention,
+    ends,
+    expert_names,
+    expert_sizes,
+    register_bridge,
+    router,
+)
 
 _SINKS = "decoder.layers.*.self_attention.core_attention.softmax_offset"
 _EXPERTS = "model.layers.*.mlp.experts"

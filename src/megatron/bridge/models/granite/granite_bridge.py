@@ -5,7 +5,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    BIASES,
+    DENSE,
+    LLAMA_LIKE,
+    MAMBA_LAYERS,
+    ONE_GROUP,
+    ONE_GROUP_MAMBA,
+    SOFTMAX_ROUTING,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    expert_sizes,
+    mamba,
+    mlp,
+    named,
+    optional,
+    override,
+    register_bridge,
+    router,
+    shared_experts,
+    stacked_experts,
+)
 
 
 @register_bridge("GraniteForCausalLM", model_type="granite")

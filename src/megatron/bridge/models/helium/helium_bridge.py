@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helium: Llama with rotated pairs of neighbors."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    LLAMA_LIKE,
+    PART_BIASES,
+    DecoderBridge,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("HeliumForCausalLM", model_type="helium")

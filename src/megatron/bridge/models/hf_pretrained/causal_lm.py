@@ -31,29 +31,23 @@ _SIZES = {
 }
 """Key of a config -> the largest value for which a model is built."""
 _ABOVE_ZERO = (
-    *(
-        "rope_theta",
-        "rope_local_base_freq",
-        "rms_norm_eps",
-        "layer_norm_eps",
-        "layer_norm_epsilon",
-        "norm_eps",
-    ),
-    *(
-        "norm_epsilon",
-        "logits_scaling",
-        "query_pre_attn_scalar",
-        "attention_multiplier",
-        "embedding_multiplier",
-    ),
-    *(
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-    ),
+    "rope_theta",
+    "rope_local_base_freq",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "norm_eps",
+    "norm_epsilon",
+    "logits_scaling",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
 )
 """Keys of a config, or of the dicts in it, by which a model divides or multiplies."""
 

@@ -11,28 +11,36 @@ from megatron.bridge.utils.errors import UserError
 
 # other serialisations of the same weights; stale beside a converted model, and large
 WEIGHT_PATTERNS = (
-    *(
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "*.bin",
-        "*.bin.index.json",
-        "*.pt",
-        "*.pth",
-        "*.ckpt",
-    ),
-    *("*.gguf", "*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot"),
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.onnx",
+    "*.onnx_data",
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
 )
 # what a training run leaves beside a model: it says nothing about a model that is made of it
 RUN_PATTERNS = (
-    *("run_config.yaml", "report.md", "loss.png", "metrics.jsonl", "environment.json", "git.diff"),
-    *(
-        "trainer_state.json",
-        "all_results.json",
-        "train_results.json",
-        "eval_results.json",
-        "events.out.tfevents.*",
-    ),
-    *("runs/*", "checkpoint-*/*", "iter_*/*"),
+    "run_config.yaml",
+    "report.md",
+    "loss.png",
+    "metrics.jsonl",
+    "environment.json",
+    "git.diff",
+    "trainer_state.json",
+    "all_results.json",
+    "train_results.json",
+    "eval_results.json",
+    "events.out.tfevents.*",
+    "runs/*",
+    "checkpoint-*/*",
+    "iter_*/*",
     "adapter_config.json",  # an export holds the model alone
 )
 _INDEX = ("*.safetensors.index.json",)  # small, and says which tensors there are

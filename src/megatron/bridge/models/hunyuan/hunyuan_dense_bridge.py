@@ -1,7 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hunyuan, dense, 0.5B to 7B: Llama with queries and keys normed behind the rotary embedding."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS,
+    ATTENTION_BIAS_OF_EXPERTS,
+    DENSE,
+    LLAMA_LIKE,
+    NTK_ALPHA_ROPE,
+    SOFTMAX_ROUTING,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    override,
+    register_bridge,
+    router,
+    shared_experts,
+)
 
 _TOKENS = ("eod_token", "im_start", "im_end", "im_newline", "text_start", "text_end", "mask_init")
 

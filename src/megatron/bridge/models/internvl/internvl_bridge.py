@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """InternVL 3 and 3.5 in Hugging Face's form: InternViT in front of Qwen2, Qwen3 or Llama."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    LLAVA_NAMES,
+    LLAVA_OTHER_NAMES,
+    VisionBridge,
+    register_bridge,
+)
 
 
 @register_bridge("InternVLForConditionalGeneration", model_type="internvl")

@@ -1,7 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jamba: Mamba-1 mixers in the place of attention in most layers, no positions, experts in every other layer."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    AUX_LOSS,
+    DENSE,
+    LLAMA_LIKE,
+    ONE_GROUP,
+    PERIODIC_EXPERTS,
+    SELECTIVE_MAMBA,
+    SOFTMAX_ROUTING,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    experts,
+    mlp,
+    override,
+    register_bridge,
+    router,
+    selective_mamba,
+)
 
 _SIZES = (
     *SELECTIVE_MAMBA,

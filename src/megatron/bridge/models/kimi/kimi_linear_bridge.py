@@ -3,7 +3,31 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    KIMI_DELTA,
+    LATENT,
+    LATENT_LIKE,
+    NORM_SIGMOIDS,
+    NOT_ROTATED,
+    SCALING,
+    SHARED_EXPERTS,
+    SIGMOID_ROUTING,
+    SPARSE_LAYERS,
+    UNSPOKEN,
+    DecoderBridge,
+    MLAModelProvider,
+    constant,
+    ends,
+    expert_sizes,
+    experts,
+    kimi_delta,
+    latent_attention,
+    mlp,
+    override,
+    register_bridge,
+    router,
+    shared_experts,
+)
 
 _MOE = "block_sparse_moe"
 _LATENT = override(LATENT, *KIMI_DELTA, NOT_ROTATED)
@@ -19,9 +43,12 @@ class KimiLinearBridge(DecoderBridge):
             if field.hf != "rope_parameters"
         ),
         *expert_sizes("num_experts", chosen="num_experts_per_token", normalized="moe_renormalize"),
-        *(SPARSE_LAYERS, SCALING, replace(SHARED_EXPERTS, hf="num_shared_experts")),
+        SPARSE_LAYERS,
+        SCALING,
+        replace(SHARED_EXPERTS, hf="num_shared_experts"),
         replace(NORM_SIGMOIDS, hf="moe_renormalize"),
-        *(constant("num_expert_group", 1), constant("topk_group", 1)),
+        constant("num_expert_group", 1),
+        constant("topk_group", 1),
     )
     fixed = {**LATENT_LIKE, **SIGMOID_ROUTING, "position_embedding_type": "none"}
     irrelevant = {

@@ -3,7 +3,26 @@
 
 import torch.nn.functional as F
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ADJUSTED_WIDTH,
+    DENSE,
+    LLAMA_LIKE,
+    NORM_SIGMOIDS,
+    SCALING,
+    SHORT_CONV,
+    SIGMOID_ROUTING,
+    DecoderBridge,
+    Field,
+    attention,
+    dense_before_sparse,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    register_bridge,
+    router,
+    short_conv,
+)
 
 _OTHER = ("rms_norm_eps", "hidden_act", "attention_dropout", "tie_word_embeddings")
 _FIELDS = (

@@ -1,7 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 1 to 4."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    BIASES,
+    CHUNKS,
+    DENSE,
+    DROPLESS,
+    LISTED_EXPERTS,
+    LLAMA_LIKE,
+    LLAVA_NAMES,
+    NO_ROPE_LAYERS,
+    QUERY_GROWTH,
+    DecoderBridge,
+    Field,
+    MegatronMappingRegistry,
+    VisionBridge,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+    router,
+    shared_experts,
+    stacked_experts,
+)
 
 
 @register_bridge("LlamaForCausalLM", model_type="llama")

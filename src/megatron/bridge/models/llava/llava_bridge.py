@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llava 1.5: a tower of CLIP or SigLIP in front of Llama, Mistral or Qwen2."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    LLAVA_NAMES,
+    LLAVA_OTHER_NAMES,
+    VisionBridge,
+    register_bridge,
+)
 
 
 @register_bridge("LlavaForConditionalGeneration", model_type="llava")

@@ -1,7 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba-2, Codestral Mamba: every layer is a mixer, and none has attention or a feed-forward part."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ALL_MAMBA,
+    DENSE,
+    LLAMA_LIKE,
+    DecoderBridge,
+    Field,
+    MambaModelProvider,
+    constant,
+    ends,
+    mamba,
+    register_bridge,
+)
 
 _SHARED = ("dtype", "vocab_size", "hidden_size", "initializer_range", "tie_word_embeddings")
 

@@ -3,7 +3,15 @@
 
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    NEXT_TOKENS,
+    MTPNames,
+    attention,
+    ends,
+    mlp,
+    mtp,
+    register_bridge,
+)
 from megatron.bridge.models.qwen.qwen3_bridge import Qwen2Bridge
 
 _LAYER = (attention(), mlp())

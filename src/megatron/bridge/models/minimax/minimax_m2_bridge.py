@@ -1,7 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """MiniMax-M2: sigmoid routing in every layer, queries and keys normed over all heads together."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    AUX_LOSS,
+    DENSE,
+    LLAMA_LIKE,
+    PARTIAL_ROPE,
+    SIGMOID_ROUTING,
+    DecoderBridge,
+    attention,
+    ends,
+    expert_sizes,
+    experts,
+    override,
+    register_bridge,
+    router,
+)
 
 
 @register_bridge("MiniMaxM2ForCausalLM", model_type="minimax_m2")

@@ -1,7 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral's decoders, dense, with experts, and behind a tower for images."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    AUX_LOSS,
+    DENSE,
+    LLAMA_LIKE,
+    LLAVA_NAMES,
+    LLAVA_OTHER_NAMES,
+    SCALED_QUERY_ROPE,
+    SOFTMAX_ROUTING,
+    WINDOW,
+    WINDOWS,
+    DecoderBridge,
+    VisionBridge,
+    attention,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    override,
+    register_bridge,
+    router,
+)
 
 
 @register_bridge("MistralForCausalLM", model_type="mistral")

@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """NanoChat: norms without gains, also of the embeddings; pairs that turn the other way; a squared ReLU."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS,
+    DENSE,
+    LLAMA_LIKE,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("NanoChatForCausalLM", model_type="nanochat")

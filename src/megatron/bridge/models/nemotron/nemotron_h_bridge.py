@@ -43,7 +43,8 @@ class NemotronHBridge(DecoderBridge):
         *hybrid.of_experts(
             *moe.expert_sizes("n_routed_experts"),
             *moe.GROUPS,
-            *(moe.NORM_SIGMOIDS, moe.SCALING),
+            moe.NORM_SIGMOIDS,
+            moe.SCALING,
             Field("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
             Field("moe_latent_size", "moe_latent_size", default=None),
         ),

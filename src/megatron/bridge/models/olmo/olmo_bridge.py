@@ -1,7 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """OLMo 2 and 3, OLMoE and FlexOlmo: queries and keys normed over all heads together."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS,
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    DENSE,
+    LAYER_ROPE,
+    LLAMA_LIKE,
+    NORM_TOPK,
+    SOFTMAX_ROUTING,
+    WINDOWS,
+    DecoderBridge,
+    attention,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    override,
+    post_norms,
+    register_bridge,
+    router,
+)
 
 
 @register_bridge("Olmo2ForCausalLM", model_type="olmo2")
@@ -35,7 +55,10 @@ class OlmoeBridge(DecoderBridge):
     """OLMoE: experts in every layer, queries and keys normalized over all heads together."""
 
     fields = (
-        *(*DENSE, *expert_sizes(width="intermediate_size"), NORM_TOPK, AUX_LOSS),
+        *DENSE,
+        *expert_sizes(width="intermediate_size"),
+        NORM_TOPK,
+        AUX_LOSS,
         ATTENTION_BIAS_OF_EXPERTS,
     )
     fixed = {

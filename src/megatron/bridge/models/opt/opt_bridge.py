@@ -5,7 +5,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ACTIVATION,
+    DENSE,
+    LAYER_NORM_LIKE,
+    DecoderBridge,
+    Field,
+    ReplicatedMapping,
+    attention,
+    ends,
+    mlp,
+    override,
+    register_bridge,
+)
 from megatron.bridge.utils.errors import UserError
 
 _LAYERS = "model.decoder.layers.*"

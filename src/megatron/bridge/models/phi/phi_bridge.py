@@ -3,7 +3,28 @@
 
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    DENSE,
+    LAYER_NORM_LIKE,
+    LLAMA_LIKE,
+    NORM_EPS,
+    PARTIAL_ROPE,
+    SOFTMAX_ROUTING,
+    WINDOW,
+    DecoderBridge,
+    Field,
+    attention,
+    constant,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    override,
+    register_bridge,
+    router,
+)
 
 
 @register_bridge("PhiForCausalLM", model_type="phi")
@@ -71,7 +92,8 @@ class PhimoeBridge(DecoderBridge):
         *DENSE,
         WINDOW,
         TRAINED_LENGTH,
-        *(_COUNT, _WIDTH),
+        _COUNT,
+        _WIDTH,
         constant("num_experts_per_tok", 2),  # transformers reads no other
         ATTENTION_BIAS_OF_EXPERTS,
         Field("lm_head_bias", "output_bias", default=False),

@@ -4,7 +4,37 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    DELTA_NET,
+    DENSE,
+    DENSE_AMONG_SPARSE,
+    LLAMA_LIKE,
+    NORM_TOPK,
+    PARTIAL_ROPE,
+    PARTIAL_ROPE_OF_TEXT,
+    SILU,
+    SOFTMAX_ROUTING,
+    DecoderBridge,
+    Field,
+    MegatronMappingRegistry,
+    MegatronModelBridge,
+    MTPNames,
+    TensorEntry,
+    as_stacked,
+    attention,
+    delta_net,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    mtp,
+    override,
+    register_bridge,
+    router,
+    shared_experts,
+)
 
 _LAYER = (
     attention(qk_norm=True, gated=True),

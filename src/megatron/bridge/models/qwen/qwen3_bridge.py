@@ -1,7 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen 1.5 to 3, dense and with experts, without images."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ATTENTION_BIAS,
+    ATTENTION_BIAS_OF_EXPERTS,
+    AUX_LOSS,
+    DENSE,
+    DENSE_AMONG_SPARSE,
+    LLAMA_LIKE,
+    NORM_TOPK,
+    ONLY_QKV_BIAS,
+    SOFTMAX_ROUTING,
+    SWITCHED_WINDOWS,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    expert_sizes,
+    experts,
+    mlp,
+    register_bridge,
+    router,
+    shared_experts,
+)
 
 
 @register_bridge("Qwen2ForCausalLM", model_type="qwen2")

@@ -3,7 +3,14 @@
 
 from collections.abc import Mapping
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    MegatronMappingRegistry,
+    TensorEntry,
+    VisionBridge,
+    as_stacked,
+    register_bridge,
+    stacked_experts,
+)
 
 
 @register_bridge("Qwen2VLForConditionalGeneration", model_type="qwen2_vl")

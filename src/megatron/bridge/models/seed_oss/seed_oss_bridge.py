@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seed-OSS 36B: Llama with biases of queries, keys and values, and heads of their own width."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    LLAMA_LIKE,
+    PART_BIASES,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("SeedOssForCausalLM", model_type="seed_oss")

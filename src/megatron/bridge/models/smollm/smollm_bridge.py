@@ -1,7 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM3, and the SmolVLMs; SmolLM2 is a Llama."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    BIASES,
+    DENSE,
+    LLAMA_LIKE,
+    NO_ROPE_LAYERS,
+    SWITCHED_WINDOWS,
+    DecoderBridge,
+    VisionBridge,
+    attention,
+    ends,
+    mlp,
+    register_bridge,
+)
 
 
 @register_bridge("SmolLM3ForCausalLM", model_type="smollm3")
@@ -26,13 +38,12 @@ class SmolVLMBridge(VisionBridge):
     tower = _PARTS
     language = "text_model"
     text_ignored = (
-        *(
-            "_flash_attn_2_enabled",
-            "neftune_noise_alpha",
-            "perceiver_config",
-            "pixel_shuffle_factor",
-        ),
-        *("qk_layer_norms", "use_resampler"),
+        "_flash_attn_2_enabled",
+        "neftune_noise_alpha",
+        "perceiver_config",
+        "pixel_shuffle_factor",
+        "qk_layer_norms",
+        "use_resampler",
     )
     names = {"model.": "model.text_model.", **{f"{part}.": f"model.{part}." for part in _PARTS}}
 

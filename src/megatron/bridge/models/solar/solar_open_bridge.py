@@ -1,7 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Solar Open 100B: GLM-4.5's experts in every layer, shared ones beside them."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    GROUPS,
+    LLAMA_LIKE,
+    NORM_SIGMOIDS,
+    ROUTED_AND_SHARED,
+    SIGMOID_ROUTING,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    experts,
+    register_bridge,
+    router,
+    shared_experts,
+)
 
 
 @register_bridge("SolarOpenForCausalLM", model_type="solar_open")

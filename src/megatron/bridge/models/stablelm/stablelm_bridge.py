@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """StableLM 3B, 2-1.6B and 2-12B: LayerNorms, a quarter of each head rotated."""
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    DENSE,
+    LAYER_NORM_LIKE,
+    NORM_EPS,
+    PARTIAL_ROPE,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mlp,
+    override,
+    parallel_residual,
+    register_bridge,
+)
 
 
 @register_bridge("StableLmForCausalLM", model_type="stablelm")

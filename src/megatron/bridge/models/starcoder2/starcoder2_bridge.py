@@ -3,7 +3,19 @@
 
 from dataclasses import replace
 
-from megatron.bridge.models.families import *
+from megatron.bridge.models.families import (
+    ALL_BIASES,
+    DENSE,
+    LAYER_NORM_LIKE,
+    WINDOW,
+    DecoderBridge,
+    Field,
+    attention,
+    ends,
+    mlp,
+    override,
+    register_bridge,
+)
 
 
 @register_bridge("Starcoder2ForCausalLM", model_type="starcoder2")

@@ -8,7 +8,18 @@ and a model has one of them.
 from collections.abc import Callable
 from typing import Any
 
-from megatron.bridge.models.conversion.param_mapping import *
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ConcatenatedGatedMLPMapping,
+    ConcatenatedQKVMapping,
+    GatedMLPMapping,
+    GatedQKVMapping,
+    GroupedQKVMapping,
+    MegatronParamMapping,
+    QKVMapping,
+    ReplicatedMapping,
+    SeparatelyGatedQKVMapping,
+)
 
 Block = tuple[MegatronParamMapping, ...]
 SizedBlock = Callable[[Any], Block]

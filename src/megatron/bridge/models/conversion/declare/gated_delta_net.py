@@ -9,7 +9,14 @@ from megatron.bridge.backends.specs.layer_specs import linear_pattern
 from megatron.bridge.models.conversion.declare.blocks import Block
 from megatron.bridge.models.conversion.declare.decoder_fields import ACTIVATION
 from megatron.bridge.models.conversion.declare.fields import Field, kind_indices, layers_of_kind
-from megatron.bridge.models.conversion.param_mapping import *
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GDNConv1dMapping,
+    GDNLinearMapping,
+    HeadRatesMapping,
+    ReplicatedMapping,
+    SplitGDNLinearMapping,
+)
 from megatron.bridge.utils.errors import UserError
 
 _KINDS = ("full_attention", "linear_attention")

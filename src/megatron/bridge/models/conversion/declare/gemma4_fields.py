@@ -10,7 +10,14 @@ from megatron.bridge.models.conversion.declare.blocks import Block, attention
 from megatron.bridge.models.conversion.declare.decoder_fields import LAYER_ROPE
 from megatron.bridge.models.conversion.declare.fields import Field, optional, read_by_others
 from megatron.bridge.models.conversion.declare.moe import DROPLESS, stacked_experts
-from megatron.bridge.models.conversion.param_mapping import *
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    GatedMLPMapping,
+    HFRange,
+    QKVMapping,
+    ReplicatedMapping,
+    ShardSpec,
+)
 from megatron.bridge.utils.errors import UserError
 
 _FULL = "full_attention"

@@ -19,9 +19,12 @@ from megatron.bridge.models.conversion.declare.fields import (
     read_by_others,
 )
 from megatron.bridge.models.conversion.declare.gated_delta_net import SILU
-from megatron.bridge.models.conversion.param_mapping import *
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
+    ColumnParallelMapping,
+    ConcatenatedGatedMLPMapping,
+    MambaConv1dMapping,
+    MambaInProjMapping,
     ReplicatedMapping,
     ShortConvMapping,
 )

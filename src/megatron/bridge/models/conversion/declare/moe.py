@@ -16,7 +16,13 @@ from megatron.bridge.backends.specs.layer_specs import moe_pattern
 from megatron.bridge.models.conversion.declare.blocks import Block, mlp
 from megatron.bridge.models.conversion.declare.fields import Field
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.param_mapping import *
+from megatron.bridge.models.conversion.param_mapping import (
+    AutoMapping,
+    ConcatenatedGatedMLPMapping,
+    GatedMLPMapping,
+    MegatronParamMapping,
+    ReplicatedMapping,
+)
 from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError
 
