@@ -5,6 +5,8 @@ import functools
 import ipaddress
 import os
 import socket
+import zlib
+from datetime import UTC, date, datetime
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,8 +20,59 @@ WHOLE_PROGRAMS = {"launchers", "project", "recipes", "tutorials"}
 """Folders of functional tests that start commands as users do."""
 
 
-def pytest_collection_modifyitems(items):
-    """Mark tests by their folder; skip those that need a GPU where there is none."""
+SHARE = 4
+"""Of tests with the marker ``sampled``, one in this many runs."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-rows",
+        action="store_true",
+        default=bool(os.environ.get("CI")),
+        help="run all tests with the marker `sampled`, as CI does",
+    )
+
+
+def pytest_configure():
+    # the day chooses the sample; processes of pytest-xdist inherit it, also after midnight
+    os.environ.setdefault("TEST_DAY", datetime.now(UTC).date().isoformat())
+
+
+def pytest_report_header(config):
+    if config.getoption("all_rows"):
+        return "sampled tests: all"
+    day = os.environ["TEST_DAY"]
+    return f"sampled tests: one in {SHARE}, chosen by TEST_DAY={day}; --all-rows runs all"
+
+
+def is_in_sample(name, day):
+    """Return whether a sampled test runs on a day. Each one does on one day in ``SHARE``.
+
+    Args:
+        name: the test's node id.
+        day: an ISO date.
+    """
+    return (date.fromisoformat(day).toordinal() + zlib.crc32(name.encode())) % SHARE == 0
+
+
+def leave_out_of_sample(config, items):
+    """Deselect the sampled tests of other days, unless all are asked for, or single tests by their node ids."""
+    is_named = any("::" in argument for argument in config.args)
+    if config.getoption("all_rows") or is_named:
+        return
+    day = os.environ["TEST_DAY"]
+    others = {
+        item
+        for item in items
+        if item.get_closest_marker("sampled") and not is_in_sample(item.nodeid, day)
+    }
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Mark tests by their folder, draw the sample, and skip those that need a GPU where there is none."""
+    leave_out_of_sample(config, items)
     for item in items:
         functional = "functional_tests" in item.path.parts
         for name in ("functional", "integration") if functional else ("unit",):

@@ -117,6 +117,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["all_gather", "a2a"])
 @pytest.mark.parametrize(("window", "softcap", "sink", "packed", "hidden"), FORMS)
 def test_two_ranks(two_workers, kind, window, softcap, sink, packed, hidden):

@@ -119,6 +119,7 @@ EP = {"expert_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [

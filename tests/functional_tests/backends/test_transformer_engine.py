@@ -144,6 +144,7 @@ def test_precisions_reach_transformer_engine(tmp_path):
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "check"), cells())
 def test_a_family(proven, name, check):
     problems = proven[f"{check}:{name}"]

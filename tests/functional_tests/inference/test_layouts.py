@@ -59,6 +59,7 @@ def check(pool, case, layout):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "layout"), two_processes())
 def test_two_processes(two_workers, family_case, name, layout):
     check(two_workers, family_case(name), layout)

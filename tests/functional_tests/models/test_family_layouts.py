@@ -29,11 +29,13 @@ def check(pool, case, layout, output):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "layout"), TWO)
 def test_two_processes(two_workers, family_case, tmp_path, name, layout):
     check(two_workers, family_case(name), layout, tmp_path / "out")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "layout"), FOUR)
 def test_four_processes(four_workers, family_case, tmp_path, name, layout):
     check(four_workers, family_case(name), layout, tmp_path / "out")

@@ -23,6 +23,7 @@ def check(pool, case, layout, output):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "layout"), TWO)
 def test_two_processes(two_workers, vision_case, tmp_path, name, layout):
     check(two_workers, vision_case(name), layout, tmp_path / "out")

@@ -90,6 +90,7 @@ def check(figures, tolerance):
     assert not figures.beyond(tolerance), figures.beyond(tolerance)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("model", "layout"), as_tests([*parity.cells()]))
 def test_equals_the_single_process(pools, singles, folder, model, layout):
     pool = pools(parity.LAYOUTS[layout].processes)
@@ -97,6 +98,7 @@ def test_equals_the_single_process(pools, singles, folder, model, layout):
     check(figures, parity.MODELS[model].tolerance)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", parity.MODELS)
 def test_what_is_compared_has_moved(singles, model):
     """Each weight by twenty times what layouts may differ by: a gradient that is a tenth too large would show."""

@@ -116,6 +116,7 @@ def test_heads_that_are_normed_together_are_as_wide_as_the_model():
     assert model.kv_channels * model.num_attention_heads == model.hidden_size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "model", sorted(model for model in ONE_FOR_EACH if hasattr(transformers, model))
 )

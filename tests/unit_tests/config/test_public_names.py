@@ -36,7 +36,7 @@ def test_every_class_that_a_config_can_hold_has_a_name(kind):
         "StreamingDatasetConfig",
         "_TextPairsConfig",
     }
-    assert unnamed <= {*datasets, "ModelProvider", "PEFT", "LowRankPEFT"}
+    assert unnamed <= {*datasets, "ModelProvider", "PEFT", "LowRankPEFT", "SplitLoRA"}
 
 
 def test_every_block_of_a_config_has_a_name():

@@ -83,6 +83,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_of_transformers(family_case, name):
     case = family_case(name)

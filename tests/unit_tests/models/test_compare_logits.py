@@ -9,6 +9,7 @@ from tests.families.own_models import model_class
 from tests.families.rows import ONE_FOR_EACH
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", sorted(ONE_FOR_EACH))
 def test_the_output_of_every_layer_is_recorded(model):
     row = ONE_FOR_EACH[model]

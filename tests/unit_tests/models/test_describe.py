@@ -23,6 +23,7 @@ from tests.unit_tests.project.tree import ROOT
 TOKENIZER = ROOT / "tutorials" / "data" / "tokenizer"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [name for name, row in ROWS.items() if hasattr(transformers, row.model)]
 )

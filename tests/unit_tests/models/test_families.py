@@ -13,6 +13,7 @@ from tests.families.rows import ROWS
 WHOLE = [pytest.param(name, marks=pytest.mark.slow) for name, row in ROWS.items() if not row.brief]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROWS)
 def test_all_with_one_build(family_case, tmp_path, name):
     case = family_case(name)

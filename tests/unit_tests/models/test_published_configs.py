@@ -112,6 +112,7 @@ def bridged(directory, config):
     return AutoBridge.from_hf_pretrained(directory)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILES)
 def test_config_round_trip(name, tmp_path):
     problems = configs.round_trip(
@@ -120,6 +121,7 @@ def test_config_round_trip(name, tmp_path):
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FILES)
 def test_the_other_spelling_means_the_same(name, tmp_path):
     config = json.loads(FILES[name].read_text())
@@ -143,6 +145,7 @@ def by_size():
         yield pytest.param(name, marks=pytest.mark.slow if experts > 5000 else ())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", by_size())
 def test_sizes_add_up(name, tmp_path):
     config = bridged(tmp_path / name, json.loads(FILES[name].read_text())).hf_config

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import conversion_mapping
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion.model_bridge import declared_fields
@@ -297,7 +298,7 @@ def test_what_is_more_precise_than_the_model_is_rounded_with_a_note(tmp_path, ca
 
 def stacks_experts(row):
     """Return whether transformers stacks the experts that checkpoints of the row's family store one by one."""
-    conversions = transformers.conversion_mapping.get_checkpoint_conversion_mapping(
+    conversions = conversion_mapping.get_checkpoint_conversion_mapping(
         ROWS[row].config.get("model_type") or model_class(ROWS[row].model).config_class.model_type
     )
     return any("experts" in str(conversion.target_patterns) for conversion in conversions or ())

@@ -7,6 +7,7 @@ from tests.families.vision import harness
 from tests.families.vision.rows import ROWS
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROWS)
 def test_numbers_and_bytes(vision_case, tmp_path, name):
     problems = harness.numbers_and_bytes(vision_case(name), "one", tmp_path / "out")

@@ -108,6 +108,7 @@ def at(config, path):
 
 @pytest.mark.parametrize("recipe", catalog().values(), ids=lambda recipe: recipe.name)
 class TestEveryRecipe:
+    @pytest.mark.sampled
     def test_builds_offline_without_a_tensor_what_its_golden_file_shows(self, recipe, monkeypatch):
         monkeypatch.setattr(socket.socket, "connect", refused)
         with NoTensors():
@@ -125,6 +126,7 @@ class TestEveryRecipe:
         assert second.model.num_layers > 1, "two configs share something"
         assert second.train.train_iters > 1, "two configs share something"
 
+    @pytest.mark.sampled
     def test_validates_on_the_gpus_that_it_names(self, recipe):
         resolved = recipe.build().resolve(recipe.gpus)
         config, notes = resolved.config, resolved.notes
@@ -145,6 +147,7 @@ class TestEveryRecipe:
         assert all(note.startswith(text) for note, text in pairs), notes
         settle_types(config)
 
+    @pytest.mark.sampled
     def test_every_option_has_an_effect(self, recipe):
         options = OPTIONS[recipe.mode]
         config = recipe.build(**{name: value for name, (value, _) in options.items()})
@@ -156,6 +159,7 @@ class TestEveryRecipe:
             embedding_and_loss_are_layers=True
         ).model.account_for_loss_in_pipeline_split
 
+    @pytest.mark.sampled
     def test_adapters(self, recipe):
         if recipe.mode == "pretrain":
             return

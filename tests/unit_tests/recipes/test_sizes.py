@@ -52,6 +52,7 @@ def key(recipe):
 SIZES = {key(recipe): size_of_recipe(recipe) for recipe in catalog().values()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("source", recipe_configs.sources(), ids=lambda path: path.stem)
 def test_configs_are_the_published_ones(source):
     """`make recipe-configs` writes them. A recipe trains what the downloaded file describes, there and back."""
@@ -128,6 +129,7 @@ def test_name_description_and_tokenizer_agree(recipe):
     assert recipe.build(**data).tokenizer.tokenizer_model == size.hub_id
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SIZES)
 def test_parameters_are_as_many_as_the_name_says(name):
     """Published names round generously, and some leave the embedding out."""

@@ -16,7 +16,7 @@ from megatron.bridge.data.config import (
 )
 from megatron.bridge.data.records import preparation as preparing
 from megatron.bridge.data.records.encoding import FILLED, RecordEncoder
-from megatron.bridge.data.records.preparation import content_key, prepare
+from megatron.bridge.data.records.preparation import EARLIER_VERSION, content_key, prepare
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import (
     FileSource,
@@ -196,7 +196,10 @@ def test_the_name_of_prepared_samples_stays(tmp_path):
     path = tmp_path / "training.jsonl"
     path.write_text('{"prompt": "1 2 ", "completion": "3"}\n')
     rules = EncodingRules(max_tokens=33, truncation="drop", chat_template_options={"a": 1})
-    assert content_key(FileSource(path), NullTokenizer(50), rules) == "ed3e78f277bded3f768231d5"
+    source, tokenizer = FileSource(path), NullTokenizer(50)
+    earlier = content_key(source, tokenizer, rules, EARLIER_VERSION)
+    assert earlier == "e1605339a84a69e2c53d2691"
+    assert content_key(source, tokenizer, rules) == "3f1057734f2237275d55d8ef"
 
 
 def test_damaged_sources_are_named(tmp_path, jsonl):

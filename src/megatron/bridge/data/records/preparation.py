@@ -33,11 +33,14 @@ from megatron.bridge.utils.atomic import (
     refuse_unwritable,
     write_text,
 )
-from megatron.bridge.utils.console import track
+from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
 
 PART_RECORDS = 1024  # about a second of work: a kill loses little work, and larger parts would be hardly faster
-VERSION = 2  # version of the stored files: samples of another version are prepared again
+VERSION = 2  # version of the stored files: samples of other versions, except the next line's, are prepared again
+EARLIER_VERSION = (
+    1  # differs in texts outside of chats with some tokenizers, and in nulls of tables
+)
 TIMEOUT = timedelta(days=7)  # the other ranks wait for rank 0 without a time limit
 
 
@@ -58,7 +61,7 @@ def prepare(
     if folder is None:
         prepared = _in_memory(source, encoder, workers)
     else:
-        final = folder / content_key(source, encoder.tokenizer, encoder.rules)
+        final = _prepared_folder(folder, source, encoder)
         _on_first_rank(lambda: None if final.is_dir() else _fill(final, source, encoder, workers))
         prepared = _load(final)
     if not len(prepared.samples):
@@ -67,20 +70,50 @@ def prepare(
     return prepared._replace(name=source.name)
 
 
-def content_key(source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules) -> str:
-    """Return a hash of everything that determines the samples; it names their folder."""
+def content_key(
+    source: RecordSource, tokenizer: Tokenizer, rules: EncodingRules, version: int = VERSION
+) -> str:
+    """Return a hash of everything that determines the samples; it names their folder.
+
+    Args:
+        source: the records.
+        tokenizer: makes tokens of them.
+        rules: how a record becomes a sample.
+        version: of the code that does it.
+    """
     function, media = rules.process_example_fn, media_processor(tokenizer, rules)
     values = {
         entry.name: getattr(rules, entry.name) for entry in fields(rules) if entry.name != "media"
     }
+    if rules.train_on_eos is None:
+        del values["train_on_eos"]  # as before there was such a rule
     parts = [
-        VERSION,
+        version,
         source.fingerprint(),
         tokenizer_key(tokenizer),
         values | {"process_example_fn": None if function is None else _function_key(function)},
         *([] if media is None else [media.key()]),
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _prepared_folder(folder: Path, source: RecordSource, encoder: RecordEncoder) -> Path:
+    """Return the folder of the samples, which exists if they are prepared.
+
+    Samples that an earlier version prepared are used as they are, so that its runs go on with the same data.
+    """
+    current, earlier = (
+        folder / content_key(source, encoder.tokenizer, encoder.rules, version)
+        for version in (VERSION, EARLIER_VERSION)
+    )
+    if current.is_dir() or not earlier.is_dir():
+        return current
+    console().print(
+        f"note: the samples in {earlier} were prepared by an earlier version, which put an end-of-text token or a "
+        "space before the completions of some tokenizers: remove the folder to prepare them again",
+        markup=False,
+    )
+    return earlier
 
 
 def _function_key(function: Callable[..., Any]) -> str:

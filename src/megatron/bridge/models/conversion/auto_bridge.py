@@ -40,13 +40,14 @@ from megatron.bridge.models.conversion.model_bridge import (
     bridge_for,
     is_known,
 )
+from megatron.bridge.models.conversion.notes import Notes
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub, transformers_reads
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.model_card import History
 from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
-from megatron.bridge.utils.errors import UserError, first_few
+from megatron.bridge.utils.errors import UserError
 
 Chunks = (
     nn.Module | Sequence[nn.Module]
@@ -63,7 +64,7 @@ class AutoBridge(AdapterCalls):
     def __init__(self, hf_pretrained: Any) -> None:
         self.hf_pretrained = hf_pretrained
         self._bridge: MegatronModelBridge = bridge_for(self.hf_config)
-        self._noted: set[str] = set()
+        self._notes = Notes()
 
     @classmethod
     def from_hf_pretrained(
@@ -124,14 +125,16 @@ class AutoBridge(AdapterCalls):
             UserError: a config key that is unknown or cannot be represented.
         """
         provider = self._bridge.provider_bridge(_with_config(self.hf_pretrained))
-        self._note_unread_keys()
+        self._notes.add_unread_keys(self.unread_keys)
         provider.hf_config = self.hf_config
         if self.lacks_mtp_layers(hf_path, load_weights):
             provider.mtp_num_layers = None
-            self._note(mtp_layers.DECLARED_ONLY.format(self._weights(hf_path).model_name_or_path))
+            self._notes.add(
+                mtp_layers.DECLARED_ONLY.format(self._weights(hf_path).model_name_or_path)
+            )
         for deviation in deviations_of(self.hf_config):
             if deviation.is_noted:
-                self._note(deviation.note())
+                self._notes.add(deviation.note())
         if load_weights:
             self._weights(
                 hf_path
@@ -575,20 +578,8 @@ class AutoBridge(AdapterCalls):
         if source is None:
             return
         if self._mtp_layers is not None and self._mtp_layers.are_in(plan.buffers):
-            self._note(mtp_layers.LEFT_OUT.format(source.directory))
-        if plan.unread:
-            self._note(
-                f"transformers' model does not load {first_few(plan.unread)} of {source.directory}, so "
-                "neither does this one; an export copies them"
-            )
-
-    def _note_unread_keys(self) -> None:
-        if unread := self.unread_keys:
-            values = [f"{key}={value!r}" for key, value in unread.items()]
-            self._note(
-                f"transformers' model never reads {first_few(values, 6)} of the config, so neither does this one; the "
-                "keys are carried along"
-            )
+            self._notes.add(mtp_layers.LEFT_OUT.format(source.directory))
+        self._notes.add_unread_tensors(plan.unread, source.directory)
 
     @property
     def unread_keys(self) -> dict[str, Any]:
@@ -597,12 +588,6 @@ class AutoBridge(AdapterCalls):
         They are known once ``to_megatron_provider`` has read the config. An export carries them along.
         """
         return dict(getattr(self._bridge, "unread_keys", {}))
-
-    def _note(self, what: str) -> None:
-        text = f"note: {what}"
-        if text not in self._noted:
-            self._noted.add(text)
-            console.console().print(text, markup=False)
 
     def _weights(self, hf_path: str | Path | None) -> PreTrainedCausalLM:
         if hf_path is not None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.conversion.model_bridge import (
@@ -64,6 +63,8 @@ def _chosen(provider: Any, architecture: str | None) -> str:
 
 def _says(provider: Any, architecture: str) -> bool:
     """Return whether a config of the architecture can describe the provider's model exactly."""
+    from huggingface_hub.errors import StrictDataclassError
+
     bridge = bridge_for(SimpleNamespace(architectures=[architecture]))
     if (
         architecture not in _model_types()
@@ -87,6 +88,7 @@ def _says(provider: Any, architecture: str) -> bool:
 
 
 def _config(provider: Any, architecture: str) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(

@@ -65,7 +65,7 @@ def scaled_router_losses(
             name = "experimental_attention_variant_loss_scale_func"
             contexts.enter_context(patched(config, **{name: set_indexer_scale}))
         yield [iter(drawn), *batches[1:]]
-    if returned:
+    if returned and not returned[0].is_meta:  # a rehearsal of one rank computes no numbers
         _check_count(int(torch.stack(returned).sum()), int(counted[0]))
 
 
@@ -93,9 +93,11 @@ def _counts(run: Run, batches: list[Batch]) -> torch.Tensor:
 def _sum_over_replicas(run: Run, counts: torch.Tensor) -> torch.Tensor:
     """The sums of ``counts`` [3] in fp32, always in the same tensor, from which a CUDA graph reads."""
     totals = counts.to(torch.cuda.current_device(), copy=True)
-    replicas: Any = parallel_state.get_data_parallel_group()
+    # the group of gradients, for which communicators exist; ranks that share a sequence count all of it each
+    replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if replicas.size() > 1:
         dist.all_reduce(totals, group=replicas)
+        totals /= parallel_state.get_context_parallel_world_size()
     if run.router_totals is None:
         run.router_totals = totals.float()
     return run.router_totals.copy_(totals)
