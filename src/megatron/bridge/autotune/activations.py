@@ -64,18 +64,21 @@ _BLOCKS = ("self_attention", "mlp", "mixer")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The symbols of the formulas above, and the settings that decide which terms apply."""
+    """Per-rank sizes of a layer's activations, and the settings that decide which terms apply.
 
-    tokens: int
+    docs/tuner.md has the formulas, in which T, R, t and e stand for ``tokens``, ``between``, ``tensor`` and ``number``.
+    """
+
+    tokens: int  # tokens of a microbatch on this rank, after context parallelism
     images: int  # image tokens that a rank encodes
-    between: int
-    number: int
+    between: int  # tokens of the residual stream on this rank, which sequence parallelism splits
+    number: int  # bytes per element of an activation
     saved: float  # bytes per element of the input that a linear layer saves
     copied: tuple[
         str, ...
     ]  # linear layers that save a quantized copy of an input that another module also saves
-    tensor: int
-    hidden: int
+    tensor: int  # tensor-parallel size
+    hidden: int  # hidden size
     chosen: int  # token copies that the experts of a rank process
     experts: int  # experts on a rank
     together: int  # experts that one grouped kernel runs
@@ -549,7 +552,9 @@ def _attention(attention: Any, sizes: Sizes) -> int:
             groups * width * (2 * sizes.gathered - sizes.rotates)
             - (heads + 2 * groups) * width * sizes.rotates
         )
-    sums = heads + (heads + groups) * bool(config.qk_layernorm)
+    sums = heads
+    if config.qk_layernorm:
+        sums += heads + groups
     return _tiles(attention, sizes) + sizes.tokens * (numbers * sizes.number + sums * _FP32)
 
 

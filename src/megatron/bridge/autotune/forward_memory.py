@@ -43,7 +43,9 @@ def _forward_of_attention(attention: Any, sizes: Sizes) -> int:
     width = attention.hidden_size_per_attention_head
     queries, keys = heads * width, attention.num_query_groups_per_partition * width
     projected = queries + 2 * keys * max(1, sizes.gathered)
-    normed = queries * (2 + 8 // sizes.number) * bool(config.qk_layernorm)  # in fp32
+    normed = 0
+    if config.qk_layernorm:  # computed in fp32
+        normed = queries * (2 + 8 // sizes.number)
     attended = (queries + keys) * sizes.rotates + queries + sizes.hidden
     return projected + max(_gathered(sizes), normed, attended)
 

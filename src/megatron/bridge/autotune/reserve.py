@@ -59,22 +59,29 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     model: Any = config.model
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     tied = model.share_embeddings_and_output_weights or model.mtp_num_layers
-    found = (
-        3 + (tensor > 1) + (context > 1) + (model.pipeline_model_parallel_size > 1 and bool(tied))
-    )
-    found += 2 * bool(
-        model.overlap_p2p_comm
-    )  # unbatched messages use a communicator for each neighbor
-    found += 2 * (config.ddp.num_distributed_optimizer_instances > 1)
+    count = 3
+    if tensor > 1:
+        count += 1
+    if context > 1:
+        count += 1
+    if model.pipeline_model_parallel_size > 1 and tied:
+        count += 1
+    if model.overlap_p2p_comm:  # unbatched messages use a communicator for each neighbor
+        count += 2
+    if config.ddp.num_distributed_optimizer_instances > 1:
+        count += 2
     if not model.num_moe_experts:
-        return found + (world_size > 1)
+        return count + 1 if world_size > 1 else count
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
-    found += (
-        1 + (tensor * context > 1) + bool(model.moe_router_enable_expert_bias)
-    )  # both balance experts
-    found += (expert > 1) + (expert_tensor > 1) + (expert * expert_tensor > 1)
+    count += 1
+    if tensor * context > 1:  # balances experts, as the next one does
+        count += 1
+    if model.moe_router_enable_expert_bias:
+        count += 1
+    for size in (expert, expert_tensor, expert * expert_tensor):
+        if size > 1:
+            count += 1
     if expert == 1 and expert_tensor == tensor:
-        return found
-    return found + (
-        1 if config.ddp.use_distributed_optimizer else 2
-    )  # data parallelism and norm of experts
+        return count
+    # data parallelism of experts and, unless the optimizer has one of its own, their gradient norm
+    return count + (1 if config.ddp.use_distributed_optimizer else 2)

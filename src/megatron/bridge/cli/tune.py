@@ -310,10 +310,8 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
     current = None if probed or search.problems(search.current) else search.price(search.current)
     if current is not None:
         state = "fits" if current.fullest <= search.budget else "does not fit"
-        change = (
-            f"{best.seconds_per_token / current.seconds_per_token - 1:+.1%} time"
-            + " of a token" * bool(best.candidate.batch)
-        )
+        unit = "time of a token" if best.candidate.batch else "time"
+        change = f"{best.seconds_per_token / current.seconds_per_token - 1:+.1%} {unit}"
         yield (
             f"the layout of {job.source} ({search.current.label()}) {state}: {current.seconds:.3f} s, "
             f"{current.fullest / 1e9:.1f} GB; the best one takes {change}"

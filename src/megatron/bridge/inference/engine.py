@@ -390,8 +390,16 @@ class Engine(AbstractContextManager["Engine"]):
 def _output(job: Job, row: int, target: int | None) -> Output:
     sampling, completion = job.sampling, job.completion
     top = sampling.logprobs if target is None else sampling.prompt_logprobs
-    where = (job.text.tokens, job.text.prompt_length, completion.seed, completion.choice)
-    return Output(row, sampling, *where, target, top)
+    return Output(
+        row=row,
+        sampling=sampling,
+        tokens=job.text.tokens,
+        prompt_length=job.text.prompt_length,
+        seed=completion.seed,
+        choice=completion.choice,
+        target=target,
+        top=top,
+    )
 
 
 def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:

@@ -123,8 +123,14 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
         if output.target is not None:
             table[index, 0] = output.target
         elif not output.sampling.is_greedy or output.sampling.changes_logits:
-            where = (output.tokens, output.prompt_length, output.seed, output.choice)
-            table[index, 0] = choose(logits[index], output.sampling, *where)
+            table[index, 0] = choose(
+                logits[index],
+                output.sampling,
+                output.tokens,
+                output.prompt_length,
+                output.seed,
+                output.choice,
+            )
     scored = [index for index, output in enumerate(outputs) if output.top is not None]
     if scored:
         _score(logits, table, scored, (width - FIXED) // 2)

@@ -63,7 +63,7 @@ class GPTModelProvider(ModelProvider):
     """The same, ``rope_theta`` included, for the layers with an attention window; None is the one of the other
     layers."""
     rotary_reversed: bool = False
-    """Pairs of dimensions turn the other way (NanoChat)."""
+    """Rotate pairs of dimensions in the opposite direction (NanoChat)."""
     query_scaling_beta: float | None = None
     """How much queries grow beyond the original_max_position_embeddings of ``rope_parameters``; None leaves them
     as they are."""
@@ -105,7 +105,7 @@ class GPTModelProvider(ModelProvider):
     global_query_groups: int | None = None
     """Key and value heads of layers without a window; None is ``num_query_groups``."""
     hidden_size_per_layer_input: int | None = None
-    """Width of per-layer embeddings (PLE), a further embedding of each token for each layer; None has none."""
+    """Width of per-layer embeddings (PLE), a further embedding of each token for each layer; None disables them."""
     vocab_size_per_layer_input: int | None = None
     """Tokens that have per-layer embeddings."""
     layer_scales: bool = False
@@ -130,15 +130,15 @@ class GPTModelProvider(ModelProvider):
     logits_scaling: float = 1.0
     """Divides the logits."""
     attn_logit_softcapping: float | None = None
-    """Bounds the scores of attention in the same way."""
+    """Soft cap on attention scores: ``cap * tanh(score / cap)``."""
     final_logit_softcapping: float | None = None
-    """Bounds the logits (after scaling) to +-cap by ``cap * tanh(logits / cap)``."""
+    """Soft cap on the scaled logits: ``cap * tanh(logits / cap)``."""
     attention_bias: bool | None = None
-    """False removes the attention's biases where ``add_bias_linear`` is on; None leaves them."""
+    """Biases of attention's projections; None follows ``add_bias_linear``, False removes them."""
     attention_output_bias: bool | None = None
-    """The same for the output projection of attention alone; True gives it a bias where the others have none."""
+    """Bias of attention's output projection; overrides ``attention_bias``."""
     mlp_bias: bool | None = None
-    """The same for the feed-forward layers."""
+    """Biases of the feed-forward layers; None follows ``add_bias_linear``, False removes them."""
     moe_router_group_score: Literal["sum", "two", "max"] = "sum"
     """What ranks the groups of experts: the ``sum`` of the ``moe_router_topk / moe_router_group_topk`` best scores in
     a group, of the ``two`` best ones, or the best score alone (``max``), as DeepSeek-V2 was trained."""
@@ -151,13 +151,13 @@ class GPTModelProvider(ModelProvider):
     """Each chosen expert is weighed by a softmax over those left whose scores are within twice this share of its own
     (SparseMixer); None is a softmax over the chosen ones."""
     short_conv_layers: list[int] | None = None
-    """1 for each layer with a gated short convolution in the place of attention, over ``linear_conv_kernel_dim``
-    tokens; None has none."""
+    """1 for each layer with a gated short convolution instead of attention, over ``linear_conv_kernel_dim``
+    tokens; None disables them."""
     mamba_layers: list[int] | None = None
-    """1 for each layer with a Mamba-2 mixer in the place of attention, whose heads are one group; None has none."""
+    """1 for each layer with a Mamba-2 mixer, whose heads are one group, instead of attention; None disables them."""
     kda_layers: list[int] | None = None
-    """1 for each layer with Kimi delta attention, sized by ``linear_...``, in the place of latent attention; None has
-    none."""
+    """1 for each layer with Kimi delta attention, sized by ``linear_...``, instead of latent attention; None disables
+    them."""
     mamba_conv_kernel: int = 4
     """Tokens that the convolution of a Mamba layer sees, its own included."""
     mamba_smallest_step: float = 0.0

@@ -91,7 +91,7 @@ class LowRankPEFT(PEFT):
         found = []
         if self.a2a_experimental:
             found.append(
-                "peft.a2a_experimental=True is not there: leave it out, the sums are the same"
+                "peft.a2a_experimental=True is not supported: remove it, the result is the same"
             )
         if not self.target_modules:
             found.append(

@@ -31,9 +31,9 @@ Init = Literal["xavier", "kaiming", "normal", "zero"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What an adapter of one layer is like."""
+    """LoRA hyperparameters of one layer."""
 
-    rank: int  # width of the middle
+    rank: int  # of the two factors
     alpha: float  # numerator of the scaling
     # divide by the square root of the rank (https://arxiv.org/abs/2312.03732) instead of the rank
     use_rslora: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers get an adapter, and how such a layer lies over the ranks."""
+"""Which layers get an adapter, and how each of them is sharded."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -196,7 +196,7 @@ def dpo(
     chosen["dataset_root"] = root
     config = sft(size, chosen)
     config.dpo = DPOConfig()
-    config.model.calculate_per_token_loss = True  # pairs in the current directory
+    config.model.calculate_per_token_loss = True  # the loss is a mean over pairs
     config.dataset = PreferenceDatasetConfig(
         seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"]
     )

@@ -62,7 +62,7 @@ class Size:
 
 @dataclass(frozen=True)
 class VisionSize(Size):
-    """Return a size of a vision-language model; transformers' config class completes the numbers."""
+    """Size of a vision-language model; transformers' config class completes the numbers."""
 
     def _config(self) -> Any:
         return hf_config(self.numbers)
@@ -70,7 +70,7 @@ class VisionSize(Size):
 
 @dataclass(frozen=True)
 class ProviderSize(Size):
-    """Return a size without a bridge, because it was never on the hub: the numbers are the provider's fields."""
+    """Size of a model that was never on the hub and has no bridge: the numbers are the provider's fields."""
 
     def provider(self) -> GPTModelProvider:
         return GPTModelProvider(**self.numbers)
@@ -78,7 +78,7 @@ class ProviderSize(Size):
 
 @dataclass(frozen=True)
 class CheckpointSize(Size):
-    """Return the size of a user's Hugging Face checkpoint; ``hub_id`` may be a directory."""
+    """Size of a user's Hugging Face checkpoint; ``hub_id`` may be a directory."""
 
     def provider(self) -> GPTModelProvider:
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge

@@ -124,7 +124,7 @@ def make_reference(row: Row, directory: Path) -> Case:
 
 
 def hf_model(row: Row) -> Any:
-    """The row's transformers model, every number of it random."""
+    """Return the row's transformers model; all of it is random, so that a missing tensor changes the logits."""
     kind = getattr(transformers, row.model) if isinstance(row.model, str) else row.model
     config = kind.config_class(**row.config)
     config._attn_implementation = "eager"  # the one that has every feature of every architecture

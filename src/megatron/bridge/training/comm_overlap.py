@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public name of ``training.config.blocks.comm_overlap``."""
+"""Public import path of ``CommOverlapConfig``."""
 
 from megatron.bridge.training.config.blocks.distributed import CommOverlapConfig
 

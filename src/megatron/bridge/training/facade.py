@@ -51,7 +51,7 @@ def initialize_megatron(
     get_embedding_ranks: EmbeddingRanks = None,
     get_position_embedding_ranks: EmbeddingRanks = None,
 ) -> None:
-    """Join the process group, unless that is done, make the model-parallel groups, and seed everything.
+    """Join the process group if it does not exist yet, make the model-parallel groups, and seed everything.
 
     The two functions choose the pipeline ranks that hold embeddings; None is Megatron-Core's choice.
     """
@@ -61,7 +61,7 @@ def initialize_megatron(
 
 
 def set_jit_fusion_options(model_config: Any, micro_batch_size: int) -> None:
-    """Nothing: torch needs no options, and fused functions are compiled for the shapes of the first step."""
+    """Do nothing; kept for API compatibility. Fused functions are compiled for the shapes of the first step."""
 
 
 def create_peft_pre_wrap_hook(

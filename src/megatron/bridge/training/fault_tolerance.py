@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats of programs with loops of their own: there are none."""
+"""Stub for foreign training loops: ``ft`` is refused."""
 
 from typing import Any, NoReturn
 

@@ -293,7 +293,13 @@ def build_data(
             None if parallel_state.get_pipeline_model_parallel_rank() else rank_share(config.model)
         )
     return build_iterators(
-        *(config.dataset, tokenizer, sizes, micro, batch, *place),
+        config.dataset,
+        tokenizer,
+        sizes,
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        dp_rank=place[0],
+        dp_size=place[1],
         consumed_train=consumed,
         image_share=share,
         vocab_size=config.model.vocab_size,

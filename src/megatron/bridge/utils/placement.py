@@ -17,10 +17,10 @@ def announce(debug: bool) -> None:
     for rank, place in enumerate(distributed.all_gather_object((socket.gethostname(), binding()))):
         ranks.setdefault(place, []).append(rank)
     if debug or len({host for host, _ in ranks}) > 1:
-        parts = (
-            f"{_listed('rank', own)} on {host}" + f" ({cpus})" * bool(cpus)
-            for (host, cpus), own in ranks.items()
-        )
+        parts: list[str] = []
+        for (host, cpus), host_ranks in ranks.items():
+            part = f"{_listed('rank', host_ranks)} on {host}"
+            parts.append(f"{part} ({cpus})" if cpus else part)
         print_rank_0(f"placement: {', '.join(parts)}")
 
 

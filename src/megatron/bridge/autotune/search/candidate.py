@@ -92,10 +92,12 @@ class Candidate:
         granularity, method, layers, modules = self.recompute
         if granularity:
             words.append("recompute " + (granularity if modules is None else "+".join(modules)))
-        words += [f"of {layers} layers a chunk"] * (method == "block")
-        words += [f"batch x{self.batch}"] * bool(self.batch) + [
-            f"gradients {self.gradients}"
-        ] * bool(self.gradients)
+        if method == "block":
+            words.append(f"of {layers} layers a chunk")
+        if self.batch:
+            words.append(f"batch x{self.batch}")
+        if self.gradients:
+            words.append(f"gradients {self.gradients}")
         words += [
             name.rpartition(".")[2] + (f"={value}" if value is not True else "")
             for name, value in self.switches

@@ -10,19 +10,23 @@ from megatron.bridge.autotune.time.collectives import AlphaBeta
 from megatron.bridge.autotune.time.work import Cost
 
 # docs/tuner.md lists the origins of these numbers.
-GROUPED_EFFICIENCY = (
-    0.87  # part of the rate of dense products that products of experts with many tokens reach
-)
-GROUPED_GRADIENT_EFFICIENCY = (
-    0.70  # the same for the gradient of the weight, which is added in fp32
-)
-GROUPED_HALF = 100  # tokens of an expert with half of that rate
-INNER_HALF = 300  # bytes of the inner dimension with half of the rate of products, because each tile starts and ends
-INNER_FULL = 8192  # inner dimension with the rate of ``Efficiency.matrix``
-ATTENTION_HALF = 600  # keys of a query with half of the rate of attention
-FULL_HEAD = 128  # width of a head with that rate, below which it falls by the square root
+GROUPED_EFFICIENCY = 0.87
+"""Efficiency of grouped GEMMs (experts with many tokens) relative to dense GEMMs."""
+GROUPED_GRADIENT_EFFICIENCY = 0.70
+"""The same for weight gradients, which are accumulated in fp32."""
+GROUPED_HALF = 100
+"""Tokens per expert at which a grouped GEMM reaches half of its full rate."""
+INNER_HALF = 300
+"""Bytes of the inner dimension at which a GEMM reaches half of its full rate: each tile has a prologue and epilogue."""
+INNER_FULL = 8192
+"""Inner dimension at which a GEMM has the rate of ``Efficiency.matrix``."""
+ATTENTION_HALF = 600
+"""Keys per query at which attention reaches half of its full rate."""
+FULL_HEAD = 128
+"""Head width with the full rate of attention, which falls with the square root for narrower heads."""
 LAUNCH = 4e-6  # seconds from the end of a short kernel to the start of the next
-SLOWEST = 0.04  # how much longer than the average GPU the slowest of 2^SLOWEST_AT computes, while the others wait
+SLOWEST = 0.04
+"""Straggler factor: how much longer the slowest of 2^SLOWEST_AT GPUs computes than their mean."""
 SLOWEST_AT = 8
 
 _NUMBER: dict[Precision, float] = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5}  # bytes

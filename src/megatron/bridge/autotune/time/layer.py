@@ -109,11 +109,9 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     gates = sum(each.rows for each in shape.experts if each.name == "linear_fc1")
     experts += _CLAMP * gates * run.chosen * shape.clamped
     experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
-    launched = (
-        8
-        + 40 * bool(shape.experts)
-        + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
-    )
+    launched = 8 + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
+    if shape.experts:
+        launched += 40
     return kernels.moved((stream + inner + experts) * run.number, kernels=launched)
 
 

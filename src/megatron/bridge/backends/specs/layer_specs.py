@@ -433,7 +433,7 @@ def apply_backend_settings(
 
 
 def _use_compiled_kernels(config: TransformerConfig, use: _Use) -> None:
-    """Return kernels for GPUs, which Transformer Engine does not replace unless the config asks for it."""
+    """Enable compiled GPU kernels; those of Transformer Engine only if the config asks for them."""
     reason = compiler.why_not_compiled()
     if reason is not None:
         use("bias_activation_fusion", False, reason)

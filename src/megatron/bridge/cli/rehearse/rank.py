@@ -94,7 +94,9 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
             f"--rehearse-rank {rank}, but the ranks of --world-size {world_size} are 0 to {world_size - 1}"
         )
     config = resolved_config(job, world_size)
-    say(f"rank {rank} of {world_size} of {job.source}: without memory and without other processes")
+    say(
+        f"rank {rank} of {world_size} of {job.source}: simulated, with no parameters allocated and no peers started"
+    )
     say(f"{'part':<24}{'seconds':>9}{'cpu':>9}{'MB':>9}{'received':>10}")
     messages = rehearse_parts(config, rank, world_size, lambda part: say(_line(part)))
     for line in ("", *message_table(messages), ""):

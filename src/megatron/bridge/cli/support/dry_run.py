@@ -52,7 +52,7 @@ class Report:
 
 
 def report(job: Job, asked: int | None) -> Report:
-    """What a dry run prints, for ``asked`` processes if the user gave a number."""
+    """Return what a dry run prints for ``asked`` processes, or without a number for those of the recipe."""
     given = asked or int(os.environ.get("WORLD_SIZE", "0"))
     world_size = given or job.world_size or 1
     if job.mode == "cache-teacher":

@@ -57,7 +57,7 @@ class CorpusDataset(GPTDataset):
 
     @property
     def unique_description_hash(self) -> str:
-        """Return the name of the indices in the cache."""
+        """Return the cache key of the index files."""
         return self._hash
 
     @unique_description_hash.setter

@@ -135,7 +135,7 @@ class WriterState:
 
 
 class Lengths(NamedTuple):
-    """Return the position of the lengths of ``count`` documents in a file, as int32."""
+    """Where the lengths of ``count`` documents lie in a file, as int32."""
 
     path: Path
     offset: int

@@ -191,8 +191,14 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             raise UserError(
                 f"--adapters {config.name} is the name of the model itself: choose another, or give --name"
             )
-        facts = (reader, max_context, config.request_seconds, int(time.time()), adapters)
-        server = Server(config.name, *facts)
+        server = Server(
+            name=config.name,
+            reader=reader,
+            max_context=max_context,
+            seconds=config.request_seconds,
+            created=int(time.time()),
+            adapters=adapters,
+        )
         _Run(server, workers, config, options.get("max_requests", 32)).run(sock)
 
 

@@ -152,7 +152,7 @@ class _Gather(torch.autograd.Function):
 
 
 class Anchor(torch.autograd.Function):
-    """Returns the first tensor; backward, the second one gets zeros, so that its parameters have a gradient."""
+    """Identity of the first tensor whose backward gives the second zeros, so that its parameters have a gradient."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, spare: Tensor) -> Tensor:  # type: ignore[override]

@@ -47,7 +47,7 @@ def build_scheduler(
 
 
 def schedule(scheduler: Any, rates: Any, length: Lengths, optimizer: MegatronOptimizer) -> Schedule:
-    """The scheduler for resolved blocks, in which no rate and no weight decay is None."""
+    """Build the LR scheduler; all rates and weight decays must be resolved."""
     return Schedule(
         optimizer,
         init_lr=scheduler.lr_warmup_init,

@@ -297,9 +297,18 @@ class MegatronParamMapping:
         for block in self.blocks(shard):
             start, stop = max(first, position), min(last, position + block.length)
             if start < stop:
-                source = block.start + (start - position) * block.step
-                where = (block.hf, shard.dim, source, start - first, stop - start)
-                copy_ranges.append(CopyRange(*where, block.step, self.expert, self.transposed))
+                copy_ranges.append(
+                    CopyRange(
+                        hf=block.hf,
+                        dim=shard.dim,
+                        source=block.start + (start - position) * block.step,
+                        target=start - first,
+                        length=stop - start,
+                        step=block.step,
+                        expert=self.expert,
+                        transposed=self.transposed,
+                    )
+                )
             position += block.length
         return copy_ranges
 

@@ -124,7 +124,7 @@ class HFCopies(Callback):
         return self._seen != before
 
     def _advance(self, context: Run, patience: float) -> bool:
-        """Finish the copy that is being made, and start the next; whether there is none."""
+        """Finish the copy that is being made and start the next; return True if no copy is pending."""
         root, config = _root(context), context.config.checkpoint
         if self._running is not None and not self._is_finished(self._running, patience):
             return False
