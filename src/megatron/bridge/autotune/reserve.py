@@ -59,28 +59,17 @@ def communicators(config: ConfigContainer, world_size: int) -> int:
     model: Any = config.model
     tensor, context = model.tensor_model_parallel_size, model.context_parallel_size
     tied = model.share_embeddings_and_output_weights or model.mtp_num_layers
-    count = 3
-    if tensor > 1:
-        count += 1
-    if context > 1:
-        count += 1
-    if model.pipeline_model_parallel_size > 1 and tied:
-        count += 1
-    if model.overlap_p2p_comm:  # unbatched messages use a communicator for each neighbor
-        count += 2
-    if config.ddp.num_distributed_optimizer_instances > 1:
-        count += 2
+    ties_stages = model.pipeline_model_parallel_size > 1 and bool(tied)
+    count = 3 + sum([tensor > 1, context > 1, ties_stages])
+    # unbatched messages use a communicator for each of two neighbors
+    count += 2 if model.overlap_p2p_comm else 0
+    count += 2 if config.ddp.num_distributed_optimizer_instances > 1 else 0
     if not model.num_moe_experts:
-        return count + 1 if world_size > 1 else count
+        return count + (world_size > 1)
     expert, expert_tensor = model.expert_model_parallel_size, model.expert_tensor_ranks
-    count += 1
-    if tensor * context > 1:  # balances experts, as the next one does
-        count += 1
-    if model.moe_router_enable_expert_bias:
-        count += 1
-    for size in (expert, expert_tensor, expert * expert_tensor):
-        if size > 1:
-            count += 1
+    balances_bias = bool(model.moe_router_enable_expert_bias)
+    count += 1 + sum([tensor * context > 1, balances_bias])
+    count += sum([expert > 1, expert_tensor > 1, expert * expert_tensor > 1])
     if expert == 1 and expert_tensor == tensor:
         return count
     # data parallelism of experts and, unless the optimizer has one of its own, their gradient norm
