@@ -10,6 +10,7 @@ import pytest
 from megatron.bridge.data.config import FinetuningDatasetConfig
 from megatron.bridge.data.loaders import build_iterators
 from megatron.bridge.data.media.media_rules import MediaRules
+from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.media.videos import decode_frames, refer_video
 from megatron.bridge.data.preview.collect import preview
 from megatron.bridge.data.preview.render import to_html
@@ -170,6 +171,27 @@ def test_a_video_whose_frames_change_their_size_is_named(folder):
     toy_vision.film(folder, "a.mp4", 60, 30, frames=8, fps=4)
     with refused("file:3", "a.mp4", "60x30", "44x30"):
         decode_frames(video, range(8))
+
+
+def test_a_processor_without_videos_is_named(folder):
+    (folder / "processor_config.json").write_text('{"processor_class": "NoProcessor"}')
+    with refused("file:3", "dataset.hf_processor_path", "processor_class"):
+        encode(folder, film("a.mp4"))
+
+
+@pytest.mark.parametrize(
+    "values", [{"size": []}, {"image_processor_type": 0}, {"resample": -1}, {"patch_size": "a"}]
+)
+def test_a_damaged_processor_is_named(folder, values):
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    toy_vision.picture(folder, "a.png", 44, 30)
+    with refused("image processor"):
+        samples = encode(folder, {"type": "image", "image": "a.png"}).samples
+        processor = MediaProcessor(
+            MediaRules(str(folder), str(folder)), HuggingFaceTokenizer(str(folder)).hf
+        )
+        processor.pixels(samples[0].images)
 
 
 def test_a_video_that_became_shorter_is_named(folder):

@@ -365,6 +365,13 @@ def test_the_limits_of_one_reader_are_not_those_of_the_process(folder, encode, m
     refuses(lambda: encode(chat(image("a.png"), TEXT)), "file:3", "a.png", "pixels", "smaller")
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "a/" * 3000])
+def test_a_path_that_no_file_has_is_named_in_a_short_sentence(encode, name):
+    with pytest.raises(UserError, match=r"file:3: the image path 'a.* cannot be used") as caught:
+        encode(chat(image(name), TEXT))
+    assert len(str(caught.value)) < 400
+
+
 def test_an_image_in_memory_is_shown_without_its_address(encode):
     raw = {"bytes": b"no image", "path": None}
     with pytest.raises(UserError) as caught:

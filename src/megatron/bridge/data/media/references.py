@@ -136,14 +136,18 @@ def _inside(name: str, root: Path, where: str, kind: str) -> Path:
     try:
         # no file is outside of the root of all files, where names are those of the command's own folder
         path, folder = ((Path() if root == Path("/") else root) / name).resolve(), root.resolve()
+        is_file = path.is_file()
     except (OSError, ValueError) as error:  # too long, or with a null byte
-        raise UserError(f"{where}: the {kind} path {name!r} cannot be used: {error}") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(
+            f"{where}: the {kind} path {name!r:.200} cannot be used: {reason}: correct it"
+        ) from error
     if not path.is_relative_to(folder):
         raise UserError(
             f"{where}: the {kind} {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
             f"folder that holds all {kind}s"
         )
-    if not path.is_file():
+    if not is_file:
         raise UserError(
             f"{where}: the {kind} {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
         )

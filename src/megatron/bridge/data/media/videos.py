@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.bridge.data.media.expansion import Grid
-from megatron.bridge.data.media.media_rules import MediaRules, loading
+from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
 from megatron.bridge.data.media.references import MAX_PIXELS as MAX_IMAGE_PIXELS
 from megatron.bridge.data.media.references import (
     ImageReference,
@@ -63,7 +63,9 @@ class VideoProcessor:
         )
 
     def text(self, video: VideoReference) -> str:
-        return self.processor.replace_video_token(self._without_pixels(video), 0)
+        inputs = self._without_pixels(video)
+        with _video_errors(video):
+            return self.processor.replace_video_token(inputs, 0)
 
     def tokens(self, video: VideoReference) -> int:
         return self.text(video).count(self._token)
@@ -148,7 +150,7 @@ class VideoProcessor:
             list(range(video.frames)),
         )
         options = {} if sample is None else {"do_sample_frames": sample}
-        try:
+        with _video_errors(video):
             return self.processor.video_processor(
                 frames,
                 video_metadata=metadata,
@@ -156,11 +158,19 @@ class VideoProcessor:
                 return_tensors="pt",
                 **options,
             )
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-            raise UserError(
-                f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
-                f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, or remove the record"
-            ) from error
+
+
+@contextmanager
+def _video_errors(video: VideoReference) -> Iterator[None]:
+    """Convert errors of transformers' processor to one sentence about the video."""
+    try:
+        yield
+    except PROCESSOR_ERRORS as error:
+        raise UserError(
+            f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
+            f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, remove the record, or "
+            "check the files of the video processor"
+        ) from error
 
 
 def zeros_without_memory(like: Tensor) -> Tensor:
@@ -334,6 +344,8 @@ def _load(kind: str, rules: MediaRules) -> Any:
         raise UserError(f"the records have videos, and torchvision is not installed: {_EXTRA}")
     with loading(path, "processor for videos that can be loaded"):
         processor: Any = AutoProcessor.from_pretrained(path)
+        if not hasattr(processor, "video_processor"):
+            raise ValueError(f"its processor_class is {type(processor).__name__}")
     _choose_frames(
         processor.video_processor, rules, "num_frames" if kind == "smolvlm" else "max_frames"
     )
