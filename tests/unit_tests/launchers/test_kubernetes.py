@@ -186,6 +186,14 @@ def test_the_command_writes_a_manifest(tmp_path, capsys):
             ("needs 2 processes", "start 6 or 8"),
         ),
         ((*CLUSTER, "--resource", "memory"), ("--resource memory", "NAME=VALUE")),
+        (
+            (*CLUSTER[:-1], "registry/bridge:1\ncommand: [sh]"),
+            ("--container-image 'registry/bridge:1\\ncommand: [sh]'", "line break"),
+        ),
+        ((*CLUSTER[:-1], "a b"), ("--container-image 'a b' is not the name of an image",)),
+        ((*CLUSTER, "--mount", "claim:/a\nb"), ("--mount 'claim:/a\\nb'", "line break")),
+        ((*CLUSTER, "--env", "A\nB=1"), ("--env 'A\\nB'", "name of a variable")),
+        ((*CLUSTER, "--rdma", "rdma/ib=4\n"), ("--rdma 'rdma/ib=4\\n'", "line break")),
     ],
 )
 def test_mistakes_of_the_command_are_named(capsys, arguments, words):

@@ -59,6 +59,15 @@ def test_a_plain_launch_is_fine():
     ("fields", "sentence"),
     [
         ({"devices": 0}, "--devices 0 is not possible"),
+        (
+            {"partition": "gpu\n#SBATCH --uid=0"},
+            "--partition 'gpu\\n#SBATCH --uid=0' has a line break",
+        ),
+        (
+            {"container_image": "image\n", "mount": ("a:b",)},
+            "--container-image 'image\\n' has a line break",
+        ),
+        ({"executor": {"setup_lines": ["a\rb"]}}, "--executor 'a\\rb' has a line break"),
         ({"experiment_name": "a b"}, "--experiment-name 'a b' names a folder"),
         ({"time": "4h"}, "--time 4h is not a duration"),
         ({"env": {"path": "x"}}, "--env path: the name must be capital letters"),

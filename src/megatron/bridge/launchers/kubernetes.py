@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.bridge.launchers.options import too_small
+from megatron.bridge.launchers.options import control_characters, too_small
 from megatron.bridge.utils.errors import refuse
 
 Kind = Literal["jobset", "pytorchjob"]
@@ -44,8 +44,33 @@ class KubernetesOptions:
     preempt_time: int
 
     def validate(self) -> None:
-        problems = [*_name_problems(self), *_volume_problems(self.mount), *_resource_problems(self)]
-        refuse([*problems, *too_small(self, {"nodes": 1, "devices": 1, "retries": 0})])
+        refuse(
+            [
+                *control_characters(self, quoted=("program", "env")),
+                *_image_problems(self.container_image),
+                *_name_problems(self),
+                *_volume_problems(self.mount),
+                *_resource_problems(self),
+                *_variable_problems(self.env),
+                *too_small(self, {"nodes": 1, "devices": 1, "retries": 0}),
+            ]
+        )
+
+
+def _image_problems(image: str) -> list[str]:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", image):
+        return []
+    return [
+        f"--container-image {image!r} is not the name of an image: write REGISTRY/NAME:TAG or NAME@DIGEST"
+    ]
+
+
+def _variable_problems(variables: dict[str, str]) -> list[str]:
+    return [
+        f"--env {name!r} is not the name of a variable: use letters, digits and '_'"
+        for name in variables
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+    ]
 
 
 def _name_problems(options: KubernetesOptions) -> list[str]:

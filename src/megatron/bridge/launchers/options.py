@@ -2,7 +2,8 @@
 """What a launch can be asked for, and what contradicts what."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +87,7 @@ class LaunchOptions:
         refuse(
             [
                 *too_small(self, least),
+                *control_characters(self, quoted=("arguments", "env")),
                 *_texts(self),
                 *(_local(self) if self.local else _remote(self)),
             ]
@@ -99,6 +101,38 @@ def too_small(options: object, least: dict[str, int]) -> list[str]:
         for name, minimum in least.items()
         if (value := getattr(options, name)) < minimum
     ]
+
+
+def control_characters(options: Any, quoted: tuple[str, ...] = ()) -> list[str]:
+    """Return a sentence for each of the ``options`` with a line break or another control character.
+
+    They are written into manifests, batch scripts and commands, where a line break would start another line.
+
+    Args:
+        options: A dataclass.
+        quoted: Names of fields whose texts are quoted wherever they are written.
+    """
+    names = [item.name for item in fields(options) if item.name not in quoted]
+    problems: list[str] = []
+    for name in names:
+        for text in _texts_in(getattr(options, name)):
+            if any(ord(character) < 32 or ord(character) == 127 for character in text):
+                problems.append(
+                    f"{_flag(name)} {text!r} has a line break or another control character: remove it"
+                )
+    return problems
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts_in(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _texts_in(item)
 
 
 def _texts(options: LaunchOptions) -> list[str]:

@@ -20,6 +20,7 @@ from megatron.bridge.data.records.preparation import prepare
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import FileSource
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer
+from megatron.bridge.utils.errors import UserError
 from tests import toy_vision
 from tests.refusals import refused
 
@@ -352,6 +353,31 @@ def test_extreme_sizes_are_named(folder, encode):
     refuses(lambda: encode(chat(image("line.png"), TEXT)), "file:3", "line.png", "2000x2")
     Image.new("1", (20_000, 6_000)).save(folder / "huge.png")
     refuses(lambda: encode(chat(image("huge.png"), TEXT)), "file:3", "huge.png", "100,000,000")
+
+
+def test_the_limits_of_one_reader_are_not_those_of_the_process(folder, encode, monkeypatch):
+    from PIL import Image
+
+    limit = Image.MAX_IMAGE_PIXELS
+    encode(chat(image("a.png"), TEXT))
+    assert limit == Image.MAX_IMAGE_PIXELS
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    refuses(lambda: encode(chat(image("a.png"), TEXT)), "file:3", "a.png", "pixels", "smaller")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "a/" * 3000])
+def test_a_path_that_no_file_has_is_named_in_a_short_sentence(encode, name):
+    with pytest.raises(UserError, match=r"file:3: the image path 'a.* cannot be used") as caught:
+        encode(chat(image(name), TEXT))
+    assert len(str(caught.value)) < 400
+
+
+def test_an_image_in_memory_is_shown_without_its_address(encode):
+    raw = {"bytes": b"no image", "path": None}
+    with pytest.raises(UserError) as caught:
+        encode(chat({"type": "image", "image": raw}, TEXT))
+    assert "cannot identify image file)" in str(caught.value)
+    assert " at 0x" not in str(caught.value)
 
 
 def test_formats_are_those_that_no_program_has_to_read(folder, encode):

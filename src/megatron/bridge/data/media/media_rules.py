@@ -18,12 +18,25 @@ def has_processor(path: str) -> bool:
     return not folder.exists() or any((folder / name).is_file() for name in FILES)
 
 
+PROCESSOR_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers' processors raise for files with values of a wrong type or range."""
+
+
 @contextmanager
 def loading(path: str, what: str) -> Iterator[None]:
     """Turn what transformers raises into an error that says that the checkpoint has no ``what``."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except PROCESSOR_ERRORS as error:
         raise UserError(
             f"dataset.hf_processor_path={path} has no {what} ({one_line(error)}): give the directory or hub id of a "
             "vision-language model"

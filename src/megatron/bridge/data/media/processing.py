@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
-from megatron.bridge.data.media.media_rules import MediaRules, loading
+from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
 from megatron.bridge.data.media.references import (
     ImageReference,
@@ -302,7 +302,7 @@ class MediaProcessor:
     def _measured(self, rule: Any, image: ImageReference) -> Any:
         try:
             return rule(image.height, image.width)
-        except (ValueError, ZeroDivisionError) as error:
+        except PROCESSOR_ERRORS as error:
             raise _unusable(image, error) from error
 
     @property
@@ -415,7 +415,7 @@ class MediaProcessor:
     def _processed(self, image: ImageReference, decoded: "Image.Image") -> dict[str, Tensor]:
         try:
             found = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
-        except (ValueError, RuntimeError) as error:
+        except PROCESSOR_ERRORS as error:
             raise _unusable(image, error) from error
         tensors = {name: torch.as_tensor(found[name]) for name in _TENSORS if name in found}
         if self.kind in BY_SAMPLE:  # of one sample
@@ -446,7 +446,7 @@ def _padded(part: Tensor, shape: list[int]) -> Tensor:
 def _unusable(image: ImageReference, error: Exception) -> UserError:
     return UserError(
         f"{image.where}: the image {shown(image.source)} with {image.width}x{image.height} pixels cannot be used "
-        f"({one_line(error)}): change its size, or remove the record"
+        f"({one_line(error)}): change its size, remove the record, or check the files of the image processor"
     )
 
 

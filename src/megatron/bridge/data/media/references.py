@@ -8,11 +8,14 @@ tokenized and packed without decoding a pixel.
 import base64
 import binascii
 import io
-from collections.abc import Mapping
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from megatron.bridge.utils.errors import UserError, one_line
+from megatron.bridge.utils.regular_files import open_regular_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -66,19 +69,16 @@ def decode(reference: ImageReference) -> "Image.Image":
     """
     from PIL import ImageOps
 
-    where = reference.where
-    try:
-        with _open(reference.source, where) as file:
-            image = _on_white(ImageOps.exif_transpose(file))
-    except (OSError, ValueError, SyntaxError, RuntimeError) as error:
-        raise unreadable("image", reference.source, where, error) from error
-    if image.size != (reference.width, reference.height):
-        raise UserError(
-            f"{where}: the image {shown(reference.source)} is {image.width}x{image.height} and was "
-            f"{reference.width}x{reference.height} when the sample was made: restore it, or remove the prepared "
-            "samples"
-        )
-    return image
+    source, where = reference.source, reference.where
+    with _image_errors(source, where), _opened(source, where) as file:
+        height, width = _turned_size(file)
+        if (height, width) != (reference.height, reference.width):
+            raise UserError(
+                f"{where}: the image {shown(source)} is {width}x{height} and was "
+                f"{reference.width}x{reference.height} when the sample was made: restore it, or remove the prepared "
+                "samples"
+            )
+        return _on_white(ImageOps.exif_transpose(file))
 
 
 def _on_white(image: "Image.Image") -> "Image.Image":
@@ -136,14 +136,18 @@ def _inside(name: str, root: Path, where: str, kind: str) -> Path:
     try:
         # no file is outside of the root of all files, where names are those of the command's own folder
         path, folder = ((Path() if root == Path("/") else root) / name).resolve(), root.resolve()
+        is_file = path.is_file()
     except (OSError, ValueError) as error:  # too long, or with a null byte
-        raise UserError(f"{where}: the {kind} path {name!r} cannot be used: {error}") from error
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(
+            f"{where}: the {kind} path {name!r:.200} cannot be used: {reason}: correct it"
+        ) from error
     if not path.is_relative_to(folder):
         raise UserError(
             f"{where}: the {kind} {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
             f"folder that holds all {kind}s"
         )
-    if not path.is_file():
+    if not is_file:
         raise UserError(
             f"{where}: the {kind} {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
         )
@@ -152,52 +156,88 @@ def _inside(name: str, root: Path, where: str, kind: str) -> Path:
 
 def _measure(source: str, where: str) -> tuple[int, int]:
     """Height and width, as they are after turning."""
-    try:
-        with _open(source, where) as image:
-            width, height = image.size
-            # a PNG is decoded as a whole to look for EXIF behind its pixels, and PIL turns the size of a TIFF itself
-            has_exif = "exif" in image.info if image.format == "PNG" else image.format != "TIFF"
-            turned = has_exif and image.getexif().get(_ORIENTATION) in _TURNED
-    except (OSError, ValueError, SyntaxError, RuntimeError) as error:
-        raise unreadable("image", source, where, error) from error
+    with _image_errors(source, where), _opened(source, where) as image:
+        height, width = _turned_size(image)
     if width * height > MAX_PIXELS:
-        raise UserError(
-            f"{where}: the image {shown(source)} has {width}x{height} pixels, more than {MAX_PIXELS:,}: make it smaller"
-        )
-    return (width, height) if turned else (height, width)
+        raise _too_large(source, where, f"{width}x{height}")
+    return height, width
 
 
-def _open(source: str, where: str) -> "Image.Image":
-    """The image, its pixels not read yet. PIL's own limit is not needed: ``_measure`` has one."""
+def _turned_size(image: "Image.Image") -> tuple[int, int]:
+    """Height and width, as they are after turning; no pixel is decoded."""
+    width, height = image.size
+    # a PNG is decoded as a whole to look for EXIF behind its pixels, and PIL turns the size of a TIFF itself
+    has_exif = "exif" in image.info if image.format == "PNG" else image.format != "TIFF"
+    if has_exif and image.getexif().get(_ORIENTATION) in _TURNED:
+        return width, height
+    return height, width
+
+
+@contextmanager
+def _image_errors(source: str, where: str) -> Generator[None]:
+    """Convert PIL's errors to one sentence about the image."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None
-    Image.init()
-    return Image.open(
-        file_of(source, where), formats=[name for name in FORMATS if name in Image.OPEN]
+    try:
+        yield
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        # of PIL's own limit, about 179 million pixels, which is state of the whole process
+        pixels = re.search(r"\d+", str(error))
+        raise _too_large(source, where, f"{int(pixels[0]):,}" if pixels else "too many") from error
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        RuntimeError,
+        MemoryError,
+        TypeError,
+        KeyError,
+    ) as error:
+        raise unreadable("image", source, where, error) from error
+
+
+def _too_large(source: str, where: str, pixels: str) -> UserError:
+    return UserError(
+        f"{where}: the image {shown(source)} has {pixels} pixels, more than {MAX_PIXELS:,}: make it smaller"
     )
 
 
-def file_of(source: str, where: str) -> str | io.BytesIO:
-    """The path, or the content of a ``data:`` URL."""
+@contextmanager
+def _opened(source: str, where: str) -> Generator["Image.Image"]:
+    """Open an image whose pixels are not read yet."""
+    from PIL import Image
+
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    with open_file(source, where) as file, Image.open(file, formats=formats) as image:
+        yield image
+
+
+@contextmanager
+def open_file(source: str, where: str) -> Generator[IO[bytes]]:
+    """Open the file of a path, or the content of a ``data:`` URL."""
     if not source.startswith(_DATA):
-        return source
+        with open_regular_file(Path(source)) as file:
+            yield file
+        return
     head, _, text = source.partition(",")
     if not head.endswith(";base64"):
         raise UserError(f"{where}: a data: URL without ;base64 is not read: encode it in base64")
     try:
-        return io.BytesIO(base64.b64decode(text, validate=True))
+        content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise UserError(
             f"{where}: a data: URL has damaged base64 ({error}): encode it again"
         ) from error
+    yield io.BytesIO(content)
 
 
 def unreadable(kind: str, source: str, where: str, error: Exception) -> UserError:
     """What to raise for a damaged file; ``kind`` is the word for it."""
     if isinstance(error, UserError):
         return error
-    reason = one_line(error).split(": <")[0]  # an address of a buffer helps nobody
+    reason = getattr(error, "strerror", None) or one_line(error)
+    reason = re.sub(r"\s*<_io[^>]*>", "", reason)  # PIL names an open file by its address
     return UserError(
         f"{where}: the {kind} {shown(source)} cannot be read ({reason}): repair it, or remove the record"
     )

@@ -7,19 +7,20 @@ Transformers' own processor does all of it. To count tokens it runs on the meta 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.bridge.data.media.expansion import Grid
-from megatron.bridge.data.media.media_rules import MediaRules, loading
+from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
+from megatron.bridge.data.media.references import MAX_PIXELS as MAX_IMAGE_PIXELS
 from megatron.bridge.data.media.references import (
     ImageReference,
     VideoReference,
     decode,
-    file_of,
+    open_file,
     refer,
     shown,
     source_of,
@@ -62,7 +63,9 @@ class VideoProcessor:
         )
 
     def text(self, video: VideoReference) -> str:
-        return self.processor.replace_video_token(self._without_pixels(video), 0)
+        inputs = self._without_pixels(video)
+        with _video_errors(video):
+            return self.processor.replace_video_token(inputs, 0)
 
     def tokens(self, video: VideoReference) -> int:
         return self.text(video).count(self._token)
@@ -147,7 +150,7 @@ class VideoProcessor:
             list(range(video.frames)),
         )
         options = {} if sample is None else {"do_sample_frames": sample}
-        try:
+        with _video_errors(video):
             return self.processor.video_processor(
                 frames,
                 video_metadata=metadata,
@@ -155,11 +158,19 @@ class VideoProcessor:
                 return_tensors="pt",
                 **options,
             )
-        except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-            raise UserError(
-                f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
-                f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, or remove the record"
-            ) from error
+
+
+@contextmanager
+def _video_errors(video: VideoReference) -> Iterator[None]:
+    """Convert errors of transformers' processor to one sentence about the video."""
+    try:
+        yield
+    except PROCESSOR_ERRORS as error:
+        raise UserError(
+            f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
+            f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, remove the record, or "
+            "check the files of the video processor"
+        ) from error
 
 
 def zeros_without_memory(like: Tensor) -> Tensor:
@@ -177,18 +188,17 @@ def refer_video(raw: Any, root: Path, where: str) -> VideoReference:
         return _refer_frames(raw["frames"], raw.get("fps"), root, where)
     source = source_of(raw, root, where, "video")
     with _open(source, where) as container:
-        stream = container.streams.video[0]
+        stream = _picture_stream(container)
         # some containers do not say how many frames they have
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        found = VideoReference(
-            source, stream.height, stream.width, where, frames, float(stream.average_rate or 0)
-        )
-    if not 0 < found.frames <= MAX_FRAMES or not found.fps or not found.height:
+        rate = float(stream.average_rate or 0)
+        video = VideoReference(source, stream.height, stream.width, where, frames, rate)
+    if not 0 < video.frames <= MAX_FRAMES or not video.fps or not video.height or not video.width:
         raise UserError(
-            f"{where}: {_named(found)} has {found.frames:,} frames of {found.width}x{found.height} pixels at "
-            f"{found.fps:g} frames per second, which cannot be used: encode it again"
+            f"{where}: {_named(video)} has {video.frames:,} frames of {video.width}x{video.height} pixels at "
+            f"{video.fps:g} frames per second, which cannot be used: encode it again"
         )
-    return found
+    return video
 
 
 def _refer_frames(frames: Any, fps: Any, root: Path, where: str) -> VideoReference:
@@ -231,27 +241,79 @@ def _of_image(video: VideoReference, number: int) -> np.ndarray:
 
 
 def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
-    found: dict[int, np.ndarray] = {}
+    pixels: dict[int, np.ndarray] = {}
     with _open(str(video.source), video.where) as container:
-        for number, frame in enumerate(container.decode(video=0)):
+        stream = _picture_stream(container)
+        for number, frame in enumerate(container.decode(stream)):
             if number in numbers:
-                found[number] = frame.to_ndarray(format="rgb24")
+                if (frame.width, frame.height) != (video.width, video.height):
+                    raise ValueError(
+                        f"its frame {number} has {frame.width}x{frame.height} pixels instead of "
+                        f"{video.width}x{video.height}"
+                    )
+                pixels[number] = frame.to_ndarray(format="rgb24")
             if number >= max(numbers):
                 break
-    return found
+    return pixels
 
 
 @contextmanager
 def _open(source: str, where: str) -> Iterator[Any]:
-    """A container of PyAV, whose errors, while it is read, too, are one sentence."""
+    """Open a video file with PyAV, and convert errors to one sentence, also those while it is read.
+
+    FFmpeg gets the content of one file and no name. By default it would choose among hundreds of
+    demuxers by the content, and some (hls, concat, dash, sdp, image2, ...) open further files and
+    addresses, which the content names, or listen on a port.
+    """
     av = _av(where)
     try:
-        with av.open(file_of(source, where)) as container:
-            if not container.streams.video:
-                raise ValueError("it has no pictures")
-            yield container
-    except (OSError, ValueError) as error:
+        with open_file(source, where) as file:
+            name = _container_format(file)
+            with av.open(file, format=name, options=_OPTIONS, io_open=_refuse_further) as container:
+                yield container
+    except (av.error.FFmpegError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise unreadable("video", source, where, error) from error
+
+
+CONTAINERS = "mp4, mov, mkv, webm, avi or gif"
+"""The formats of files that are read."""
+_OPTIONS = {
+    "format_whitelist": "mov,mp4,matroska,webm,avi,gif",
+    "protocol_whitelist": "none",  # not even files; ``av.open`` gets an open one
+    "max_pixels": str(MAX_IMAGE_PIXELS),  # of one frame, checked by the decoder
+}
+_BOXES = (b"ftyp", b"moov", b"mdat", b"moof", b"styp", b"free", b"skip", b"wide", b"pnot")
+"""The kinds of the first part of an mp4 or mov file, behind its length of four bytes."""
+
+
+def _container_format(file: IO[bytes]) -> str:
+    """Return FFmpeg's name of the container format, from the first bytes of the file."""
+    head = file.read(12)
+    file.seek(0)
+    if head[4:8] in _BOXES:
+        return "mov"
+    if head.startswith(b"\x1a\x45\xdf\xa3"):
+        return "matroska"
+    if head.startswith(b"RIFF") and head[8:] == b"AVI ":
+        return "avi"
+    if head.startswith((b"GIF87a", b"GIF89a")):
+        return "gif"
+    raise ValueError(f"it is not {CONTAINERS}")
+
+
+def _refuse_further(address: str, flags: int, options: Any) -> Any:
+    """Refuse what a video file names besides its own content."""
+    raise ValueError(f"it names another file, {address!r:.100}")
+
+
+def _picture_stream(container: Any) -> Any:
+    """Return the first stream of pictures, which FFmpeg must have a decoder for."""
+    if not container.streams.video:
+        raise ValueError("it has no pictures")
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("its pictures are of an unknown kind")
+    return stream
 
 
 def _av(where: str) -> Any:
@@ -282,6 +344,8 @@ def _load(kind: str, rules: MediaRules) -> Any:
         raise UserError(f"the records have videos, and torchvision is not installed: {_EXTRA}")
     with loading(path, "processor for videos that can be loaded"):
         processor: Any = AutoProcessor.from_pretrained(path)
+        if not hasattr(processor, "video_processor"):
+            raise ValueError(f"its processor_class is {type(processor).__name__}")
     _choose_frames(
         processor.video_processor, rules, "num_frames" if kind == "smolvlm" else "max_frames"
     )

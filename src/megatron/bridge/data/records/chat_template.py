@@ -8,64 +8,18 @@ answer, including its end-of-turn token. If not (some templates rewrite earlier 
 certain, and the record is refused: training on everything would look just as plausible in a loss curve.
 """
 
-import os
 import re
-import resource
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.formats import Chat, Message
 from megatron.bridge.data.records.media_parts import as_parts
+from megatron.bridge.data.records.template_sandbox import render_conversation
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
-
-CPU_SECONDS = 10.0
-MEMORY = 4 << 30
-
-
-@contextmanager
-def limited(cpu_seconds: float = CPU_SECONDS, memory: int = MEMORY) -> Generator[None]:
-    """Stop the block with an error when it takes more than this CPU time or memory.
-
-    Limits apply in the main thread, because only it receives signals; elsewhere the block runs without limits.
-
-    ``memory`` is in bytes, in addition to the address space of the process at the start.
-
-    Raises:
-        TimeoutError: the block takes longer.
-        MemoryError: the block needs more memory.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> NoReturn:
-        raise TimeoutError(f"it takes more than {cpu_seconds:.0f} s")
-
-    before, (soft, hard) = (
-        signal.signal(signal.SIGVTALRM, interrupt),
-        resource.getrlimit(resource.RLIMIT_AS),
-    )
-    wanted = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + memory
-    )
-    resource.setrlimit(
-        resource.RLIMIT_AS, (wanted if soft == resource.RLIM_INFINITY else min(soft, wanted), hard)
-    )
-    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,32 +141,27 @@ class ChatTemplate:
 
     def _text(self, chat: Chat, count: int, generate: bool, where: str) -> tuple[str, list[Span]]:
         """Render the first ``count`` messages; return the text and the parts that are marked as generated."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        render: Any = render_jinja_template  # its type hints promise one string
         template = self._source(chat, where)
         messages = chat.messages[:count]
         if self.parts and not _STRINGS.search(template):
             messages = [
                 {**message, "content": as_parts(message["content"])} for message in messages
             ]
-        values = {**self.hf.special_tokens_map, **self.options, **chat.template_options}
+        variables = {**self.hf.special_tokens_map, **self.options, **chat.template_options}
         try:
-            with limited():
-                texts, spans = render(
-                    [messages],
-                    tools=list(chat.tools) if chat.tools else None,
-                    chat_template=template,
-                    return_assistant_tokens_mask=bool(GENERATION.search(template)),
-                    add_generation_prompt=generate,
-                    **values,
-                )
+            return render_conversation(
+                template,
+                messages,
+                chat.tools,
+                {"add_generation_prompt": generate, **variables},
+                find_spans=bool(GENERATION.search(template)),
+            )
         except Exception as error:  # the template is a program of its own
             part = "" if count == len(chat.messages) else f", given its first {count} messages"
+            reason = one_line(error) or "it needs too much memory"
             raise UserError(
-                f"{where}: the chat template refuses the conversation{part}: {one_line(error)}"
+                f"{where}: the chat template refuses the conversation{part}: {reason}"
             ) from error
-        return texts[0], spans[0] if spans else []
 
     def _source(self, chat: Chat, where: str) -> str:
         try:

@@ -17,6 +17,7 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron.bridge.data.records.template_sandbox import render_conversation
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils import distributed
@@ -64,12 +65,16 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
+        return render_conversation(
+            self.tokenizer.get_chat_template(),
             chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+            None,
+            {
+                **self.tokenizer.special_tokens_map,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": not add_generation_prompt,
+            },
+        ).text
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and whether greedy decoding would generate it."""

@@ -127,7 +127,11 @@ def _host_name(value: str) -> str:
 
 
 async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
-    """Read the body of a request (empty unless ``keep``), or None if the client has disconnected."""
+    """Read the body of a request (empty unless ``keep``), or None if the client has disconnected.
+
+    A body that is too large is read to its end and dropped: a client that is still sending when the connection
+    closes sees a reset connection and not the response.
+    """
     parts: list[bytes] = []
     size = 0
     while True:
@@ -136,13 +140,17 @@ async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
             return None
         part = message.get("body", b"")
         size += len(part)
-        parts += [part] if keep else []
         if size > most:
-            raise ApiError(
-                413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests"
-            )
+            parts.clear()
+        elif keep:
+            parts.append(part)
         if not message.get("more_body"):
-            return b"".join(parts)
+            break
+    if size > most:
+        raise ApiError(
+            413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests"
+        )
+    return b"".join(parts)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
