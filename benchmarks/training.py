@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from measure import DEVICE, table, wait
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.backends.hardware.bf16 import VARIABLE as BF16_VARIABLE
 from megatron.bridge.data.config import DatasetRequest, MockGPTDatasetConfig
 from megatron.bridge.data.tokenizer import NullTokenizer, TokenizerConfig
 from megatron.bridge.training.config import (
@@ -370,9 +372,11 @@ def one_precision(args: argparse.Namespace, precision: str) -> list[list[str]]:
     pipes = []
     for kind in ("HF Trainer", "HF plain loop", "megatron"):
         pipe, theirs = context.Pipe()
-        context.Process(
-            target=serve, args=(kind, args, precision == "bf16", theirs), daemon=True
-        ).start()
+        # without bf16 instructions, importing the framework would make the products of the others faster, too
+        with patched_environment({} if kind == "megatron" else {BF16_VARIABLE: "native"}):
+            context.Process(
+                target=serve, args=(kind, args, precision == "bf16", theirs), daemon=True
+            ).start()
         for name in pipe.recv():
             candidates[name] = partial(ask, pipe, name)
         pipes.append(pipe)
@@ -380,6 +384,18 @@ def one_precision(args: argparse.Namespace, precision: str) -> list[list[str]]:
     for pipe in pipes:
         pipe.send(None)
     return found
+
+
+@contextmanager
+def patched_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, which processes that start inside the context inherit."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def ask(pipe: Any, name: str, _steps: int) -> Stamps:

@@ -44,14 +44,18 @@ def parser() -> argparse.ArgumentParser:
         description="Convert SmolLM2-135M from Hugging Face to Megatron-Core, fine-tune it on Shakespeare with "
         "tensor parallelism over two processes, export it to Hugging Face format, and check it with transformers. "
         "Then train a LoRA adapter on conversations, and ask the same questions before and after. This takes "
-        "about 6 minutes on two cores and needs no GPU. `--only vision` teaches a tiny vision-language model, "
+        "5 to 12 minutes on two cores and needs no GPU; slow machines train fewer steps. "
+        "`--only vision` teaches a tiny vision-language model, "
         "from random weights, to name shapes on generated pictures.",
     )
     options.add_argument(
         "--out", type=Path, default=Path("demo"), help="folder of the results (default: demo)"
     )
     options.add_argument(
-        "--steps", type=int, default=20, help="optimizer steps on Shakespeare (default: 20)"
+        "--steps",
+        type=int,
+        help=f"optimizer steps on Shakespeare (default: what fits into {shakespeare.TRAINING_SECONDS // 60} minutes, "
+        f"{shakespeare.FEWEST_STEPS} to {shakespeare.MOST_STEPS})",
     )
     options.add_argument(
         "--only", choices=PARTS, help="run only this part; vision needs no network"
@@ -61,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run all stages and print the summary."""
-    if args.steps < 1:
+    if args.steps is not None and args.steps < 1:
         raise UserError(f"--steps {args.steps}: at least one step is needed")
     paths = Paths(ROOT / ".cache" / "demo", args.out.absolute())
     started = time.perf_counter()
@@ -74,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if with_smollm2:
         prepare(runner, paths)
     if shakespeare in parts:
-        shakespeare.run(runner, paths, args.steps)
+        shakespeare.run(runner, paths, args.steps, with_lora=chat in parts)
     if chat in parts:
         chat.run(runner, paths)
     if vision in parts:

@@ -55,7 +55,6 @@ def train(runner: Runner, paths: Paths) -> None:
         "optimizer.min_lr": 3e-4,
         "scheduler.lr_warmup_fraction": 0,  # eight steps are too few for a warmup
         "validation.eval_iters": 0,
-        "mixed_precision": "fp32",  # few CPUs compute in bf16
         "logger.log_interval": 1,
         "checkpoint.pretrained_checkpoint": paths.source_model,
         "checkpoint.save": paths.out / "adapter",

@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from megatron.bridge import AutoBridge
@@ -50,12 +50,17 @@ def measure(
 
 
 def megatron_logits(hugging_face: Path, checkpoint: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of the trained Megatron checkpoint, in fp32 in this one process."""
+    """Logits of the trained Megatron checkpoint, in fp32 in this one process.
+
+    The export rounds the weights of a run in fp32 to the dtype of the Hugging Face model, and so does this function.
+    """
     bridge = AutoBridge.from_hf_pretrained(str(hugging_face))
     (model,) = bridge.load_megatron_model(str(checkpoint), mp_overrides=None, wrap_with_ddp=False)
+    exported = AutoConfig.from_pretrained(hugging_face).dtype
     positions = torch.arange(tokens.shape[1])[None]
+    model.to(exported).float().eval()
     with torch.no_grad():
-        return model.float().eval()(input_ids=tokens, position_ids=positions, attention_mask=None)
+        return model(input_ids=tokens, position_ids=positions, attention_mask=None)
 
 
 def plot(metrics: list[dict[str, Any]], held_out: tuple[float, float], path: Path) -> None:

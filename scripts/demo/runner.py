@@ -24,6 +24,7 @@ class Runner:
         self.logs = logs
         self.stages = stages
         self.current = 0
+        self.seconds = 0.0  # of the last stage
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
@@ -32,7 +33,8 @@ class Runner:
         started = time.perf_counter()
         say(f"[{self.current}/{self.stages}] {title}")
         yield
-        say(f"      done in {time.perf_counter() - started:.0f} s")
+        self.seconds = time.perf_counter() - started
+        say(f"      done in {self.seconds:.0f} s")
 
     def run(self, *command: str | Path, live: bool = False) -> None:
         """Run ``command``; its output goes to the log of the stage and, with ``live``, to the terminal.

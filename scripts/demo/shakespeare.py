@@ -4,20 +4,39 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 from megatron.bridge.utils.errors import UserError
 from scripts.demo.paths import ROOT, Paths, script
-from scripts.demo.runner import PROCESSES, Runner, as_typed, megatron_bridge, torchrun
+from scripts.demo.runner import PROCESSES, Runner, as_typed, megatron_bridge, say, torchrun
 
-STAGES = 5
+STAGES = 6
 SEQ_LENGTH = 512
 GLOBAL_BATCH_SIZE = 4
+TRIAL_STEPS = 2  # the first one also fills caches and buffers
+TRAINING_SECONDS = 240
+FEWEST_STEPS, MOST_STEPS = 4, 20
+
+# What the stages after the trial take, in steps (validation and evaluation compute without gradients) and in starts of
+# the framework, whose duration is that of the conversion.
+EVALUATION = 4
+LORA = 10
+STARTS, LORA_STARTS = 4, 4
 
 
-def run(runner: Runner, paths: Paths, steps: int) -> None:
-    """Run the stages of this part."""
+def run(runner: Runner, paths: Paths, steps: int | None, with_lora: bool) -> None:
+    """Run the stages of this part; ``with_lora``: the other part follows, whose time is announced, too."""
     tokenize(runner, paths)
     convert(runner, paths)
+    start_seconds = runner.seconds
+    with runner.stage(f"Time a step on this machine: {TRIAL_STEPS} steps whose result is dropped"):
+        step_seconds = measure_step(runner, paths)
+    steps = steps or choose_steps(step_seconds)
+    starts = STARTS + LORA_STARTS * with_lora
+    later_steps = steps + EVALUATION + LORA * with_lora
+    minutes = (later_steps * step_seconds + starts * start_seconds) / 60
+    say(f"      a step takes {step_seconds:.1f} s: {steps} steps are trained")
+    say(f"      all that follows takes about {max(1, round(minutes))} minutes")
     train(runner, paths, steps)
     export(runner, paths)
     evaluate(runner, paths)
@@ -46,8 +65,32 @@ def convert(runner: Runner, paths: Paths) -> None:
         )  # fmt: skip
 
 
+def measure_step(runner: Runner, paths: Paths) -> float:
+    """Train a few steps without saving, and return the seconds of the fastest one."""
+    trial = paths.out / "trial"
+    command = training_command(paths, TRIAL_STEPS)
+    runner.run(
+        *command, "validation.eval_iters=0", "checkpoint.save=null", f"logger.log_dir={trial}"
+    )  # fmt: skip
+    entries = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
+    return min(entry["step time"] for entry in entries if entry["kind"] == "train")
+
+
+def choose_steps(step_seconds: float) -> int:
+    """Return how many steps fit into the time for training."""
+    return min(MOST_STEPS, max(FEWEST_STEPS, int(TRAINING_SECONDS / step_seconds)))
+
+
 def train(runner: Runner, paths: Paths, steps: int) -> None:
     """Fine-tune with tensor parallelism over two processes."""
+    with runner.stage(
+        f"Fine-tune on Shakespeare: {steps} steps, tensor parallel over {PROCESSES} processes"
+    ):
+        runner.run(*training_command(paths, steps), live=True)
+
+
+def training_command(paths: Paths, steps: int) -> list[str | Path]:
+    """The command that trains ``steps`` steps."""
     overrides = {
         "model.tensor_model_parallel_size": PROCESSES,
         "model.make_query_groups_divisible_by": PROCESSES,  # 9 heads in 3 groups do not split over two
@@ -69,16 +112,12 @@ def train(runner: Runner, paths: Paths, steps: int) -> None:
         "checkpoint.save_optim": "false",
         "tokenizer.tokenizer_model": paths.source_model,
     }
-    with runner.stage(
-        f"Fine-tune on Shakespeare: {steps} steps, tensor parallel over {PROCESSES} processes"
-    ):
-        runner.run(
-            *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
-            "--recipe", "smollm2_135m_pretrain_config", "--mode", "sft",
-            "--data", paths.out / "text" / "train", "--seq_length", str(SEQ_LENGTH),
-            *(f"{key}={value}" for key, value in overrides.items()),
-            live=True,
-        )  # fmt: skip
+    return [
+        *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
+        "--recipe", "smollm2_135m_pretrain_config", "--mode", "sft",
+        "--data", paths.out / "text" / "train", "--seq_length", str(SEQ_LENGTH),
+        *(f"{key}={value}" for key, value in overrides.items()),
+    ]  # fmt: skip
 
 
 def export(runner: Runner, paths: Paths) -> None:

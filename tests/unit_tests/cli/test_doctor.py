@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.bridge.backends.cpu import device
-from megatron.bridge.backends.hardware import compiler, speed
+from megatron.bridge.backends.hardware import bf16, compiler, speed
 from megatron.bridge.cli import doctor
 from megatron.bridge.cli.main import main
 
@@ -28,6 +28,19 @@ def test_a_recipe_on_a_machine_without_a_gpu(capsys):
     assert re.search(r"model\.bias_activation_fusion=True becomes False: .*CPUs", text)
     assert "experts of the torch spec: one product per expert" in text
     assert "measured" not in text
+
+
+@pytest.mark.parametrize(("choice", "how"), [("widen", "computed in fp32"), ("native", "native")])
+def test_products_in_bf16(monkeypatch, choice, how):
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    monkeypatch.setenv(bf16.VARIABLE, choice)
+    bf16.choose_products.cache_clear()
+    try:
+        (line,) = [line for line in doctor._kernels() if line.startswith("products in bf16")]
+    finally:
+        bf16.choose_products.cache_clear()
+    assert how in line
+    assert f"({bf16.VARIABLE}={choice})" in line
 
 
 def test_settings_change_the_run(capsys):

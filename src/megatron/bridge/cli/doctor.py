@@ -82,7 +82,7 @@ def _kernels() -> Iterator[str]:
     import torch
     from megatron.core.tensor_parallel import layers
 
-    from megatron.bridge.backends.hardware import compiler
+    from megatron.bridge.backends.hardware import bf16, compiler
     from megatron.bridge.backends.specs import layer_specs
     from megatron.bridge.training.config.resolve.findings import CAPABILITIES, Hardware
 
@@ -101,6 +101,9 @@ def _kernels() -> Iterator[str]:
     else:
         yield "norms, rotary embeddings, cross entropy: PyTorch's operations in few passes over memory (no GPU)"
         yield "attention: scaled_dot_product_attention (no GPU)"
+        products = bf16.choose_products()
+        how = "computed in fp32 and rounded once" if products.widened else "native"
+        yield f"products in bf16 on the CPU: {how} ({products.reason})"
     fused = layers._grad_accum_fusion_available
     yield f"gradient accumulation in the matrix product: {'available' if fused else 'not available (needs Apex)'}"
     for scaling in CAPABILITIES:

@@ -58,5 +58,6 @@ def _export(args: argparse.Namespace, hf_model: str) -> int:
         strict=not args.not_strict,
         mp_overrides=model_options.parallel_sizes(args),
         overwrite=args.overwrite,
+        weight_dtype=args.dtype,
     )
     return 0

@@ -33,6 +33,7 @@ from megatron.bridge.backends.decoding.packed_linear import (
     PackedLayer,
     PackedWeight,
     can_pack,
+    pack_weight,
 )
 from megatron.bridge.backends.decoding.recurrent_cache import RecurrentCache
 from megatron.bridge.backends.decoding.step import ROW_MULTIPLE, Step, padded_rows
@@ -59,7 +60,7 @@ class DecodingState:
     """Caches for all layers of this rank's chunks.
 
     The caches hold ``tokens`` tokens of all requests together, and the recurrent states of ``requests`` requests. With
-    ``pack``, weights on CPUs are stored in oneDNN's packed format while the caches are attached; meanwhile, the
+    ``pack``, weights on CPUs are stored in a packed format while the caches are attached; meanwhile, the
     parameters are empty.
     """
 
@@ -159,7 +160,7 @@ class DecodingState:
                     changes.empty(module.weight, packed)
         for module in _modules(self.bare, GroupedLinear):
             if _is_plain(module) and all(can_pack(weight) for weight in module.weights()):
-                packed = [PackedWeight(weight) for weight in module.weights()]
+                packed = [pack_weight(weight) for weight in module.weights()]
                 changes.set(module, "packed", packed)
                 for weight, stored in zip(module.weights(), packed, strict=True):
                     changes.empty(weight, stored)
@@ -248,7 +249,7 @@ class _Changes(ExitStack):
 
 def _set_packed(changes: _Changes, layer: Any, weight: Tensor) -> PackedWeight:
     """Make a parallel linear layer use packed weights."""
-    packed = PackedWeight(weight)
+    packed = pack_weight(weight)
     if _is_plain(layer) and layer.tp_group.size() == 1:
         changes.set(layer, "forward", PackedLayer(layer, packed))
     else:

@@ -53,6 +53,7 @@ def install() -> None:
     _patch_uneven_collectives()
     _patch_coalescing_manager()
     _patch_optimizers()
+    _widen_products()
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -408,6 +409,13 @@ def _without_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Ca
             return plain(self, *args, **kwargs)
 
     return call
+
+
+def _widen_products() -> None:
+    """Products in bf16 take 4 to 15 times the time of fp32 on a processor without bf16 instructions."""
+    from megatron.bridge.backends.kernels import widened_products
+
+    widened_products.install()
 
 
 def patch_linear(module: Any) -> None:

@@ -30,12 +30,23 @@ static inline element narrow(float x) { return x; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, TOKENS = 32, SCORES = 1 << 22 };
+enum { LANES = 16, BLOCK = 16, ROWS = 8, TILE = 64, TOKENS = 32, SCORES = 1 << 22, DEPTH = 256 };
 
 #define ROUND(x) widen(narrow(x))  // as an operator that stores its result
 #define UP(count, multiple) (((count) + (multiple) - 1) / (multiple) * (multiple))
 
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+// Floats of a register, and rows of LANES sums that fit into the registers beside their factors: a divisor of ROWS, and the
+// most. A longer vector type would live in memory.
+#if defined(__AVX512F__)
+enum { NATIVE = 16, AT_ONCE = 8, MOST_AT_ONCE = 8 };
+#elif defined(__AVX__)
+enum { NATIVE = 8, AT_ONCE = 4, MOST_AT_ONCE = 6 };
+#else
+enum { NATIVE = 4, AT_ONCE = 4, MOST_AT_ONCE = 6 };
+#endif
+enum { PARTS = LANES / NATIVE };
+
+typedef float Native __attribute__((vector_size(NATIVE * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 // The row of a new token in the step, its place in the caches, and the places of the keys that it sees.
 typedef struct { int64_t row, place, first, count; } Token;
@@ -134,16 +145,26 @@ static int attend_token(const Tensors *all, const Shape *shape, const Token *tok
     return 0;
 }
 
+// Adds left [count, depth] times right [depth, LANES] to `sums`, which stay in registers meanwhile.
+INLINE void multiply_rows(const float *left, int64_t left_row, const float *right, int64_t right_row, int64_t depth,
+                          float *sums, int64_t sums_row, int64_t count) {
+    Native total[MOST_AT_ONCE][PARTS], factors[PARTS];
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t part = 0; part < PARTS; part++) total[r][part] = *(const Native *)(sums + r * sums_row + part * NATIVE);
+    for (int64_t k = 0; k < depth; k++) {
+        for (int64_t part = 0; part < PARTS; part++) factors[part] = *(const Native *)(right + k * right_row + part * NATIVE);
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t part = 0; part < PARTS; part++) total[r][part] += left[r * left_row + k] * factors[part];
+    }
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t part = 0; part < PARTS; part++) *(Native *)(sums + r * sums_row + part * NATIVE) = total[r][part];
+}
+
 // Adds left [ROWS, depth] times right [depth, LANES] to `sums`.
 INLINE void multiply(const float *left, int64_t left_row, const float *right, int64_t right_row, int64_t depth,
                      float *sums, int64_t sums_row) {
-    Vector total[ROWS];
-    for (int64_t r = 0; r < ROWS; r++) total[r] = *(const Vector *)(sums + r * sums_row);
-    for (int64_t k = 0; k < depth; k++) {
-        const Vector factors = *(const Vector *)(right + k * right_row);
-        for (int64_t r = 0; r < ROWS; r++) total[r] += left[r * left_row + k] * factors;
-    }
-    for (int64_t r = 0; r < ROWS; r++) *(Vector *)(sums + r * sums_row) = total[r];
+    for (int64_t r = 0; r < ROWS; r += AT_ONCE)
+        multiply_rows(left + r * left_row, left_row, right, right_row, depth, sums + r * sums_row, sums_row, AT_ONCE);
 }
 
 // The matrices of a block of tokens: a row for each of their query heads, and the keys or values of a tile.
@@ -298,4 +319,50 @@ void swiglu(const element *x, element *out, int64_t rows, int64_t width) {
             out[r * width + i] = narrow(ROUND(g * (g < 0 ? e : 1) / (1 + e)) * widen(up[i]));
         }
     }
+}
+
+// Writes the rows' products with LANES features, whose weights are `panel` [width, LANES]. Each sum goes through the
+// inputs in order, so that it does not depend on the number of rows.
+static void multiply_panel(const float *x, const element *panel, float *sums, int64_t rows, int64_t width) {
+    float tile[DEPTH * LANES];
+    memset(sums, 0, rows * LANES * sizeof(float));
+    for (int64_t k = 0; k < width; k += DEPTH) {
+        const int64_t depth = width - k < DEPTH ? width - k : DEPTH;
+        for (int64_t i = 0; i < depth * LANES; i++) tile[i] = widen(panel[k * LANES + i]);
+        int64_t r = 0;
+        for (; rows - r > ROWS; r += MOST_AT_ONCE)
+            multiply_rows(x + r * width + k, width, tile, LANES, depth, sums + r * LANES, LANES, MOST_AT_ONCE);
+        for (; rows - r >= AT_ONCE; r += AT_ONCE)
+            multiply_rows(x + r * width + k, width, tile, LANES, depth, sums + r * LANES, LANES, AT_ONCE);
+        for (; r < rows; r += 2)
+            multiply_rows(x + r * width + k, width, tile, LANES, depth, sums + r * LANES, LANES, 2);
+    }
+}
+
+// out [rows, features] = x [rows, width] times the panels' weights, plus a bias if there is one. `panels` are
+// [UP(features, LANES) / LANES, width, LANES]. Returns 0, or 1 if memory is short.
+int multiply_panels(const element *x, const element *panels, const element *bias, element *out, int64_t rows,
+                    int64_t width, int64_t features) {
+    const int64_t padded = UP(rows, ROWS);
+    int failed = 0;
+    float *wide = calloc(padded * width, sizeof(float));
+    if (!wide) return 1;
+    widen_rows(x, wide, rows, width, width, width);
+#pragma omp parallel reduction(| : failed) if (features > LANES)
+    {
+        float *sums = malloc(padded * LANES * sizeof(float));
+        failed |= !sums;
+#pragma omp for
+        for (int64_t first = 0; first < features; first += LANES) {
+            if (!sums) continue;
+            const int64_t count = features - first < LANES ? features - first : LANES;
+            multiply_panel(wide, panels + first * width, sums, padded, width);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = 0; i < count; i++)
+                    out[r * features + first + i] = narrow(sums[r * LANES + i] + (bias ? widen(bias[first + i]) : 0));
+        }
+        free(sums);
+    }
+    free(wide);
+    return failed;
 }

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 _FLAGS = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
-_OPTIMIZE = "-O3 -march=native -fPIC -fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno"
+_OPTIMIZE = (
+    "-O3 -fPIC -fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno"
+)
 
 _log = logging.getLogger(__name__)
 _in_use = ContextVar("in_use", default=False)
@@ -78,6 +80,38 @@ def _call(name: str, x: Tensor, *arguments: Tensor | float) -> None:
     getattr(_library(x.dtype), name)(
         *(it.data_ptr() if isinstance(it, Tensor) else it for it in (x, *arguments))
     )
+
+
+LANES = 16
+"""Features of a panel of weights."""
+
+
+def pack_panels(weight: Tensor) -> Tensor:
+    """Return a weight [out, in] as panels [ceil(out / LANES), in, LANES], with zeros for missing features."""
+    features, width = weight.shape
+    padded = torch.nn.functional.pad(weight.detach(), (0, 0, 0, -features % LANES))
+    return padded.view(-1, LANES, width).transpose(1, 2).contiguous()
+
+
+def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for x [..., in] in float32, rounded once.
+
+    A row has the same bits for any number of rows.
+    """
+    return torch.ops.megatron_bridge.multiply_panels(x, panels, bias, features)
+
+
+def _multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, features: int) -> Tensor:
+    x, width = x.contiguous(), x.size(-1)
+    out = x.new_empty(*x.shape[:-1], features)
+    library = _library(x.dtype)
+    assert library is not None, "is_supported() comes first"
+    bias_pointer = None if bias is None else bias.data_ptr()
+    sizes = (x.numel() // width, width, features)
+    pointers = (x.data_ptr(), panels.data_ptr(), bias_pointer, out.data_ptr())
+    if library.multiply_panels(*pointers, *sizes):
+        raise MemoryError(f"no memory for the products of {sizes[0]} rows")
+    return out
 
 
 class _Tensors(ctypes.Structure):
@@ -146,23 +180,12 @@ def _attend(
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     source = Path(__file__).with_suffix(".c")
-    wide = ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
         with tempfile.TemporaryDirectory() as folder:
             object_file, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
-            _run(
-                [
-                    *compiler,
-                    *_OPTIMIZE.split(),
-                    *wide,
-                    *_FLAGS[dtype],
-                    "-c",
-                    str(source),
-                    "-o",
-                    object_file,
-                ]
-            )
+            flags = [*_OPTIMIZE.split(), *_processor_flags(), *_FLAGS[dtype]]
+            _run([*compiler, *flags, "-c", str(source), "-o", object_file])
             # Linking without -fopenmp leaves OpenMP to PyTorch's own library, so both use the same threads.
             _run([*compiler, "-shared", object_file, "-o", library])
             return _typed(ctypes.CDLL(library))
@@ -173,11 +196,22 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
 
 
+def _processor_flags() -> list[str]:
+    """Return the compiler's options for the instructions that PyTorch uses on this processor."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return ["-march=native", "-mprefer-vector-width=512"]
+    if capability == "AVX2":  # the processor may have more, and ATEN_CPU_CAPABILITY asks for less
+        return ["-march=haswell", "-mtune=native"]
+    return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
+
+
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.rms_norm.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_float]
     library.rotate.argtypes = [pointer] * 4 + [size] * 5
     library.swiglu.argtypes = [pointer] * 2 + [size] * 2
+    library.multiply_panels.argtypes = [pointer] * 4 + [size] * 3
     return library
 
 
@@ -200,5 +234,6 @@ FUNCTIONS = {
     _define("rms_norm", _rms_norm): _rms_norm,
     _define("rotate", _rotate): _rotate,
     _define("swiglu", _swiglu): _swiglu,
+    _define("multiply_panels", _multiply_panels): _multiply_panels,
 }
 """The functions behind the operators; PyTorch's dispatcher takes 5 us more to call one."""

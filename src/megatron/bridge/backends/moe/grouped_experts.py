@@ -163,7 +163,7 @@ class GroupedLinear(torch.nn.Module):
 
     split: int  # the dimension of a weight that is split: 0 for column-parallel, 1 for row-parallel layers
     packed: list[PackedWeight] | None = (
-        None  # weights in oneDNN's layout for decoding; then the parameters are empty
+        None  # packed weights for decoding; then the parameters are empty
     )
     row_multiple = 1
     """The rows of an expert are padded to this multiple, so that decoding gives the same bits in any batch."""

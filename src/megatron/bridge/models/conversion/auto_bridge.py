@@ -44,7 +44,7 @@ from megatron.bridge.models.conversion.notes import Notes
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub, transformers_reads
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.model_card import History
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
 from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError
@@ -414,6 +414,7 @@ class AutoBridge(AdapterCalls):
         source_path: str | Path | None = None,
         mp_overrides: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        weight_dtype: torch.dtype | str | None = None,
     ) -> None:
         """Convert a Megatron checkpoint to a Hugging Face model; see ``save_hf_pretrained``.
 
@@ -427,12 +428,16 @@ class AutoBridge(AdapterCalls):
             source_path: the Hugging Face model to imitate; None uses this bridge's own model.
             mp_overrides: parallel sizes; missing sizes come from the running process groups, or are 1.
             overwrite: replace the weights that an earlier save wrote to ``hf_path``.
+            weight_dtype: dtype of floating-point tensors; None keeps the source's dtypes.
         """
         chunks, stored = streaming.stored_model(
             megatron_path, mp_overrides, self.to_megatron_provider
         )
         history = on_first_rank(lambda: side_files.history_of_checkpoint(megatron_path))
-        options = SaveOptions(strict, folder=Path(hf_path))
+        dtype = to_dtype(weight_dtype)
+        if dtype is None:
+            self._note_rounding(chunks, source_path)
+        options = SaveOptions(strict, dtype, folder=Path(hf_path))
         self._save_pretrained(
             chunks,
             Path(hf_path),
@@ -644,6 +649,18 @@ class AutoBridge(AdapterCalls):
             on_first_rank(lambda: side_files.write(self._bridge, described, *about))
         if show_progress:
             console.console().print(f"Hugging Face model: {path}{side_files.in_full(pretrained)}")
+
+    def _note_rounding(self, chunks: Chunks, source_path: str | Path | None) -> None:
+        """Say that weights of an fp32 run are rounded, if the source is in half precision."""
+        pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
+        target = pretrained.declared_dtype if isinstance(pretrained, PreTrainedCausalLM) else None
+        trained = stored_provider.provider_of(chunks).params_dtype
+        if target is None or target.itemsize >= trained.itemsize:
+            return
+        self._note(
+            f"the checkpoint's {dtype_name(trained)} weights are rounded to {dtype_name(target)}, the dtype "
+            f"of the Hugging Face model; --dtype {dtype_name(trained)} keeps them (weight_dtype in Python)"
+        )
 
     def _save_weights(
         self,
