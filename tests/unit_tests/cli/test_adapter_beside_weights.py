@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder with a model and an adapter, which transformers applies to it."""
 
+import re
+
 import peft
 import pytest
+import torch
+import transformers
 
+from megatron.bridge import AutoBridge
 from megatron.bridge.cli.main import main
+from megatron.bridge.inference.llm import LLM
+from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.utils.errors import UserError
 from tests.toy_models import make_llama
+from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -27,6 +36,47 @@ def test_it_is_refused_or_left_out_on_purpose(folder, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("adapter merge") == error.count("--adapter none") == 2
     assert main([*verify, "--adapter", "none"]) == 0
+
+
+def test_every_reader_of_weights_refuses_it(folder, tokenizer_dir, capsys):  # noqa: F811
+    sentence = r"holds a model and an adapter.*adapter merge .*--adapter none"
+    with pytest.raises(UserError, match=sentence):
+        AutoBridge.from_hf_pretrained(folder).to_megatron_provider()
+    model = AutoBridge.from_hf_pretrained(folder, adapter="none").to_megatron_model(
+        wrap_with_ddp=False
+    )
+    with pytest.raises(UserError, match=sentence):
+        AutoBridge.from_hf_pretrained(folder).load_hf_weights(model)
+    assert main(["generate", str(folder), "--prompt", "a"]) == 1
+    assert main(["serve", str(folder)]) == 1
+    data = folder.parent / "data"
+    data.mkdir()
+    (data / "training.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    train = ["train", "--recipe", "smollm2_135m_finetune_config", "--hf-model", str(folder)]
+    train += ["--data", str(data), "--dry-run", f"tokenizer.tokenizer_model={tokenizer_dir}"]
+    assert main(train) == 1
+    shown = "".join(capsys.readouterr())
+    assert len(re.findall("holds a model and an adapter", shown)) == 3, shown
+    main([*train, "checkpoint.ignore_adapter=true"])
+    assert "holds a model and an adapter" not in "".join(capsys.readouterr())
+
+
+@torch.no_grad()
+def test_generation_applies_the_adapter_that_is_asked_for(folder):
+    """The folder as ``adapter`` gives the tokens of transformers, which applies it unasked."""
+    ids = torch.arange(1, 9)[None]
+    applied = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = applied.generate(
+        ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    tokens = {}
+    for adapter in (str(folder), "none"):
+        with LLM(str(folder), adapter=adapter, kv_memory=1 << 24) as llm:
+            ((completion,),) = llm.generate([ids[0].tolist()], sampling)
+            tokens[adapter] = list(completion.tokens)
+    assert tokens[str(folder)] == expected[0, 8:].tolist()
+    assert tokens["none"] != tokens[str(folder)]
 
 
 def test_a_merged_export_holds_the_model_alone(folder, tmp_path):

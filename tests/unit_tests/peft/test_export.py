@@ -302,7 +302,6 @@ def test_a_damaged_adapter_is_refused(models, tmp_path, name):
         ("init_lora_weights", "pissa"),
         ("layer_replication", [[0, 2], [1, 2]]),
         ("alora_invocation_tokens", [7]),
-        ("modules_to_save", ["lm_head"]),
         ("of_tomorrow", 1),
     ],
 )
@@ -353,6 +352,124 @@ def test_trained_modules_of_a_tied_model_are_those_of_peft(name, module, tmp_pat
         ours = model[0].eval()(input_ids=ids, position_ids=positions, attention_mask=None)
         expected = theirs(input_ids=ids).logits
     assert (ours - expected).abs().max() <= 1e-4 * expected.std()
+
+
+OF_PEFT = {
+    "output layer": {"target_modules": ["lm_head", "q_proj"]},
+    "DoRA on the output layer": {"target_modules": ["lm_head", "o_proj"], "use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "embedding alone": {"target_modules": ["embed_tokens"]},
+    "both": {
+        "target_modules": ["embed_tokens", "lm_head", "down_proj"],
+        "use_rslora": True,
+        "rank_pattern": {"embed_tokens": 2},
+    },
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "saved norm": {"target_modules": ["o_proj"], "modules_to_save": ["model.norm"]},
+}
+
+
+def make_with_peft(folder, base=None, **settings):
+    """Write an adapter with random values into ``folder``, and return the model of ``peft``."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(base or make("llama"), config).eval()
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.data.add_(0.1 * torch.randn(parameter.shape))
+        model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("case", OF_PEFT)
+@torch.no_grad()
+def test_embeddings_and_output_layers_of_peft_are_loaded(case, models, tmp_path):
+    """``peft`` also stores the base's weights of these layers."""
+    theirs = make_with_peft(tmp_path, **OF_PEFT[case])
+    expected = theirs(batch()[0]).logits
+    bridge = AutoBridge.from_hf_pretrained(models("llama"))
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    peft_for(bridge, tmp_path)(model, training=False)
+    bridge.load_hf_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    merged = dict(bridge.export_hf_weights(model, show_progress=False))
+    for name, weight in theirs.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_layer_of_another_base_is_refused(models, tmp_path):
+    make_with_peft(tmp_path, **OF_PEFT["output layer"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors["base_model.model.lm_head.base_layer.weight"][0, 0] += 1
+    save_file(tensors, file)
+    bridge = AutoBridge.from_hf_pretrained(models("llama"))
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    peft_for(bridge, tmp_path)(model, training=False)
+    with pytest.raises(UserError, match=r"another lm_head.weight than this base model has: give"):
+        bridge.load_hf_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_half_a_tie_is_refused(target, tmp_path):
+    settings = {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    base.save_pretrained(tmp_path / "hf")
+    make_with_peft(tmp_path / "adapter", base, target_modules=[target, "q_proj"])
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    with pytest.raises(UserError, match=rf"changes (model\.)?{target} alone.*tie_word_embeddings"):
+        peft_for(bridge, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "DoRA on an embedding"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+            r"other weights for model\.layers\.0\.input_layernorm",
+        ),
+    ],
+)
+def test_what_layers_cannot_hold_is_refused(settings, message, models, tmp_path):
+    make_with_peft(tmp_path, **settings)
+    with pytest.raises(UserError, match=message):
+        peft_for(AutoBridge.from_hf_pretrained(models("llama")), tmp_path)
+
+
+def test_modules_to_save_without_weights_are_refused(models, tmp_path):
+    make_with_peft(tmp_path, target_modules=["q_proj"])
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "modules_to_save": ["lm_head"]}))
+    with pytest.raises(UserError, match=r"modules_to_save=\['lm_head'\] but no weights"):
+        peft_for(AutoBridge.from_hf_pretrained(models("llama")), tmp_path)
+
+
+@torch.no_grad()
+def test_trained_modules_of_a_tied_model_come_back(tmp_path):
+    settings = {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(
+        tmp_path / "hf"
+    )
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    model = bridge.to_megatron_model(wrap_with_ddp=False)
+    LoRA(dim=2, modules_to_save=["word_embeddings"])(model)
+    model[0].embedding.word_embeddings.weight.mul_(1.5)
+    bridge.save_hf_adapter(model, tmp_path / "adapter", show_progress=False)
+    again = bridge.to_megatron_model(wrap_with_ddp=False)
+    peft_for(bridge, tmp_path / "adapter")(again, training=False)
+    bridge.load_hf_adapter(again, tmp_path / "adapter")
+    ids, positions = tokens()
+    outputs = [
+        chunks[0].eval()(input_ids=ids, position_ids=positions, attention_mask=None)
+        for chunks in (model, again)
+    ]
+    assert torch.equal(*outputs)
 
 
 MALFORMED = {

@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
         dtype=args.dtype,
         strip_prefix=args.strip_prefix,
+        adapter=args.adapter,
     )
     provider = bridge.to_megatron_provider(load_weights=False)
     model_options.set_parallel_sizes(provider, sizes)

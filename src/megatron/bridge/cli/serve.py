@@ -16,6 +16,7 @@ _SHORTEST_KEY = 16
 
 
 def run(args: argparse.Namespace) -> int:
+    model_options.check_paths(args)
     for package in PACKAGES:
         import_optional(package, "megatron-bridge serve", "serve", is_setting=False)
     from megatron.bridge.inference.server.run import ServeConfig, serve

@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron.bridge import AutoBridge
     from megatron.bridge.utils import distributed
 
-    bridge = AutoBridge.from_hf_pretrained(args.hf_model, trust_remote_code=args.trust_remote_code)
+    bridge = AutoBridge.from_hf_pretrained(
+        args.hf_model, trust_remote_code=args.trust_remote_code, adapter=args.adapter
+    )
     certificate = _certificate(bridge, args, sizes)
     if distributed.rank() == 0:
         _report(certificate)

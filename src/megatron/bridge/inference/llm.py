@@ -34,7 +34,8 @@ class LLM:
         ep: expert-parallel ranks, which compute different requests.
         etp: expert-tensor-parallel ranks.
         dtype: ``float32``, ``bfloat16`` or ``float16``; None uses the dtype of the checkpoint.
-        adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format.
+        adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format. ``none`` leaves out an
+            adapter that is in the folder of the model.
         adapters: several adapters by name; ``Sampling.adapter_name`` chooses one for each prompt.
         tokenizer: directory or hub id of another tokenizer.
         template: chat template to use instead of the tokenizer's.

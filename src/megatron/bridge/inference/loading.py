@@ -59,14 +59,18 @@ def load(
             also loads the base model.
         sizes: parallel sizes by the names of the provider's fields.
         dtype: dtype of weights and caches; None uses the dtype of the checkpoint.
-        adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format.
+        adapter: run with adapters, one of its checkpoints, or a directory in ``peft`` format. ``none`` leaves out an
+            adapter that is in the folder of the model.
         adapters: several adapters by name, for requests to choose from.
         tokenizer: directory or hub id of another tokenizer.
         media_root: folder that must contain the images; None allows any path.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
-    path, adapter, run = _on_base(path, adapter)
+    leaves_out_adapter = hub.leaves_out_adapter(path, adapter)
+    path, adapter, run = _on_base(path, None if adapter == "none" else adapter)
+    if adapter is not None and adapter == run:
+        leaves_out_adapter = True  # the run has a fingerprint of its base's weights
     if adapter is not None and adapters:
         raise UserError(
             f"--adapter {adapter} applies to all requests: remove it, or remove --adapters"
@@ -74,7 +78,7 @@ def load(
     for folder in (adapter, *(adapters or {}).values()):
         if folder is not None and not hub.is_peft_adapter(folder):
             paths.resolve(folder)
-    source = _Source.of(path, sizes, trust_remote_code)
+    source = _Source.of(path, sizes, trust_remote_code, leaves_out_adapter)
     provider, bridge = source.provider, source.bridge
     if getattr(provider, "head", None) is not None:
         raise UserError(
@@ -120,13 +124,23 @@ class _Source:
     hook: Any  # loads the weights of a Megatron checkpoint; a bridge loads its own weights
 
     @classmethod
-    def of(cls, path: str | Path, sizes: Mapping[str, Any], trust_remote_code: bool) -> "_Source":
+    def of(
+        cls,
+        path: str | Path,
+        sizes: Mapping[str, Any],
+        trust_remote_code: bool,
+        leaves_out_adapter: bool,
+    ) -> "_Source":
         if hub.is_megatron(path):
             provider = stored_provider.read_for_layout(path, sizes)
             return cls(
                 None, provider, model_io.tokenizer_dir(path), stored_provider.load_hook(path)
             )
-        bridge = AutoBridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+        bridge = AutoBridge.from_hf_pretrained(
+            path,
+            trust_remote_code=trust_remote_code,
+            adapter="none" if leaves_out_adapter else None,
+        )
         return cls(bridge, bridge.to_megatron_provider(), bridge.hf_pretrained.directory, None)
 
 

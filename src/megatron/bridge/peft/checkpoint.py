@@ -149,7 +149,10 @@ def adapted_model(
 
     ``check`` refuses a base model on which the adapters were not trained.
     """
-    bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)
+    # the fingerprint proves the weights, so an adapter beside them does not count
+    bridge = AutoBridge.from_hf_pretrained(
+        base, trust_remote_code=trust_remote_code, adapter="none" if check else None
+    )
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     load_adapters(model, path, check)
     return bridge, model

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a directory that the ``peft`` library wrote to the method whose adapters can hold it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.bridge.models.conversion.adapters import peft_format
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import layers
 from megatron.bridge.peft.base import bare_chunks
 from megatron.bridge.peft.canonical_lora import CanonicalLoRA
@@ -21,6 +22,8 @@ from megatron.bridge.peft.lora import LoRA, LowRankPEFT
 from megatron.bridge.utils.errors import UserError
 
 _PARTS = {**QKV, **GATED}
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings", "output_layer"
+_WHOLE_LAYERS = (_EMBEDDING, _OUTPUT, "decoder.final_layernorm")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ def adapted_model(
         check: Without use here.
     """
     del check
-    bridge = AutoBridge.from_hf_pretrained(base, trust_remote_code=trust_remote_code)
+    adapter = "none" if hub.leaves_out_adapter(base, directory) else None
+    bridge = AutoBridge.from_hf_pretrained(
+        base, trust_remote_code=trust_remote_code, adapter=adapter
+    )
     method = peft_for(bridge, directory)
     model = bridge.to_megatron_model(wrap_with_ddp=False)
     method(model, training=False)
@@ -75,7 +81,13 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
         UserError: an adapter that Megatron's layers cannot hold.
     """
     config, tensors = peft_format.read(Path(directory))
-    placed = [_place(bridge.adapter_registry, name) for name in _modules(tensors)]
+    adapted_modules, whole_modules = _sort_modules(tensors)
+    registry = bridge.adapter_registry
+    placed = [_place(registry, module) for module in adapted_modules]
+    saved = [_place(registry, module) for module in whole_modules]
+    _check_whole_modules(saved, config, Path(directory))
+    if bridge.to_megatron_provider(load_weights=False).share_embeddings_and_output_weights:
+        saved = _check_tied_modules(placed, saved, tensors, Path(directory))
     fused = _can_be_fused(placed, config, tensors)
     if config.get("use_dora") and not fused:
         raise UserError(
@@ -83,20 +95,90 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
             "Megatron: merge it into its base with peft's merge_and_unload"
         )
     kind = DoRA if config.get("use_dora") else LoRA if fused else CanonicalLoRA
-    return _method(kind, placed, config, fused)
+    return _method(kind, placed, saved, config, fused)
 
 
-def _modules(tensors: Mapping[str, Tensor]) -> list[str]:
-    ends = tuple(f".{kind}" for kind in (peft_format.A, peft_format.B, peft_format.MAGNITUDE))
-    found: dict[str, None] = {}
+def _sort_modules(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Return the modules with factors beside them, and those that get other weights.
+
+    An embedding gets other weights: the product of its factors is added to its rows.
+    """
+    factors = (peft_format.A, peft_format.B, peft_format.MAGNITUDE)
+    embedding_factors = (peft_format.EMBEDDING_A, peft_format.EMBEDDING_B)
+    adapted: dict[str, None] = {}
+    whole: dict[str, None] = {}
+    base_weights: list[str] = []
     for name in tensors:
-        end = next((end for end in ends if name.endswith(end)), None)
-        if end is None or not name.startswith(peft_format.PREFIX):
+        module, kind = _split_name(
+            name, (*factors, *embedding_factors, peft_format.BASE_WEIGHT, "weight")
+        )
+        if kind in factors:
+            adapted[module] = None
+        elif kind == peft_format.BASE_WEIGHT:
+            base_weights.append(module)
+        else:
+            whole[module] = None
+    if half := [module for module in adapted if module in whole]:
+        raise UserError(
+            f"the adapter changes {half[0]} in two ways (such as DoRA on an embedding), which cannot be read: merge it "
+            "into its base with peft's merge_and_unload"
+        )
+    for module in base_weights:
+        if module not in adapted and module not in whole:
             raise UserError(
-                f"the adapter holds {name}, which is no factor of LoRA or DoRA: merge it instead"
+                f"the adapter holds {module}.{peft_format.BASE_WEIGHT} without factors for {module}: save it again"
             )
-        found[name[len(peft_format.PREFIX) : -len(end)]] = None
-    return list(found)
+    return list(adapted), list(whole)
+
+
+def _split_name(name: str, kinds: Sequence[str]) -> tuple[str, str]:
+    """Return module and kind of a tensor."""
+    kind = next((kind for kind in kinds if name.endswith(f".{kind}")), None)
+    if kind is None or not name.startswith(peft_format.PREFIX):
+        raise UserError(
+            f"the adapter holds {name}, which is no factor of LoRA or DoRA: merge it instead"
+        )
+    return name[len(peft_format.PREFIX) : -len(kind) - 1], kind
+
+
+def _check_whole_modules(
+    saved: Sequence[_Placed], config: Mapping[str, Any], directory: Path
+) -> None:
+    """Refuse modules that have other weights in the adapter and that a model cannot exchange as a whole."""
+    if config.get("modules_to_save") and not saved:
+        raise UserError(
+            f"the adapter {directory} has modules_to_save={config['modules_to_save']!r} but no weights of them: save "
+            "it again"
+        )
+    for one in saved:
+        if one.layer not in _WHOLE_LAYERS:
+            raise UserError(
+                f"the adapter {directory} has other weights for {one.module}, which is a part of a larger layer here: "
+                "merge it into its base with peft's merge_and_unload"
+            )
+
+
+def _check_tied_modules(
+    placed: Sequence[_Placed],
+    saved: Sequence[_Placed],
+    tensors: Mapping[str, Tensor],
+    directory: Path,
+) -> list[_Placed]:
+    """Return ``saved`` without the second half of a tie; refuse to change one half, as ``peft`` does."""
+    halves = {one.layer: one for one in (*placed, *saved) if one.layer in (_EMBEDDING, _OUTPUT)}
+    with_factors = [
+        one
+        for one in halves.values()
+        if one in placed or f"{peft_format.PREFIX}{one.module}.{peft_format.EMBEDDING_A}" in tensors
+    ]
+    if len(halves) == 1 or with_factors:
+        changed = next(iter(with_factors or halves.values()))
+        raise UserError(
+            f"the adapter {directory} changes {changed.module} alone, but it is one weight with the "
+            f"{'embedding' if changed.layer == _OUTPUT else 'output layer'} in this model: save the base model with "
+            "tie_word_embeddings=false and lm_head.weight, and use that one"
+        )
+    return [one for one in saved if one.layer != _OUTPUT]
 
 
 def _place(registry: MegatronMappingRegistry, module: str) -> _Placed:
@@ -137,12 +219,17 @@ def _can_be_fused(
 
 
 def _method(
-    kind: type[LowRankPEFT], placed: list[_Placed], config: Mapping[str, Any], fused: bool
+    kind: type[LowRankPEFT],
+    placed: list[_Placed],
+    saved: list[_Placed],
+    config: Mapping[str, Any],
+    fused: bool,
 ) -> LowRankPEFT:
     values = {_target(one, fused): peft_format.rank_and_alpha(config, one.module) for one in placed}
     rank, alpha = config["r"], config["lora_alpha"]
     return kind(
         target_modules=list(values),
+        modules_to_save=list(dict.fromkeys(one.layer for one in saved)),
         dim=rank,
         alpha=alpha,
         use_rslora=bool(config.get("use_rslora")),

@@ -93,7 +93,8 @@ class LowRankPEFT(PEFT):
             found.append(
                 "peft.a2a_experimental=True is not supported: remove it, the result is the same"
             )
-        if not self.target_modules:
+        # an adapter that only has other weights can be loaded, but is no LoRA to train
+        if not self.target_modules and (training or not self.modules_to_save):
             found.append(
                 "peft.target_modules is empty: name the layers to adapt, such as linear_qkv"
             )

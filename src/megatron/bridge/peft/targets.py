@@ -177,7 +177,7 @@ def choose(
     targeted = _named(candidates, select("peft.target_modules", patterns, candidates))
     left_out = _named(targeted, select("peft.exclude_modules", excluded, targeted))
     chosen = [candidate for candidate in targeted if candidate not in left_out]
-    if not chosen:
+    if targeted and not chosen:
         raise UserError(
             "peft.exclude_modules leaves no layer to adapt: exclude fewer, or target more"
         )

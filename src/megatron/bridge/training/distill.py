@@ -82,5 +82,5 @@ def _attach(provider: Any, config: ConfigContainer, chunks: list[MegatronModule]
     widths = width(chunks[0]), width(teachers[0])
     if distill.hidden_layers and widths[0] != widths[1]:
         if start is not None:
-            fill_before_adding(chunks, start)
+            fill_before_adding(chunks, start, config.checkpoint.ignore_adapter)
         add_projections(chunks, distill.hidden_layers, widths, config.rng.seed)

@@ -238,7 +238,7 @@ def load_checkpoint_from_path(
     if not on_first_rank(lambda: is_hf_model(directory)):
         verification.verify(directory, config.verify)
     if config.finetune:
-        _load_weights(model, directory)
+        _load_weights(model, directory, config.ignore_adapter)
         reload_main_weights(optimizer)
     else:
         save_load.resume(_run_of(state, model, optimizer, opt_param_scheduler), directory)
@@ -298,14 +298,14 @@ def _run_of(state: GlobalState, model: list[MegatronModule], optimizer: Any, sch
     )
 
 
-def _load_weights(model: list[MegatronModule], directory: Path) -> None:
+def _load_weights(model: list[MegatronModule], directory: Path, ignore_adapter: bool) -> None:
     """Load weights to start from, without a value head, whose chunk hides it in ``hide_loss_modules``."""
     bare = [model_io.unwrap(chunk) for chunk in model]
     hiding: list[Any] = [
         chunk.hide_loss_modules for chunk in bare if hasattr(chunk, "hide_loss_modules")
     ]
     if not hiding:
-        pretrained.load_weights(model, directory)
+        pretrained.load_weights(model, directory, ignore_adapter)
         return
     _, metadata = model_io.examine(model, directory, verify=False)
     with ExitStack() as hidden:

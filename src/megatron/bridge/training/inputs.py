@@ -14,7 +14,12 @@ from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
 from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.models.conversion import pretrained
-from megatron.bridge.models.hf_pretrained.hub import is_hf_model, is_hub_id, on_this_machine
+from megatron.bridge.models.hf_pretrained.hub import (
+    is_hf_model,
+    is_hub_id,
+    on_this_machine,
+    refuse_adapter_beside_weights,
+)
 from megatron.bridge.training.callbacks.observe.sample_generation import GenerationSamples
 from megatron.bridge.training.config import ConfigContainer, Resolved
 from megatron.bridge.training.config.resolve.data import tuning_parts
@@ -133,7 +138,9 @@ def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
         if name is None or is_hub_id(name) or (name == checkpoint.load == checkpoint.save):
             continue
         folder = pretrained.local_weights(name)
-        if not is_hf_model(folder):
+        if is_hf_model(folder):
+            refuse_adapter_beside_weights(folder, checkpoint.ignore_adapter)
+        else:
             verification.verify(folder, "fast")
         _compare_sizes(resolved.config.model, folder)
 

@@ -103,7 +103,10 @@ def check_paths(args: argparse.Namespace) -> None:
         paths.resolve(args.model)
     else:
         hub.local_folder(args.model)
-    if args.adapter is not None and not hub.is_peft_adapter(args.adapter):
+        hub.refuse_adapter_beside_weights(
+            args.model, ignored=hub.leaves_out_adapter(args.model, args.adapter)
+        )
+    if args.adapter not in (None, "none") and not hub.is_peft_adapter(args.adapter):
         paths.resolve(args.adapter)
     _template(args)
 

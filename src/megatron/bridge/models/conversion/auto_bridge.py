@@ -75,7 +75,8 @@ class AutoBridge(AdapterCalls):
         Args:
             path: directory or hub id.
             trust_remote_code: run the model's own configuration code.
-            **options: ``dtype``, ``revision``, ``cache_dir``, ``strip_prefix`` (see ``PreTrainedCausalLM``).
+            **options: ``dtype``, ``revision``, ``cache_dir``, ``strip_prefix`` and ``adapter`` of
+                ``PreTrainedCausalLM``.
 
         Raises:
             UserError: the path has no model, or the architecture is not supported.
@@ -136,9 +137,8 @@ class AutoBridge(AdapterCalls):
             if deviation.is_noted:
                 self._notes.add(deviation.note())
         if load_weights:
-            self._weights(
-                hf_path
-            )  # raises an error now if there are no weights, not after the model is built
+            # raises an error now if there are no weights, not after the model is built
+            self._weights(hf_path).refuse_adapter()
 
             def load_hf_weights(chunks: list[Any]) -> None:
                 self.load_hf_weights(chunks, hf_path)
@@ -195,7 +195,9 @@ class AutoBridge(AdapterCalls):
         Raises:
             UserError: tensors are missing, unexpected or damaged, or have wrong shapes or dtypes; no value changes.
         """
-        pretrained, plan = self._weights(hf_path), self.plan(model, hf_path)
+        pretrained = self._weights(hf_path)
+        pretrained.refuse_adapter()
+        plan = self.plan(model, hf_path)
         self._note_left_out(plan, pretrained.state)
         load.load(
             self._bridge,
@@ -398,6 +400,7 @@ class AutoBridge(AdapterCalls):
             UserError: tensors are missing, unexpected or damaged, or the directory cannot be written; no files remain.
         """
         pretrained = self._weights(None)
+        pretrained.refuse_adapter()
         outline = provider.meta_model()
         plan = self._export_plan(outline, pretrained.state)
         self._note_left_out(plan, pretrained.state)

@@ -53,13 +53,19 @@ def tokenizer_of(name: str | Path) -> str | None:
     return str(name) if folder is not None and hub.has_tokenizer(folder) else None
 
 
-def load_weights(chunks: Sequence[nn.Module], path: Path) -> None:
+def load_weights(chunks: Sequence[nn.Module], path: Path, ignore_adapter: bool = False) -> None:
     """Load this rank's chunks from a local directory in either format; all ranks call this.
 
     The caller must verify a Megatron checkpoint.
+
+    Args:
+        chunks: this rank's chunks.
+        path: local directory of the weights.
+        ignore_adapter: leave out an adapter that is beside Hugging Face weights, instead of refusing them.
     """
     if on_first_rank(lambda: is_hf_model(path)):
-        AutoBridge.from_hf_pretrained(path).load_hf_weights(chunks)
+        adapter = "none" if ignore_adapter else None
+        AutoBridge.from_hf_pretrained(path, adapter=adapter).load_hf_weights(chunks)
     else:
         model_io.load_model(chunks, path, verify=False)
 

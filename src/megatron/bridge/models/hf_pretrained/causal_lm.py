@@ -62,6 +62,7 @@ class PreTrainedCausalLM:
         revision: branch, tag or commit on the hub.
         cache_dir: hub cache to use.
         strip_prefix: prefix of all tensors' names that a wrapper added, such as ``module.``; it is left out.
+        adapter: ``none`` leaves out an adapter that is in the folder of the model; None refuses to load its weights.
     """
 
     def __init__(
@@ -73,11 +74,17 @@ class PreTrainedCausalLM:
         revision: str | None = None,
         cache_dir: str | None = None,
         strip_prefix: str = "",
+        adapter: str | None = None,
     ) -> None:
+        if adapter not in (None, "none"):
+            raise UserError(
+                f"adapter={adapter!r} is not 'none': load an adapter with peft_for and load_hf_adapter"
+            )
         self.model_name_or_path = str(model_name_or_path)
         self.trust_remote_code = trust_remote_code
         self.dtype = to_dtype(dtype)
         self.strip_prefix = strip_prefix
+        self.adapter = adapter
         self._hub = {"revision": revision, "cache_dir": cache_dir}
 
     @classmethod
@@ -87,7 +94,14 @@ class PreTrainedCausalLM:
         """The model at a directory or hub id; ``options`` are those of the constructor."""
         if "torch_dtype" in options:
             options["dtype"] = options.pop("torch_dtype")
-        known = ("trust_remote_code", "dtype", "revision", "cache_dir", "strip_prefix")
+        known = (
+            "trust_remote_code",
+            "dtype",
+            "revision",
+            "cache_dir",
+            "strip_prefix",
+            "adapter",
+        )
         for name in options:
             if name not in known:
                 raise UserError(
@@ -155,6 +169,10 @@ class PreTrainedCausalLM:
         return quantized_checkpoint.open_checkpoint(
             directory, self.raw_config, self.declared_dtype, self.strip_prefix
         )
+
+    def refuse_adapter(self) -> None:
+        """Refuse weights beside an adapter, which transformers would apply, unless it is left out on purpose."""
+        hub.refuse_adapter_beside_weights(self.directory, ignored=self.adapter == "none")
 
     @property
     def stored_names(self) -> Set[str] | None:

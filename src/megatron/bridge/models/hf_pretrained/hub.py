@@ -125,15 +125,26 @@ def resolve(
     return local_folder(model) or _download(str(model), weights, revision, cache_dir)
 
 
+def leaves_out_adapter(model: str | Path, adapter: str | Path | None) -> bool:
+    """Return whether an adapter in the folder of ``model`` does not count: by ``none``, or as it is asked for."""
+    if adapter in (None, "none"):
+        return adapter == "none"
+    folder = on_this_machine(model)
+    return folder is not None and storage.local(adapter).expanduser().resolve() == folder.resolve()
+
+
 def refuse_adapter_beside_weights(model: str | Path, ignored: bool) -> None:
-    """Refuse a local folder with a full model and an adapter, which transformers would apply, unless ``ignored``."""
-    folder = local_folder(model)
+    """Refuse a folder with a full model and an adapter, which transformers would apply, unless ``ignored``.
+
+    The files of a hub id are examined where they are cached.
+    """
+    folder = on_this_machine(model) if is_hub_id(model) else local_folder(model)
     if folder is None or ignored or not is_peft_adapter(folder):
         return
     raise UserError(
         f"{folder} holds a model and an adapter (adapter_config.json), which transformers applies to it: merge it with "
-        f"`megatron-bridge adapter merge --adapter {folder} --hf-model {folder} --hf-path DIR` and use DIR, or give "
-        "--adapter none to leave it out"
+        f"`megatron-bridge adapter merge --adapter {folder} --hf-model {folder} --hf-path DIR` and use DIR, or "
+        "leave it out with --adapter none (checkpoint.ignore_adapter=true of a run, adapter='none' in Python)"
     )
 
 

@@ -291,7 +291,7 @@ def load_weights(run: Run, path: Path) -> None:
     filled = chunk_info(run.model[0]).filled_from
     if filled is not None and path == pretrained.local_weights(filled):
         return
-    pretrained.load_weights(run.model, path)
+    pretrained.load_weights(run.model, path, run.config.checkpoint.ignore_adapter)
     optimizer_state.reload_main_weights(run.optimizer)
 
 

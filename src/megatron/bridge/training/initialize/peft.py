@@ -35,7 +35,8 @@ def adapting_hook(config: ConfigContainer, training: bool = True) -> PreWrapHook
         peft = dataclasses.replace(peft, seed=config.rng.seed)
 
     def adapt(chunks: list[MegatronModule]) -> None:
-        pretrained.load_weights(chunks, pretrained.local_weights(source))
+        directory = pretrained.local_weights(source)
+        pretrained.load_weights(chunks, directory, config.checkpoint.ignore_adapter)
         base = {"name": source, "fingerprint": fingerprint(chunks)}
         peft(list(chunks), training)
         for note in peft.notes():
@@ -47,9 +48,9 @@ def adapting_hook(config: ConfigContainer, training: bool = True) -> PreWrapHook
     return PreWrapHook(adapt, fills_every_parameter=True)
 
 
-def fill_before_adding(chunks: Sequence[MegatronModule], source: str) -> None:
+def fill_before_adding(chunks: Sequence[MegatronModule], source: str, ignore_adapter: bool) -> None:
     """Load a new model from ``checkpoint.pretrained_checkpoint`` before parameters are added to it."""
-    pretrained.load_weights(chunks, pretrained.local_weights(source))
+    pretrained.load_weights(chunks, pretrained.local_weights(source), ignore_adapter)
     for chunk in chunks:
         chunk_info(chunk).filled_from = source
 

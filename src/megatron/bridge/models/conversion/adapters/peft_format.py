@@ -40,6 +40,9 @@ from megatron.bridge.utils.errors import UserError, one_line
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+# ``peft`` stores the weights of adapted embeddings and output layers again
+BASE_WEIGHT = "base_layer.weight"
 
 # config keys that are read, that follow from the tensors, or that describe the initialization
 _KNOWN = {
@@ -69,6 +72,7 @@ _KNOWN = {
     "revision",
     "runtime_config",
     "task_type",
+    "modules_to_save",
 }
 # other keys -> the values that have no effect
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -469,8 +473,9 @@ def _check_tensors(
             raise UserError(
                 f"the adapter {directory} has values in {name} that are NaN or infinite: train it again"
             )
+    counterparts = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
     for name, tensor in tensors.items():
-        for end, other in ((A, B), (B, A)):
+        for end, other in counterparts.items():
             if not name.endswith(f".{end}"):
                 continue
             module = name.removesuffix(f".{end}")
@@ -479,7 +484,7 @@ def _check_tensors(
                     f"the adapter {directory} has {name} without {module}.{other}: save it again"
                 )
             rank = rank_and_alpha(config, module.removeprefix(PREFIX))[0]
-            axis = 0 if end == A else 1
+            axis = 0 if end in (A, EMBEDDING_A) else 1
             if tensor.dim() != 2 or tensor.shape[axis] != rank:
                 raise UserError(
                     f"the adapter {directory} has rank {rank} for {name}, whose shape is {list(tensor.shape)}: give "
@@ -489,17 +494,21 @@ def _check_tensors(
 
 def load(plan: Plan, directory: Path) -> None:
     """Load the adapters of a model from a ``peft`` directory; no value changes if anything differs."""
-    config, tensors = read(directory)
+    config, stored = read(directory)
+    tensors = _drop_tied_copies(plan, stored, directory)
+    base_weights = {name for name in tensors if name.endswith(f".{BASE_WEIGHT}")}
     jobs: list[tuple[WeightConversionTask, LowRankPart]] = []
+    trained_whole: list[WeightConversionTask] = []
     claimed: set[str] = set()
     for task in plan.tasks:
-        mine = [] if task.param_weight is None else _parts(task)
-        jobs += [(task, part) for part in mine]
-        claimed |= set(
-            exchange.broadcast_object(
-                task.owner, [name for part in mine for name in _claims(task, part)]
-            )
-        )
+        parts = [] if task.param_weight is None else _parts(task)
+        names = [name for part in parts for name in _claims(task, part)]
+        jobs += [(task, part) for part in parts]
+        if task.param_weight is not None and is_whole(task.param_weight):
+            trained_whole.append(task)
+            names += _claims_of_whole(task, tensors)
+        claimed |= set(exchange.broadcast_object(task.owner, names))
+    claimed |= {name for name in base_weights if _has_factors(name, claimed)}
     if wrong := sorted(claimed ^ tensors.keys()):
         missing = wrong[0] in claimed
         raise UserError(
@@ -508,9 +517,117 @@ def load(plan: Plan, directory: Path) -> None:
         )
     for task, part in jobs:
         _check(task, part, config, tensors, directory)
+    for task in trained_whole:
+        _check_whole(task, tensors, directory)
+    _check_base_weights(plan, tensors, directory)
     with torch.no_grad():
         for task, part in jobs:
             _fill(task, part, tensors)
+        for task in trained_whole:
+            _fill_whole(task, config, tensors)
+
+
+def _drop_tied_copies(
+    plan: Plan, tensors: Mapping[str, Tensor], directory: Path
+) -> dict[str, Tensor]:
+    """Return the tensors without the second half of a tie; refuse halves that differ."""
+    remaining = dict(tensors)
+    for alias, name in plan.ties.items():
+        alias_key, key = f"{PREFIX}{alias}", f"{PREFIX}{name}"
+        if alias_key not in tensors and key not in tensors:
+            continue
+        if not _are_equal(tensors.get(alias_key), tensors.get(key)):
+            raise UserError(
+                f"the adapter {directory} has different weights for {alias} and {name}, which are one weight in this "
+                "model (tie_word_embeddings): save the base model with tie_word_embeddings=false and use that one"
+            )
+        del remaining[alias_key]
+    return remaining
+
+
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is not None and second is not None and torch.equal(first, second)
+
+
+def _has_factors(base_weight: str, names: Iterable[str]) -> bool:
+    module = base_weight.removesuffix(f".{BASE_WEIGHT}")
+    return f"{module}.{A}" in names or f"{module}.{EMBEDDING_A}" in names
+
+
+def _claims_of_whole(task: WeightConversionTask, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the tensors that a module which is trained whole is loaded from."""
+    names: list[str] = []
+    for hf_name in task.mapping.hf_names:
+        if _key(hf_name, EMBEDDING_A) in tensors:
+            names += [_key(hf_name, EMBEDDING_A), _key(hf_name, EMBEDDING_B)]
+        else:
+            names.append(f"{PREFIX}{hf_name}")
+    return names
+
+
+def _check_whole(
+    task: WeightConversionTask, tensors: Mapping[str, Tensor], directory: Path
+) -> None:
+    """Refuse tensors of modules that are trained whole if their shapes are others than the model's."""
+    for hf_name, shape in task.mapping.hf_shapes(task.shard).items():
+        if _key(hf_name, EMBEDDING_A) in tensors:
+            inputs = tensors[_key(hf_name, EMBEDDING_A)].shape[1]
+            stored_shape = (inputs, tensors[_key(hf_name, EMBEDDING_B)].shape[0])
+        else:
+            stored_shape = tuple(tensors[f"{PREFIX}{hf_name}"].shape)
+        if stored_shape != tuple(shape):
+            raise UserError(
+                f"the adapter {directory} has {hf_name} of shape {list(stored_shape)} where this model needs "
+                f"{list(shape)}: give the base model that it was trained for"
+            )
+    if getattr(task.param_weight, "holds_adapter", False):
+        raise UserError(
+            f"{task.global_param_name} holds an adapter already: load {directory} into a new model"
+        )
+
+
+def _check_base_weights(plan: Plan, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Refuse weights that ``peft`` stored again if they are not those of the base model."""
+    for task in plan.tasks:
+        if task.param_weight is None or not task.mapping.copies:
+            continue
+        stored = {name: tensors.get(_key(name, BASE_WEIGHT)) for name in task.mapping.hf_names}
+        if all(weight is None for weight in stored.values()):
+            continue
+        shapes = task.mapping.hf_shapes(task.shard)
+        for piece in task.mapping.copy_ranges(task.shard):
+            weight = stored[piece.hf]
+            if weight is None:
+                continue
+            base = piece.of_shard(task.param_weight)
+            if tuple(weight.shape) != tuple(shapes[piece.hf]) or not torch.equal(
+                piece.of_hf(weight).to(base.device, base.dtype), base
+            ):
+                raise UserError(
+                    f"the adapter {directory} was trained with another {piece.hf} than this base model has: give the "
+                    "base model that it was trained for"
+                )
+
+
+def _fill_whole(
+    task: WeightConversionTask, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Load a module that is trained whole; factors of an embedding are added to its rows."""
+    parameter = cast(Tensor, task.param_weight)
+    updates: dict[str, Tensor] = {}
+    for hf_name in task.mapping.hf_names:
+        if _key(hf_name, EMBEDDING_A) in tensors:
+            a, b = tensors[_key(hf_name, EMBEDDING_A)], tensors[_key(hf_name, EMBEDDING_B)]
+            rank, alpha = rank_and_alpha(config, _module_of(hf_name))
+            scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            updates[hf_name] = (b.float() @ a.float()).T * scaling
+    for piece in task.mapping.copy_ranges(task.shard):
+        rows = piece.of_shard(parameter)
+        if piece.hf in updates:
+            rows.copy_(rows.float() + piece.of_hf(updates[piece.hf]).to(rows.device))
+            cast(Any, parameter).holds_adapter = True
+        else:
+            rows.copy_(piece.of_hf(tensors[f"{PREFIX}{piece.hf}"]))
 
 
 def _parts(task: WeightConversionTask) -> list[LowRankPart]:

@@ -19,6 +19,10 @@ class CheckpointConfig:
     """Steps between checkpoints. The last step is always saved."""
     pretrained_checkpoint: str | None = None
     """Weights to start from: a Megatron checkpoint or a Hugging Face directory."""
+    ignore_adapter: bool = False
+    """Leave out an adapter (``adapter_config.json``) in the folder of Hugging Face weights. transformers would apply
+    it, so that such a folder is refused otherwise.
+    """
     most_recent_k: int = -1
     """Number of newest checkpoints to keep; -1 keeps all."""
     save_optim: bool = True
