@@ -44,7 +44,7 @@ from megatron.bridge.models.conversion.notes import Notes
 from megatron.bridge.models.hf_pretrained import PreTrainedCausalLM, hub, transformers_reads
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 from megatron.bridge.models.hf_pretrained.model_card import History
-from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint, dtype_name
+from megatron.bridge.models.hf_pretrained.safetensors_files import SafetensorsCheckpoint
 from megatron.bridge.models.model_provider import PreWrapHook, to_half_precision
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import UserError
@@ -657,13 +657,7 @@ class AutoBridge(AdapterCalls):
         """Say that weights of an fp32 run are rounded, if the source is in half precision."""
         pretrained = PreTrainedCausalLM(source_path) if source_path else self.hf_pretrained
         target = pretrained.declared_dtype if isinstance(pretrained, PreTrainedCausalLM) else None
-        trained = stored_provider.provider_of(chunks).params_dtype
-        if target is None or target.itemsize >= trained.itemsize:
-            return
-        self._note(
-            f"the checkpoint's {dtype_name(trained)} weights are rounded to {dtype_name(target)}, the dtype "
-            f"of the Hugging Face model; --dtype {dtype_name(trained)} keeps them (weight_dtype in Python)"
-        )
+        self._notes.add_rounding(stored_provider.provider_of(chunks).params_dtype, target)
 
     def _save_weights(
         self,
@@ -701,8 +695,6 @@ class AutoBridge(AdapterCalls):
 
 
 def _with_config(hf_pretrained: Any) -> Any:
-    return (
-        hf_pretrained
-        if isinstance(hf_pretrained, PreTrainedCausalLM)
-        else SimpleNamespace(config=hf_pretrained)
-    )
+    if isinstance(hf_pretrained, PreTrainedCausalLM):
+        return hf_pretrained
+    return SimpleNamespace(config=hf_pretrained)

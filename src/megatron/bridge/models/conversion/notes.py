@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron.bridge.models.hf_pretrained.safetensors_files import dtype_name
 from megatron.bridge.utils import console
 from megatron.bridge.utils.errors import first_few
 
@@ -37,4 +40,13 @@ class Notes:
         self.add(
             f"transformers' model does not load {first_few(names)} of {directory}, so neither does this one; an "
             "export copies them"
+        )
+
+    def add_rounding(self, trained: torch.dtype, exported: torch.dtype | None) -> None:
+        """Say that an export rounds weights, if their dtype is more precise than that of the files."""
+        if exported is None or exported.itemsize >= trained.itemsize:
+            return
+        self.add(
+            f"the checkpoint's {dtype_name(trained)} weights are rounded to {dtype_name(exported)}, the dtype of the "
+            f"Hugging Face model; --dtype {dtype_name(trained)} keeps them (weight_dtype in Python)"
         )
