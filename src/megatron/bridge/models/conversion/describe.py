@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
 from megatron.bridge.models.conversion.engine import stored_provider
 from megatron.bridge.models.conversion.model_bridge import (
@@ -71,6 +70,8 @@ def _says(provider: Any, architecture: str) -> bool:
         or not bridge.can_say(provider)
     ):
         return False
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         config = _config(provider, architecture)
         again = bridge.provider_bridge(SimpleNamespace(config=config))
@@ -87,6 +88,7 @@ def _says(provider: Any, architecture: str) -> bool:
 
 
 def _config(provider: Any, architecture: str) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     values = bridge_for(SimpleNamespace(architectures=[architecture])).megatron_to_hf_config(
