@@ -10,6 +10,9 @@ import transformers
 from megatron.bridge import AutoBridge
 from megatron.bridge.checkpoint import model_io
 from megatron.bridge.peft.lora import LoRA
+from tests.families import next_tokens
+from tests.families.vision import harness as vision_harness
+from tests.families.vision.rows import ROWS as VISION_ROWS
 from tests.toy_heads import make
 from tests.toy_models import make_llama
 
@@ -115,3 +118,28 @@ def test_an_embedding_model_is_a_megatron_checkpoint(name, tmp_path):
     assert loading_problems(tmp_path / "again") == {}
     first, second = (tmp_path / folder / "model.safetensors" for folder in ("hf", "again"))
     assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vl"])
+def test_a_model_with_a_vision_tower_loads(name, tmp_path):
+    """A merged adapter makes new tensors; those of the tower are copied."""
+    vision_harness.make_reference(VISION_ROWS[name], tmp_path)
+    source = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    model = source.to_megatron_model(wrap_with_ddp=False)
+    source.save_hf_pretrained(model, tmp_path / "out", show_progress=False)
+    assert loading_problems(tmp_path / "out") == {}
+    adapted = LoRA(dim=2, target_modules=["linear_qkv", "linear_fc2"])(model)
+    source.save_hf_pretrained(adapted, tmp_path / "merged", show_progress=False)
+    assert loading_problems(tmp_path / "merged") == {}
+
+
+def test_a_model_with_next_token_layers_loads_like_its_source(tmp_path):
+    """transformers leaves these layers out, and names them if they are not the number of the published model."""
+    source = next_tokens.make_reference(tmp_path / "hf").checkpoint
+    _, model = export(source, tmp_path / "out", {})
+    assert any(".mtp." in f".{name}" for name, _ in model[0].named_parameters())
+    expected = loading_problems(source)
+    assert loading_problems(tmp_path / "out") == expected
+    assert not expected.keys() - {"unexpected_keys"}
+    export(source, tmp_path / "without", {"mtp_num_layers": None}, strict=False)
+    assert not loading_problems(tmp_path / "without").keys() - {"unexpected_keys"}

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
         if args.overrides
         else build(found).to_yaml()
     )
-    found.translation.show(text, args.output)
+    found.translation.show("from-megatron-lm", text, args.output)
     return 0
 
 

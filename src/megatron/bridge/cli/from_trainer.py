@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     text = yaml_text.write(
         {key: yaml_text.read(value) for key, value in found.translation.settings.items()}
     )
-    found.translation.show(text, args.output)
+    found.translation.show("from-trainer", text, args.output)
     sys.stderr.write(
         f"read as a file of {found.framework.name}, whose defaults are set where it is silent "
         "(--framework names another one)\n"

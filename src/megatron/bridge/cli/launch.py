@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron.bridge.cli.support import train_job
+from megatron.bridge.cli.support import output_files, train_job
 from megatron.bridge.cli.support.parser import Parser, add_options, add_shared
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.launchers import job_folder, preflight
@@ -114,7 +114,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
     if args.output is None:
         say(text.rstrip())
         return 0
-    write_file("--output", args.output, text)
+    write_file("--output", args.output, output_files.header("launch") + text)
     say(f"{args.output}: start it with kubectl apply -f {args.output}")
     return 0
 

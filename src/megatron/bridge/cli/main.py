@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron.bridge.cli.support import output_files
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
 from megatron.bridge.cli.support.parser import Parser, add_options
 from megatron.bridge.utils.config import yaml_text
@@ -74,6 +75,7 @@ def _run(arguments: list[str]) -> int:
         return 2
     _use_local_folders(args)
     _refuse_writing_over_inputs(args)
+    output_files.refuse_unrelated_files(str(name), args)
     if not getattr(args, "trust_checkpoint", False):
         return module.run(args)
     from megatron.bridge.utils import unpickling  # imports torch

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support import tune_probe, tune_rl
+from megatron.bridge.cli.support import output_files, tune_probe, tune_rl
 from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import Job, prepare
 from megatron.bridge.recipes import catalog
@@ -413,7 +413,8 @@ def _valid(job: Job, search: "Search", price: "Price") -> "Price | None":
 
 def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -> None:
     if path is not None:
-        write_file("--output", path, dump_yaml(tune_probe.with_layout(job, search, price)))
+        text = dump_yaml(tune_probe.with_layout(job, search, price))
+        write_file("--output", path, output_files.header("tune") + text)
 
 
 def _page(job: Job, search: "Search", found: "Found") -> str:

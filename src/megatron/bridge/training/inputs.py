@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.bridge.checkpoint import verification
 from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
+from megatron.bridge.data.finetuning.builder import add_other_problems
 from megatron.bridge.data.finetuning.sft_config import HFDatasetConfig
 from megatron.bridge.data.tokenizer import Tokenizer
 from megatron.bridge.models.conversion import pretrained
@@ -126,10 +127,13 @@ def _try_records(part: SFTDatasetConfig, tokenizer: Tokenizer) -> None:
     if isinstance(part, HFDatasetConfig) and not part.is_local:
         return
     encode = part.encoder(tokenizer)
-    for split in SPLITS:
-        source = part.limited_source(split)
-        if source is not None:
-            encode(list(islice(source.records(), TRIED_RECORDS)))
+    try:
+        for split in SPLITS:
+            source = part.limited_source(split)
+            if source is not None:
+                encode(list(islice(source.records(), TRIED_RECORDS)))
+    except UserError as error:
+        raise add_other_problems(error, part, tokenizer) from error
 
 
 def _check_weights(resolved: Resolved[ConfigContainer]) -> None:

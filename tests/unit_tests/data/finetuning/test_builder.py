@@ -9,6 +9,8 @@ import torch
 from megatron.bridge.data.config import DatasetRequest, FinetuningDatasetConfig
 from megatron.bridge.data.finetuning.builder import prepare_split
 from megatron.bridge.data.records.encoding import NO_TARGET, TOO_LONG
+from megatron.bridge.utils.console import console
+from megatron.bridge.utils.errors import UserError
 from tests.refusals import refused
 
 SEQ = 32
@@ -128,7 +130,50 @@ def test_wrong_files_are_named(tmp_path, tokenizer, content, parts):
         build(tmp_path, tokenizer, (4, 0, 0))
 
 
+def test_all_mistakes_of_all_splits_are_named_together(tmp_path, tokenizer):
+    """Each is at its line, and those of one kind share a sentence."""
+    good = {"prompt": "a", "completion": "b"}
+    lines = [json.dumps(good) for _ in range(60)]
+    lines[4] = '{"prompt": "a"'
+    lines[9] = '{"prompt": "a", "completion": 3}'
+    for number in (20, 30, 40, 50, 55):
+        lines[number] = json.dumps({"prompt": "a", "answer": f"b{number}"})
+    (tmp_path / "training.jsonl").write_text("\n".join(lines))
+    write(tmp_path, "validation", [good, {"messages": []}])
+    sentences = (
+        "training.jsonl:5: the line is not valid JSON",
+        "training.jsonl:10: ",
+        "training.jsonl:21: ",
+        "the same at 31, 41, 51 and 1 more",
+        "validation.jsonl:3: ",
+    )
+    for options in ({}, {"workers": 2}, {"prepared_dir": str(tmp_path / "prepared")}):
+        with pytest.raises(UserError) as caught:
+            build(tmp_path, tokenizer, (4, 0, 0), **options)
+        message = str(caught.value)
+        assert [part for part in sentences if part not in message] == []
+        assert len(message.splitlines()) == 4
+
+
+def test_a_file_that_is_fine_names_no_others(tmp_path, tokenizer):
+    write(tmp_path, "training", [{"prompt": "a" * 99, "completion": "b"}, {"text": "c"}])
+    with refused("training.jsonl:1", "dataset.seq_length", "truncation"):
+        build(tmp_path, tokenizer, (4, 0, 0), truncation="refuse")
+
+
+def test_splits_without_a_file_are_left_out(tmp_path, tokenizer):
+    write(tmp_path, "training", [{"prompt": "a", "completion": "b"}])
+    with console().capture() as capture:
+        splits = build(tmp_path, tokenizer, (4, 4, 4))
+    assert splits.train is not None
+    assert splits.valid is splits.test is None
+    said = capture.get()
+    assert "no valid split" in said
+    assert "no test split" in said
+
+
 def test_a_missing_file_and_wrong_options_are_named(tmp_path, tokenizer):
+    write(tmp_path, "valid", [{"text": "under another name"}])
     with refused(str(tmp_path), "validation", ".jsonl", "dataset.do_validation=false"):
         build(tmp_path, tokenizer, (0, 4, 0))
     with refused("dataset.truncation='middle'", "keep_answer"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.bridge.cli.support import output_files
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.training.config.ranges import RANGES, out_of_range
 from megatron.bridge.utils.config import yaml_text
@@ -56,12 +57,12 @@ class Translation:
         """``key=value`` items, as on the command line."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
-    def show(self, text: str, output: Path | None) -> None:
-        """Write ``text`` to a file or to standard output, and the report to standard error."""
+    def show(self, command: str, text: str, output: Path | None) -> None:
+        """Write ``text`` of a command to a file or to standard output, and the report to standard error."""
         if output is None:
             sys.stdout.write(text)
         else:
-            write_file("--output", output, text)
+            write_file("--output", output, output_files.header(command) + text)
         sys.stderr.writelines(f"{line}\n" for line in self.report())
 
     def report(self) -> Iterator[str]:

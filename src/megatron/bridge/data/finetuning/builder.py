@@ -19,8 +19,11 @@ from megatron.bridge.data.finetuning.rows import (
 from megatron.bridge.data.media.processing import MediaProcessor
 from megatron.bridge.data.records.encoding import media_processor
 from megatron.bridge.data.records.preparation import PreparedSamples, prepare
+from megatron.bridge.data.records.problems import find_problems, join_problems
 from megatron.bridge.data.records.samples import Samples
 from megatron.bridge.data.tokenizer import Tokenizer
+from megatron.bridge.utils.console import print_rank_0
+from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.data.finetuning.sft_config import BlendedDatasetConfig, SFTDatasetConfig
@@ -43,6 +46,8 @@ def build_datasets(
     def dataset(split: Split, size: int) -> EpochRows | None:
         prepared = prepare_split(config, split, request.tokenizer) if size else None
         if prepared is None:
+            if size and config.uses_split(split):
+                print_rank_0(f"note: the data has no {split} split: nothing is evaluated there")
             return None
         seed = config.seed if split == "train" else None
         return EpochRows(rows(prepared.samples), size, seed, prepared.report, prepared.name)
@@ -76,7 +81,31 @@ def prepare_split(
     if source is None:
         return None
     folder = Path(config.prepared_dir) if config.prepared_dir else None
-    return prepare(source, config.encoder(tokenizer), folder, config.workers)
+    try:
+        return prepare(source, config.encoder(tokenizer), folder, config.workers)
+    except UserError as error:
+        raise add_other_problems(error, config, tokenizer) from error
+
+
+def add_other_problems(
+    first: UserError, config: "SFTDatasetConfig", tokenizer: Tokenizer
+) -> UserError:
+    """Return an error with all mistakes in the records of all splits, of which ``first`` is one."""
+    sentences = [str(first), *find_record_problems(config, tokenizer)]
+    return UserError(join_problems(list(dict.fromkeys(sentences))))
+
+
+def find_record_problems(config: "SFTDatasetConfig", tokenizer: Tokenizer) -> list[str]:
+    """Return a sentence for each mistake in the records of all splits."""
+    encoder = config.encoder(tokenizer)
+    sentences: list[str] = []
+    for split in SPLITS:
+        try:
+            source = config.limited_source(split)
+            sentences += [] if source is None else find_problems(source, encoder)
+        except UserError as error:  # a file that is missing or no table
+            sentences.append(str(error))
+    return sentences
 
 
 def _rows(

@@ -4,6 +4,7 @@
 import re
 from abc import abstractmethod
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.bridge.data.dataset_config import (
@@ -68,13 +69,18 @@ class SFTDatasetConfig(RecordDatasetConfig):
     def source(self, split: Split) -> RecordSource | None:
         """The records of a split; None if there are none."""
 
+    def uses_split(self, split: Split) -> bool:
+        """Return whether the settings ask for a split, which the data may not have."""
+        return {"train": True, "valid": self.do_validation, "test": self.do_test}[split]
+
     def limited_source(self, split: Split) -> RecordSource | None:
-        wanted, limit = {
-            "train": (True, self.max_train_samples),
-            "valid": (self.do_validation, self.max_validation_samples),
-            "test": (self.do_test, self.max_test_samples),
+        """Return the records of a split that the run uses; None without any."""
+        limit = {
+            "train": self.max_train_samples,
+            "valid": self.max_validation_samples,
+            "test": self.max_test_samples,
         }[split]
-        source = self.source(split) if wanted else None
+        source = self.source(split) if self.uses_split(split) else None
         if source is not None and self.columns:
             source = RenamedSource(source, self.columns)
         return source if source is None or limit is None else LimitedSource(source, limit)
@@ -115,7 +121,8 @@ class SFTDatasetConfig(RecordDatasetConfig):
 class FinetuningDatasetConfig(SFTDatasetConfig):
     """Records in the files ``training``, ``validation`` and ``test`` of a folder.
 
-    Each is a ``.jsonl``, ``.parquet`` or ``.arrow`` file. Files that the run does not use may be missing.
+    Each is a ``.jsonl``, ``.parquet`` or ``.arrow`` file. Without a file for validation or test, there is none; a note
+    says so. If the folder also has files of records under other names, a missing file is refused.
     """
 
     dataset_root: str
@@ -131,13 +138,16 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
                 f"dataset.dataset_root={self.dataset_root} is not a directory: check the path"
             )
 
-    def source(self, split: Split) -> RecordSource:
+    def source(self, split: Split) -> RecordSource | None:
+        """The file of a split; a folder without validation or test file trains without them."""
         folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
         found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
         if len(found) > 1:
             raise UserError(
                 f"{' and '.join(map(str, found))} both exist: remove or rename one of them"
             )
+        if not found and split != "train" and folder.is_dir() and not _other_records(folder):
+            return None
         if not found:
             names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
             switches = {
@@ -149,6 +159,14 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
                 f"{', '.join(names) or 'nothing'}): add it{switches.get(split, '')}"
             )
         return FileSource(found[0])
+
+
+def _other_records(folder: Path) -> list[str]:
+    """Return the files of records that are no split by their names, such as ``valid.jsonl``."""
+    stems = set(FILE_STEMS.values())
+    return [
+        path.name for path in folder.iterdir() if path.suffix in SUFFIXES and path.stem not in stems
+    ]
 
 
 @dataclass(kw_only=True)

@@ -3,12 +3,35 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.errors import UserError
+
+_unreadable: ContextVar[list[str] | None] = ContextVar("unreadable records", default=None)
+
+
+@contextmanager
+def skip_unreadable_records() -> Iterator[list[str]]:
+    """Let sources skip records that cannot be read; yield the list that gets a sentence for each."""
+    sentences: list[str] = []
+    token = _unreadable.set(sentences)
+    try:
+        yield sentences
+    finally:
+        _unreadable.reset(token)
+
+
+def raise_or_skip(error: UserError) -> None:
+    """Raise the error of a record, or note it if unreadable records are skipped."""
+    sentences = _unreadable.get()
+    if sentences is None:
+        raise error
+    sentences.append(str(error))
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -17,7 +40,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                yield where, parse_record(line, where)
+                try:
+                    record = parse_record(line, where)
+                except UserError as error:
+                    raise_or_skip(error)
+                else:
+                    yield where, record
 
 
 def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -30,11 +58,13 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     records = strict_json.read(path)
     for number, record in enumerate(records, start=1):
         where = f"{path}: record {number}"
-        if not isinstance(record, dict):
-            raise UserError(
-                f"{where} must be a JSON object, not {type(record).__name__}: write a list of objects"
-            )
-        yield where, record
+        if isinstance(record, dict):
+            yield where, record
+            continue
+        kind = type(record).__name__
+        raise_or_skip(
+            UserError(f"{where} must be a JSON object, not {kind}: write a list of objects")
+        )
 
 
 def open_data(path: Path) -> BufferedReader:

@@ -8,7 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.bridge.data.records.jsonl import open_data, read_json, read_jsonl
+from megatron.bridge.data.records.jsonl import (
+    open_data,
+    raise_or_skip,
+    read_json,
+    read_jsonl,
+)
 from megatron.bridge.utils.errors import UserError, one_line
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -233,19 +238,27 @@ class RenamedSource:
 
     def records(self) -> Iterator[LocatedRecord]:
         for where, record in self.source.records():
-            if missing := [key for key in self.columns if key not in record]:
-                raise UserError(
-                    f"{where}: there is no {missing[0]}, which dataset.columns names; the record has "
-                    f"{', '.join(record)}"
-                )
-            kept = {key: value for key, value in record.items() if key not in self.columns}
-            if taken := [name for name in self.columns.values() if name in kept]:
-                raise UserError(
-                    f"{where}: the record has the key {taken[0]}, and dataset.columns renames another "
-                    "key to it: rename both"
-                )
-            renamed = {new: record[old] for old, new in self.columns.items()}
-            yield where, type(record)({**kept, **renamed})
+            try:
+                renamed = self._rename(where, record)
+            except UserError as error:
+                raise_or_skip(error)
+            else:
+                yield where, renamed
+
+    def _rename(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
+        if missing := [key for key in self.columns if key not in record]:
+            raise UserError(
+                f"{where}: there is no {missing[0]}, which dataset.columns names; the record has "
+                f"{', '.join(record)}"
+            )
+        kept = {key: value for key, value in record.items() if key not in self.columns}
+        if taken := [name for name in self.columns.values() if name in kept]:
+            raise UserError(
+                f"{where}: the record has the key {taken[0]}, and dataset.columns renames another "
+                "key to it: rename both"
+            )
+        renamed = {new: record[old] for old, new in self.columns.items()}
+        return type(record)({**kept, **renamed})
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{dict(self.columns)}"
