@@ -72,7 +72,6 @@ def _says(provider: Any, architecture: str) -> bool:
         or not bridge.can_say(provider)
     ):
         return False
-    from huggingface_hub.errors import StrictDataclassError
 
     try:
         config = _config(provider, architecture)
