@@ -68,10 +68,13 @@ def convert(runner: Runner, paths: Paths) -> None:
 def measure_step(runner: Runner, paths: Paths) -> float:
     """Train a few steps without saving, and return the seconds of the fastest one."""
     trial = paths.out / "trial"
-    command = training_command(paths, TRIAL_STEPS)
-    runner.run(
-        *command, "validation.eval_iters=0", "checkpoint.save=null", f"logger.log_dir={trial}"
-    )  # fmt: skip
+    overrides = training_overrides(paths, TRIAL_STEPS) | {
+        "validation.eval_iters": 0,
+        "logger.tensorboard_dir": "null",
+        "logger.log_dir": trial,
+        "checkpoint.save": "null",
+    }
+    runner.run(*training_command(paths, overrides))
     entries = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
     return min(entry["step time"] for entry in entries if entry["kind"] == "train")
 
@@ -86,12 +89,12 @@ def train(runner: Runner, paths: Paths, steps: int) -> None:
     with runner.stage(
         f"Fine-tune on Shakespeare: {steps} steps, tensor parallel over {PROCESSES} processes"
     ):
-        runner.run(*training_command(paths, steps), live=True)
+        runner.run(*training_command(paths, training_overrides(paths, steps)), live=True)
 
 
-def training_command(paths: Paths, steps: int) -> list[str | Path]:
-    """The command that trains ``steps`` steps."""
-    overrides = {
+def training_overrides(paths: Paths, steps: int) -> dict[str, object]:
+    """What the run of ``steps`` steps changes in its recipe."""
+    return {
         "model.tensor_model_parallel_size": PROCESSES,
         "model.make_query_groups_divisible_by": PROCESSES,  # 9 heads in 3 groups do not split over two
         "train.train_iters": steps,
@@ -112,6 +115,10 @@ def training_command(paths: Paths, steps: int) -> list[str | Path]:
         "checkpoint.save_optim": "false",
         "tokenizer.tokenizer_model": paths.source_model,
     }
+
+
+def training_command(paths: Paths, overrides: dict[str, object]) -> list[str | Path]:
+    """The command that trains with the recipe and these changes."""
     return [
         *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
         "--recipe", "smollm2_135m_pretrain_config", "--mode", "sft",

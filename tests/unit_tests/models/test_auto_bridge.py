@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron.bridge import AutoBridge
+from megatron.bridge.cli.main import main
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.utils.errors import UserError
 from tests.toy_models import LLAMA, make_llama, tokens
@@ -67,6 +69,33 @@ def test_import_and_export_of_checkpoints(hf, tmp_path):
         bridge.load_megatron_model(tmp_path / "megatron", mp_overrides={"tensor_model_parallel": 2})
     with pytest.raises(UserError, match="absent"):
         bridge.load_megatron_model(tmp_path / "absent")
+
+
+def test_an_export_rounds_weights_of_a_float32_run_or_keeps_them(tmp_path, capsys):
+    source = make_llama(tmp_path / "of_fp32", num_hidden_layers=2)
+    source.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    bridge = AutoBridge.from_hf_pretrained(tmp_path / "hf")
+    model = bridge.to_megatron_model(wrap_with_ddp=False, bf16=False, fp16=False)
+    trained = model[0].output_layer.weight
+    assert trained.dtype == torch.float32
+    with torch.no_grad():
+        trained.add_(1e-4 * torch.randn_like(trained))
+    bridge.save_megatron_model(model, tmp_path / "megatron")
+    words = ["--hf-model", str(tmp_path / "hf"), "--megatron-path", str(tmp_path / "megatron")]
+    exports = {}
+    for dtype in (None, "float32", "bfloat16"):
+        out = tmp_path / f"out_{dtype}"
+        options = [] if dtype is None else ["--dtype", dtype]
+        assert main(["export", *words, "--hf-path", str(out), *options]) == 0
+        captured = capsys.readouterr()
+        said = " ".join((captured.out + captured.err).split())
+        note = "float32 weights are rounded to bfloat16"
+        assert (note in said) == (dtype is None)
+        assert ("--dtype float32" in said) == (dtype is None)
+        exports[dtype] = AutoModelForCausalLM.from_pretrained(out, dtype="auto").lm_head.weight
+    assert torch.equal(exports["float32"], trained)
+    assert torch.equal(exports[None], trained.bfloat16())
+    assert torch.equal(exports["bfloat16"], trained.bfloat16())
 
 
 def test_a_checkpoint_of_an_uneven_pipeline_loads_in_one_process(hf, tmp_path):
