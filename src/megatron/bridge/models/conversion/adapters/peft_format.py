@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read and write adapters in Hugging Face's ``peft`` format.
+"""Load and save adapters in Hugging Face's ``peft`` format, whose files ``peft_files`` reads.
 
 An adapter's factors are converted like the weight that they update. This also works for Megatron's fused layers:
 ``[q; k; v] = W x + B A x`` is three layers that share A, and each has its own rows of B. The mapping that splits the
@@ -8,7 +8,6 @@ rows of W therefore also splits those of B, without error.
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,19 @@ from megatron.bridge.models.conversion.adapters.adapted_layers import (
     LowRankPart,
     is_whole,
 )
+from megatron.bridge.models.conversion.adapters.peft_files import (
+    BASE_WEIGHT,
+    CONFIG,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    PREFIX,
+    TENSORS,
+    A,
+    B,
+    rank_and_alpha,
+    read,
+)
 from megatron.bridge.models.conversion.engine import exchange
 from megatron.bridge.models.conversion.engine.plan import Plan, WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import (
@@ -34,60 +46,7 @@ from megatron.bridge.models.conversion.param_mapping import (
     ParallelKind,
     ShardSpec,
 )
-from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.errors import UserError, one_line
-
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
-# ``peft`` stores the weights of adapted embeddings and output layers again
-BASE_WEIGHT = "base_layer.weight"
-
-# config keys that are read, that follow from the tensors, or that describe the initialization
-_KNOWN = {
-    "peft_type",
-    "base_model_name_or_path",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "auto_mapping",
-    "corda_config",
-    "eva_config",
-    "inference_mode",
-    "layers_pattern",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-    "modules_to_save",
-}
-# other keys -> the values that have no effect
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (
-        True,
-        False,
-        "gaussian",
-        "orthogonal",
-        "eva",
-    ),  # other values also change the base
-}
-# a repeated group that repeats something: matching could take forever
-_NESTED_REPEAT = re.compile(r"\([^()]*[*+}][^()]*\)\)*[*+{]")
-_UNSET: tuple[Any, ...] = (None, False, [], {})
+from megatron.bridge.utils.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -382,116 +341,6 @@ def _refuse_half_of_experts(adapted: set[str]) -> None:
         )
 
 
-def read(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the config and the tensors of a directory in the ``peft`` format."""
-    for name in (CONFIG, TENSORS):
-        if not (directory / name).is_file():
-            raise UserError(
-                f"{directory} has no {name}: give a directory that peft's save_pretrained wrote"
-            )
-    config: Any = strict_json.read(directory / CONFIG)
-    try:
-        tensors = cast(Any, safetensors.torch).load_file(directory / TENSORS)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise UserError(
-            f"{directory / TENSORS} is damaged: {one_line(error)}; save the adapter again"
-        ) from error
-    if not isinstance(config, dict):
-        raise UserError(f"{directory / CONFIG} is not a JSON object: save the adapter again")
-    config = cast(dict[str, Any], config)
-    if config.get("peft_type") != "LORA":
-        raise UserError(
-            f"the adapter {directory} is of type {config.get('peft_type')}: only LORA can be read"
-        )
-    for key, value in config.items():
-        if key not in _KNOWN and value not in _HARMLESS.get(key, _UNSET):
-            raise UserError(
-                f"the adapter {directory} has {key}={value!r}, which cannot be read: merge it instead"
-            )
-    _check_settings(config, directory)
-    _check_tensors(config, tensors, directory)
-    return config, tensors
-
-
-def _check_settings(config: Mapping[str, Any], directory: Path) -> None:
-    """Refuse ranks, scales, targets and patterns that ``peft`` could not have written."""
-    ranks: dict[str, Any] = {"r": config.get("r"), **_values_of("rank_pattern", config, directory)}
-    alphas: dict[str, Any] = {"lora_alpha": config.get("lora_alpha")}
-    alphas |= _values_of("alpha_pattern", config, directory)
-    for key, value in ranks.items():
-        if type(value) is not int or value < 1:
-            raise UserError(
-                f"the adapter {directory} has {key}={value!r}, but a rank is an integer of at least 1: save it again"
-            )
-    for key, value in alphas.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise UserError(
-                f"the adapter {directory} has {key}={value!r}, but an alpha is a finite number: save it again"
-            )
-    for key in ("target_modules", "exclude_modules"):
-        value = config.get(key)
-        is_list = isinstance(value, list) and all(
-            isinstance(item, str) for item in cast("list[Any]", value)
-        )
-        if not (value is None or isinstance(value, str) or is_list):
-            raise UserError(
-                f"the adapter {directory} has {key}={value!r}, but it is a text or a list of texts: save it again"
-            )
-
-
-def _values_of(key: str, config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the values of ``rank_pattern`` or ``alpha_pattern`` by the names for messages."""
-    patterns: Any = config.get(key) or {}
-    if not isinstance(patterns, dict):
-        raise UserError(
-            f"the adapter {directory} has {key}={patterns!r}, but it is an object: save it again"
-        )
-    values = cast("dict[str, Any]", patterns)
-    for pattern in values:
-        try:
-            re.compile(pattern)
-            problem = "repeats what is repeated already" if _NESTED_REPEAT.search(pattern) else None
-        except re.error as error:
-            problem = f"is no regular expression ({error})"
-        if problem is not None:
-            raise UserError(
-                f"the adapter {directory} has {key}={pattern!r}, which {problem}: name the modules"
-            )
-    return {f"{key}[{pattern!r}]": value for pattern, value in values.items()}
-
-
-def _check_tensors(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], directory: Path
-) -> None:
-    """Refuse values that are no finite numbers, factors without their counterpart, and ranks of another config."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise UserError(
-                f"the adapter {directory} has {name} in {tensor.dtype}, but weights are floating point: save it again"
-            )
-        if not tensor.isfinite().all():
-            raise UserError(
-                f"the adapter {directory} has values in {name} that are NaN or infinite: train it again"
-            )
-    counterparts = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
-    for name, tensor in tensors.items():
-        for end, other in counterparts.items():
-            if not name.endswith(f".{end}"):
-                continue
-            module = name.removesuffix(f".{end}")
-            if f"{module}.{other}" not in tensors:
-                raise UserError(
-                    f"the adapter {directory} has {name} without {module}.{other}: save it again"
-                )
-            rank = rank_and_alpha(config, module.removeprefix(PREFIX))[0]
-            axis = 0 if end in (A, EMBEDDING_A) else 1
-            if tensor.dim() != 2 or tensor.shape[axis] != rank:
-                raise UserError(
-                    f"the adapter {directory} has rank {rank} for {name}, whose shape is {list(tensor.shape)}: give "
-                    "the config that belongs to the tensors"
-                )
-
-
 def load(plan: Plan, directory: Path) -> None:
     """Load the adapters of a model from a ``peft`` directory; no value changes if anything differs."""
     config, stored = read(directory)
@@ -696,20 +545,6 @@ def _check_shapes(
                 f"the adapter {directory} has {_key(name, kind)} of shape {list(found)} where this model needs "
                 f"{list(fits)}: give the base model that it was trained for"
             )
-
-
-def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Return rank and alpha of a module; patterns are regular expressions that match the end of its name."""
-
-    def of(patterns: Mapping[str, Any], default: Any) -> Any:
-        found = (
-            value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module)
-        )
-        return next(found, default)
-
-    return of(config.get("rank_pattern") or {}, config["r"]), of(
-        config.get("alpha_pattern") or {}, config["lora_alpha"]
-    )
 
 
 def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, Tensor]) -> None:
