@@ -9,11 +9,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron.bridge.data.records.template_process import PROCESS
-from megatron.bridge.data.records.template_sandbox import (
-    limited,
-    render_conversation,
-    render_here,
-)
+from megatron.bridge.data.records.template_rendering import render_conversation
+from megatron.bridge.data.records.template_sandbox import limited, render_here
 
 MESSAGES = [
     {"role": "user", "content": "2 * 3?"},

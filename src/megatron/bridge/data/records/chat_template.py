@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from megatron.bridge.data.media.references import MediaReference
 from megatron.bridge.data.records.formats import Chat, Message
 from megatron.bridge.data.records.media_parts import as_parts
-from megatron.bridge.data.records.template_sandbox import render_conversation
+from megatron.bridge.data.records.template_rendering import render_conversation
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError, one_line
 

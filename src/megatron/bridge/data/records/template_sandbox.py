@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run chat templates, which are programs of strangers, within limits of time and memory.
-
-In the main thread a template runs in this process, and a signal ends it. No signal reaches other threads, such as
-those of a server, so their templates run in a process of their own, which the operating system ends.
-"""
+"""Chat templates are programs of strangers: limits of time and memory for a process, and bounded arithmetic."""
 
 import json
 import operator
 import os
 import resource
 import signal
-import threading
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,43 +26,6 @@ class RenderedText(NamedTuple):
     spans: list[tuple[int, int]]  # first character and end of each part that is marked as generated
 
 
-def render_conversation(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    options: Mapping[str, Any],
-    find_spans: bool = False,
-) -> RenderedText:
-    """Render a conversation with transformers' function, within limits of time and memory.
-
-    Args:
-        template: The source of the chat template.
-        messages: The messages of the conversation.
-        tools: JSON schemas of the tools.
-        options: ``add_generation_prompt``, ``continue_final_message``, and variables of the template.
-        find_spans: Whether the template marks the text of the assistant with ``{% generation %}``.
-
-    Raises:
-        TimeoutError: The template takes too long.
-        MemoryError: The template needs too much memory.
-        Exception: The template refuses the conversation, or is wrong.
-    """
-    if threading.current_thread() is threading.main_thread():
-        with limited():
-            return render_here(template, messages, tools, options, find_spans)
-    from megatron.bridge.data.records.template_process import PROCESS
-
-    return PROCESS.render(
-        {
-            "template": template,
-            "messages": list(messages),
-            "tools": tools,
-            "options": dict(options),
-            "find_spans": find_spans,
-        }
-    )
-
-
 def render_here(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -78,7 +36,7 @@ def render_here(
     """Render a conversation in this process, without limits of time and memory.
 
     Args:
-        template: As in ``render_conversation``, like the other arguments.
+        template: As in ``template_rendering.render_conversation``, like the other arguments.
         messages: See there.
         tools: See there.
         options: See there.
@@ -188,11 +146,17 @@ def _multiply(left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
         if left.bit_length() + right.bit_length() > MAX_BITS:
             raise OverflowError(f"it computes a number of more than {MAX_BITS:,} bits")
-    elif isinstance(left, int | Sequence) and isinstance(right, int | Sequence):
-        count, repeated = (left, right) if isinstance(left, int) else (right, left)
-        if isinstance(count, int) and count * len(repeated) > MAX_LENGTH:
-            raise MemoryError(f"it repeats a text or a list to a length above {MAX_LENGTH:,}")
+    else:
+        _check_length(left, right)
+        _check_length(right, left)
     return operator.mul(left, right)
+
+
+def _check_length(repeated: Any, count: Any) -> None:
+    """Refuse a long text or list that the multiplication would make."""
+    is_repetition = isinstance(repeated, Sequence) and isinstance(count, int)
+    if is_repetition and count * len(repeated) > MAX_LENGTH:
+        raise MemoryError(f"it repeats a text or a list to a length above {MAX_LENGTH:,}")
 
 
 def _raise_to_power(left: Any, right: Any) -> Any:

@@ -17,7 +17,7 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.bridge.data.records.template_sandbox import render_conversation
+from megatron.bridge.data.records.template_rendering import render_conversation
 from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import Sampling
 from megatron.bridge.utils import distributed
