@@ -4,6 +4,7 @@
 import importlib.util
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from megatron.bridge.cli.chat import Conversation
@@ -69,6 +71,45 @@ def test_texts_are_those_of_transformers(llm, model_dir):
     assert [one[0].text for one in found] == [
         greedy_text(model_dir, prompt, 20) for prompt in prompts
     ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers_are_named(model_dir, tmp_path, capfd, value):
+    """Loading and converting name the tensor and its file, and no empty text is generated."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model_dir, broken)
+    name = "model.layers.0.mlp.up_proj.weight"
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    file = broken / index["weight_map"][name]
+    weights = load_file(file)
+    weights[name][1, 2] = value
+    save_file(weights, file, {"format": "pt"})
+    words = f"{name} in {file.name} has NaN or infinite values"
+    convert = ["convert", "--hf-model", str(broken), "--megatron-path", str(tmp_path / "megatron")]
+    assert main([*convert, "--no-progress"]) == 0
+    assert capfd.readouterr().err.count(words) == 1
+    with LLM(str(broken), dtype="float32", kv_memory=1 << 24) as llm:
+        assert capfd.readouterr().err.count(words) == 1
+        with pytest.raises(UserError, match=r"not numbers \(NaN\)"):
+            llm.generate(TEXT[:1], Sampling(max_new_tokens=3))
+        with pytest.raises(UserError, match=r"not numbers \(NaN\)"):
+            list(llm.stream(TEXT[0], Sampling(max_new_tokens=3, temperature=1.0)))
+
+
+def test_weights_that_are_numbers_are_not_mentioned(model_dir, capfd):
+    with LLM(str(model_dir), dtype="float32", kv_memory=1 << 24):
+        assert "infinite" not in capfd.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_noted(model_dir, tmp_path, capfd):
+    larger = AutoTokenizer.from_pretrained(model_dir)
+    size = len(larger)
+    larger.add_tokens(["<new>", "<newer>"])
+    larger.save_pretrained(tmp_path)
+    with LLM(str(model_dir), dtype="float32", kv_memory=1 << 24, tokenizer=str(tmp_path)) as llm:
+        assert f"has {size + 2} tokens and the model {size} embeddings" in capfd.readouterr().err
+        with pytest.raises(UserError, match=f"{size + 1}"):
+            llm.generate("<newer>", Sampling(max_new_tokens=1))
 
 
 def test_a_conversation_uses_the_template(llm, model_dir):

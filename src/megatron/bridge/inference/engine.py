@@ -5,6 +5,7 @@ All ranks call the same methods with the same arguments. Each data-parallel rank
 every rank tracks the state of all lanes.
 """
 
+import math
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -349,6 +350,9 @@ class Engine(AbstractContextManager["Engine"]):
     def _take(self, job: Job, output: Output, row: Sequence[float], width: int) -> None:
         if output.target is not None:
             job.completion.prompt_logprobs.append(read_logprob(row, output.top or 0, width))
+            return
+        if math.isnan(row[0]):
+            self._finish(job, "error")
             return
         token = int(row[0])
         job.text.tokens.append(token)

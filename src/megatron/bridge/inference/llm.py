@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.bridge.inference.requests import Completion, Sampling, TokenLogprob
+from megatron.bridge.inference.requests import NOT_FINITE, Completion, Sampling, TokenLogprob
 from megatron.bridge.utils import distributed
 from megatron.bridge.utils.errors import UserError
 
@@ -218,6 +218,7 @@ class LLM:
                     yield job.piece
         finally:
             self.engine.cancel(job)
+        _refuse_not_finite([job.completion])
         yield job.completion
 
     def logprobs(
@@ -270,10 +271,17 @@ class LLM:
             for choices in jobs:
                 while not all(job.is_over for job in choices):
                     self.engine.step()
-                yield [job.completion for job in choices]
+                completions = [job.completion for job in choices]
+                _refuse_not_finite(completions)
+                yield completions
         finally:
             for job in (job for choices in jobs for job in choices):
                 self.engine.cancel(job)
+
+
+def _refuse_not_finite(completions: Sequence[Completion]) -> None:
+    if any(completion.finish_reason == "error" for completion in completions):
+        raise UserError(NOT_FINITE)
 
 
 def ranks_of(options: dict[str, Any]) -> int:

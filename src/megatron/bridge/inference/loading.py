@@ -18,7 +18,7 @@ from megatron.bridge.models.gpt_provider import drop_mtp_layers, pad_query_group
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.peft import hf_adapter
 from megatron.bridge.peft.checkpoint import load_adapters, saved_base
-from megatron.bridge.utils import storage
+from megatron.bridge.utils import console, storage
 from megatron.bridge.utils.errors import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -86,6 +86,7 @@ def load(
         )
     used = tokenizer or (tokenizer_of(path) if bridge is None else None)
     hf = _tokenizer(source.folder, used, trust_remote_code)
+    _note_larger_tokenizer(hf, provider, used or source.folder)
     _prepare(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(
@@ -111,6 +112,16 @@ def load(
         names,
         media,
         template=_trained_template(path, adapter),
+    )
+
+
+def _note_larger_tokenizer(hf: Any, provider: Any, folder: Any) -> None:
+    """Note that the tokenizer has tokens without an embedding, which the engine refuses in prompts."""
+    if hf is None or provider.vocab_size is None or len(hf) <= provider.vocab_size:
+        return
+    console.print_rank_0(
+        f"note: the tokenizer {folder} has {len(hf)} tokens and the model {provider.vocab_size} embeddings, so prompts "
+        "with the others are refused: use the model's own tokenizer"
     )
 
 

@@ -8,7 +8,12 @@ from typing import Any, Literal
 
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+NOT_FINITE = (
+    "the model's logits are not numbers (NaN): look for tensors with NaN or infinite values in its weights or its "
+    "adapter, and for overflow in --dtype"
+)
+"""What the finish reason ``error`` means."""
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
 
 
@@ -155,7 +160,7 @@ class Completion:
     )  # generated tokens, including the token that ended the text
     text: str = ""  # text without special tokens, up to a stop text
     finish_reason: FinishReason | None = (
-        None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``
+        None  # ``stop`` at a stop text or end token, ``length`` at ``max_new_tokens``, ``error`` for NaN
     )
     seed: int = 0
     choice: int = 0  # index among the ``n`` completions of the prompt

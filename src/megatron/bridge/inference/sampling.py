@@ -113,7 +113,10 @@ def width_of(outputs: Sequence[Output]) -> int:
 
 
 def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Tensor:
-    """Return a table [outputs, width] from logits [outputs, vocabulary]: float64 holds token ids exactly."""
+    """Return a table [outputs, width] from logits [outputs, vocabulary]: float64 holds token ids exactly.
+
+    The token of a row with NaN is NaN.
+    """
     table = torch.zeros(len(outputs), width, dtype=torch.float64, device=logits.device)
     if not outputs:
         return table
@@ -131,6 +134,9 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
                 output.seed,
                 output.choice,
             )
+    # a maximum is NaN if any value is
+    samples = torch.tensor([output.target is None for output in outputs], device=logits.device)
+    table[:, 0].masked_fill_(logits.amax(-1).isnan() & samples, torch.nan)
     scored = [index for index, output in enumerate(outputs) if output.top is not None]
     if scored:
         _score(logits, table, scored, (width - FIXED) // 2)
@@ -140,7 +146,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
 def _score(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
     rows = torch.tensor(scored, device=logits.device)
     logprobs = logits[rows].float().log_softmax(-1)
-    chosen = table[rows, 0].long()
+    chosen = table[rows, 0].nan_to_num().long()
     table[rows, 1] = logprobs.gather(-1, chosen[:, None])[:, 0].double()
     if top:
         best = _ordered(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render conversations with chat templates, which are programs of strangers, within limits of time and memory.
+"""Render conversations with chat templates within limits of time and memory.
 
 In the main thread a template runs in this process, and a signal ends it. No signal reaches other threads, such as
 those of a server, so their templates run in a process of their own, which the operating system ends.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run chat templates, which are programs of strangers, within limits of time and memory.
-
-``template_rendering`` chooses where a template runs; here are the limits.
-"""
+"""Chat templates are programs of strangers: limits of time and memory for a process, and bounded arithmetic."""
 
 import json
 import operator
@@ -150,11 +147,16 @@ def _multiply(left: Any, right: Any) -> Any:
         if left.bit_length() + right.bit_length() > MAX_BITS:
             raise OverflowError(f"it computes a number of more than {MAX_BITS:,} bits")
     else:
-        count, repeated = (left, right) if isinstance(left, int) else (right, left)
-        is_repetition = isinstance(count, int) and isinstance(repeated, Sequence)
-        if is_repetition and count * len(repeated) > MAX_LENGTH:
-            raise MemoryError(f"it repeats a text or a list to a length above {MAX_LENGTH:,}")
+        _check_length(left, right)
+        _check_length(right, left)
     return operator.mul(left, right)
+
+
+def _check_length(repeated: Any, count: Any) -> None:
+    """Refuse a long text or list that the multiplication would make."""
+    is_repetition = isinstance(repeated, Sequence) and isinstance(count, int)
+    if is_repetition and count * len(repeated) > MAX_LENGTH:
+        raise MemoryError(f"it repeats a text or a list to a length above {MAX_LENGTH:,}")
 
 
 def _raise_to_power(left: Any, right: Any) -> Any:

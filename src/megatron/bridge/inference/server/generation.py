@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.inference.server.answers import Choice, Format, Json, usage
 from megatron.bridge.inference.server.engine_client import (
     EngineClient,
@@ -128,6 +128,8 @@ class Generation:
             self._times.tokens(choice.index, len(progress.tokens))
         if progress.finish_reason is not None:
             self.metrics.ended(progress.finish_reason)
+        if progress.finish_reason == "error":
+            raise ApiError(500, NOT_FINITE, code="not_finite")
         return choice
 
     async def whole(self) -> Json:

@@ -20,7 +20,7 @@ import uvicorn
 
 from megatron.bridge.inference import llm as llm_module
 from megatron.bridge.inference.llm import LLM
-from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
 from megatron.bridge.inference.server.errors import ApiError, to_json
@@ -280,8 +280,9 @@ class _Run:
         stream = client.submit([0], Sampling(max_new_tokens=1))
         try:
             await stream.accepted()
-            async for _ in stream.progress():
-                pass
+            async for progress in stream.progress():
+                if progress.finish_reason == "error":
+                    raise UserError(NOT_FINITE)
         except EngineGoneError:
             return
         except UserError as error:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a Hugging Face checkpoint: each rank copies its slices directly into its parameters."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -39,8 +40,10 @@ def load(
     shape or dtype are refused in one message before anything is copied.
     """
     tasks = checked(bridge, plan, checkpoint, declared_dtype, allowed_mismatched_params)
+    note = InvalidNote()
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(partial(fill, bridge, checkpoint=checkpoint), tasks))
+        for names in pool.map(partial(fill, bridge, checkpoint=checkpoint), tasks):
+            note.add(names)
 
 
 def checked(
@@ -60,25 +63,72 @@ def checked(
     return tasks
 
 
+class InvalidNote:
+    """Says once which tensor has NaN or infinite values, as soon as the first one is read."""
+
+    def __init__(self) -> None:
+        self._is_printed = False
+
+    def add(self, tensors: Sequence[str]) -> None:
+        """Take the names of tensors, with their files, that are not finite."""
+        if not tensors or self._is_printed:
+            return
+        self._is_printed = True
+        # of any rank, because others may not read this tensor
+        sys.stderr.write(
+            f"note: {first_few(tensors)} has NaN or infinite values, which are converted as they are; there may be "
+            "more such tensors: check the checkpoint\n"
+        )
+
+
 def fill(
     bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint
-) -> None:
-    """Load one parameter and release the pages that it was read from."""
+) -> list[str]:
+    """Load one parameter and release the pages that it was read from.
+
+    Returns:
+        The names of its tensors with NaN or infinite values, with their files.
+    """
     if isinstance(task.param_weight, DTensor):
         parameter, dtype = task.param_weight, sharded_rows.stored_dtype(task.param_weight)
         values = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        fill(bridge, replace(task, param_weight=values), checkpoint)
+        invalid = fill(bridge, replace(task, param_weight=values), checkpoint)
         sharded_rows.set_local_rows(parameter, values)
-        return
+        return invalid
     # each thread has its own grad mode
     with torch.no_grad():
         if bridge.computes_on_load or not task.mapping.copies:
             _compute(bridge, task, checkpoint)
         else:
             _copy(task, checkpoint)
+        invalid = _invalid_tensors(task, checkpoint)
     for name, expert in task.mapping.parts:
         if name in checkpoint:
             checkpoint.release(name, expert)
+    return invalid
+
+
+def _invalid_tensors(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> list[str]:
+    """Return the tensors of a parameter, which has just been copied, that are not finite.
+
+    Both extremes are NaN if any value is. They cost as much as the copy from memory to memory (1 ms for 8 million
+    values in bf16), where a sum or ``isfinite`` costs twenty times that.
+    """
+    parameter = cast(Tensor, task.param_weight)
+    is_compared = (
+        parameter.is_floating_point() and parameter.itemsize > 1
+    )  # 8-bit floats have no order
+    if not is_compared or not parameter.numel():
+        return []
+    smallest, largest = parameter.aminmax()
+    if smallest.isfinite() and largest.isfinite():
+        return []
+    invalid: list[str] = []
+    for name in task.mapping.hf_names:
+        if name in checkpoint and not checkpoint[name].isfinite().all():
+            entries = getattr(checkpoint, "entries", {})  # weights of a trainer are in no file
+            invalid.append(f"{name} in {entries[name].file.name}" if name in entries else name)
+    return invalid
 
 
 def _copy(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:

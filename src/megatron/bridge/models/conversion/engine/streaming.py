@@ -46,9 +46,10 @@ def planner(
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
     held = [_state(chunk) for chunk in chunks]
+    note = load.InvalidNote()
     for task in load.checked(bridge, plan, pretrained.state, pretrained.declared_dtype):
         stored = held[task.vp_stage][task.param_name]
-        make = partial(_made, bridge, task, pretrained, stored.dtype)
+        make = partial(_made, bridge, task, pretrained, stored.dtype, note)
         sources[storage_id(stored)] = LazyParameter(stored.nbytes, make)
     return LazySavePlanner(sources, show_progress, AHEAD)
 
@@ -63,10 +64,11 @@ def _made(
     task: WeightConversionTask,
     pretrained: PreTrainedCausalLM,
     dtype: torch.dtype,
+    note: load.InvalidNote,
 ) -> Tensor:
     outline = cast(Tensor, task.param_weight)
     parameter = torch.empty(task.shard.shape, dtype=outline.dtype, device="cpu")
-    load.fill(bridge, replace(task, param_weight=parameter), pretrained.state)
+    note.add(load.fill(bridge, replace(task, param_weight=parameter), pretrained.state))
     return parameter.to(dtype)
 
 
