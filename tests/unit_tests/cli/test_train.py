@@ -387,6 +387,22 @@ def test_data_of_a_fine_tuning_is_a_folder(capsys):
     assert "one folder" in run(capsys, *recipe, "--data", "a", "b", "--dry-run")[2]
 
 
+@pytest.mark.parametrize(("adapter", "lr"), [([], 5e-7), (["--peft_scheme", "lora"], 5e-6)])
+def test_any_recipe_of_fine_tuning_can_tune_preferences(capsys, adapter, lr):
+    """Its config is the one of the recipe with dpo in its name, at the length of the recipe."""
+    words = ["--mode", "dpo", "--data", "pairs", "dpo.beta=0.3", "--seq_length", "512"]
+    words.append("checkpoint.pretrained_checkpoint=meta-llama/Llama-3.2-1B")
+    recipes = ("llama32_1b_finetune_config", "llama32_1b_dpo_config")
+    made, expected = (
+        dry_run(capsys, "train", "--recipe", name, *adapter, *words)[0] for name in recipes
+    )
+    assert made.dpo == expected.dpo
+    assert made.dpo.beta == 0.3
+    assert made.dataset == expected.dataset
+    assert made.optimizer.lr == lr
+    assert made.model.calculate_per_token_loss
+
+
 def test_list_takes_words(capsys):
     code, out, _ = run(capsys, "train", "--list", "405b")
     assert code == 0

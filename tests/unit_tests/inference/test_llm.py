@@ -320,6 +320,29 @@ def test_completions_of_another_command_are_refused(model_dir, tmp_path, capsys,
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+def test_without_a_file_completions_are_printed(model_dir, tmp_path, capsys):
+    assert generate(model_dir, tmp_path, LINES, "--max-new-tokens", "8", "--seed", "3") == 0
+    capsys.readouterr()
+    words = [
+        "--max-new-tokens",
+        "8",
+        "--prompts",
+        str(tmp_path / "in.jsonl"),
+        "--kv-memory",
+        "16MB",
+        "--dtype",
+        "float32",
+    ]
+    assert main(["generate", str(model_dir), *words]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    stored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for record in stored:
+        del record["request"]
+    assert printed == stored
+    assert main(["generate", str(model_dir), "--prompt", "a", "--out", str(tmp_path / "o")]) == 1
+    assert "--out is for --prompts" in capsys.readouterr().err
+
+
 def test_prompts_are_not_overwritten(model_dir, tmp_path, capsys):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text('{"prompt": "a"}\n')

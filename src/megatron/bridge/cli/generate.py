@@ -4,17 +4,23 @@
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from megatron.bridge.inference.prompt_files import PromptLine
+
 
 def run(args: argparse.Namespace) -> int:
-    if (args.prompts is None) == (args.out is not None):
-        raise UserError("--prompts and --out belong together: give both, or --prompt alone")
+    if args.prompts is None and args.out is not None:
+        raise UserError(
+            "--out is for --prompts: leave it out, the completion of --prompt is printed"
+        )
     if args.media_root and args.prompts is None:
         raise UserError(
             "--media-root is for the images of --prompts: leave it out, --image takes any path"
@@ -53,12 +59,32 @@ def _settings(args: argparse.Namespace) -> str:
     return json.dumps(values, sort_keys=True)
 
 
+def _print_all(args: argparse.Namespace, lines: Sequence["PromptLine"]) -> int:
+    """Print what ``--out`` would hold, a line as soon as it is complete."""
+    from megatron.bridge.inference.prompt_files import as_record
+    from megatron.bridge.utils import distributed
+
+    prompts = [line.prompt for line in lines]
+    samplings = [line.sampling for line in lines]
+    places = [line.where for line in lines]
+    with model_options.load(args, media_root=args.media_root or str(args.prompts.parent)) as llm:
+        answers = llm.generate_each(prompts, samplings, places)
+        for line, completions in zip(lines, answers, strict=True):
+            if distributed.rank() == 0:
+                record = json.dumps(as_record(line, completions), ensure_ascii=False)
+                sys.stdout.write(record + "\n")
+                sys.stdout.flush()
+    return 0
+
+
 def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.checkpoint.collective import on_first_rank
     from megatron.bridge.inference.prompt_files import CompletionFile, read_prompts
     from megatron.bridge.utils import distributed
 
     lines = read_prompts(args.prompts, values, args.chat)
+    if args.out is None:
+        return _print_all(args, lines)
     if not args.out.parent.is_dir():
         raise UserError(f"--out {args.out} cannot be written: create its folder first")
     with model_options.load(args, media_root=args.media_root or str(args.prompts.parent)) as llm:

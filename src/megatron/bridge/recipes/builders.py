@@ -192,15 +192,26 @@ def dpo(
     """
     adapters: FinetuneOptions = {} if options.get("peft") is None else DPO_ADAPTERS
     chosen: Any = _chosen(FinetuneOptions, FINETUNE, DPO, *shared, recommended, adapters, options)
-    root = chosen["dataset_root"] or "preferences"
+    root = chosen["dataset_root"] or "preferences"  # pairs in the current directory
     chosen["dataset_root"] = root
     config = sft(size, chosen)
-    config.dpo = DPOConfig()
-    config.model.calculate_per_token_loss = True  # the loss is a mean over pairs
-    config.dataset = PreferenceDatasetConfig(
-        seq_length=chosen["seq_length"], dataset_root=root, seed=chosen["seed"]
-    )
+    train_on_preferences(config, root, chosen["seed"])
     return config
+
+
+def train_on_preferences(config: ConfigContainer, dataset_root: str, seed: int) -> None:
+    """Turn a config of fine-tuning into one of preference tuning, in place.
+
+    Args:
+        config: of any recipe for fine-tuning.
+        dataset_root: folder of pairs.
+        seed: of the order of the pairs.
+    """
+    config.dpo = DPOConfig()
+    config.model.calculate_per_token_loss = True
+    config.dataset = PreferenceDatasetConfig(
+        seq_length=config.model.seq_length, dataset_root=dataset_root, seed=seed
+    )
 
 
 class PretrainRecipe(Protocol):

@@ -183,7 +183,7 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
         )
     if job.mode == "dpo" and job.config.dpo is None:
         raise UserError(
-            f"--mode dpo, but {job.source} has no dpo: use a recipe with dpo in its name, or leave --mode out"
+            f"--mode dpo, but {job.source} has no dpo: use a recipe for fine-tuning, or leave --mode out"
         )
     peft = type(job.config.peft).__name__
     if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
@@ -243,11 +243,27 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
     options = _data_option(recipe, args.data) | _adapter_option(recipe, args)
     if args.hf_model is not None:
         options["hf_model"] = args.hf_model
+    becomes_dpo = args.mode == "dpo" and recipe.stage == "sft"
+    if becomes_dpo:
+        options = _dpo_options(options.get("peft") is not None) | options
     config = recipe.build(**options)
+    if becomes_dpo:
+        from megatron.bridge.recipes.builders import train_on_preferences
+
+        root = options.get("dataset_root") or "preferences"
+        train_on_preferences(config, str(root), config.rng.seed)
     origins = Origins.of(config)
     if options:
         origins.record_given(config, leaf_values(recipe.build()), "command line")
     return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
+
+
+def _dpo_options(has_adapters: bool) -> dict[str, Any]:
+    """Return the learning rate and warmup of preference tuning for a recipe of fine-tuning."""
+    from megatron.bridge.recipes.builders import DPO, DPO_ADAPTERS
+
+    values = {**DPO, **(DPO_ADAPTERS if has_adapters else {})}
+    return {name: values[name] for name in ("lr", "warmup_fraction")}
 
 
 def _from_model(args: argparse.Namespace) -> Job:
@@ -267,7 +283,7 @@ def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
     scheme = args.peft_scheme or mode
     if scheme is None:
         return {}
-    if args.mode is not None and args.mode not in (scheme, "sft"):
+    if args.mode is not None and args.mode not in (scheme, "sft", "dpo"):
         raise UserError(
             f"--mode {args.mode} and --peft_scheme {scheme} contradict each other: leave one out"
         )
