@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.regular_files import read_regular_file
 
 STAGING_SUFFIX = ".incomplete"
 
@@ -109,7 +110,7 @@ def fsync(path: Path) -> None:
 def read_text(path: Path, what: str) -> str:
     """Read the text of a file that the user named; ``what`` is the key and its value, for messages."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular_file(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise UserError(f"{what} cannot be read: {reason}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.regular_files import read_regular_file
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None)
 
 def read(path: Path, parse_constant: Callable[[str], Any] | None = None) -> Any:
     try:
-        return loads(path.read_bytes(), parse_constant)
+        return loads(read_regular_file(path), parse_constant)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -77,11 +77,6 @@ class PickledCheckpoint(SafetensorsCheckpoint):
         if self._index is None:
             return [PICKLED]
         names = sorted(set(self._index.values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise UserError(
-                f"{self.directory / PICKLED_INDEX} names {outside[0]}: a shard must be a file of this folder"
-            )
         missing = [name for name in names if not (self.directory / name).is_file()]
         if missing:
             raise UserError(

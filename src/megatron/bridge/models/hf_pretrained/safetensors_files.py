@@ -24,6 +24,7 @@ from megatron.bridge.utils.errors import UserError, first_few
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LENGTH = 8
+_LONGEST_NAME = 255  # bytes of a file's name, on all common file systems
 _LONGEST_HEADER = 100 << 20  # the format's own limit
 
 DTYPES: dict[str, torch.dtype] = {
@@ -107,6 +108,9 @@ def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntr
             f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are"
         )
     begin, end = item["data_offsets"]
+    are_whole = all(type(number) is int for number in (*shape, begin, end))
+    if not are_whole or min(shape, default=0) < 0:
+        raise ValueError("shapes and offsets are whole numbers")
     entry = TensorEntry(name, file, DTYPES[code], shape, data + begin, data + end)
     if end - begin != torch.Size(shape).numel() * entry.dtype.itemsize:
         raise UserError(
@@ -121,6 +125,17 @@ def read_weight_map(path: Path) -> dict[str, str]:
         weight_map = strict_json.loads(path.read_text())["weight_map"]
         if not all(isinstance(file, str) for file in weight_map.values()):
             raise TypeError("a file has a name")
+        outside = [
+            file
+            for file in weight_map.values()
+            if Path(file).name != file or len(file.encode()) > _LONGEST_NAME
+        ]
+        if outside:
+            raise UserError(
+                f"{path} names {outside[0][:200]}: a shard must be a file of this folder"
+            )
+    except UserError:
+        raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged: download it again") from error
     return weight_map
@@ -207,11 +222,6 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
     def _file_names(self) -> list[str]:
         if self._index is not None:
             names = sorted(set(self._index.values()))
-            for name in names:
-                if Path(name).name != name:
-                    raise UserError(
-                        f"{self.directory / INDEX} names {name}: a shard must be a file of this folder"
-                    )
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
                 raise UserError(
