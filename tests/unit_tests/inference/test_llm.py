@@ -324,6 +324,8 @@ def test_without_a_file_completions_are_printed(model_dir, tmp_path, capsys):
     assert generate(model_dir, tmp_path, LINES, "--max-new-tokens", "8", "--seed", "3") == 0
     capsys.readouterr()
     words = [
+        "--seed",
+        "3",
         "--max-new-tokens",
         "8",
         "--prompts",
