@@ -582,7 +582,11 @@ COMMANDS = [
         ("no model", ["generate", "/none", "--prompt", "hi"], NO_MODEL),
         ("an empty folder", ["generate", "{tmp}/void", "--prompt", "hi"], UNPUBLISHED),
         ("no prompt", ["generate", LLAMA], ("--prompts", "--prompt")),
-        ("prompts without answers", ["generate", LLAMA, "--prompts", "/none.jsonl"], ("--out",)),
+        (
+            "prompts that are not there",
+            ["generate", LLAMA, "--prompts", "/none.jsonl"],
+            ("/none.jsonl",),
+        ),
         (
             "no temperature",
             ["generate", LLAMA, "--prompt", "hi", "--temperature", "nan"],

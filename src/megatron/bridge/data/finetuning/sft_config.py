@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configs of datasets of records that are tokenized before the first step: of a folder, of the hub, and blends."""
 
+import os
 import re
 from abc import abstractmethod
 from dataclasses import dataclass, field, fields
@@ -141,12 +142,15 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
     def source(self, split: Split) -> RecordSource | None:
         """The file of a split; a folder without validation or test file trains without them."""
         folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
-        found = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()]
+        candidates = [folder / f"{stem}{suffix}" for suffix in SUFFIXES]
+        found = [path for path in candidates if path.is_file()]
         if len(found) > 1:
             raise UserError(
                 f"{' and '.join(map(str, found))} both exist: remove or rename one of them"
             )
-        if not found and split != "train" and folder.is_dir() and not _other_records(folder):
+        is_optional = split != "train" and folder.is_dir() and not _other_records(folder)
+        # a broken link, for one, is there and no file
+        if is_optional and not any(map(os.path.lexists, candidates)):
             return None
         if not found:
             names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
