@@ -146,7 +146,7 @@ def test_settings_of_adapters():
     ("settings", "message"),
     [
         ({"lora_dtype": "bfloat16"}, r"lora_dtype=bfloat16: .* float32; leave it out"),
-        ({"a2a_experimental": True}, "a2a_experimental=True .*leave it out"),
+        ({"a2a_experimental": True}, "a2a_experimental=True .*remove it"),
         ({"lora_A_init_method": "zero"}, "both zero"),
     ],
 )
