@@ -94,7 +94,8 @@ class _ReferenceModel:
     reads: frozenset[ReadName]
     words: frozenset[str] | None
     """Names in the source code of the model's modules; None if the recorded reads are known to be complete."""
-    tensors: frozenset[str]
+    tensors: Mapping[str, bool]
+    """Names of the parameters and buffers, each with True, as transformers' renaming looks them up."""
     renamings: tuple[Any, ...]
     converters: tuple[Any, ...]
     prefix: str
@@ -108,7 +109,7 @@ class _ReferenceModel:
         from transformers import core_model_loading
 
         with_prefix, _ = core_model_loading.rename_source_key(
-            name, [], [], self.prefix, dict.fromkeys(self.tensors, True)
+            name, [], [], self.prefix, cast(Any, self.tensors)
         )
         return self.rename(name) in self.tensors or with_prefix in self.tensors
 
@@ -121,7 +122,7 @@ class _ReferenceModel:
             list(self.renamings),
             list(self.converters),
             self.prefix,
-            dict.fromkeys(self.tensors, True),
+            cast(Any, self.tensors),
         )
         return renamed
 
@@ -155,7 +156,7 @@ def _examine(as_json: str) -> _ReferenceModel | None:
         config=config,
         reads=frozenset(recorder.reads),
         words=None if ran else _words_in_source(model),
-        tensors=frozenset(model.state_dict()),
+        tensors=dict.fromkeys(model.state_dict(), True),
         renamings=renamings,
         converters=converters,
         prefix=model.base_model_prefix,
