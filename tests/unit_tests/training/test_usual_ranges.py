@@ -17,7 +17,7 @@ WIDTH = 8  # of a head of the toy model
 RANGES = {
     **{key: usual for key, usual in USUAL.items() if not key.startswith("distill.")},
     "optimizer.lr": ADAM_LR,
-    "model.softmax_scale": tuple(bound * WIDTH**-0.5 for bound in SOFTMAX_SCALE),
+    "model.softmax_scale": SOFTMAX_SCALE.scaled_by(WIDTH**-0.5),
 }
 
 
@@ -41,11 +41,11 @@ def test_a_run_tells_its_notes():
 
 @pytest.mark.parametrize("key", RANGES)
 def test_a_number_far_from_published_runs_is_noted(key):
-    least, most = RANGES[key]
-    assert not notes(key, least) + notes(key, most)
-    [note] = notes(key, most * 1.5)
-    assert f"{key}={most * 1.5} " in note
-    assert f"{most:g}" in note
+    usual = RANGES[key]
+    assert not notes(key, usual.least) + notes(key, usual.most)
+    [note] = notes(key, usual.most * 1.5)
+    assert f"{key}={usual.most * 1.5} " in note
+    assert f"{usual.most:g}" in note
 
 
 @pytest.mark.parametrize(

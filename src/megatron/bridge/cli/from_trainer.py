@@ -25,6 +25,7 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     wrong_values,
 )
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.training.config.ranges import EARLY_RANGES
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
@@ -110,7 +111,7 @@ def translate(
     _set_warmup(given, run)
     _set_batch_size(given, ranks, run)
     _set_mode(run)
-    run.translation.refuse_out_of_range()
+    run.translation.refuse_out_of_range(EARLY_RANGES)
     return run
 
 

@@ -8,8 +8,9 @@ samples are dicts with ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
+from megatron.bridge.utils.config.ranges import WORKERS
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class DatasetConfig(ABC):
     data_sharding: bool = False
     """With ``cyclic``, each data-parallel rank shuffles its own part of the dataset. Reads stay local, but the
     order then depends on the number of ranks."""
-    num_workers: int = 0
+    num_workers: Annotated[int, WORKERS] = 0
     """Number of worker processes that load data; 0 loads it in the training process."""
 
     @property

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from megatron.bridge.utils import storage, strict_json
 from megatron.bridge.utils.atomic import read_text
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class TokenizerConfig:
     numbers, and only needs ``vocab_size``."""
     tokenizer_model: str | None = None
     """Directory or hub id that ``AutoTokenizer.from_pretrained`` accepts."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Number of token ids of a ``NullTokenizer``; the last one ends a document."""
     trust_remote_code: bool = False
     """Allow a tokenizer that brings its own Python code."""

@@ -4,7 +4,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -29,6 +29,13 @@ from megatron.bridge.models.features import (
 )
 from megatron.bridge.models.features.heads import HeadName, Pooling
 from megatron.bridge.models.model_provider import ModelProvider, silenced
+from megatron.bridge.utils.config.ranges import (
+    ABOVE_ZERO,
+    AT_LEAST_ONE,
+    AT_LEAST_ZERO,
+    BELOW_ONE,
+    FRACTION,
+)
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
@@ -43,19 +50,19 @@ class GPTModelProvider(ModelProvider):
 
     _model_class: ClassVar[type[Any]] = GPTModel
 
-    vocab_size: int | None = None
+    vocab_size: Annotated[int | None, AT_LEAST_ONE] = None
     """The true vocabulary; rows of padding are added by ``padded_vocab_size`` only."""
     seq_length: int = 1024
     """The longest sequence that the model is trained on, in tokens."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: Annotated[int | None, AT_LEAST_ONE] = None
     """Positions that the architecture claims, which some rope scalings are relative to; None is ``seq_length``."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "rope"
-    position_offset: int = 0
+    position_offset: Annotated[int, AT_LEAST_ZERO] = 0
     """Rows of the table of learned positions above that of the first position, which nothing reads."""
-    rotary_base: float = 10000.0
-    rotary_percent: float = 1.0
+    rotary_base: Annotated[float, ABOVE_ZERO] = 10000.0
+    rotary_percent: Annotated[float, FRACTION] = 1.0
     rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: Annotated[float, ABOVE_ZERO] = 8.0
     rope_parameters: dict[str, Any] | None = None
     """Hugging Face's own description of a scaled rotary embedding (``rope_type``, ``factor``, ...); None is the
     plain one of ``rotary_base``."""
@@ -64,17 +71,17 @@ class GPTModelProvider(ModelProvider):
     layers."""
     rotary_reversed: bool = False
     """Rotate pairs of dimensions in the opposite direction (NanoChat)."""
-    query_scaling_beta: float | None = None
+    query_scaling_beta: Annotated[float | None, AT_LEAST_ZERO] = None
     """How much queries grow beyond the original_max_position_embeddings of ``rope_parameters``; None leaves them
     as they are."""
-    query_scaling_length: int | None = None
+    query_scaling_length: Annotated[int | None, AT_LEAST_ONE] = None
     """Queries grow by ``query_scaling_beta`` beyond this length instead, only in the layers without a rotary
     embedding (``no_rope_freq``), and positions count from 1 (Llama 4)."""
     chunked_attention: bool = False
     """Where a layer has a window, tokens see those of their own chunk, which is as long as the window (Llama 4)."""
-    seq_len_interpolation_factor: float | None = None
+    seq_len_interpolation_factor: Annotated[float | None, ABOVE_ZERO] = None
     share_embeddings_and_output_weights: bool = True
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: Annotated[int, AT_LEAST_ONE] = 128
     should_pad_vocab: bool = False
     """Pad the vocabulary to a multiple of ``make_vocab_size_divisible_by`` x TP; the rows of padding take no part
     in the softmax."""
@@ -100,13 +107,13 @@ class GPTModelProvider(ModelProvider):
     kind (with a window, or without one) that projects its own; None has no such layer."""
     shared_kv_wide_mlp: bool = False
     """Layers without keys and values of their own have feed-forward layers of twice the width."""
-    global_kv_channels: int | None = None
+    global_kv_channels: Annotated[int | None, AT_LEAST_ONE] = None
     """Width of the heads of layers without a window; None is ``kv_channels``."""
-    global_query_groups: int | None = None
+    global_query_groups: Annotated[int | None, AT_LEAST_ONE] = None
     """Key and value heads of layers without a window; None is ``num_query_groups``."""
-    hidden_size_per_layer_input: int | None = None
+    hidden_size_per_layer_input: Annotated[int | None, AT_LEAST_ONE] = None
     """Width of per-layer embeddings (PLE), a further embedding of each token for each layer; None disables them."""
-    vocab_size_per_layer_input: int | None = None
+    vocab_size_per_layer_input: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens that have per-layer embeddings."""
     layer_scales: bool = False
     """The output of each layer is multiplied by a number that is not trained."""
@@ -117,21 +124,21 @@ class GPTModelProvider(ModelProvider):
     parallel_residual: ParallelResidual | None = None
     """Attention and MLP both read the input of the layer: through one norm (``shared_norm``) or each through its
     own (``own_norms``). None lets the MLP read what attention has added to the input."""
-    embedding_dropout: float | None = None
+    embedding_dropout: Annotated[float | None, BELOW_ONE] = None
     """Dropout of the embeddings; None is ``hidden_dropout``."""
     embedding_norm: bool = False
     """Embeddings pass an RMSNorm without a gain before the first layer."""
     output_bias: bool = False
     """The output layer has a bias."""
-    embedding_multiplier: float | Literal["sqrt_hidden_size"] = 1.0
+    embedding_multiplier: Annotated[float | Literal["sqrt_hidden_size"], ABOVE_ZERO] = 1.0
     """Multiplies the embeddings; ``sqrt_hidden_size`` is rounded to their precision, as Gemma was trained."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: Annotated[float, ABOVE_ZERO] = 1.0
     """Multiplies what attention and MLP add to the residual stream."""
-    logits_scaling: float = 1.0
+    logits_scaling: Annotated[float, ABOVE_ZERO] = 1.0
     """Divides the logits."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: Annotated[float | None, ABOVE_ZERO] = None
     """Soft cap on attention scores: ``cap * tanh(score / cap)``."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: Annotated[float | None, ABOVE_ZERO] = None
     """Soft cap on the scaled logits: ``cap * tanh(logits / cap)``."""
     attention_bias: bool | None = None
     """Biases of attention's projections; None follows ``add_bias_linear``, False removes them."""
@@ -144,10 +151,10 @@ class GPTModelProvider(ModelProvider):
     a group, of the ``two`` best ones, or the best score alone (``max``), as DeepSeek-V2 was trained."""
     moe_router_norm_topk: bool = True
     """The sigmoids of the chosen experts are divided by their sum; False leaves them as they are."""
-    moe_router_norm_min: float | None = None
+    moe_router_norm_min: Annotated[float | None, AT_LEAST_ZERO] = None
     """Scores are a softmax over all experts; a correction, trained without gradients, helps to choose, and what is
     chosen is divided by its sum, or by this number where the sum is smaller. None has no such correction."""
-    moe_router_sparsemixer_eps: float | None = None
+    moe_router_sparsemixer_eps: Annotated[float | None, AT_LEAST_ZERO] = None
     """Each chosen expert is weighed by a softmax over those left whose scores are within twice this share of its own
     (SparseMixer); None is a softmax over the chosen ones."""
     short_conv_layers: list[int] | None = None
@@ -177,7 +184,7 @@ class GPTModelProvider(ModelProvider):
     """What stands in the place of the output layer: a linear layer that scores ``num_labels`` classes from the
     last token (``sequence_classification``; with one label, a reward model) or for each token
     (``token_classification``), or nothing, so that the hidden states are the output (``embedding``)."""
-    num_labels: int | None = None
+    num_labels: Annotated[int | None, AT_LEAST_ONE] = None
     """Classes of a classification head."""
     label_names: list[str] | None = None
     """Their names, for ``id2label`` of an export; None takes the dataset's, or keeps those of the source."""

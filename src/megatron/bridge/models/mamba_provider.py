@@ -2,7 +2,7 @@
 """The provider of Megatron-Core's hybrid models: Mamba-2 layers among attention, feed-forward and experts."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -11,6 +11,7 @@ from megatron.bridge.backends.specs import layer_features
 from megatron.bridge.backends.specs.hybrid_specs import hybrid_stack_spec
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.model_provider import EVEN_STAGES
+from megatron.bridge.utils.config.ranges import BELOW_ONE
 from megatron.bridge.utils.errors import UserError
 
 MAMBA, ATTENTION, FEED_FORWARD, EXPERTS, STAGE = "M*-E|"
@@ -36,7 +37,7 @@ class MambaModelProvider(GPTModelProvider):
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "none"
     normalization: str = "RMSNorm"
     add_bias_linear: bool = False
-    hidden_dropout: float = 0.0
+    hidden_dropout: Annotated[float, BELOW_ONE] = 0.0
     hybrid_override_pattern: str | None = None
     """A symbol for each of ``num_layers``: ``M`` Mamba-2, ``*`` attention, ``-`` feed-forward, ``E`` experts.
     ``|`` between them cuts the stack into (virtual) pipeline stages, in order; without it, stages have equally

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -31,7 +31,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.bridge.backends.fsdp import megatron_fsdp, torch_fsdp2
 from megatron.bridge.backends.kernels import eager
 from megatron.bridge.backends.specs import layer_specs
+from megatron.bridge.models.core_ranges import TRANSFORMER_RANGES
 from megatron.bridge.utils import distributed
+from megatron.bridge.utils.config.ranges import Range
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ class PreWrapHook:
 @dataclass
 class ModelProvider(TransformerConfig):
     """The base class of providers; a family of models adds its fields and ``provide``."""
+
+    INHERITED_RANGES: ClassVar[dict[str, Range]] = TRANSFORMER_RANGES
 
     backend: str = "auto"
     """Layer implementation: ``torch``, ``transformer_engine``, or ``auto`` for the best available."""

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from megatron.core.transformer.moe.router import Router
@@ -20,6 +20,7 @@ from megatron.bridge.peft.fused_parts import CanonicalAdapter, check_queries, pa
 from megatron.bridge.peft.hf_names import HFModules
 from megatron.bridge.peft.low_rank import Init, LowRank, Shape
 from megatron.bridge.peft.targets import Candidate, Site
+from megatron.bridge.utils.config.ranges import ABOVE_ZERO
 from megatron.bridge.utils.errors import UserError
 
 
@@ -64,7 +65,7 @@ class LowRankPEFT(PEFT):
     """Targets to leave out after all, in the same form."""
     dim: int = 32
     """Rank."""
-    alpha: float = 32
+    alpha: Annotated[float, ABOVE_ZERO] = 32
     """Numerator of the scaling, ``alpha / dim``."""
     use_rslora: bool = False
     """Scale by ``alpha / sqrt(dim)``."""

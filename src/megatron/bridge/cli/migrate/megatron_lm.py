@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.training.config.ranges import all_ranges
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
 
@@ -68,7 +69,7 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     for derive in (_precision, _sizes, _data, _tokenizer, _unused):
         derive(arguments, found)
     _batch_size(arguments, found, ranks)
-    found.refuse_out_of_range()
+    found.refuse_out_of_range(all_ranges())
     return MegatronLMRun(found, arguments, ranks)
 
 

@@ -3,15 +3,15 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import output_files
 from megatron.bridge.cli.support.text_format import write_file
-from megatron.bridge.training.config.ranges import RANGES, out_of_range
 from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.utils.config.ranges import Range
 from megatron.bridge.utils.errors import refuse
 
 
@@ -35,17 +35,17 @@ class Translation:
         self.settings[key] = value if isinstance(value, str) else json.dumps(value)
         self.origins[key] = source
 
-    def refuse_out_of_range(self) -> None:
-        """Refuse numbers that no run accepts, by the names that they had.
+    def refuse_out_of_range(self, ranges: Mapping[str, Range]) -> None:
+        """Refuse numbers outside of ``ranges``, of dotted keys, by the names that they had.
 
         Raises:
             UserError: a line for each of them.
         """
         values = {key: yaml_text.read(text, key) for key, text in self.settings.items()}
         problems = {
-            key: out_of_range(key, value)
+            key: ranges[key].refusal(key, value)
             for key, value in values.items()
-            if key in RANGES and isinstance(value, int | float)
+            if key in ranges and isinstance(value, int | float)
         }
         refuse(f"{self.origins[key]}: {problem}" for key, problem in problems.items() if problem)
 

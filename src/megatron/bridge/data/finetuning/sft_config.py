@@ -6,7 +6,7 @@ import re
 from abc import abstractmethod
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from megatron.bridge.data.dataset_config import (
     DatasetConfig,
@@ -27,6 +27,7 @@ from megatron.bridge.data.records.sources import (
     is_saved_dataset,
 )
 from megatron.bridge.utils import storage
+from megatron.bridge.utils.config.ranges import WORKERS
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class SFTDatasetConfig(RecordDatasetConfig):
     prepared_dir: str | None = None
     """Folder that keeps tokenized samples for later runs. They are made again when the records, the tokenizer, or
     any setting that they depend on changes. All nodes must share the folder."""
-    workers: int = 1
+    workers: Annotated[int, WORKERS] = 1
     """Number of processes that tokenize."""
 
     columns: dict[str, str] = field(default_factory=dict[str, str])

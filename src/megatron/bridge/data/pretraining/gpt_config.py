@@ -2,7 +2,7 @@
 """The configs of indexed datasets, and of mock data."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from megatron.bridge.data.dataset_config import SPLITS, DatasetConfig, DatasetRequest, Splits
 from megatron.bridge.data.pretraining.blend import (
@@ -11,6 +11,7 @@ from megatron.bridge.data.pretraining.blend import (
     blend_problems,
     split_problems,
 )
+from megatron.bridge.utils.config.ranges import SEED
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,7 @@ class GPTDatasetConfig(DatasetConfig):
     """Shares of the documents for training, validation and testing, such as ``969,30,1``."""
     path_to_cache: str | None = None
     """Directory of the sample indices, shared by all nodes. None puts them beside each corpus."""
-    random_seed: int = 1234
+    random_seed: Annotated[int, SEED] = 1234
     """Seed of the order of documents and samples."""
     reset_position_ids: bool = False
     """Restart the position ids after each end-of-document token."""
@@ -136,7 +137,7 @@ class MockGPTDatasetConfig(DatasetConfig):
 
     read_ahead: ClassVar[bool] = True
 
-    random_seed: int = 1234
+    random_seed: Annotated[int, SEED] = 1234
     """Seed of the samples. A sample depends only on the seed, its index and its split."""
 
     @property

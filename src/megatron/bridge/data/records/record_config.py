@@ -3,11 +3,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from megatron.bridge.data.dataset_config import DatasetConfig, too_small, unknown
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.records.chat_template import TrainOn, template_text
+from megatron.bridge.utils.config.ranges import SEED
 
 TrainOnEOS = Literal["turn", "all", "last"]
 Truncation = Literal["refuse", "drop", "right", "left", "keep_answer"]
@@ -62,7 +63,7 @@ class RecordDatasetConfig(DatasetConfig):
     read_ahead: ClassVar[bool] = True
     masks_tokens: ClassVar[bool] = True
 
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """Seed of the training order, which changes every epoch."""
     truncation: Truncation = "refuse"
     """Policy for a sample with more than ``seq_length`` tokens: ``refuse`` stops the run, ``drop`` drops the sample,

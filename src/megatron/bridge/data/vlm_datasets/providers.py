@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from megatron.bridge.data.dataset_config import SPLITS, Split, too_small
 from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.sources import FileSource, HubSource, LocatedRecord
+from megatron.bridge.utils.config.ranges import SEED
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class MockVLMConversationProvider(SFTDatasetConfig):
     """Pictures of noise in which one color is stronger; the answers name it, so a model can learn them."""
 
     prompt: str = "Describe this image."  # the question about the images
-    random_seed: int = 0  # seed of the pictures
+    random_seed: Annotated[int, SEED] = 0  # seed of the pictures
     image_size: tuple[int, int] = (256, 256)  # width and height in pixels
     num_images: int = 1  # images of a sample
     num_samples: int = 64  # different samples of a split

@@ -18,7 +18,7 @@ from megatron.bridge.training.config.blocks.train import (
     TrainingConfig,
     ValidationConfig,
 )
-from megatron.bridge.training.config.ranges import RANGES, out_of_range
+from megatron.bridge.training.config.ranges import EARLY_RANGES
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.overrides import OTHER_NAMES, Layer, apply_layers, dotted_keys
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
@@ -49,8 +49,8 @@ def check_early(layers: Iterable[Layer]) -> None:
     layers, problems = list(layers), dict[str, str | None]()
     for layer in layers:
         for key, value in _settings(layer):
-            is_number = key in RANGES and isinstance(value, int | float)
-            problems[key] = out_of_range(key, value) if is_number else None
+            is_number = key in EARLY_RANGES and isinstance(value, int | float)
+            problems[key] = EARLY_RANGES[key].refusal(key, value) if is_number else None
             if not problems[key] and key and not (_is_known(key) and _is_plain(value)):
                 return
     apply_layers(
@@ -77,7 +77,7 @@ def _settings(layer: Layer) -> Iterator[tuple[str, Any]]:
 
 def _is_of_blocks(item: str) -> bool:
     key = item.partition("=")[0].strip()
-    return key not in RANGES or key in _KEYS
+    return key not in EARLY_RANGES or key in _KEYS
 
 
 def _is_known(key: str) -> bool:

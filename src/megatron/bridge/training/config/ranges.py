@@ -1,49 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Legal ranges of numeric settings."""
+"""Legal ranges of numeric settings by dotted keys, collected from the classes that declare the fields.
 
-import math
-from dataclasses import dataclass
+To give a field a range, see ``megatron.bridge.utils.config.ranges``.
+"""
+
+import functools
 from typing import Any
 
-from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.data.dataset_config import DatasetConfig
+from megatron.bridge.data.finetuning.sft_config import SFTDatasetConfig
+from megatron.bridge.data.pretraining.gpt_config import GPTDatasetConfig
+from megatron.bridge.data.tokenizer import TokenizerConfig
+from megatron.bridge.models.core_ranges import TRANSFORMER_RANGES
+from megatron.bridge.training.config.blocks.checkpoint import CheckpointConfig
+from megatron.bridge.training.config.blocks.core_ranges import DDP_RANGES, OPTIMIZER_RANGES
+from megatron.bridge.training.config.blocks.logger import LoggerConfig
+from megatron.bridge.training.config.blocks.objectives import DistillConfig, DPOConfig
+from megatron.bridge.training.config.blocks.resiliency import StragglerDetectionConfig
+from megatron.bridge.training.config.blocks.train import (
+    RNGConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.utils.config.ranges import Range, ranges_of
+
+# classes whose modules import no torch
+_LIGHT_CLASSES: list[tuple[str, type[Any]]] = [
+    ("train", TrainingConfig),
+    ("validation", ValidationConfig),
+    ("rng", RNGConfig),
+    ("checkpoint", CheckpointConfig),
+    ("logger", LoggerConfig),
+    ("tokenizer", TokenizerConfig),
+    ("straggler", StragglerDetectionConfig),
+    ("distill", DistillConfig),
+    ("dpo", DPOConfig),
+    ("dataset", DatasetConfig),
+    ("dataset", GPTDatasetConfig),
+    ("dataset", SFTDatasetConfig),
+]
 
 
-@dataclass(frozen=True)
-class Range:
-    """Legal values of a setting."""
-
-    rule: str  # the range in words, after "must"
-    least: float = -math.inf
-    most: float = math.inf
-    above: float = -math.inf  # an open lower bound
-    below: float = math.inf  # an open upper bound
-
-    def __contains__(self, value: float) -> bool:
-        below = value < self.below or math.isinf(self.below)  # infinity itself may mean "no limit"
-        return self.least <= value <= self.most and self.above < value and below
+def _dotted(block: str, ranges: dict[str, Range]) -> dict[str, Range]:
+    return {f"{block}.{name}": allowed for name, allowed in ranges.items()}
 
 
-BELOW_ONE = Range("lie in [0, 1)", least=0, below=1)
-ELEMENTWISE = ("train.iterations_to_skip", "model.window_size")
-"""Lists of numbers; other lists are patterns, such as ``model.moe_layer_freq``."""
-RANGES = {
-    key: Range(rule, **row["bounds"])
-    for rule, row in yaml_text.tables_beside(__file__).items()
-    for key in row["settings"]
-}
+def _collect_early_ranges() -> dict[str, Range]:
+    collected = {
+        **_dotted("model", TRANSFORMER_RANGES),
+        **_dotted("optimizer", OPTIMIZER_RANGES),
+        **_dotted("ddp", DDP_RANGES),
+    }
+    for block, kind in _LIGHT_CLASSES:
+        collected |= _dotted(block, ranges_of(kind))
+    return collected
 
 
-def out_of_range(key: str, value: Any) -> str | None:
-    """Return a sentence if ``value`` is a number, or has one, that ``key`` must not have."""
-    allowed = RANGES[key]
-    wrong = any(number not in allowed for number in _numbers(key, value))
-    return f"{key}={value}: must {allowed.rule}" if wrong else None
+EARLY_RANGES = _collect_early_ranges()
+"""Dotted key -> its range, of all settings whose range is known before torch is imported."""
 
 
-def _numbers(key: str, value: Any) -> list[float]:
-    """The numbers of a setting, if it has any; another rule refuses NaN."""
-    values = (value or ()) if key in ELEMENTWISE else [value]
-    numbers = [
-        item for item in values if isinstance(item, int | float) and not isinstance(item, bool)
-    ]
-    return [number for number in numbers if not math.isnan(number)]
+@functools.cache
+def all_ranges() -> dict[str, Range]:
+    """Return the ranges of all settings of a run with adapters by dotted key; this imports torch."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.peft.lora import LoRA
+    from megatron.bridge.training.config.blocks.distributed import DistributedInitConfig
+
+    return {
+        **EARLY_RANGES,
+        **_dotted("model", ranges_of(GPTModelProvider)),
+        **_dotted("peft", ranges_of(LoRA)),
+        **_dotted("dist", ranges_of(DistributedInitConfig)),
+    }

@@ -53,6 +53,8 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
 def _resolve(kind: type[Any], name: str) -> Any:
     owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
     annotation = owner.__annotations__[name]
+    if get_origin(annotation) is typing.Annotated:
+        return get_args(annotation)[0]
     if not isinstance(annotation, str):
         return annotation
     try:

@@ -2,7 +2,9 @@
 """What a run saves and loads."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
 
 
 @dataclass
@@ -15,7 +17,7 @@ class CheckpointConfig:
     """
     load: str | None = None
     """Folder to resume from if ``save`` has no checkpoint yet."""
-    save_interval: int | None = None
+    save_interval: Annotated[int | None, AT_LEAST_ONE] = None
     """Steps between checkpoints. The last step is always saved."""
     pretrained_checkpoint: str | None = None
     """Weights to start from: a Megatron checkpoint or a Hugging Face directory."""
@@ -67,7 +69,7 @@ class CheckpointConfig:
     """
     when_damaged: Literal["use_previous", "refuse"] = "use_previous"
     """If the newest checkpoint in ``save`` is damaged: resume from the one before it, or refuse to start."""
-    non_persistent_save_interval: int | None = None
+    non_persistent_save_interval: Annotated[int | None, AT_LEAST_ONE] = None
     """Steps between non-persistent checkpoints. Only the newest is kept, and only until the run ends."""
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = None
     """``global`` writes an ordinary checkpoint to a separate folder, ``local`` writes each rank's shard to a disk

@@ -2,16 +2,21 @@
 """Data parallelism, the process group, and communication that overlaps with computation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from megatron.core.distributed import (
     DistributedDataParallelConfig as CoreDistributedDataParallelConfig,
 )
 
+from megatron.bridge.training.config.blocks.core_ranges import DDP_RANGES
+from megatron.bridge.utils.config.ranges import MINUTES, Range
+
 
 @dataclass
 class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
     """Megatron-Core's data-parallel settings. The fields below that are None are derived."""
+
+    INHERITED_RANGES: ClassVar[dict[str, Range]] = DDP_RANGES
 
     grad_reduce_in_fp32: bool | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Reduce gradients in fp32. None follows ``mixed_precision``."""
@@ -47,9 +52,9 @@ class DistributedDataParallelConfig(CoreDistributedDataParallelConfig):
 class DistributedInitConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """None means ``nccl`` with CUDA, and ``gloo`` without."""
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: Annotated[int, MINUTES] = 10
     """Minutes after which a collective that has not finished ends the run."""
-    hang_timeout_minutes: float | None = None
+    hang_timeout_minutes: Annotated[float | None, MINUTES] = None
     """Minutes without progress after which the run names the rank that the others wait for, dumps stacks, and ends
     with exit code 76. Set it longer than an evaluation batch and than a save. None turns the detection off.
     """

@@ -2,7 +2,9 @@
 """Logs, trackers, metrics and profiles."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from megatron.bridge.utils.config.ranges import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, Range
 
 
 @dataclass
@@ -11,7 +13,7 @@ class LoggerConfig:
 
     log_interval: int = 10
     """Steps between log lines."""
-    logging_level: int | None = None
+    logging_level: Annotated[int | None, AT_LEAST_ZERO] = None
     """Level of the Python loggers below ``megatron``; None leaves it."""
     tensorboard_dir: str | None = None
     """TensorBoard folder. None writes no TensorBoard events."""
@@ -44,11 +46,11 @@ class LoggerConfig:
     """SwanLab workspace."""
     swanlab_exp_name: str | None = None
     """Name of the run in SwanLab."""
-    prometheus_port: int | None = None
+    prometheus_port: Annotated[int | None, Range(least=1, most=65535)] = None
     """Port at which the first rank serves the metrics to Prometheus. None serves nothing."""
     prometheus_host: str = "127.0.0.1"
     """Address of that port; ``0.0.0.0`` lets other machines read the metrics, without a password."""
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float | None, ABOVE_ZERO] = None
     """Peak dense bf16 TFLOP/s of one device, for MFU. None looks the GPU up in a table, and shows no MFU for a GPU
     that is not in it.
     """
@@ -69,9 +71,9 @@ class LoggerConfig:
     the last step: texts, or conversations as lists of messages. The answers are printed, and kept in
     ``samples.jsonl``.
     """
-    sample_interval: int | None = None
+    sample_interval: Annotated[int | None, AT_LEAST_ONE] = None
     """Steps between samples. None samples only before the first and after the last step."""
-    sample_max_new_tokens: int = 64
+    sample_max_new_tokens: Annotated[int, AT_LEAST_ONE] = 64
     """The maximum number of tokens of an answer."""
 
 

@@ -2,7 +2,9 @@
 """What a model learns from a teacher, or from preferences."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.bridge.utils.config.ranges import ABOVE_ZERO, AT_LEAST_ZERO, Range
 
 
 @dataclass(kw_only=True)
@@ -17,16 +19,16 @@ class DistillConfig:
     """Hugging Face directory or hub id, or a Megatron checkpoint."""
     trust_remote_code: bool = False
     """Run the teacher's own Python code to read its config."""
-    ce_weight: float = 0.5
+    ce_weight: Annotated[float, AT_LEAST_ZERO] = 0.5
     """Weight of the cross entropy with the data, logged as ``lm loss``."""
-    kl_weight: float = 0.5
+    kl_weight: Annotated[float, AT_LEAST_ZERO] = 0.5
     """Weight of the KL divergence from the teacher, logged as ``kl loss`` (in nats, without ``temperature**2``).
     """
-    temperature: float = 1.0
+    temperature: Annotated[float, ABOVE_ZERO] = 1.0
     """Divides the logits of student and teacher. ``temperature**2`` keeps the scale of the gradients."""
     top_k: int | None = None
     """Learn the teacher's ``top_k`` most likely tokens one by one and all others as one. None uses all tokens."""
-    hidden_weight: float = 0.0
+    hidden_weight: Annotated[float, AT_LEAST_ZERO] = 0.0
     """Weight of ``hidden loss``: the mean squared difference of hidden states, over the width and over the pairs
     in ``hidden_layers``.
     """
@@ -64,13 +66,13 @@ class DPOConfig:
 
     loss_type: PreferenceLossType = "sigmoid"
     """The loss of a pair, or ``kto``."""
-    beta: float = 0.1
+    beta: Annotated[float, ABOVE_ZERO] = 0.1
     """Strength of the pull toward the reference: the smaller, the further the model may move away."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
     """Assumed probability that the two answers of a pair were swapped, below 0.5 (``sigmoid`` only)."""
-    desirable_weight: float = 1.0
+    desirable_weight: Annotated[float, ABOVE_ZERO] = 1.0
     """Weight of the losses of desirable answers (``kto`` only)."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Annotated[float, ABOVE_ZERO] = 1.0
     """Weight of the losses of undesirable answers (``kto`` only)."""
     reference: str | None = None
     """Hugging Face directory or hub id, or a Megatron checkpoint. None uses the model as it was at the start: with

@@ -2,11 +2,13 @@
 """The optimizer, and parameter groups with their own settings."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 
 from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
+from megatron.bridge.training.config.blocks.core_ranges import OPTIMIZER_RANGES
+from megatron.bridge.utils.config.ranges import Range
 
 # Tensors that an optimizer keeps beside each parameter.
 STATE_NAMES: dict[str, tuple[str, ...]] = {
@@ -55,6 +57,8 @@ class ParameterOverride:
 @dataclass
 class OptimizerConfig(CoreOptimizerConfig):
     """Megatron-Core's optimizer settings. The fields below that are None are derived."""
+
+    INHERITED_RANGES: ClassVar[dict[str, Range]] = OPTIMIZER_RANGES
 
     overrides: list[ParameterOverride] = field(default_factory=list[ParameterOverride])
     """Parameter groups with their own learning rate or weight decay."""

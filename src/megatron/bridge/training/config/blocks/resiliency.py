@@ -2,7 +2,9 @@
 """What a run does about faults: wrong numbers, slow ranks, restarts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE
 
 
 @dataclass
@@ -29,7 +31,7 @@ class RerunStateMachineConfig:
 class StragglerDetectionConfig:
     """Detect slow ranks, on any hardware."""
 
-    interval: int = 20
+    interval: Annotated[int, AT_LEAST_ONE] = 20
     """Steps between comparisons."""
     factor: float = 1.5
     """A rank is slow if it takes this many times the median."""

@@ -2,7 +2,9 @@
 """How long to train, with which batch size and rates, evaluation, and random numbers."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from megatron.bridge.utils.config.ranges import AT_LEAST_ONE, AT_LEAST_ZERO, MINUTES, SEED, Range
 
 
 @dataclass
@@ -25,9 +27,9 @@ class TrainingConfig:
     """Passes over the training data, also a fraction. Replaces ``train_iters``: the run counts its rows, after
     packing, and takes ``ceil(num_epochs * rows / global_batch_size)`` steps.
     """
-    exit_interval: int | None = None
+    exit_interval: Annotated[int | None, AT_LEAST_ONE] = None
     """Save and stop after a step whose number is a multiple of this."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: Annotated[float | None, MINUTES] = None
     """Save and stop at the end of the step in which this many minutes have passed since the process started. The
     exit code is 75, which asks the scheduler to requeue the job.
     """
@@ -35,7 +37,9 @@ class TrainingConfig:
     """Save and stop on SIGTERM and SIGUSR1, with exit code 75, and on Ctrl-C, with exit code 130, if
     ``checkpoint.save`` is set.
     """
-    iterations_to_skip: list[int] = field(default_factory=list[int])
+    iterations_to_skip: Annotated[list[int], Range(least=1, of_items=True)] = field(
+        default_factory=list[int]
+    )
     """Steps whose batch is read but not trained on."""
     frozen: list[str] = field(default_factory=list[str])
     """Patterns of parameters to freeze, such as ``embedding.*`` or ``decoder.layers.0.*``: Megatron's
@@ -43,7 +47,7 @@ class TrainingConfig:
     """
     manual_gc: bool = False
     """Turn off Python's automatic garbage collection and collect at the same step on all ranks."""
-    manual_gc_interval: int = 0
+    manual_gc_interval: Annotated[int, AT_LEAST_ZERO] = 0
     """Steps between collections with ``manual_gc``; 0 collects only around evaluation."""
 
 
@@ -51,9 +55,9 @@ class TrainingConfig:
 class ValidationConfig:
     """Evaluation on held-out data."""
 
-    eval_interval: int | None = None
+    eval_interval: Annotated[int | None, AT_LEAST_ONE] = None
     """Steps between evaluations; None evaluates once, at the end."""
-    eval_iters: int = 0
+    eval_iters: Annotated[int, AT_LEAST_ZERO] = 0
     """Global batches in one evaluation; 0 switches evaluation off."""
 
 
@@ -103,7 +107,7 @@ class SchedulerConfig:
 class RNGConfig:
     """Random numbers."""
 
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """Seed of weight initialization, dropout and data order."""
     data_parallel_random_init: bool = False
     """Initialize each data-parallel rank with its own seed, then broadcast the first rank's weights."""

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.bridge.training.config.ranges import BELOW_ONE, RANGES, out_of_range
 from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.coerce import field_types
+from megatron.bridge.utils.config.ranges import BELOW_ONE, ranges_of
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
 _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
@@ -52,18 +52,17 @@ def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     yield from _out_of_range(config, sizes=False)
 
 
+# blocks with sizes, which are numbers with which other rules compute
+_BLOCKS_WITH_SIZES = ("model", "tokenizer", "dataset", "peft", "rng")
+
+
 def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
-    for key, allowed in RANGES.items():
-        # a size is a number with which other rules compute
-        is_size = allowed != BELOW_ONE and key.partition(".")[0] in (
-            "model",
-            "tokenizer",
-            "dataset",
-            "peft",
-            "rng",
-        )
-        if is_size == sizes and (problem := out_of_range(key, value_of(config, key))):
-            yield problem
+    for block_name, block in _blocks(config):
+        for name, allowed in ranges_of(type(block)).items():
+            is_size = block_name in _BLOCKS_WITH_SIZES and allowed != BELOW_ONE
+            problem = allowed.refusal(f"{block_name}.{name}", getattr(block, name))
+            if is_size == sizes and problem:
+                yield problem
 
 
 UNAVAILABLE = {
