@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+from megatron.bridge.training.config.rules.related_settings import REQUIREMENTS
 from tests.unit_tests.project.tree import ROOT, tracked
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -24,11 +25,14 @@ def literal(node):
 
 @cache
 def sentences():
-    """All strings of the package, docstrings left out, one a line; a message may be in a table."""
+    """All strings of the package, docstrings left out, one a line; a message may be made of the rows of a table."""
     found = {
         line
         for path in tracked("src/megatron/bridge/*.yaml")
         for line in path.read_text().splitlines()
+    }
+    found |= {
+        f"{row.when} needs {'; '.join(map(str, row.needs))}: {row.remedy}" for row in REQUIREMENTS
     }
     for path in tracked("src/megatron/bridge/*.py"):
         tree = ast.parse(path.read_text())

@@ -39,7 +39,8 @@ from megatron.bridge.training.config.ranges import all_ranges
 from megatron.bridge.training.config.resolve import resolve
 from megatron.bridge.training.config.resolve.findings import Hardware
 from megatron.bridge.training.config.rules import fields as rule_fields
-from megatron.bridge.training.config.rules import related_settings
+from megatron.bridge.training.config.rules import idle_settings, related_settings
+from megatron.bridge.training.config.rules.conditions import Equals, Exceeds
 from megatron.bridge.training.config.rules.values import value_of
 from megatron.bridge.utils.errors import UserError
 from tests.toy_run import toy_config
@@ -831,23 +832,34 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("key", related_settings.NEEDS)
+def value_that_meets(condition):
+    """A value of the setting of ``condition`` with which the condition is met."""
+    match condition:
+        case Equals():
+            return condition.value
+        case Exceeds():
+            return condition.bound + 1
+        case _:
+            return True
+
+
+@pytest.mark.parametrize("key", idle_settings.NEEDS)
 def test_a_setting_needs_what_it_is_a_setting_of(key):
-    condition = related_settings.NEEDS[key].partition(" or ")[0]
-    needed, sign, value = re.fullmatch(r"([\w.]+)(=| > |)(.*)", condition).groups()
+    condition = idle_settings.NEEDS[key].alternatives[0]
     blocks = {name: make() for name, make in BLOCKS.items()}
     default = configured(blocks)
-    assert not [*related_settings.settings_have_effect(default, 1)]
+    assert not [*idle_settings.settings_have_effect(default, 1)]
     changed = blocks | {key: OTHER[type(value_of(default, key) or "")]}
-    assert next(related_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
-    its_own, _, other = related_settings.NEEDS.get(needed, "checkpoint.save=run").partition("=")
+    assert next(idle_settings.settings_have_effect(configured(changed), 1)).startswith(f"{key}=")
+    # the feature may be a setting of another one
+    outer = idle_settings.NEEDS.get(condition.key, Equals("checkpoint.save", "run"))
     with_it = configured(
         changed
         | {"checkpoint.save": "run"}
-        | {its_own: other or True}
-        | {needed: 2 if sign == " > " else value or True}
+        | {outer.key: value_that_meets(outer)}
+        | {condition.key: value_that_meets(condition)}
     )
-    assert not [*related_settings.settings_have_effect(with_it, 1)]
+    assert not [*idle_settings.settings_have_effect(with_it, 1)]
 
 
 def excluded(keys, values):
@@ -857,28 +869,34 @@ def excluded(keys, values):
     return [sentence for sentence in found if all(f"{key}=" in sentence for key in keys)]
 
 
-@pytest.mark.parametrize("keys", related_settings.EXCLUSIONS, ids="-".join)
-def test_two_settings_exclude_each_other(keys):
+@pytest.mark.parametrize(
+    "row", related_settings.EXCLUSIONS, ids=lambda row: f"{row.first}-{row.second}"
+)
+def test_two_settings_exclude_each_other(row):
+    keys = (row.first, row.second)
     (sentence,) = excluded(keys, (True, True))
-    assert sentence.endswith(related_settings.EXCLUSIONS[keys])
+    assert sentence.endswith(row.remedy)
     assert not excluded(keys, (True, False))
     assert not excluded(keys, (False, True))
 
 
-def conditions():
-    texts = [text for given, needed, _ in related_settings.REQUIREMENTS for text in (given, needed)]
-    return sorted({condition for text in texts for condition in re.split("; | or ", text)})
+def keys_of_conditions():
+    conditions = [*idle_settings.NEEDS.values(), *idle_settings.NEEDS_BY_PREFIX.values()]
+    for row in related_settings.REQUIREMENTS:
+        conditions += [row.when, *row.needs]
+    return sorted({one.key for condition in conditions for one in condition.alternatives})
 
 
-@pytest.mark.parametrize("condition", conditions())
-def test_every_condition_is_on_a_setting(condition):
+@pytest.mark.parametrize("key", keys_of_conditions())
+def test_every_condition_is_on_a_setting(key):
     others = {
         "profiling": ProfilingConfig,
         "nvrx_straggler": NVRxStragglerDetectionConfig,
         "dpo": DPOConfig,
     }
     others |= {"distill": DistillConfig, "inprocess_restart": InProcessRestartConfig, "peft": LoRA}
-    block, _, name = re.match(r"[\w.]+", condition)[0].partition(".")
+    others |= {name: type(make()) for name, make in BLOCKS.items()}
+    block, _, name = key.partition(".")
     owner = others[block] if block in others else type(getattr(toy_config(), block))
     kinds = {"model": [owner, MambaModelProvider]}.get(block, [owner])
     assert not name or any(name in {entry.name for entry in fields(kind)} for kind in kinds)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.bridge.cli.main import main
 from megatron.bridge.recipes.llama import llama32_1b_pretrain_config
-from megatron.bridge.training.config.rules import fields, related_settings
+from megatron.bridge.training.config.rules import fields, idle_settings
 from tests.unit_tests.cli.mistakes.table import RUN
 
 CONFIG = llama32_1b_pretrain_config()
@@ -85,37 +85,31 @@ def own_fields(block):
     ]
 
 
-def needed_by(key):
-    """What the longest prefix of ``key`` asks for; None without one, and for the switch of the feature itself."""
-    starts = [start for start in related_settings.NEEDS_BY_PREFIX if key.startswith(start)]
-    needed = related_settings.NEEDS_BY_PREFIX[max(starts, key=len)] if starts else ""
-    return None if needed.partition("=")[0] in ("", key) else needed
-
-
 @pytest.mark.parametrize("block", ALWAYS_READ)
 def test_every_field_is_sorted(block):
     known = {*ALWAYS_READ[block].split()}
     for name in own_fields(block):
         key = f"{block}.{name}"
-        is_asked_for = key in fields.UNAVAILABLE or key in related_settings.NEEDS or needed_by(key)
+        is_needing = key in idle_settings.NEEDS or idle_settings.feature_of(key)
+        is_asked_for = key in fields.UNAVAILABLE or is_needing
         assert bool(is_asked_for) != (name in known), key
     assert known <= {*own_fields(block)}
 
 
-@pytest.mark.parametrize("prefix", related_settings.NEEDS_BY_PREFIX)
+@pytest.mark.parametrize("prefix", idle_settings.NEEDS_BY_PREFIX)
 def test_a_setting_of_a_feature_that_is_off_is_refused(prefix):
     config = llama32_1b_pretrain_config()
     block, _, start = prefix.partition(".")
     name = next(
         name
         for name in own_fields(block)
-        if name.startswith(start) and needed_by(f"{block}.{name}")
+        if name.startswith(start) and idle_settings.feature_of(f"{block}.{name}")
     )
     setattr(getattr(config, block), name, 7)
-    needed = needed_by(f"{block}.{name}")
-    (sentence,) = related_settings.settings_have_effect(config, 1)
+    needed = idle_settings.feature_of(f"{block}.{name}")
+    (sentence,) = idle_settings.settings_have_effect(config, 1)
     assert f"{block}.{name}=7" in sentence
-    assert needed in sentence
+    assert str(needed) in sentence
 
 
 # ---------------------------------------------------------------------------------------------- every number

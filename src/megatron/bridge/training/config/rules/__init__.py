@@ -13,6 +13,7 @@ from megatron.bridge.training.config.rules import (
     checkpoint,
     experts,
     fields,
+    idle_settings,
     layout,
     machine,
     model,
@@ -53,7 +54,7 @@ LOCAL_RULES: tuple[Rule, ...] = tuple(_rules_of([machine]))
 
 _MODULES = (
     *(fields, layout, stages, experts, model, optimizers, schedule, objectives),
-    *(performance, sharding, checkpoint, related_settings),
+    *(performance, sharding, checkpoint, related_settings, idle_settings),
 )
 RULES: tuple[Rule, ...] = tuple(rule for rule in _rules_of(_MODULES) if rule not in SIZE_RULES)
 

@@ -8,12 +8,12 @@ and on what is not available.
 import dataclasses
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.coerce import field_types
 from megatron.bridge.utils.config.ranges import BELOW_ONE, ranges_of
 from megatron.bridge.utils.config.serialize import phantom_attributes
@@ -65,9 +65,97 @@ def _out_of_range(config: RunConfig, sizes: bool) -> Iterator[str]:
                 yield problem
 
 
-UNAVAILABLE = {
-    key: remedy for remedy, keys in yaml_text.tables_beside(__file__).items() for key in keys
-}
+@dataclass(frozen=True)
+class Unavailable:
+    """Settings that must keep their defaults."""
+
+    settings: list[str]
+    remedy: str  # why, and what to do instead
+
+
+_UNAVAILABLE = [
+    Unavailable(
+        [
+            "tensor_inspect",
+            "model.gtp_weight_remat_size",
+            "model.tensor_parallel_num_weight_shards",
+            "model.expert_gtp_weight_remat_size",
+            "model.log_max_attention_logit",
+            "model.expert_tensor_parallel_num_weight_shards",
+            "model.pipeline_model_parallel_comm_backend",
+            "model.hybrid_context_parallel",
+            "model.qk_clip",
+            "model.moe_per_layer_logging",
+            "model.mtp_hybrid_override_pattern",
+            "model.use_grouped_gemm_for_dense_mlp",
+            "model.use_te_rng_tracker",
+            "optimizer.optimizer_cuda_graph",
+        ],
+        remedy="not available in this version, leave it unset",
+    ),
+    Unavailable(
+        [
+            "model.flash_decode",
+            "model.nccl_all_reduce_for_prefill",
+            "model.symmetric_ar_type",
+            "model.use_inference_optimized_layers",
+            "model.inference_rng_tracker",
+            "model.inference_cuda_graph_scope",
+            "model.inference_sampling_seed",
+            "model.mlp_chunks_for_prefill",
+            "model.inference_fuse_tp_communication",
+            "model.inference_disable_triton_nvls_kernels",
+            "model.inference_grouped_gemm_backend",
+            "model.inference_moe_token_dispatcher_type",
+            "model.inference_moe_disable_fused_quant_kernels",
+            "model.moe_pad_experts_for_cuda_graph_inference",
+        ],
+        remedy="a setting of Megatron-Core's inference engine, which is not used here: unset it",
+    ),
+    Unavailable(["ddp.use_custom_fsdp"], remedy="the old name of ddp.use_megatron_fsdp, use that"),
+    Unavailable(
+        ["model.enable_cuda_graph", "model.external_cuda_graph"],
+        remedy="use model.cuda_graph_impl=local",
+    ),
+    # Megatron-Core declares these and never reads them
+    Unavailable(
+        ["model.apply_residual_connection_post_layernorm"],
+        remedy="never read, use model.norm_placement",
+    ),
+    Unavailable(
+        ["model.disable_bf16_reduced_precision_matmul"],
+        remedy="never read, set torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction in a script",
+    ),
+    Unavailable(["model.is_hybrid_model"], remedy="never read, use model.hybrid_override_pattern"),
+    Unavailable(
+        ["model.moe_token_dropping"], remedy="never read, use model.moe_expert_capacity_factor"
+    ),
+    Unavailable(
+        ["model.moe_router_topk_limited_devices"],
+        remedy="never read, use model.moe_router_group_topk",
+    ),
+    # Megatron-Core would pass forward steps an argument that they do not accept
+    Unavailable(
+        ["model.num_microbatches_with_partial_activation_checkpoints"],
+        remedy="not available in this version, use model.recompute_granularity",
+    ),
+    # it needs one optimizer per model chunk
+    Unavailable(
+        ["optimizer.overlap_param_gather_with_optimizer_step"],
+        remedy="not available in this version, use ddp.overlap_param_gather=true",
+    ),
+    Unavailable(
+        ["optimizer.use_layer_wise_distributed_optimizer"],
+        remedy="not supported, because the state cannot be saved: unset it",
+    ),
+    Unavailable(
+        ["optimizer.use_torch_optimizer_for_cpu_offload"],
+        remedy="never read, because the CPU always uses torch's optimizer",
+    ),
+    Unavailable(["optimizer.main_grads_dtype"], remedy="never read, use ddp.grad_reduce_in_fp32"),
+]
+UNAVAILABLE = {key: row.remedy for row in _UNAVAILABLE for key in row.settings}
+"""Dotted key -> why the setting must keep its default, and what to do instead."""
 
 
 def attributes_are_fields(config: RunConfig, world_size: int) -> Iterator[str]:

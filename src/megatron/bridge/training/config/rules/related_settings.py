@@ -1,79 +1,402 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on settings that need or exclude each other."""
+"""Rules on settings that exclude or need each other. To add one, add a row to one of the two tables."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from megatron.bridge.training.config.rules.values import default_of, value_of
-from megatron.bridge.training.config.run_config import RunConfig
-from megatron.bridge.utils.config import yaml_text
+import torch
 
-_TABLES = yaml_text.tables_beside(__file__)
-REQUIREMENTS: list[tuple[str, str, str]] = _TABLES["requirements"]
-_SIGN = re.compile(" ?(!=|=|>) ?")
-EXCLUSIONS = {(first, second): way_out for first, second, way_out in _TABLES["exclusions"]}
-NEEDS, NEEDS_BY_PREFIX = (
-    {key: needed for needed, keys in _TABLES[table].items() for key in keys}
-    for table in ("settings_of", "prefixes_of")
+from megatron.bridge.training.config.rules.conditions import (
+    AnyOf,
+    Condition,
+    Differs,
+    Equals,
+    Exceeds,
+    On,
 )
+from megatron.bridge.training.config.rules.values import value_of
+from megatron.bridge.training.config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Exclusive:
+    """Two settings of which one must be off or unset."""
+
+    first: str
+    second: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What a setting cannot do without.
+
+    Attributes:
+        when: The setting, or several of which each has these needs.
+        needs: Conditions that must all be met.
+        remedy: The way out.
+    """
+
+    when: Condition
+    needs: list[Condition]
+    remedy: str
+
+
+EXCLUSIONS = [
+    Exclusive("model.bf16", "model.fp16", remedy="switch one off, or set mixed_precision"),
+    Exclusive(
+        "model.overlap_p2p_comm", "model.batch_p2p_comm", remedy="set model.batch_p2p_comm=false"
+    ),
+    # gradients are divided by the number of tokens at the end, so the collective must sum
+    Exclusive(
+        "model.calculate_per_token_loss",
+        "ddp.average_in_collective",
+        remedy="switch the second off",
+    ),
+    Exclusive(
+        "model.cpu_offloading", "model.fine_grained_activation_offloading", remedy="switch one off"
+    ),
+    Exclusive(
+        "ddp.bucket_size",
+        "ddp.num_buckets",
+        remedy="remove one, because both set the size of a bucket",
+    ),
+    Exclusive("dist.use_torch_fsdp2", "ddp.use_megatron_fsdp", remedy="remove one of them"),
+    Exclusive("scheduler.lr_decay_samples", "scheduler.lr_decay_iters", remedy="remove one"),
+    Exclusive("scheduler.lr_warmup_samples", "scheduler.lr_warmup_iters", remedy="remove one"),
+    Exclusive(
+        "scheduler.lr_wsd_decay_samples", "scheduler.lr_wsd_decay_iters", remedy="remove one"
+    ),
+    Exclusive("scheduler.lr_warmup_fraction", "scheduler.lr_warmup_iters", remedy="remove one"),
+    Exclusive("scheduler.lr_warmup_fraction", "scheduler.lr_warmup_samples", remedy="remove one"),
+    Exclusive(
+        "scheduler.use_checkpoint_opt_param_scheduler",
+        "scheduler.override_opt_param_scheduler",
+        remedy="switch one off",
+    ),
+    Exclusive("dpo", "distill", remedy="unset one of them"),
+    # such a model has no probabilities of tokens
+    Exclusive("model.head", "distill", remedy="a head has no tokens to compare, unset one of them"),
+    Exclusive("model.head", "dpo", remedy="a head has no tokens to compare, unset one of them"),
+    Exclusive(
+        "distill",
+        "model.mtp_num_layers",
+        remedy="the teacher gives no logits for MTP layers, unset the second",
+    ),
+    Exclusive(
+        "dpo",
+        "model.mtp_num_layers",
+        remedy="MTP layers predict tokens, not preferences, unset the second",
+    ),
+    Exclusive(
+        "model.virtual_pipeline_model_parallel_size",
+        "distill.hidden_layers",
+        remedy="leave the virtual stages out",
+    ),
+    Exclusive(
+        "peft",
+        "distill.hidden_layers",
+        remedy="an adapter checkpoint cannot hold the trained projection, learn from logits only",
+    ),
+    Exclusive(
+        "distill.cache",
+        "distill.hidden_layers",
+        remedy="a cache holds no hidden states, unset the second or let the teacher run",
+    ),
+    Exclusive(
+        "distill.cache",
+        "dataset.padding_free",
+        remedy="rows of a cache have equal length, pad or pack them",
+    ),
+]
+
+
+REQUIREMENTS = [
+    Requirement(
+        On("model.sequence_parallel"),
+        needs=[Exceeds("model.tensor_model_parallel_size", 1)],
+        remedy="raise it, or switch sequence_parallel off",
+    ),
+    Requirement(
+        On("model.virtual_pipeline_model_parallel_size"),
+        needs=[Exceeds("model.pipeline_model_parallel_size", 1)],
+        remedy="raise that, or leave the virtual size unset",
+    ),
+    Requirement(
+        On("peft"),
+        needs=[On("checkpoint.pretrained_checkpoint")],
+        remedy="give the weights to put the adapters on, a Megatron checkpoint or a Hugging Face directory",
+    ),
+    # the other texts of a microbatch are what a query is told apart from
+    Requirement(
+        Equals("model.head", "embedding"),
+        needs=[Exceeds("train.micro_batch_size", 1), Exceeds("model.contrastive_temperature", 0)],
+        remedy="raise them",
+    ),
+    # Megatron-Core shards only Adam, and would refuse after building the model
+    Requirement(
+        On("ddp.use_distributed_optimizer"),
+        needs=[Equals("optimizer.optimizer", "adam")],
+        remedy="set ddp.use_distributed_optimizer=false",
+    ),
+    Requirement(
+        Differs("ddp.num_distributed_optimizer_instances", 1),
+        needs=[Equals("ddp.use_distributed_optimizer", True)],
+        remedy="set that, or 1 instance",
+    ),
+    Requirement(
+        Differs("ddp.num_distributed_optimizer_instances", 1),
+        needs=[Equals("ddp.reduce_scatter_with_fp32_accumulation", False)],
+        remedy="switch that off, or use 1 instance",
+    ),
+    Requirement(
+        Differs("ddp.data_parallel_sharding_strategy", "no_shard"),
+        needs=[Equals("ddp.use_megatron_fsdp", True)],
+        remedy="set both, or remove the first",
+    ),
+    Requirement(
+        Equals("optimizer.optimizer", "muon"),
+        needs=[Equals("optimizer.fp16", False)],
+        remedy="Muon has no loss scaling, use mixed_precision=bf16_mixed",
+    ),
+    # only the distributed optimizer gathers weights, in the order of the reduced buckets
+    Requirement(
+        On("ddp.overlap_param_gather"),
+        needs=[Equals("ddp.use_distributed_optimizer", True)],
+        remedy="set both, or switch the overlap off",
+    ),
+    Requirement(
+        On("ddp.overlap_param_gather"),
+        needs=[Equals("ddp.overlap_grad_reduce", True)],
+        remedy="set both",
+    ),
+    # the non-interleaved schedule does not support it
+    Requirement(
+        On("model.overlap_p2p_comm"),
+        needs=[Exceeds("model.virtual_pipeline_model_parallel_size", 1)],
+        remedy="use virtual pipeline stages, or switch the overlap off",
+    ),
+    # it hides the gather and scatter of sequence parallelism
+    Requirement(
+        On("model.tp_comm_overlap"),
+        needs=[Equals("model.sequence_parallel", True)],
+        remedy="set that with tensor parallelism, or switch the overlap off",
+    ),
+    Requirement(
+        On("model.delay_wgrad_compute"),
+        needs=[Equals("model.overlap_moe_expert_parallel_comm", True)],
+        remedy="set both, or switch the first off",
+    ),
+    # only a pipeline drains, and only fused gradient accumulation can be deferred
+    Requirement(
+        On("model.defer_embedding_wgrad_compute"),
+        needs=[Exceeds("model.pipeline_model_parallel_size", 1)],
+        remedy="use more stages, or switch it off",
+    ),
+    Requirement(
+        On("model.defer_embedding_wgrad_compute"),
+        needs=[Equals("model.gradient_accumulation_fusion", True)],
+        remedy="that takes a GPU and Apex, switch the first off",
+    ),
+    Requirement(
+        On("model.fine_grained_activation_offloading"),
+        needs=[On("model.offload_modules")],
+        remedy="say what, for example core_attn",
+    ),
+    # two microbatches are interleaved layer by layer, in half precision
+    Requirement(
+        On("model.overlap_moe_expert_parallel_comm"),
+        needs=[
+            Exceeds("model.expert_model_parallel_size", 1),
+            AnyOf(
+                Equals("model.moe_token_dispatcher_type", "alltoall"),
+                Equals("model.moe_token_dispatcher_type", "flex"),
+            ),
+            AnyOf(On("model.bf16"), On("model.fp16")),
+            AnyOf(
+                Equals("model.pipeline_model_parallel_size", 1),
+                Exceeds("model.virtual_pipeline_model_parallel_size", 1),
+            ),
+            Differs("model.recompute_granularity", "full"),
+            Equals("model.moe_shared_expert_overlap", False),
+            AnyOf(
+                Equals("model.mtp_num_layers", None),
+                Equals("model.mtp_num_layers", 0),
+                Equals("model.mtp_num_layers", 1),
+            ),
+        ],
+        remedy="or switch it off",
+    ),
+    Requirement(
+        On("model.cpu_offloading"),
+        needs=[
+            Equals("model.pipeline_model_parallel_size", 1),
+            Equals("model.recompute_granularity", None),
+        ],
+        remedy="or switch it off",
+    ),
+    # Megatron-Core offloads shards of Adam's state; other optimizers would update copies that nobody reads
+    Requirement(
+        On("optimizer.optimizer_cpu_offload"),
+        needs=[
+            Equals("optimizer.optimizer", "adam"),
+            Equals("optimizer.decoupled_weight_decay", True),
+            Equals("ddp.use_distributed_optimizer", True),
+            Exceeds("optimizer.optimizer_offload_fraction", 0),
+        ],
+        remedy="or switch it off",
+    ),
+    Requirement(
+        On("optimizer.use_precision_aware_optimizer"),
+        needs=[
+            Equals("optimizer.optimizer", "adam"),
+            Equals("ddp.use_distributed_optimizer", True),
+            Equals("optimizer.main_params_dtype", torch.float32),
+        ],
+        remedy="or switch it off",
+    ),
+    # FSDP has one chunk for each rank, and projections to a teacher's width are used outside of the forward pass, where
+    # weights are sharded; the other features that are refused are untested
+    Requirement(
+        AnyOf(On("dist.use_torch_fsdp2"), On("ddp.use_megatron_fsdp")),
+        needs=[
+            Equals("model.pipeline_model_parallel_size", 1),
+            Equals("model.hybrid_override_pattern", None),
+            Equals("model.experimental_attention_variant", None),
+            Equals("model.heterogeneous_block_specs", False),
+            Equals("model.fp16", False),
+            Equals("model.fp8", None),
+            Equals("model.fp4", None),
+            Equals("model.gradient_accumulation_fusion", False),
+            Equals("model.cpu_offloading", False),
+            Equals("optimizer.optimizer_cpu_offload", False),
+            Equals("optimizer.use_precision_aware_optimizer", False),
+            AnyOf(Equals("distill", None), Equals("distill.hidden_layers", {})),
+            Equals("rng.data_parallel_random_init", False),
+            AnyOf(Equals("inprocess_restart", None), Equals("inprocess_restart.enabled", False)),
+        ],
+        remedy="use ddp.use_distributed_optimizer=true instead",
+    ),
+    # random samplers and readers distribute samples by whole global batches
+    Requirement(
+        On("train.rampup_batch_size"),
+        needs=[
+            AnyOf(
+                Equals("dataset.dataloader_type", "single"),
+                Equals("dataset.dataloader_type", "cyclic"),
+            )
+        ],
+        remedy="set one of them",
+    ),
+    Requirement(
+        On("checkpoint.non_persistent_ckpt_type"),
+        needs=[On("checkpoint.non_persistent_save_interval")],
+        remedy="set both or none of them",
+    ),
+    Requirement(
+        On("checkpoint.non_persistent_save_interval"),
+        needs=[On("checkpoint.non_persistent_ckpt_type")],
+        remedy="set both or none of them",
+    ),
+    Requirement(
+        On("checkpoint.non_persistent_ckpt_type"),
+        needs=[On("checkpoint.save")],
+        remedy="give a run folder",
+    ),
+    Requirement(
+        Equals("checkpoint.non_persistent_ckpt_type", "local"),
+        needs=[On("checkpoint.non_persistent_local_ckpt_dir")],
+        remedy="give a folder on a local disk of every machine",
+    ),
+    # what is in memory is lost when the process restarts
+    Requirement(
+        Equals("checkpoint.non_persistent_ckpt_type", "in_memory"),
+        needs=[On("inprocess_restart")],
+        remedy="set that, or use local with a folder in memory such as /dev/shm",
+    ),
+    Requirement(
+        On("checkpoint.also_hf"),
+        needs=[On("checkpoint.save")],
+        remedy="give a run folder, or set also_hf to False",
+    ),
+    Requirement(
+        On("checkpoint.also_hf"),
+        needs=[Equals("peft", None)],
+        remedy="checkpoints hold the adapters alone, set also_hf to False and export with megatron-bridge adapter",
+    ),
+    Requirement(
+        On("nvrx_straggler"),
+        needs=[
+            AnyOf(
+                On("nvrx_straggler.calc_relative_gpu_perf"),
+                On("nvrx_straggler.calc_individual_gpu_perf"),
+            )
+        ],
+        remedy="set one of them, or nothing is compared",
+    ),
+    Requirement(
+        On("profiling.use_pytorch_profiler"),
+        needs=[On("logger.log_dir")],
+        remedy="give logger.log_dir or checkpoint.save",
+    ),
+    Requirement(
+        On("profiling.record_memory_history"),
+        needs=[On("logger.log_dir")],
+        remedy="give logger.log_dir or checkpoint.save",
+    ),
+    Requirement(
+        On("distill"),
+        needs=[AnyOf(On("distill.teacher"), On("distill.cache"))],
+        remedy="give a Hugging Face directory, a hub id or a Megatron checkpoint",
+    ),
+    Requirement(
+        On("distill"),
+        needs=[AnyOf(On("distill.kl_weight"), On("distill.hidden_weight"))],
+        remedy="with both 0 nothing is learned, raise one of them",
+    ),
+    Requirement(
+        On("distill.hidden_layers"), needs=[On("distill.hidden_weight")], remedy="set both, or none"
+    ),
+    Requirement(
+        On("distill.hidden_weight"), needs=[On("distill.hidden_layers")], remedy="set both, or none"
+    ),
+    Requirement(
+        On("distill.hidden_layers"),
+        needs=[Differs("model.recompute_granularity", "full")],
+        remedy="hidden states of recomputed layers have no gradient, use selective",
+    ),
+    # a cache holds only the most likely tokens
+    Requirement(
+        On("distill.cache"),
+        needs=[On("distill.top_k")],
+        remedy="set distill.top_k to the cache's value",
+    ),
+]
 
 
 def settings_do_not_exclude_each_other(config: RunConfig, world_size: int) -> Iterator[str]:
     """Of some pairs of settings, such as ``model.bf16`` and ``model.fp16``, at most one may be set."""
-    for keys, way_out in EXCLUSIONS.items():
-        values = [value_of(config, key) for key in keys]
+    for row in EXCLUSIONS:
+        first_value = value_of(config, row.first)
         # a fraction or a number of samples counts as given even if it is 0
-        if values[1] and values[0] is not None and values[0] is not False:
-            first, second = (_shown(config, key) for key in keys)
-            yield f"{first} and {second} exclude each other: {way_out}"
+        is_first_given = first_value is not None and first_value is not False
+        if is_first_given and value_of(config, row.second):
+            first, second = _shown(config, row.first), _shown(config, row.second)
+            yield f"{first} and {second} exclude each other: {row.remedy}"
 
 
 def settings_have_what_they_need(config: RunConfig, world_size: int) -> Iterator[str]:
     """Features build on others, such as the distributed optimizer, which must be on, too."""
-    for given, needed, way_out in REQUIREMENTS:
-        missing = "; ".join(each for each in needed.split("; ") if not _holds(config, each))
-        for condition in given.split(" or ") if missing else ():
-            if _is_met(config, condition):
-                yield f"{_shown(config, _SIGN.split(condition)[0])} needs {missing}: {way_out}"
-
-
-def settings_have_effect(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of a feature that is off would be ignored."""
-    for key, needed in (*NEEDS.items(), *_of_features(config)):
-        if value_of(config, key) != default_of(config, key) and not _holds(config, needed):
-            yield f"{key}={value_of(config, key)} has no effect without {needed}: set that, too, or remove it"
-
-
-def _of_features(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The settings of ``NEEDS_BY_PREFIX``, each by its longest prefix."""
-    for block in ("model", "optimizer", "ddp"):
-        for entry in dataclasses.fields(getattr(config, block)):
-            key = f"{block}.{entry.name}"
-            prefix = max(
-                (start for start in NEEDS_BY_PREFIX if key.startswith(start)), key=len, default=None
-            )
-            if prefix is not None and key != NEEDS_BY_PREFIX[prefix].partition("=")[0]:
-                yield key, NEEDS_BY_PREFIX[prefix]
+    for row in REQUIREMENTS:
+        missing = "; ".join(str(need) for need in row.needs if not need.is_met(config))
+        if not missing:
+            continue
+        for condition in row.when.alternatives:
+            if condition.is_met(config):
+                yield f"{_shown(config, condition.key)} needs {missing}: {row.remedy}"
 
 
 def _shown(config: RunConfig, key: str) -> str:
     value = value_of(config, key)
     return key if dataclasses.is_dataclass(value) else f"{key}={value}"
-
-
-def _holds(config: RunConfig, conditions: str) -> bool:
-    """Whether one of the conditions, with `` or `` between them, is true."""
-    return any(_is_met(config, condition) for condition in conditions.split(" or "))
-
-
-def _is_met(config: RunConfig, condition: str) -> bool:
-    key, *rest = _SIGN.split(condition, maxsplit=1)
-    found = value_of(config, key)
-    match rest:
-        case [">", number]:
-            return found is not None and found > float(number)
-        case [sign, value]:
-            return (str(found) == value) == (sign == "=")
-        case _:
-            return bool(found) and found != "none"
