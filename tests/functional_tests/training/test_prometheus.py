@@ -11,7 +11,8 @@ from importlib.util import find_spec
 import pytest
 
 from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.callbacks.observe.outputs import GAUGES, NAMESPACE
+from megatron.bridge.training.callbacks.observe.metric_formats import METRIC_FORMATS
+from megatron.bridge.training.callbacks.observe.outputs import NAMESPACE
 from megatron.bridge.training.config import CheckpointConfig, LoggerConfig, ValidationConfig
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
@@ -65,8 +66,8 @@ def test_pages_have_the_logged_numbers(tmp_path):
     for row, page in zip(train, scrape.pages, strict=True):
         assert value(page, 'loss{kind="train",name="lm loss"}') == row["lm loss"]
         for name in ("tokens per second", "step time", "grad norm", "memory GB", "skipped steps"):
-            metric, _, factor = GAUGES[name]
-            assert value(page, metric) == pytest.approx(row[name] * factor)
+            shown = METRIC_FORMATS[name]
+            assert value(page, shown.gauge) == pytest.approx(row[name] * shown.factor)
     assert [value(page, "checkpoint_step") for page in scrape.pages] == [-1, -1, 2, 2]
     assert value(scrape.pages[0], "checkpoint_timestamp_seconds") == 0
     published = (tmp_path / "latest_checkpointed_iteration.txt").stat().st_mtime
@@ -80,7 +81,7 @@ def dashboard_shows_what_is_served(page):
     dashboard = json.loads(DASHBOARD.read_text())
     asked = {name for panel in dashboard["panels"] for target in panel.get("targets", ())
              for name in re.findall(rf"{NAMESPACE}\w+", target["expr"])}  # fmt: skip
-    known = {NAMESPACE + metric for metric, _, _ in GAUGES.values()}
+    known = {NAMESPACE + shown.gauge for shown in METRIC_FORMATS.values()}
     assert asked
     assert asked <= known | set(re.findall(rf"^({NAMESPACE}\w+)", page, re.MULTILINE))
 

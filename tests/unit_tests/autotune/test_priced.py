@@ -9,7 +9,7 @@ import torch
 
 from megatron.bridge.autotune.memory import fullest_stage, memory_per_rank
 from megatron.bridge.autotune.predict import predict
-from megatron.bridge.autotune.priced import BLOCKS, TABLE, kind_of, unpriced
+from megatron.bridge.autotune.priced import BLOCKS, GROUPS, kind_of, unpriced
 from megatron.bridge.recipes.llama import llama32_1b_pretrain_config
 from megatron.bridge.training.config.rules import fields
 from tests.unit_tests.autotune.models import provider
@@ -174,7 +174,10 @@ def resolved():
 
 
 def test_all_that_is_counted_is_tried():
-    listed = [f"{block}.{name}" for block in BLOCKS for name in TABLE["counted"][block].split()]
+    counted = [group for group in GROUPS if group.treatment == "counted"]
+    listed = [
+        f"{block}.{name}" for group in counted for block in BLOCKS for name in getattr(group, block)
+    ]
     assert sorted(listed) == sorted(CHANGES)
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megatron.bridge.cli import main
-from megatron.bridge.launchers.options import TARGETS, LaunchOptions
+from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.targets import TARGETS
 from tests.unit_tests.project.tree import ROOT
 
 RECIPE = ("launch", "--recipe", "llama32_1b_pretrain_config")
@@ -30,7 +31,7 @@ GROUPS = [
 @pytest.fixture
 def with_modules(monkeypatch):
     """As if the modules of all targets were installed."""
-    found, names = util.find_spec, {row.get("module") for row in TARGETS.values()}
+    found, names = util.find_spec, {target.module for target in TARGETS.values()}
     monkeypatch.setattr(
         util, "find_spec", lambda name, *rest: name if name in names else found(name, *rest)
     )
@@ -38,9 +39,9 @@ def with_modules(monkeypatch):
 
 def test_rows_name_options_that_exist():
     known = {name.strip("-").replace("-", "_") for group in GROUPS for name in group}
-    refused = {name for row in TARGETS.values() for names in row["refused"] for name in names}
+    refused = {name for target in TARGETS.values() for name in target.refused}
     assert refused <= known
-    mapped = {name for row in TARGETS.values() for name in row.get("options", {})}
+    mapped = {name for target in TARGETS.values() for name in target.options}
     assert mapped <= {"gpus", *(field.name for field in fields(LaunchOptions))}
     [on] = [group["--on"] for group in GROUPS if "--on" in group]
     assert on["choices"] == list(TARGETS)
@@ -73,13 +74,15 @@ def test_an_unknown_target_is_refused(capsys):
     assert "invalid choice: 'slrum' (choose from " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", [name for name, row in TARGETS.items() if "module" in row])
+@pytest.mark.parametrize(
+    "target", [name for name, target in TARGETS.items() if target.module is not None]
+)
 def test_a_missing_module_is_named_with_what_installs_it(capsys, monkeypatch, target):
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None)
     assert main.main([*RECIPE, "--on", target]) == 1
     error = capsys.readouterr().err
     assert (
-        f"--on {target} needs the module {TARGETS[target]['module']}, which is not installed: pip install"
+        f"--on {target} needs the module {TARGETS[target].module}, which is not installed: pip install"
         in error
     )
 

@@ -27,25 +27,35 @@ class Gpu:
     efficiency: Efficiency = EFFICIENCY["Hopper"]
 
 
-def _gpu(
-    name: str, generation: str, memory: int, fp8: float, fp4: float, bandwidth: float, *links: int
+def _read_gpu(
+    name: str,
+    *,
+    efficiency: str,
+    memory: int,
+    fp8: float = 0,
+    fp4: float = 0,
+    bandwidth: float,
+    nvlink: int,
+    network: int,
+    domain: int = 8,
 ) -> Gpu:
-    """Return a row of the table from GB, TB/s, and GB/s in one direction; fp8 and fp4 are multiples of bf16."""
-    peak, (nvlink, network, *domain) = BF16_TFLOPS[name] * 1e12, links
-    rates = (bandwidth * 1e12, nvlink * 1e9, network * 1e9)
+    """Return the GPU of a row of ``gpus.yaml``, which explains the columns and their units."""
+    bf16 = BF16_TFLOPS[name.split(maxsplit=1)[0]] * 1e12
     return Gpu(
-        memory * 10**9,
-        peak,
-        fp8 * peak,
-        fp4 * peak,
-        *rates,
-        *domain,
-        efficiency=EFFICIENCY[generation],
+        memory=memory * 10**9,
+        bf16=bf16,
+        fp8=fp8 * bf16,
+        fp4=fp4 * bf16,
+        bandwidth=bandwidth * 1e12,
+        nvlink=nvlink * 1e9,
+        network=network * 1e9,
+        domain=domain,
+        efficiency=EFFICIENCY[efficiency],
     )
 
 
 GPUS: dict[str, Gpu] = {
-    name: _gpu(name.split()[0], *row) for name, row in yaml_text.tables_beside(__file__).items()
+    name: _read_gpu(name, **row) for name, row in yaml_text.tables_beside(__file__).items()
 }
 
 

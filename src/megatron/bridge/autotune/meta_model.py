@@ -22,7 +22,6 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.bridge.models.model_provider import EVEN_STAGES, ModelProvider, silenced
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.patching import patched
 
 _GLOBAL = re.compile(r"^_[A-Z][A-Z_]+$")  # names of parallel_state's global variables
@@ -41,7 +40,23 @@ class _Group:
         return self._rank
 
 
-_ALONE: dict[str, Any] = {**yaml_text.tables_beside(__file__), **EVEN_STAGES}
+_ALONE: dict[str, Any] = {
+    **EVEN_STAGES,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "overlap_p2p_comm": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "delay_wgrad_compute": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "should_pad_vocab": False,
+    "make_query_groups_divisible_by": 1,
+    "moe_token_dispatcher_type": "alltoall",  # the flex dispatcher needs several ranks
+}
+"""Settings of a model on one rank."""
 
 
 def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronModule]]:

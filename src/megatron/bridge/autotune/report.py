@@ -6,11 +6,22 @@ from html import escape
 
 from megatron.bridge.autotune.time.simulate import Span
 from megatron.bridge.autotune.time.step import Prediction
-from megatron.bridge.utils.config import yaml_text
 
-KINDS: dict[str, str] = yaml_text.tables_beside(
-    __file__
-)  # display names of the kinds of time in a step
+KINDS = {
+    "matrix": "matrix products",
+    "attention": "attention",
+    "memory": "norms, activations and other memory-bound kernels",
+    "recompute": "recomputation",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "expert": "expert all-to-all",
+    "bubble": "pipeline bubble",
+    "gradients": "gradient reduction",
+    "parameters": "parameter gather",
+    "optimizer": "optimizer step",
+    "other": "other",
+}
+"""Kind of time in the split of a step -> its name in reports."""
 
 _WIDTH, _ROW = 1200, 22  # of the picture in pixels
 _SPANS = 20000  # at most in one picture; a longer schedule is truncated and the page says so

@@ -5,7 +5,6 @@ import argparse
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from megatron.bridge.cli.support.parser import Parser, add_options, add_shared
 from megatron.bridge.cli.support.text_format import say, write_file
 from megatron.bridge.launchers import job_folder, preflight
 from megatron.bridge.launchers.kubernetes import KubernetesOptions, manifest
-from megatron.bridge.launchers.options import TARGETS, LaunchOptions
+from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.targets import TARGETS
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.origins import annotated_yaml
 from megatron.bridge.utils.errors import UserError
@@ -86,7 +86,7 @@ def _refuse(args: argparse.Namespace) -> None:
 
     defaults = Parser()
     add_options(defaults, SUBCOMMANDS["launch"]["options"])
-    names = chain(*TARGETS[args.on]["refused"])
+    names = TARGETS[args.on].refused
     if given := [name for name in names if getattr(args, name) != defaults.get_default(name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"--on {args.on} takes no {options}: leave that out, or change --on")
@@ -126,7 +126,7 @@ def _options(args: argparse.Namespace) -> LaunchOptions:
         "arguments": tuple(_forwarded(args)),
         "experiment_name": args.experiment_name or args.recipe or Path(args.script).stem,
         "detach": args.detach and not args.tail_logs,
-        "packager": TARGETS[args.on].get("packager", args.packager),
+        "packager": TARGETS[args.on].packager or args.packager,
         "executor": {name: yaml_text.read(value) for name, value in pairs},
     }
     return LaunchOptions(**_options_of(LaunchOptions, args, own))

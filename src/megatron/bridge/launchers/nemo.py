@@ -24,8 +24,9 @@ from nemo_run.core.packaging.base import Packager
 from nemo_run.core.tunnel.client import LocalTunnel, SSHTunnel
 
 import megatron.bridge
-from megatron.bridge.launchers.options import TARGETS, LaunchOptions
+from megatron.bridge.launchers.options import LaunchOptions
 from megatron.bridge.launchers.preflight import Shell, ShellResult, check_host
+from megatron.bridge.launchers.targets import TARGETS
 from megatron.bridge.utils.errors import UserError, did_you_mean, one_line
 
 # this command says itself what it did
@@ -75,10 +76,10 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment._exp_dir)
         found = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
-        if "executor" in TARGETS[options.on]:
+        if TARGETS[options.on].executor is not None:
             found = {options.on: _request(experiment.jobs[0]._dryrun_info)}
         shutil.rmtree(folder)
-    for variable in TARGETS[options.on].get("secrets", {}).values():
+    for variable in TARGETS[options.on].secrets.values():
         found = {
             name: text.replace(os.environ[variable], f"${variable}") for name, text in found.items()
         }
@@ -278,10 +279,12 @@ def _slurm(options: LaunchOptions) -> run.SlurmExecutor:
 
 def _other(options: LaunchOptions) -> Any:
     """The executor of a row of ``TARGETS``, with the fields that ``--executor`` gives."""
-    row = TARGETS[options.on]
-    kind = getattr(run, row["executor"])
-    secrets: dict[str, str] = row.get("secrets", {})
-    known = [field.name for field in fields(kind) if field.init and field.name not in secrets]
+    target = TARGETS[options.on]
+    assert target.executor is not None
+    kind = getattr(run, target.executor)
+    known = [
+        field.name for field in fields(kind) if field.init and field.name not in target.secrets
+    ]
     if unknown := [name for name in options.executor if name not in known]:
         raise UserError(
             f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}"
@@ -291,10 +294,10 @@ def _other(options: LaunchOptions) -> Any:
         "mount": list(options.mount),
     }
     own["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
-    given = {theirs: own[ours] for ours, theirs in row["options"].items()} | row["fixed"]
+    given = {field: own[option] for option, field in target.options.items()} | target.fixed
     given |= {"launcher": _launcher(options), "packager": _packager(options)} | options.executor
-    given |= {name: os.environ.get(variable) for name, variable in secrets.items()}
-    if missing := [way for name, way in row["needs"].items() if not given.get(name)]:
+    given |= {name: os.environ.get(variable) for name, variable in target.secrets.items()}
+    if missing := [way for name, way in target.needs.items() if not given.get(name)]:
         raise UserError(f"--on {options.on} needs {' and '.join(missing)}")
     try:
         return kind(**given)

@@ -7,15 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.launchers.targets import PackagerName
 from megatron.bridge.utils.errors import refuse
 
 Launcher = Literal["torchrun", "ft", "default"]
-PackagerName = Literal["pattern", "git", "none"]
 
-TARGETS: dict[str, dict[str, Any]] = yaml_text.tables_beside(
-    str(Path(__file__).with_name("targets"))
-)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 _CLUSTER_ONLY = (

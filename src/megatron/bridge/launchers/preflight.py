@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.bridge.launchers.options import TARGETS, LaunchOptions
+from megatron.bridge.launchers.options import LaunchOptions
+from megatron.bridge.launchers.targets import TARGETS
 from megatron.bridge.utils.environment import CHANGES, git
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -36,10 +37,10 @@ def has_nemo_run() -> bool:
 
 def check(options: LaunchOptions) -> None:
     """Refuse what this machine already knows to fail."""
-    row = TARGETS[options.on]
-    if "module" in row and importlib.util.find_spec(row["module"]) is None:
+    target = TARGETS[options.on]
+    if target.module is not None and importlib.util.find_spec(target.module) is None:
         raise UserError(
-            f"--on {options.on} needs the module {row['module']}, which is not installed: {row['install']}"
+            f"--on {options.on} needs the module {target.module}, which is not installed: {target.install}"
         )
     if not (options.dry_run or options.on == "ray" or has_nemo_run()):
         raise UserError(

@@ -20,16 +20,47 @@ import numpy
 import torch
 from torch.distributed.checkpoint import Metadata
 
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
-_TABLES = yaml_text.tables_beside(__file__)
-METADATA_NAMES, STATE_NAMES = (
-    {(module, name) for module, names in _TABLES[table].items() for name in names}
-    for table in ("metadata", "states")
+
+def _with_modules(names_by_module: dict[str, list[str]]) -> set[tuple[str, str]]:
+    return {(module, name) for module, names in names_by_module.items() for name in names}
+
+
+METADATA_NAMES = _with_modules(
+    {
+        "collections": ["OrderedDict"],
+        "pathlib": ["PosixPath"],
+        "pathlib._local": ["PosixPath"],
+        "torch": ["Size", "device"],
+        "torch.serialization": ["_get_layout"],
+        "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
+        "torch.distributed.checkpoint.metadata": [
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ],
+    }
 )
-"""(module, name) of everything that ``.metadata`` may name in addition to torch's dtypes, and of the parts of pickled
-tensors and arrays."""
+"""(module, name) of everything that ``.metadata`` may name without trust, in addition to torch's dtypes."""
+STATE_NAMES = _with_modules(
+    {
+        "_codecs": ["encode"],
+        "collections": ["OrderedDict"],
+        "megatron.core.safe_globals": [
+            "safe_load_from_bytes"
+        ],  # Megatron-Core puts it in the place of torch's own
+        "numpy": ["dtype", "ndarray"],
+        "numpy._core.multiarray": ["_reconstruct", "scalar"],
+        "torch._utils": ["_rebuild_tensor_v2"],
+    }
+)
+"""(module, name) of the parts of pickled tensors and arrays."""
 
 # Names in numpy's arrays and random states, in addition to those that Megatron-Core declares as safe.
 torch.serialization.add_safe_globals(

@@ -44,14 +44,29 @@ from megatron.bridge.backends.recurrent.one_group_mamba import (
 )
 from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention
 from megatron.bridge.backends.specs.torch_spec import TorchSpecProvider
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
 
 NormPlacement = Literal["pre", "post", "both"]
 
 ParallelResidual = Literal["shared_norm", "own_norms"]
 
-OFF: dict[str, Any] = yaml_text.tables_beside(__file__)
+OFF: dict[str, Any] = {
+    "norm_placement": "pre",
+    "qk_norm_across_heads": False,
+    "qk_norm_by_head": False,
+    "qk_norm_after_rope": False,
+    "parallel_residual": None,
+    "residual_multiplier": 1.0,
+    "attn_logit_softcapping": None,
+    "chunked_attention": False,
+    "mamba_beside_attention": None,
+    "value_norm": False,
+    "global_kv_channels": None,
+    "global_query_groups": None,
+    "hidden_size_per_layer_input": None,
+    "layer_scales": False,
+    "experts_beside_mlp": False,
+}
 """Field of a feature -> value for a plain layer."""
 
 Residual = Callable[[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor, float], torch.Tensor]

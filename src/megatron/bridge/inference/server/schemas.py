@@ -7,13 +7,25 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 from megatron.bridge.inference.requests import Sampling
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import did_you_mean
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 
-NOT_SUPPORTED = yaml_text.tables_beside(__file__)
+NOT_SUPPORTED = {
+    "functions": "functions are not supported: leave it out",
+    "function_call": "functions are not supported: leave it out",
+    "tools": "tools are not supported: leave it out",
+    "tool_choice": "tools are not supported: leave it out",
+    "parallel_tool_calls": "tools are not supported: leave it out",
+    "audio": "audio is not supported: leave it out",
+    "modalities": "only text is generated: leave it out",
+    "prediction": "predicted outputs are not supported: leave it out",
+    "chat_template": "templates of requests are not used: start the server with --template",
+    "guided_json": "grammars are not supported: leave it out",
+    "guided_regex": "grammars are not supported: leave it out",
+    "suffix": "text cannot be inserted before a suffix: leave it out",
+}
 """Fields that other servers support, and what to use instead."""
 
 # fields with the same names in ``Sampling``

@@ -9,6 +9,7 @@ follow different rules: with only ``mscale`` or ``mscale_all_dim`` they differ f
 """
 
 import copy
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 NTK_ALPHA = "ntk_alpha"
@@ -31,11 +31,41 @@ NTK_ALPHA = "ntk_alpha"
 MSCALES = ("short_mscale", "long_mscale")
 """Attention factors that Phi-3.5-MoE gives by name, for texts as short as the original ones and for longer ones."""
 
-# rope_type -> (keys it needs, keys it may have)
-KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    kind: (frozenset(keys.get("needs", ())), frozenset(keys.get("may_have", ())))
-    for kind, keys in yaml_text.tables_beside(__file__).items()
+
+@dataclass(frozen=True)
+class RopeKind:
+    """Keys of ``rope_parameters`` that a ``rope_type`` needs, and those that it may have in addition."""
+
+    needs: frozenset[str] = frozenset()
+    may_have: frozenset[str] = frozenset()
+
+
+KINDS = {
+    "default": RopeKind(),
+    "linear": RopeKind(needs=frozenset({"factor"})),
+    "dynamic": RopeKind(needs=frozenset({"factor"})),
+    "ntk_alpha": RopeKind(
+        needs=frozenset({"alpha"}),
+        may_have=frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
+    ),
+    "proportional": RopeKind(may_have=frozenset({"factor"})),
+    "llama3": RopeKind(
+        needs=frozenset(
+            {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+        )
+    ),
+    "yarn": RopeKind(
+        needs=frozenset({"factor", "original_max_position_embeddings"}),
+        may_have=frozenset(
+            {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+        ),
+    ),
+    "longrope": RopeKind(
+        needs=frozenset({"short_factor", "long_factor", "original_max_position_embeddings"}),
+        may_have=frozenset({"attention_factor", "factor", "short_mscale", "long_mscale"}),
+    ),
 }
+"""``rope_type`` -> its keys."""
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -48,13 +78,13 @@ def check_parameters(parameters: dict[str, Any]) -> None:
         raise UserError(
             f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one"
         )
-    required, optional = KINDS[kind]
-    known = required | optional | _COMMON
+    keys = KINDS[kind]
+    known = keys.needs | keys.may_have | _COMMON
     for key in sorted(set(parameters) - known):
         raise UserError(
             f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}"
         )
-    for key in sorted(required):
+    for key in sorted(keys.needs):
         if parameters.get(key) is None:
             raise UserError(f"rope_parameters.{key} is missing: rope_type={kind!r} needs it")
     _check_numbers(kind, parameters)

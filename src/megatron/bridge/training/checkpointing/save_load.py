@@ -43,7 +43,6 @@ from megatron.bridge.training.optim.optimizer import (
 )
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed, unpickling
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.console import print_rank_0
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -53,8 +52,21 @@ MODEL = "model"
 VOCABULARY = "vocab_size"  # ``model_io.check_vocabulary`` compares it
 RANK = f"{model_io.RUN_STATE}.rank"
 
-# Values of the schedule that must match the checkpoint, and the keys that set them.
-SCHEDULE_KEYS: dict[str, str] = yaml_text.tables_beside(__file__)
+SCHEDULE_KEYS = {
+    "max_lr": "optimizer.lr",
+    "min_lr": "optimizer.min_lr",
+    "lr_warmup_steps": "scheduler.lr_warmup_iters",
+    "lr_decay_steps": "scheduler.lr_decay_iters",
+    "lr_decay_style": "scheduler.lr_decay_style",
+    "start_wd": "scheduler.start_weight_decay",
+    "end_wd": "scheduler.end_weight_decay",
+    "wd_incr_steps": "train.train_iters",
+    "wd_incr_style": "scheduler.weight_decay_incr_style",
+    "init_lr": "scheduler.lr_warmup_init",
+    "wsd_decay_steps": "scheduler.lr_wsd_decay_iters",
+    "lr_wsd_decay_style": "scheduler.lr_wsd_decay_style",
+}
+"""Values of the schedule that must match the checkpoint -> the keys that set them."""
 
 
 def save_run(run: Run, background: AsyncSaver | None = None) -> Path:

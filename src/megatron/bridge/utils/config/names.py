@@ -10,14 +10,76 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
 FORMER_NAMES: dict[str, str] = {}  # old names that files may still contain -> new names
 
-PUBLIC_NAMES: dict[str, str] = {
-    name: module for module, names in yaml_text.tables_beside(__file__).items() for name in names
+# Part of the file format. Moving a class to another module changes a row here and no file; renaming one needs a row in
+# FORMER_NAMES. Files written by version 0.1 hold the module path of that time: its last part is the name.
+_NAMES_BY_MODULE = {
+    "megatron.bridge.training.config": [
+        "CheckpointConfig",
+        "CommOverlapConfig",
+        "ConfigContainer",
+        "DPOConfig",
+        "DistillConfig",
+        "DistributedDataParallelConfig",
+        "DistributedInitConfig",
+        "FaultToleranceConfig",
+        "InProcessRestartConfig",
+        "LoggerConfig",
+        "MixedPrecisionConfig",
+        "NVRxStragglerDetectionConfig",
+        "OptimizerConfig",
+        "ParameterOverride",
+        "ProfilingConfig",
+        "RNGConfig",
+        "RerunStateMachineConfig",
+        "SchedulerConfig",
+        "StragglerDetectionConfig",
+        "TrainingConfig",
+        "ValidationConfig",
+    ],
+    "megatron.bridge.data.config": [
+        "BlendedDatasetConfig",
+        "ClassificationDatasetConfig",
+        "EmbeddingDatasetConfig",
+        "FIMConfig",
+        "FinetuningDatasetConfig",
+        "GPTDatasetConfig",
+        "MockGPTDatasetConfig",
+        "PackedSequenceSpecs",
+        "PreferenceDatasetConfig",
+        "RewardDatasetConfig",
+        "SFTDatasetConfig",
+        "TokenClassificationDatasetConfig",
+    ],
+    "megatron.bridge.data.builders.hf_dataset": ["HFDatasetConfig"],
+    "megatron.bridge.data.vlm_datasets": [
+        "HFDatasetConversationProvider",
+        "MockVLMConversationProvider",
+        "PreloadedVLMConversationProvider",
+    ],
+    "megatron.bridge.data.energon": ["EnergonProvider"],
+    "megatron.bridge.data.records.presets": ["alpaca_example"],
+    "megatron.bridge.data.tokenizer": ["TokenizerConfig"],
+    "megatron.bridge.models.gpt_provider": ["GPTModelProvider"],
+    "megatron.bridge.models.heterogeneous_provider": ["HeterogeneousModelProvider"],
+    "megatron.bridge.models.mamba_provider": ["MambaModelProvider"],
+    "megatron.bridge.models.mla_provider": ["MLAModelProvider"],
+    "megatron.bridge.models.vision.provider": [
+        "VisionGPTModelProvider",
+        "VisionHybridModelProvider",
+    ],
+    "megatron.bridge.models.features.activations": ["gelu_fast", "gelu_new", "gelu_tanh", "xielu"],
+    "megatron.bridge.backends.specs.layer_specs": ["decoder_block_spec", "layer_spec"],
+    "megatron.bridge.peft.canonical_lora": ["CanonicalLoRA"],
+    "megatron.bridge.peft.dora": ["DoRA"],
+    "megatron.bridge.peft.lora": ["LoRA"],
+    "megatron.bridge.recipes.defaults": ["squad_example"],
 }
+"""Module -> the names under which its classes and functions are written to YAML."""
+PUBLIC_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 """Name in YAML -> module that contains it."""
 
 

@@ -25,7 +25,33 @@ from megatron.bridge.utils.errors import UserError, nearest_keys, refuse, sugges
 _MISSING = object()
 _INDEX = re.compile(r"\[(\w+)\]")
 
-OTHER_NAMES = yaml_text.tables_beside(__file__)
+OTHER_NAMES = {
+    "max_steps": "train.train_iters",
+    "num_steps": "train.train_iters",
+    "num_train_epochs": "train.num_epochs",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_size",
+    "batch_size": "train.global_batch_size",
+    "learning_rate": "optimizer.lr",
+    "lr": "optimizer.lr",
+    "lr_scheduler_type": "scheduler.lr_decay_style",
+    "warmup_steps": "scheduler.lr_warmup_iters",
+    "warmup_ratio": "scheduler.lr_warmup_fraction",
+    "max_grad_norm": "optimizer.clip_grad",
+    "output_dir": "checkpoint.save",
+    "save_steps": "checkpoint.save_interval",
+    "save_total_limit": "checkpoint.most_recent_k",
+    "eval_steps": "validation.eval_interval",
+    "logging_steps": "logger.log_interval",
+    "max_seq_length": "dataset.seq_length",
+    "max_length": "dataset.seq_length",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups",
+    "precision": "mixed_precision",
+    "gradient_checkpointing": "model.recompute_granularity",
+}
+"""Settings as other frameworks spell them -> their keys here, for suggestions."""
 
 
 @dataclass(frozen=True)

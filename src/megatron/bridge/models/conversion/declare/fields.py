@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling
 
 REQUIRED: Any = object()  # marks a field whose key is required
@@ -141,12 +140,88 @@ def layers_of_kind(key: str, megatron: str, kinds: tuple[str, str]) -> Field:
     )
 
 
-_TABLES = yaml_text.tables_beside(__file__)
-# key -> the values that have no effect; None: no value has an effect
-IRRELEVANT: dict[str, tuple[Any, ...] | None] = {
-    **dict.fromkeys(key for keys in _TABLES["unused"] for key in keys),
-    **{key: tuple(values) for key, values in _TABLES["harmless"].items()},
+_UNUSED_KEYS = (
+    # where the model comes from, and what made it
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "finetuning_task",
+    "is_llama_config",
+    "model_type",
+    "pretraining_tp",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    # how transformers runs it
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "torch_dtype",
+    "torchscript",
+    "use_bfloat16",
+    "use_cache",
+    # tokens, and classes of other tasks
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "prefix",
+    "sep_token_id",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "task_specific_params",
+    # generation defaults of older configs
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "length_penalty",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_scores",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict_in_generate",
+    "suppress_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+)
+"""Keys of any config that change nothing."""
+
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
 }
+"""Key -> the values with which it changes nothing."""
+
+IRRELEVANT: dict[str, tuple[Any, ...] | None] = {**dict.fromkeys(_UNUSED_KEYS), **_HARMLESS_VALUES}
+"""Key -> the values that have no effect; None: no value has an effect."""
 
 
 HarmlessKeys = Mapping[str, tuple[Any, ...] | None]

@@ -12,12 +12,12 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron.bridge.checkpoint import paths
+from megatron.bridge.training.callbacks.observe.metric_formats import METRIC_FORMATS
 from megatron.bridge.training.callbacks.observe.metrics import PREFIX, Metrics
 from megatron.bridge.training.callbacks.observe.trackers import trackers
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils import json_lines
 from megatron.bridge.utils.atomic import refuse_unwritable, write_text
-from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.console import console, print_rank_0
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.loss_curves import METRICS
@@ -91,7 +91,6 @@ class ConsoleOutput:
         )
 
 
-_CONSOLE_FORMATS: dict[str, str | None] = yaml_text.tables_beside(__file__)
 _NOTABLE_WAIT = 0.05  # fraction of the step time
 _SHORTEST_SHOWN = 0.05  # milliseconds; shorter times would be shown as 0.0
 
@@ -100,14 +99,15 @@ def _train_line(numbers: Metrics) -> str:
     words = [
         f"{name} {value:.4f}"
         for name, value in numbers.items()
-        if name not in _CONSOLE_FORMATS and not name.startswith(PREFIX)
+        if name not in METRIC_FORMATS and not name.startswith(PREFIX)
     ]
-    shown = {name: form for name, form in _CONSOLE_FORMATS.items() if form and name in numbers}
-    if not numbers.get("skipped steps"):
-        shown.pop("skipped steps", None)
-    words += [form.format(numbers[name]) for name, form in shown.items()]
-    if (share := numbers.get("data wait", 0.0) / numbers.get("step time", 1.0)) >= _NOTABLE_WAIT:
-        words.append(f"{share:.0%} waiting for data")
+    for name, shown in METRIC_FORMATS.items():
+        is_zero_skipped = name == "skipped steps" and not numbers.get(name)
+        if shown.console and name in numbers and not is_zero_skipped:
+            words.append(shown.console.format(numbers[name]))
+    waiting_share = numbers.get("data wait", 0.0) / numbers.get("step time", 1.0)
+    if waiting_share >= _NOTABLE_WAIT:
+        words.append(f"{waiting_share:.0%} waiting for data")
     return "  ".join(words)
 
 
@@ -179,9 +179,6 @@ class TensorBoardOutput:
 
 NAMESPACE = "megatron_bridge_"
 
-GAUGES = yaml_text.tables_beside(str(Path(__file__).with_name("gauges")))
-"""Metric -> its name in Prometheus, what it means, and the factor to Prometheus' base unit."""
-
 
 class PrometheusOutput:
     """A page at ``http://HOST:PORT/metrics`` with the last values, from a thread of the first rank."""
@@ -222,9 +219,9 @@ class PrometheusOutput:
     def write(self, step: int, kind: str, numbers: Metrics) -> None:
         self._gauge("step", "").set(step)
         for name, value in numbers.items():
-            if name in GAUGES:
-                metric, text, factor = GAUGES[name]
-                self._gauge(metric, text).set(value * factor)
+            if name in METRIC_FORMATS:
+                shown = METRIC_FORMATS[name]
+                self._gauge(shown.gauge, shown.meaning).set(value * shown.factor)
             elif name.startswith(PREFIX):
                 timer = self._gauge("timer_seconds", "parts of a step", "part")
                 timer.labels(name.removeprefix(PREFIX)).set(value)
