@@ -42,9 +42,12 @@ def toy(**changes):
 
 
 REFUSED = {
-    "no pattern": ({PATTERN: None}, "hybrid_override_pattern is not set"),
-    "unknown symbol": ({PATTERN: "M-*X"}, "hybrid_override_pattern has 'X': M, *, -, E are known"),
-    "further predictions": ({PATTERN: "M-*M/MM"}, "hybrid_override_pattern has '/'"),
+    "no pattern": ({PATTERN: None}, "hybrid_override_pattern=None has no layers: give a symbol"),
+    "unknown symbol": (
+        {PATTERN: "M-*X"},
+        "hybrid_override_pattern=M-*X has 'X': use only M Mamba, * attention, - feed-forward, E",
+    ),
+    "further predictions": ({PATTERN: "M-*M/MM"}, "hybrid_override_pattern=M-*M/MM has '/'"),
     "other length": ({"num_layers": 5}, "hybrid_override_pattern has 4 layers, num_layers=5"),
     "no experts": ({PATTERN: "M-*E"}, "1 layers of experts (E) but num_moe_experts=None"),
     "idle experts": ({"num_moe_experts": 4}, "0 layers of experts (E) but num_moe_experts=4"),

@@ -258,6 +258,15 @@ CASES = {
         2,
         ["model.deallocate_pipeline_outputs=True", "set it to False"],
     ),
+    "hybrid_pattern_is_valid": (
+        {
+            "model": MambaModelProvider(
+                num_layers=2, hidden_size=32, num_attention_heads=4, hybrid_override_pattern="MQ"
+            )
+        },
+        1,
+        ["model.hybrid_override_pattern=MQ has 'Q'", "M Mamba, * attention"],
+    ),
     "peft_settings_are_valid": ({"peft": LoRA(dim=0)}, 1, ["peft.dim=0: a rank is at least 1"]),
     "groups_divide_heads": ({"model.num_query_groups": 3}, 1, ["num_query_groups=3", "use 2 or 4"]),
     "tp_divides_heads": ({TP: 8}, 8, [f"{TP}=8", "num_attention_heads=4", "use 4"]),

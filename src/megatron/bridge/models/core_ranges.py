@@ -42,7 +42,7 @@ TRANSFORMER_RANGES: dict[str, Range] = {
     "mup_embedding_mult": ABOVE_ZERO,
     "mup_output_mult": ABOVE_ZERO,
     # mixtures of experts
-    "num_moe_experts": COUNT,
+    "num_moe_experts": Range(least=1, most=10_000, meaning="or null without experts"),
     "moe_layer_freq": AT_LEAST_ONE,
     "moe_ffn_hidden_size": AT_LEAST_ONE,
     "moe_latent_size": AT_LEAST_ONE,

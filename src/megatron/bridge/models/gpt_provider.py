@@ -230,7 +230,7 @@ class GPTModelProvider(ModelProvider):
         """Add the padding of attention heads; ``unpadded_heads`` still tells what was declared."""
         super().derive()
         rope.check_parameters(self.rope_parameters or {})
-        rope.check_parameters(self.local_rope_parameters or {})
+        rope.check_parameters(self.local_rope_parameters or {}, "local_rope_parameters")
         self._check_layer_lists()
         self._check_unlike_layers()
         self._check_expert_biases()

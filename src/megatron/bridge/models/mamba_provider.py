@@ -75,7 +75,7 @@ class MambaModelProvider(GPTModelProvider):
                 "hybrid models with normed queries and keys need other layers than backend='transformer_engine' "
                 "has: set model.backend='torch'"
             )
-        self._check_pattern()
+        self.check_pattern()
         self._check_mamba()
         self.staged_pattern()
         if self.num_moe_experts is not None:
@@ -110,16 +110,21 @@ class MambaModelProvider(GPTModelProvider):
         }
         return replace(stack, submodules=replace(layers, **edited))
 
-    def _check_pattern(self) -> None:
-        if not self.hybrid_override_pattern:
+    def check_pattern(self) -> None:
+        """Refuse a pattern with unknown symbols, or one that does not fit the number of layers."""
+        pattern = self.hybrid_override_pattern
+        symbols = ", ".join(f"{symbol} {kind}" for symbol, kind in KINDS.items())
+        if not pattern:
             raise UserError(
-                "hybrid_override_pattern is not set: give a symbol for each layer, "
-                f"{', '.join(f'{symbol} {kind}' for symbol, kind in KINDS.items())}"
+                f"hybrid_override_pattern={pattern} has no layers: give a symbol for each layer, {symbols}"
             )
+        if not isinstance(pattern, str):
+            raise UserError(f"hybrid_override_pattern={pattern!r} is no text of symbols: {symbols}")
         for symbol in self.layer_kinds:
             if symbol not in KINDS:
                 raise UserError(
-                    f"hybrid_override_pattern has {symbol!r}: {', '.join(KINDS)} are known"
+                    f"hybrid_override_pattern={pattern} has {symbol!r}: use only {symbols}, and {STAGE} between "
+                    "pipeline stages"
                 )
         if len(self.layer_kinds) != self.num_layers:
             raise UserError(

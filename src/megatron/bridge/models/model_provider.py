@@ -33,8 +33,8 @@ from megatron.bridge.backends.kernels import eager
 from megatron.bridge.backends.specs import layer_specs
 from megatron.bridge.models.core_ranges import TRANSFORMER_RANGES
 from megatron.bridge.utils import distributed
-from megatron.bridge.utils.config.ranges import Range
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.config.ranges import Range, out_of_range
+from megatron.bridge.utils.errors import UserError, did_you_mean, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,7 @@ class ModelProvider(TransformerConfig):
         if self.is_resolved:
             return self
         refuse_other_groups(getattr(self, "_pg_collection", None))
+        refuse(out_of_range(self, skipped=PARALLEL_SIZES))
         config = copy.copy(self)
         config.derive()
         _report(layer_specs.apply_backend_settings(config, config.backend))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA (https://arxiv.org/abs/2106.09685), its removal, and what a merge loses by rounding."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -103,7 +104,18 @@ class LowRankPEFT(PEFT):
             "peft.dim": self.dim,
             **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()},
         }
-        found += [f"{key}={rank}: a rank is at least 1" for key, rank in ranks.items() if rank < 1]
+        found += [
+            f"{key}={rank}: a rank is at least 1, a whole number"
+            for key, rank in ranks.items()
+            if not isinstance(rank, int) or rank < 1
+        ]
+        alphas = {"peft.alpha": self.alpha}
+        for pattern, alpha in self.alpha_by_module.items():
+            alphas[f"peft.alpha_by_module[{pattern!r}]"] = alpha
+        for key, alpha in alphas.items():
+            # a loaded adapter may be switched off by an alpha of 0
+            if not math.isfinite(alpha) or (training and alpha <= 0):
+                found.append(f"{key}={alpha}: must be a finite number above 0")
         if not 0 <= self.dropout < 1:
             found.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
         if "zero" not in (self.lora_A_init_method, self.lora_B_init_method):

@@ -9,6 +9,7 @@ follow different rules: with only ``mscale`` or ``mscale_all_dim`` they differ f
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -67,51 +68,54 @@ KINDS = {
 }
 """``rope_type`` -> its keys."""
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_NO_NUMBERS = frozenset({"rope_type", "type", "truncate"})
+_LISTS = frozenset({"short_factor", "long_factor"})
+_MAY_BE_ZERO = frozenset({"mscale", "mscale_all_dim"})
+"""0 means that there is no such factor."""
 
 
-def check_parameters(parameters: dict[str, Any]) -> None:
-    """Refuse a ``rope_parameters`` dict with keys or values that are not supported."""
+def check_parameters(parameters: dict[str, Any], name: str = "rope_parameters") -> None:
+    """Refuse ``rope_parameters``, or the dict ``name``, with keys or values that are not supported."""
     kind = parameters.get("rope_type", "default")
     if kind not in KINDS:
-        raise UserError(f"rope_parameters.rope_type={kind!r} is not one of {', '.join(KINDS)}")
+        raise UserError(f"{name}.rope_type={kind!r} is not one of {', '.join(KINDS)}")
     if parameters.get("type", kind) != kind:
         raise UserError(
-            f"rope_parameters has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one"
+            f"{name} has rope_type={kind!r} and type={parameters['type']!r}: remove the wrong one"
         )
     keys = KINDS[kind]
     known = keys.needs | keys.may_have | _COMMON
     for key in sorted(set(parameters) - known):
         raise UserError(
-            f"rope_parameters.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}"
+            f"{name}.{key} is not a parameter of rope_type={kind!r}{did_you_mean(key, known)}"
         )
     for key in sorted(keys.needs):
         if parameters.get(key) is None:
-            raise UserError(f"rope_parameters.{key} is missing: rope_type={kind!r} needs it")
-    _check_numbers(kind, parameters)
+            raise UserError(f"{name}.{key} is missing: rope_type={kind!r} needs it")
+    _check_numbers(kind, parameters, name)
 
 
-def _check_numbers(kind: str, parameters: dict[str, Any]) -> None:
+def _check_numbers(kind: str, parameters: dict[str, Any], name: str) -> None:
     """Refuse values with which the rule would divide by zero, or scale no position."""
-    for key in (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "rope_theta",
-    ):
-        value = parameters.get(key)
-        if value is not None and (isinstance(value, bool) or value <= 0):
-            raise UserError(f"rope_parameters.{key}={value} must be a number above 0")
-    short, long = (parameters.get(name) for name in MSCALES)
+    for key, value in parameters.items():
+        if value is None or key in _NO_NUMBERS:
+            continue
+        values = value if key in _LISTS and isinstance(value, list | tuple) else [value]
+        for number in values:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            is_in_range = is_number and (number > 0 or (number == 0 and key in _MAY_BE_ZERO))
+            if not is_in_range or not math.isfinite(number):
+                bound = "of at least 0" if key in _MAY_BE_ZERO else "above 0"
+                raise UserError(f"{name}.{key}={value!r} must be a number {bound}")
+    short, long = (parameters.get(key) for key in MSCALES)
     if short != long:
         raise UserError(
-            f"rope_parameters.short_mscale={short} and long_mscale={long} must be equal: other are not supported"
+            f"{name}.short_mscale={short} and long_mscale={long} must be equal: other are not supported"
         )
-    low, high = (parameters.get(f"{name}_freq_factor") for name in ("low", "high"))
+    low, high = (parameters.get(f"{end}_freq_factor") for end in ("low", "high"))
     if low is not None and high is not None and low > high:  # Llama 4 has equal ones
         raise UserError(
-            f"rope_parameters.low_freq_factor={low} must not be above high_freq_factor={high}: rope_type={kind!r} "
+            f"{name}.low_freq_factor={low} must not be above high_freq_factor={high}: rope_type={kind!r} "
             f"blends what is between them"
         )
 

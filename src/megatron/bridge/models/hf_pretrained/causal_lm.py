@@ -143,9 +143,10 @@ class PreTrainedCausalLM:
                 config = kinds[alias].from_dict(_renamed(raw, alias))
         except Exception as error:  # transformers computes with the numbers before it looks at them
             # the first line of a validation error names the validator, the last one the mistake
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[
-                -1 if isinstance(error, StrictDataclassError) else 0
-            ].strip()
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip()
+            if isinstance(error, KeyError):
+                reason = _unknown_value(raw, error.args[0])
             raise UserError(
                 f"transformers refuses {self.directory / 'config.json'}: {reason}"
             ) from error
@@ -247,6 +248,20 @@ def _renamed(raw: dict[str, Any], alias: str) -> dict[str, Any]:
         sound: dict[str, Any] = raw.get("sound_config") or {}
         known["sound_config"] = {key: sound[key] for key in sound if key != "model_type"} or None
     return known
+
+
+def _unknown_value(raw: Mapping[str, Any], name: Any) -> str:
+    """Say that transformers has no ``name`` in one of its tables, and which keys of the config have it."""
+    holders = [
+        f"{key}={value!r}"
+        for key, value in raw.items()
+        if value == name or (isinstance(value, str | list) and name in value)
+    ]
+    if not holders:
+        return f"it needs the key {name!r}: add it"
+    return (
+        f"it does not know {name!r}, which {' and '.join(holders)} has: write a value that it knows"
+    )
 
 
 def _constant(name: str) -> float:

@@ -8,8 +8,11 @@ fields that a class of Megatron-Core declares are in a table of the class that i
 import dataclasses
 import functools
 import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+from megatron.bridge.utils.config.serialize import config_fields
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Range:
         most: The upper bound, which is legal itself.
         above: The lower bound, which is not legal itself.
         below: The upper bound, which is not legal itself.
-        meaning: What the bound stands for, such as ``a year``, for messages.
+        meaning: What a bound stands for, such as ``a year``, or what else is legal, for messages.
         of_items: The range is also that of each number in a list. Other lists are patterns.
     """
 
@@ -52,8 +55,7 @@ class Range:
         return ", ".join(filter(None, ["be " + " and ".join(finite), self.meaning]))
 
     def __contains__(self, value: float) -> bool:
-        is_below = value < self.below or math.isinf(self.below)  # infinity may mean "no limit"
-        return self.least <= value <= self.most and self.above < value and is_below
+        return self.least <= value <= self.most and self.above < value < self.below
 
     def refusal(self, key: str, value: Any) -> str | None:
         """Return a sentence if ``value`` of the setting ``key`` is a number, or has one, out of this range."""
@@ -62,12 +64,12 @@ class Range:
         return f"{key}={value}: must {self.rule}"
 
     def _numbers(self, value: Any) -> list[float]:
-        """Return the numbers of a setting; the rule on finite numbers refuses NaN."""
+        """Return the finite numbers of a setting; another rule refuses NaN and infinity, unless it is a default."""
         items = (value or ()) if self.of_items else [value]
         numbers = [
             item for item in items if isinstance(item, int | float) and not isinstance(item, bool)
         ]
-        return [number for number in numbers if not math.isnan(number)]
+        return [number for number in numbers if math.isfinite(number)]
 
 
 AT_LEAST_ZERO = Range(least=0)
@@ -82,6 +84,46 @@ WORKERS = Range(least=0, most=1024)
 MINUTES = Range(above=0, most=525_600, meaning="a year")
 SEED = Range(least=0, most=2**32 - 2**20)
 """Ranks and stages count on from a seed, and numpy's seeds end at 2**32."""
+
+
+def numbers_in(value: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers of a config or of a value in one, with their keys, unless they are a field's default.
+
+    Example:
+        >>> list(numbers_in({"factor": 8.0, "short": [1, True]}, "rope"))
+        [('rope.factor', 8.0), ('rope.short[0]', 1)]
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in cast(Mapping[Any, Any], value).items():
+            yield from numbers_in(item, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(cast(Sequence[Any], value)):
+            yield from numbers_in(item, f"{key}[{index}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in config_fields(value):
+            item = getattr(value, entry.name)
+            is_default = isinstance(item, int | float) and item == entry.default
+            if not is_default:
+                yield from numbers_in(item, f"{key}.{entry.name}" if key else entry.name)
+
+
+def out_of_range(config: Any, skipped: Collection[str] = ()) -> Iterator[str]:
+    """Yield a sentence for each number of a dataclass that is not finite, or out of the range of its field.
+
+    Args:
+        config: An instance of the dataclass.
+        skipped: Names of fields that may be out of their ranges.
+    """
+    for key, value in numbers_in(config):
+        if not math.isfinite(value):
+            yield f"{key}={value}: must be a finite number"
+    for name, allowed in ranges_of(cast(type[Any], type(config))).items():
+        value = getattr(config, name)
+        refusal = allowed.refusal(name, value)
+        if refusal and name not in skipped:
+            yield refusal
 
 
 def range_of(kind: type[Any], name: str) -> Range | None:

@@ -29,6 +29,7 @@ USUAL = {
     "optimizer.adam_eps": UsualRange(1e-16, 1e-4),
     "optimizer.clip_grad": UsualRange(0.0, 100.0),
     "model.init_method_std": UsualRange(1e-4, 0.2),
+    "model.embedding_init_method_std": UsualRange(1e-4, 2.0),
     "model.layernorm_epsilon": UsualRange(1e-12, 1e-3),
     "model.rotary_base": UsualRange(1e2, 1e12),  # Falcon-H1 has 1e11
     "model.hidden_dropout": UsualRange(0.0, 0.5),
@@ -53,10 +54,25 @@ def unusual_numbers(config: RunConfig) -> Iterator[str]:
     usual_ranges = {**USUAL, "optimizer.lr": ADAM_LR if uses_adam else OTHER_LR}
     if head_width := value_of(config, "model.kv_channels"):
         usual_ranges["model.softmax_scale"] = SOFTMAX_SCALE.scaled_by(head_width**-0.5)
+    values = {key: value_of(config, key) for key in usual_ranges}
+    for key, rate in _further_rates(config):
+        usual_ranges[key], values[key] = usual_ranges["optimizer.lr"], rate
     for key, usual in usual_ranges.items():
-        value = value_of(config, key)
-        if _is_unusual(value, usual):
-            yield f"{key}={value} is unusual: it usually lies between {usual.least:g} and {usual.most:g}"
+        if _is_unusual(values[key], usual):
+            yield (
+                f"{key}={values[key]} is unusual: it usually lies between {usual.least:g} and {usual.most:g}"
+            )
+
+
+def _further_rates(config: RunConfig) -> Iterator[tuple[str, float]]:
+    """Yield the learning rates of some parameters, unless they are 0, which freezes them."""
+    optimizer = config.optimizer
+    if optimizer.decoupled_lr:
+        yield "optimizer.decoupled_lr", optimizer.decoupled_lr
+    for index, override in enumerate(optimizer.overrides):
+        rate, _ = override.rates(optimizer.lr or 0.0, optimizer.min_lr or 0.0)
+        if rate and (override.lr is not None or override.lr_mult is not None):
+            yield f"optimizer.overrides[{index}].lr", rate
 
 
 def _is_unusual(value: Any, usual: UsualRange) -> bool:

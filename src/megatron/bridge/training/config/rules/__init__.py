@@ -43,6 +43,7 @@ SIZE_RULES: tuple[Rule, ...] = (
     layout.sizes_are_positive,
     fields.numbers_are_finite,
     fields.sizes_are_in_range,
+    model.hybrid_pattern_is_valid,
     layout.world_size_fits_layout,
     fields.unavailable_settings_are_unset,
     schedule.rampup_reaches_global_batch_size,

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from megatron.bridge.training.config.rules.values import default_of, value_of
 from megatron.bridge.training.config.run_config import RunConfig
 from megatron.bridge.utils.config.coerce import field_types
-from megatron.bridge.utils.config.ranges import BELOW_ONE, ranges_of
+from megatron.bridge.utils.config.ranges import BELOW_ONE, numbers_in, ranges_of
 from megatron.bridge.utils.config.serialize import phantom_attributes
 
 _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no further
@@ -23,22 +23,16 @@ _LARGEST = 2**53  # no size, count or seed is larger, and a float counts no furt
 
 def numbers_are_finite(config: RunConfig, world_size: int) -> Iterator[str]:
     """NaN and infinity would spread to every weight, and tensors count in 64 bits."""
-    blocks = (
-        (key, block) for key, block in vars(config).items() if dataclasses.is_dataclass(block)
-    )
-    numbers = [
-        (f"{key}.{entry.name}={value}", value)
-        for key, block in blocks
-        for entry in dataclasses.fields(block)
-        if isinstance(value := getattr(block, entry.name), int | float) and value != entry.default
-    ]
-    if wrong := [
-        text for text, value in numbers if isinstance(value, float) and not math.isfinite(value)
-    ]:
-        yield f"{', '.join(wrong)}: must be a finite number"
-    if large := [
-        text for text, value in numbers if isinstance(value, int) and abs(value) >= _LARGEST
-    ]:
+    infinite: list[str] = []
+    large: list[str] = []
+    for key, value in numbers_in(config):
+        if isinstance(value, int) and abs(value) >= _LARGEST:
+            large.append(f"{key}={value}")
+        elif not math.isfinite(value):
+            infinite.append(f"{key}={value}")
+    if infinite:
+        yield f"{', '.join(infinite)}: must be a finite number"
+    if large:
         yield f"{', '.join(large)}: must be below {_LARGEST}"
 
 

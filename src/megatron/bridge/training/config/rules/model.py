@@ -6,9 +6,20 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 
 from megatron.bridge.data.energon import EnergonProvider
+from megatron.bridge.models.mamba_provider import MambaModelProvider
 from megatron.bridge.training.config.resolve.data import has_tower, sequence_multiple, tuning_parts
 from megatron.bridge.training.config.rules.values import indivisible
 from megatron.bridge.training.config.run_config import RunConfig
+from megatron.bridge.utils.errors import UserError
+
+
+def hybrid_pattern_is_valid(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The pattern of a hybrid model has a known symbol for each layer."""
+    if isinstance(config.model, MambaModelProvider):
+        try:
+            config.model.check_pattern()
+        except UserError as error:
+            yield f"model.{error}"
 
 
 def heads_divide_width(config: RunConfig, world_size: int) -> Iterator[str]:
