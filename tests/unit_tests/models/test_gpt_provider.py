@@ -2,6 +2,8 @@
 """The provider: declared values stay as they were, and a model is built from a resolved copy."""
 
 import dataclasses
+import json
+import os
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.model_provider import PreWrapHook
 from megatron.bridge.utils.config.serialize import from_plain, to_plain
 from megatron.bridge.utils.errors import UserError
+from tests.refusals import refused
 
 
 def toy(**changes):
@@ -218,3 +221,28 @@ def test_padded_vocabulary_takes_no_part_in_the_loss():
     torch.testing.assert_close(found, expected)
     found.backward()
     assert not large.embedding.word_embeddings.weight.grad[101:].any()
+
+
+@pytest.mark.parametrize("function", [os.system, os.getcwd, json.dumps, int, torch.nn.Linear])
+def test_an_activation_that_is_no_function_of_a_tensor_is_refused(function):
+    provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)
+    provider.activation_func = function
+    with refused("activation_func=", function.__name__, "such as torch.nn.functional.silu"):
+        provider.finalize()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4,)])
+def test_an_activation_keeps_the_shape(shape):
+    provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)
+    provider.activation_func = lambda x: x.new_zeros(shape)
+    with refused("activation_func=", "returns no tensor of the same shape"):
+        provider.finalize()
+
+
+def test_an_activation_that_fails_here_for_another_reason_is_left_to_the_run():
+    def needs_a_gpu(x):
+        raise RuntimeError("no GPU")
+
+    provider = GPTModelProvider(num_layers=1, hidden_size=32, num_attention_heads=4)
+    provider.activation_func = needs_a_gpu
+    provider.finalize()

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A forward step is recognised by its hints or names, and called accordingly."""
 
+import json
+import os
+import time
 from functools import partial
 
 import pytest
@@ -13,6 +16,7 @@ from megatron.bridge.training.step.forward_step import (
     takes_state,
 )
 from megatron.bridge.utils.errors import UserError
+from tests.refusals import refused
 
 
 def plain(data_iterator, model):
@@ -42,6 +46,12 @@ def hinted_by_text(anything: "GlobalState", batches, network):  # noqa: F821 - t
 class Step:
     def __call__(self, data_iterator, model):
         return "object", data_iterator, model
+
+
+@pytest.mark.parametrize("step", [int, time.time, os, os.getcwd, json.dumps])
+def test_what_is_no_forward_step_is_refused(step):
+    with refused("forward", "write it as (data_iterator, model) or (state, data_iterator, model)"):
+        takes_state(step)
 
 
 @pytest.mark.parametrize(

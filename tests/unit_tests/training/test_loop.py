@@ -26,6 +26,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.bridge.training.setup import initialize
 from megatron.bridge.utils.errors import UserError
+from tests.refusals import refused
 from tests.toy_run import toy_config
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -548,3 +549,23 @@ def test_a_misspelled_hook_is_refused_where_it_is_written():
     callback.on_step_end = print
     with pytest.raises(UserError, match="on_step_end"):
         CallbackManager([callback])
+
+
+class Silent(Callback):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Silent, ("the callback Silent is a class", "Silent()")),
+        (
+            json,
+            ("json", "is no callback", "subclass of megatron.bridge.training.callbacks.Callback"),
+        ),
+        (print, ("print", "is no callback", "CallbackManager.register")),
+    ],
+)
+def test_what_is_no_callback_is_refused(other, words):
+    with refused(*words):
+        CallbackManager([other])

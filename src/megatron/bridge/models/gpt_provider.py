@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel, gpt_model
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.bridge.backends.kernels import mtp_loss
 from megatron.bridge.backends.specs import layer_features, layer_specs
@@ -36,7 +38,8 @@ from megatron.bridge.utils.config.ranges import (
     BELOW_ONE,
     FRACTION,
 )
-from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.errors import UserError, one_line
+from megatron.bridge.utils.user_functions import failure_of, function_name
 from megatron.bridge.utils.vocab_utils import calculate_padded_vocab_size
 
 
@@ -231,6 +234,7 @@ class GPTModelProvider(ModelProvider):
         super().derive()
         rope.check_parameters(self.rope_parameters or {})
         rope.check_parameters(self.local_rope_parameters or {}, "local_rope_parameters")
+        self._check_activation()
         self._check_layer_lists()
         self._check_unlike_layers()
         self._check_expert_biases()
@@ -438,12 +442,43 @@ class GPTModelProvider(ModelProvider):
         if spec is None:
             spec = layer_specs.decoder_block_spec(self, self.backend, vp_stage)
         elif not isinstance(spec, ModuleSpec):
-            spec = spec(self)
+            spec = self._call_layer_spec(spec)
         if isinstance(spec, ModuleSpec):
             return self.edit_layer_spec(spec)
         return replace(
             spec, layer_specs=[self.edit_layer_spec(layer) for layer in spec.layer_specs or []]
         )
+
+    def _call_layer_spec(self, function: Callable[..., Any]) -> Any:
+        """Return the spec from the function that the user named."""
+        key = "transformer_layer_spec"
+        try:
+            spec = function(self)
+        except TypeError as error:
+            raise failure_of(key, function, error) from error
+        if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+            raise UserError(
+                f"{key}={function_name(function)} returns a {type(spec).__name__}: name a function from the "
+                "model's config to a ModuleSpec"
+            )
+        return spec
+
+    def _check_activation(self) -> None:
+        """Refuse what is no function of a tensor; one that needs a GPU may fail here, and is not refused."""
+        function: Any = self.activation_func
+        usage = "name a function from a tensor to a tensor of its shape, such as torch.nn.functional.silu"
+        named = f"activation_func={function_name(function)}"
+        if isinstance(function, type):
+            raise UserError(f"{named} is a class: {usage}")
+        example = torch.zeros(1, 4)
+        try:
+            output = function(example)
+        except TypeError as error:
+            raise UserError(f"{named} takes no tensor ({one_line(error)}): {usage}") from error
+        except Exception:
+            return
+        if not isinstance(output, torch.Tensor) or output.shape != example.shape:
+            raise UserError(f"{named} returns no tensor of the same shape: {usage}")
 
     def _mtp_spec(self, decoder: Any, vp_stage: int | None) -> Any:
         if not self.mtp_num_layers:

@@ -333,6 +333,9 @@ def step_function(name: str) -> Any:
             step = locate(name)
     except UserError as error:
         raise UserError(f"--step_func {name}: {error}") from error
+    from megatron.bridge.training.step.forward_step import takes_state
+
     if not callable(step):
         raise UserError(f"--step_func {name} is not a function")
+    takes_state(step)  # refuses what is no forward step
     return step

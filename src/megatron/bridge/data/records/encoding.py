@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert records to tokenized samples, and count the dropped, truncated and unusual ones."""
 
-import inspect
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +42,12 @@ from megatron.bridge.data.tokenizer import (
 )
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.user_functions import (
+    check_call,
+    failure_of,
+    function_name,
+    positional_parameters,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +58,7 @@ NO_TARGET = "without a token in the loss"
 TOO_LONG = "as too long"
 TOO_MANY_IMAGES = "because their images have more tokens than dataset.max_image_tokens"
 BY_FUNCTION = "by process_example_fn"
+PROCESS_KEY = "dataset.process_example_fn"
 # notes on samples that are kept
 INSIDE_A_TOKEN = "answers begin or end inside a token, all of which is in the loss"
 NO_END = (
@@ -135,11 +141,28 @@ class RecordEncoder:
             if isinstance(row, TableRow):
                 record = without_filled_nulls(row)
                 report.notes[FILLED] += record != row
-            processed = self._process(record) if self._process else record
+            processed = record if self._process is None else self._process_record(record, where)
             if processed is None:
                 report.drop(BY_FUNCTION, where)
             else:
                 yield where, processed
+
+    def _process_record(self, record: Any, where: str) -> dict[str, Any] | None:
+        """Call the user's function; an error of its own is one sentence with the record and the line of code."""
+        function, process = self.rules.process_example_fn, self._process
+        assert process is not None
+        try:
+            processed = process(record)
+        except UserError:
+            raise
+        except Exception as error:
+            raise failure_of(PROCESS_KEY, function, error, where) from error
+        if processed is not None and not isinstance(processed, dict):
+            raise UserError(
+                f"{where}: {PROCESS_KEY}={function_name(function)} returns a {type(processed).__name__}: return a "
+                "record, which is a dict, or None to drop it"
+            )
+        return processed
 
     def _parse(
         self, records: Sequence[LocatedRecord], report: EncodingReport
@@ -446,12 +469,10 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
     """Return ``function`` with one parameter; its second parameter, if any, is bound to transformers' tokenizer."""
     if function is None:
         return None
-    required = [
-        entry
-        for entry in inspect.signature(function).parameters.values()
-        if entry.kind in (entry.POSITIONAL_ONLY, entry.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) < 2:
+    usage = "function(record), or function(record, tokenizer)"
+    arguments = min(len(positional_parameters(PROCESS_KEY, function, usage)), 2) or 1
+    check_call(PROCESS_KEY, function, arguments, usage)
+    if arguments < 2:
         return function
     given = tokenizer.hf if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer
     return lambda record: function(record, given)

@@ -104,6 +104,18 @@ def refuse_unknown_hooks(owner: str, methods: Iterable[str]) -> None:
             )
 
 
+def refuse_other_objects(callback: Any) -> None:
+    """Refuse what is no object of a subclass of ``Callback``, such as the class itself, or a function."""
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        name = callback.__name__
+        raise UserError(f"the callback {name} is a class: give an object of it, {name}()")
+    if not isinstance(callback, Callback):
+        raise UserError(
+            f"{callback!r:.100} is no callback: give an object of a subclass of "
+            "megatron.bridge.training.callbacks.Callback, or register functions with CallbackManager.register"
+        )
+
+
 class CallbackManager:
     """Holds callbacks and calls them in order.
 
@@ -124,6 +136,7 @@ class CallbackManager:
     def add(self, *callbacks: Callback | list[Callback]) -> None:
         for entry in callbacks:
             for callback in entry if isinstance(entry, list) else [entry]:
+                refuse_other_objects(callback)
                 refuse_unknown_hooks(type(callback).__name__, vars(callback))
                 self._callbacks.append(callback)
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron.bridge.training.state import ForwardStep, Run
 from megatron.bridge.utils.errors import UserError
+from megatron.bridge.utils.user_functions import positional_parameters
 
 SIGNATURES = "(data_iterator, model) or (state, data_iterator, model), each with an optional return_schedule_plan=False"
 STATE_NAMES = ("state", "global_state", "run", "context")
@@ -23,7 +24,12 @@ def takes_state(step: Callable[..., Any]) -> bool:
     Raises:
         UserError: The signature is not supported.
     """
-    required = [entry for entry in _positional(step) if entry.default is entry.empty]
+    parameters = positional_parameters("forward_step", step, SIGNATURES)
+    required = [
+        entry
+        for entry in parameters
+        if entry.default is entry.empty and entry.name != SCHEDULE_PLAN
+    ]
     named = [_is_state(entry) for entry in required]
     if len(required) == 2 and not any(named):
         return False
@@ -45,15 +51,6 @@ def returns_schedule_plan(step: Callable[..., Any]) -> bool:
 def bind_state(step: Callable[..., Any], run: Run) -> ForwardStep:
     """``step`` with the signature ``(data_iterator, model)``; the run is bound if ``step`` takes the state."""
     return partial(step, run) if takes_state(step) else step
-
-
-def _positional(step: Callable[..., Any]) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [
-        entry
-        for entry in inspect.signature(step).parameters.values()
-        if entry.kind in kinds and entry.name != SCHEDULE_PLAN
-    ]
 
 
 def _is_state(entry: inspect.Parameter) -> bool:

@@ -155,7 +155,9 @@ def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
         return value if callable(value) else _refuse("the name of a function", value)
     if "." not in value:
         modules = [
-            module for module in map(import_module, FUNCTION_MODULES) if hasattr(module, value)
+            module
+            for module in map(import_module, FUNCTION_MODULES)
+            if callable(getattr(module, value, None))
         ]
         if not modules:
             known = [
