@@ -29,10 +29,10 @@ from megatron.bridge.checkpoint.collective import on_every_rank, on_first_rank
 from megatron.bridge.checkpoint.manifest import DamagedError
 from megatron.bridge.models.chunk_info import chunk_info
 from megatron.bridge.models.conversion import pretrained
-from megatron.bridge.models.conversion.model_bridge import function_fields
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
-from megatron.bridge.training.checkpointing import megatron_lm, non_persistent
+from megatron.bridge.training.checkpointing import megatron_lm, model_check, non_persistent
 from megatron.bridge.training.config import CheckpointConfig, ConfigContainer, SchedulerConfig
+from megatron.bridge.training.config.blocks.optimizer import STATE_NAMES
 from megatron.bridge.training.initialize import peft, rank_state
 from megatron.bridge.training.optim import optimizer_state
 from megatron.bridge.training.optim.optimizer import (
@@ -45,11 +45,9 @@ from megatron.bridge.training.state import Run
 from megatron.bridge.utils import distributed, unpickling
 from megatron.bridge.utils.config.serialize import to_plain
 from megatron.bridge.utils.console import print_rank_0
-from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.utils.errors import UserError
 
 RUN = "run"
-MODEL = "model"
-VOCABULARY = "vocab_size"  # ``model_io.check_vocabulary`` compares it
 RANK = f"{model_io.RUN_STATE}.rank"
 
 SCHEDULE_KEYS = {
@@ -155,7 +153,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "optimizer": _optimizer_scalars(run) if config.save_optim else None,
         "random": config.save_rng,
         "base": chunk_info(run.model[0]).base,
-        MODEL: function_of(run.config.model),
+        model_check.MODEL: model_check.function_of(run.config.model),
     }
     own = {
         "callbacks": _callback_states(run),
@@ -305,6 +303,7 @@ def load_weights(run: Run, path: Path) -> None:
         return
     pretrained.load_weights(run.model, path, run.config.checkpoint.ignore_adapter)
     optimizer_state.reload_main_weights(run.optimizer)
+    model_check.note_other_function(run, path)
 
 
 def resume(run: Run, directory: Path) -> None:
@@ -314,10 +313,28 @@ def resume(run: Run, directory: Path) -> None:
         common = {**common, RUN: megatron_lm.run_state(common)}
     saved = _checked_run_state(run, common, directory)
     model_io.check_vocabulary(run.model, directory)
+    if run.config.checkpoint.load_optim and not from_megatron_lm:
+        _check_optimizer(run.config.optimizer.optimizer, directory)
     state = _state_to_load(run, model_io.stored_metadata(common))
     load = _load_megatron_lm if from_megatron_lm else _load_run_state
     loaded = load(run, state, saved, directory)
     _restore(run, saved, loaded, same=saved["layout"] == rank_state.current_sizes())
+
+
+def _check_optimizer(optimizer: str, directory: Path) -> None:
+    """Refuse the state of another optimizer than that of the run."""
+    keys = on_first_rank(lambda: list(loading.stored_keys(loading.check_files(directory))))
+    saved = optimizer_state.saved_state_names(keys)
+    if not saved or optimizer_state.fits_optimizer(optimizer, saved):
+        return
+    of_checkpoint = [name for name in STATE_NAMES if optimizer_state.fits_optimizer(name, saved)]
+    other = " or ".join(of_checkpoint) or "another optimizer"
+    remedy = f"set optimizer.optimizer={of_checkpoint[0]}, or " if of_checkpoint else "set "
+    raise UserError(
+        f"checkpoint {directory} has the state of {other} ({', '.join(sorted(saved))}), and "
+        f"optimizer.optimizer={optimizer} has {', '.join(STATE_NAMES[optimizer])}: {remedy}"
+        "checkpoint.load_optim=false to start with a new state"
+    )
 
 
 def _load_run_state(
@@ -509,7 +526,7 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
             raise UserError(
                 f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false"
             )
-    check_same_function(run.config.model, saved, directory, config.allow_model_change)
+    model_check.check_same_function(run.config.model, saved, directory, config.allow_model_change)
     if run.scheduler and saved["scheduler"]:
         check_schedule(run, saved["scheduler"], directory)
     peft.check_base(run, saved, directory)
@@ -561,44 +578,3 @@ def _set_random(run: Run, states: dict[str, Any] | None, saved: dict[str, int] |
         else "those of Megatron-LM are not loaded"
     )
     print_rank_0(f"random states are reseeded: {why}")
-
-
-def function_of(provider: Any) -> dict[str, Any]:
-    """The settings of a model that change what it computes, as plain data."""
-    plain = to_plain(provider)
-    return {name: plain[name] for name in sorted(function_fields() - {VOCABULARY}) if name in plain}
-
-
-def check_same_function(
-    provider: Any, saved: dict[str, Any], directory: Path, allowed: list[str]
-) -> None:
-    """Refuse a model that computes another function than the model of a checkpoint.
-
-    Earlier versions did not store the settings in the run state ``saved``; those that are ``allowed`` may differ
-    (``checkpoint.allow_model_change``).
-    """
-    current = function_of(provider)
-    for name in allowed:
-        if name not in current:
-            raise UserError(
-                f"checkpoint.allow_model_change={allowed}: model.{name} does not change what the model computes"
-                f"{did_you_mean(name, current)}"
-            )
-    before = saved.get(MODEL) or _from_run_config(directory)
-    changed = [
-        f"model.{name} is {value!r}, in the checkpoint {before[name]!r}"
-        for name, value in current.items()
-        if name in before and name not in allowed and value != before[name]
-    ]
-    if changed:
-        raise UserError(
-            f"checkpoint {directory} is of a model that computes something else: {'; '.join(changed)}; use the "
-            "checkpoint's values, or name what may change in checkpoint.allow_model_change"
-        )
-
-
-def _from_run_config(directory: Path) -> dict[str, Any]:
-    if not (directory / paths.RUN_CONFIG).is_file():
-        return {}  # Megatron-LM's
-    model = model_io.read_run_config(directory)["model"]
-    return model if isinstance(model, dict) else {}

@@ -8,7 +8,7 @@ slices of that tensor, and the format can store any rectangular slices. So each 
 in place, without communication, and a checkpoint can be loaded with any parallel sizes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, cast
@@ -31,6 +31,21 @@ MASTER = "fp32_param"
 REMAINDER = (
     "param_remainder"  # the lower 16 bits of fp32, the upper ones being the bf16 parameter's
 )
+
+
+def saved_state_names(keys: Iterable[str]) -> set[str]:
+    """Return which of the tensors of ``STATE_NAMES`` are among the keys of a checkpoint."""
+    known = {name for names in STATE_NAMES.values() for name in names}
+    saved = {key.split(".")[2] for key in keys if key.startswith(f"{PREFIX}.")}
+    return saved & known
+
+
+def fits_optimizer(optimizer: str, state_names: set[str]) -> bool:
+    """Return whether a checkpoint with these tensors beside the parameters is of ``optimizer``."""
+    own = set(STATE_NAMES[optimizer])
+    # Muon is for matrices, and Adam updates the other parameters
+    further = set(STATE_NAMES["adam"]) if optimizer == "muon" else set[str]()
+    return own <= state_names <= own | further
 
 
 @dataclass(frozen=True)
