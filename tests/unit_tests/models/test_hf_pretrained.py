@@ -2,6 +2,7 @@
 """Reading and writing safetensors files, and finding models."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from megatron.bridge.models.hf_pretrained.safetensors_writer import (
 )
 from megatron.bridge.utils.errors import UserError
 from tests import hub_cache
+from tests.refusals import refused
 from tests.toy_models import make_llama
+from tests.toy_run import save_llama
 
 TENSORS = {
     "a": torch.arange(24, dtype=torch.float32).view(4, 6),
@@ -206,3 +209,26 @@ def test_side_files_are_neither_weights_nor_of_a_run(tmp_path):
         "tokenizer.json",
         "original/params.json",
     ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("M*Q", ("does not know 'Q'", "hybrid_override_pattern='M*Q'")),
+        ("M|*", ("does not know '|'", "hybrid_override_pattern='M|*'")),
+    ],
+)
+def test_a_value_that_transformers_does_not_know_is_named_with_its_key(tmp_path, pattern, words):
+    config = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    text = json.dumps({**config, "hybrid_override_pattern": pattern, "num_hidden_layers": 3})
+    (tmp_path / "config.json").write_text(text)
+    with refused(f"transformers refuses {tmp_path / 'config.json'}", *words):
+        _ = PreTrainedCausalLM(tmp_path).config
+
+
+def test_an_epsilon_that_is_not_finite_is_refused(tmp_path):
+    save_llama(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": math.inf}))
+    with refused("layernorm_epsilon=inf: must be a finite number"):
+        AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider().finalize()
