@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from megatron.bridge.cli.support import failure
 from megatron.bridge.utils.errors import UserError
 
 # The PyPI name of NVIDIA's package, which also installs ``megatron.bridge``.
@@ -40,10 +41,13 @@ def exit_code(command: Callable[[], int]) -> int:
     try:
         code = command()
     except (UserError, FloatingPointError) as error:
+        failure.announce(_rank()[0], str(error))
         _report(str(error))
         code = 1
     except RuntimeError as error:
-        if not _rank()[1] or (lost := _LOST.search(str(error))) is None:
+        lost = _LOST.search(str(error))
+        if lost is None or not _rank()[1]:
+            failure.announce(_rank()[0], f"{type(error).__name__}: {error}")
             raise
         _report(_of_lost_rank(lost.group(1) or lost.group()))
         code = 1
@@ -53,10 +57,16 @@ def exit_code(command: Callable[[], int]) -> int:
         if not _is_of_output(error):
             raise
         return _without_output(error)
+    except Exception as error:
+        failure.announce(_rank()[0], f"{type(error).__name__}: {error}")
+        raise
     return _flushed(code)
 
 
 def _of_lost_rank(reason: str) -> str:
+    cause = failure.announced()
+    if cause is not None:
+        return f"stopped because another rank failed: {cause}"
     return (
         f"lost the connection to another rank ({reason}), which has ended or whose node cannot be reached: its "
         f"own log says why; repeat the command to resume from the last checkpoint"
