@@ -143,6 +143,14 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
     ]
 
 
+def is_mask_of_valid_tokens(mask: Tensor) -> bool:
+    """Return whether ``mask`` is boolean [b, s], true for tokens that are no padding.
+
+    Masks of Megatron-Core have four dimensions and are true where a key is hidden.
+    """
+    return mask.dtype == torch.bool and mask.dim() == 2
+
+
 def looking_ahead(
     mask: Tensor | None, window: AttentionWindow
 ) -> tuple[Tensor | None, AttentionWindow]:

@@ -3,7 +3,8 @@
 
 Megatron-Core binds much of CUDA at import: decorators compile, defaults name devices. The CPU device layer
 (`megatron.bridge.backends.cpu.device`) must therefore be installed before ``megatron.core`` runs, and some of its
-modules are patched right after they ran. This module only watches imports. It imports no torch, so that
+modules are patched right after they ran; if it was imported earlier, `backends.cpu.late_install` patches what is
+there. This module only watches imports. It imports no torch, so that
 ``import megatron.bridge`` stays fast.
 """
 
@@ -68,22 +69,20 @@ def _watched(name: str, spec: ModuleSpec) -> ModuleSpec:
 def register() -> None:
     """Install the hook; safe to call more than once.
 
-    Raises:
-        ImportError: ``megatron.core`` has been imported without this hook on a machine without CUDA.
+    If ``megatron.core`` has been imported already, its modules are patched as they are.
     """
     core = sys.modules.get(_CORE)
-    if core is not None and not hasattr(core, _PREPARED):
-        _accept_only_with_cuda()
-        return
     if not any(type(finder).__name__ == _CoreFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _CoreFinder())  # type: ignore[arg-type]
+    if core is not None and not hasattr(core, _PREPARED):
+        _prepare_imported_core()
+        setattr(core, _PREPARED, True)
 
 
-def _accept_only_with_cuda() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ImportError(
-            "megatron.core was imported before megatron.bridge on a machine without a CUDA device: "
-            "put `import megatron.bridge` above the first import of megatron.core"
-        )
+def _prepare_imported_core() -> None:
+    """Patch the modules of Megatron-Core that were imported before this package, where there is no GPU."""
+    device = importlib.import_module("megatron.bridge.backends.cpu.device")
+    if device.has_cuda():
+        return
+    late = importlib.import_module("megatron.bridge.backends.cpu.late_install")
+    late.install_after_core({name: getattr(device, patch) for name, patch in _AFTER.items()})

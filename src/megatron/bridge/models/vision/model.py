@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
+from megatron.bridge.backends.attention.block_mask import is_mask_of_valid_tokens
 from megatron.bridge.models.vision import merge, sharing
 from megatron.bridge.models.vision.media import Media, split_kinds
 from megatron.bridge.utils.errors import UserError
@@ -54,9 +55,9 @@ class WithVision(LanguageModule):
             input_ids: [b, s], a placeholder for each token of an image.
             position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
                 (``megatron.bridge.data.media.positions``).
-            attention_mask: None for causal attention; of models with ``bidirectional_images``,
-                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need; of
-                models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
+            attention_mask: None, or booleans [b, s] that are true for valid tokens, for causal attention. Of models
+                with ``bidirectional_images``, ``merge.look_ahead`` of the whole sequence, which context parallelism
+                and packed rows need; of models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
             media: tensors of the images under transformers' names: ``pixel_values``, ``image_grid_thw``,
@@ -71,6 +72,8 @@ class WithVision(LanguageModule):
                 "position_ids is [batch, sequence] and the sample has images: give [3, batch, sequence] of "
                 "megatron.bridge.data.media.positions.mrope_positions"
             )
+        if attention_mask is not None and is_mask_of_valid_tokens(attention_mask):
+            attention_mask = None  # causal attention ignores it, see TorchAttention.forward
         config: Any = self.config
         if config.bidirectional_images and attention_mask is None:
             attention_mask = self._sight(input_ids)
