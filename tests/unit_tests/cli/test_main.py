@@ -5,6 +5,7 @@ import errno
 import importlib
 import os
 import re
+import resource
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -165,6 +166,42 @@ def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
     assert line.startswith("error (rank 1): ")
     assert reason in line
     assert "repeat the command" in line
+
+
+def test_too_few_open_files_are_one_sentence(capsys):
+    def fail():
+        raise RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:186] Too many open files")
+
+    assert errors.exit_code(fail) == 1
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"only {limit} files" in (message := capsys.readouterr().err)
+    assert "ulimit -n" in message
+
+
+def test_soft_limit_of_open_files_is_raised():
+    script = (
+        "import resource; from megatron.bridge.cli.support.exit_code import exit_code\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 500))\n"
+        "exit_code(lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "(500, 500)\n"
+
+
+def test_too_little_address_space_is_one_sentence():
+    command = "ulimit -v 400000; exec $0 -m megatron.bridge.cli.main doctor"
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: this process may use only 0.4 GB of address space")
+    assert "ulimit -v unlimited" in line
+
+
+def test_full_disk_behind_standard_output_is_one_sentence():
+    command = "$0 -m megatron.bridge.cli.main train --list > /dev/full"
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
 
 
 def test_bug_keeps_its_traceback():
