@@ -157,7 +157,7 @@ def stage_moments(
     model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
 ) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
-    kept, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
+    held_sizes, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
     # those of multi-token prediction are computed first and keep their gradients
     ahead = (model.mtp_num_layers or 0) * max(sizes.number, sizes.logit - sizes.number)
     loss = logits_of(model, sizes) * (sizes.logit + ahead)
@@ -175,11 +175,11 @@ def stage_moments(
         if kind == "forward" and not losses[index]:
             continue
         name = "loss" if kind == "forward" else f"backward of chunk {index}"
-        held = sum(count * size for count, size in zip(counts, kept, strict=True))
-        beside = losses if kind == "forward" else working
-        found = Moment(name, held, beside[index] + received)
-        if name not in fullest or found.total > fullest[name].total:
-            fullest[name] = found
+        held = sum(count * size for count, size in zip(counts, held_sizes, strict=True))
+        temporary = losses if kind == "forward" else working
+        moment = Moment(name, held, temporary[index] + received)
+        if name not in fullest or moment.total > fullest[name].total:
+            fullest[name] = moment
     return list(fullest.values())
 
 
@@ -221,33 +221,33 @@ def sizes_of(config: ConfigContainer) -> Sizes:
     tokens = (
         config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
     )
-    between = tokens // tensor if model.sequence_parallel else tokens
+    sp_tokens = tokens // tensor if model.sequence_parallel else tokens
     gathers = not _uses_engine(model) and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
-    number = 2 if model.bf16 or model.fp16 else _FP32
+    bytes_per_element = 2 if model.bf16 or model.fp16 else _FP32
     quantized = _is_quantized(model)
     return Sizes(
         tokens=tokens,
         images=_image_tokens(config),
-        between=between,
-        number=number,
-        saved=MXFP8_BYTES if quantized else number,
+        between=sp_tokens,
+        number=bytes_per_element,
+        saved=MXFP8_BYTES if quantized else bytes_per_element,
         copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",))
         if quantized
         else (),
         tensor=tensor,
         hidden=model.hidden_size,
-        chosen=between * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
+        chosen=sp_tokens * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
         experts=(experts := (model.num_moe_experts or 1) // model.expert_model_parallel_size),
         together=experts if model.moe_grouped_gemm else 1,
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
         wide=model.moe_router_dtype is not None,
-        norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else number,
+        norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else bytes_per_element,
         rotates=model.multi_latent_attention
         or model.position_embedding_type in ("rope", "mrope", "yarn"),
         separate_gradients=not model.gradient_accumulation_fusion,
-        logit=_FP32 + number * _uses_engine(model),
+        logit=_FP32 + bytes_per_element * _uses_engine(model),
         masks=model.hidden_dropout > 0,
         scores=_scores_of_tile(config, tokens),
         joined=_joined(model),
@@ -284,12 +284,13 @@ def _image_tokens(config: ConfigContainer) -> int:
     model: Any = config.model
     if getattr(model, "vision", None) is None:
         return 0
-    most = images_of_row(config)
+    images_per_row = images_of_row(config)
     ranks = (
         model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
     )
     return max(
-        -(-config.train.micro_batch_size * most // ranks), min(most, _tokens_of_image(config))
+        -(-config.train.micro_batch_size * images_per_row // ranks),
+        min(images_per_row, _tokens_of_image(config)),
     )
 
 
@@ -338,7 +339,7 @@ def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
     layers = layers_of(chunk)
     # nothing needs a gradient before the first trained parameters
     parts = [chunk.embedding, *layers] if chunk.pre_process and not hasattr(chunk, "vision") else []
-    frozen = [not any(each.requires_grad for each in part.parameters()) for part in parts]
+    frozen = [not any(parameter.requires_grad for parameter in part.parameters()) for part in parts]
     idle = max(0, [*frozen, False].index(False) - 1)
     counts = [LayerCounts(0, 0, 0)] * idle + [
         counts_of_layer(layer, sizes) for layer in layers[idle:]
@@ -392,7 +393,11 @@ def _pieces(
         return first + [(layer.full, 0, layer.working) for layer in layers[count:]]
     parts = [layers[start : start + count] for start in range(0, len(layers), count)]
     return [
-        (sizes.stream, sum(each.full for each in part), max(each.working for each in part))
+        (
+            sizes.stream,
+            sum(layer_counts.full for layer_counts in part),
+            max(layer_counts.working for layer_counts in part),
+        )
         for part in parts
     ]
 
@@ -413,14 +418,16 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():
         if name in _BLOCKS and not isinstance(part, IdentityOp):
-            own = sizes.number if hasattr(part, "router") else sizes.saved
+            bytes_per_element = sizes.number if hasattr(part, "router") else sizes.saved
             keeps = "layernorm" not in recomputed and _keeps_own_input(part, sizes)
-            total += int(sizes.between * sizes.hidden * own) * keeps
-            whole = (
+            total += int(sizes.between * sizes.hidden * bytes_per_element) * keeps
+            block_name = (
                 "moe" if hasattr(part, "router") else name
             )  # saves nothing inside if it is recomputed
             total += (
-                0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
+                0
+                if name == "mlp" and block_name in recomputed
+                else _inside(part, sizes, recomputed)
             )
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
@@ -483,9 +490,11 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
         )
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
-    beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
-    inputs, others = _linear(path, shape, sizes, keeps_input(module))
-    return int(inputs * sizes.saved) + (others + beside) * sizes.number
+    adapter_elements = _tokens(path, sizes) * _of_adapter(
+        module, shape[0] * (1 + is_dispatched(path))
+    )
+    inputs, other_elements = _linear(path, shape, sizes, keeps_input(module))
+    return int(inputs * sizes.saved) + (other_elements + adapter_elements) * sizes.number
 
 
 def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tuple[int, int]:
@@ -561,14 +570,14 @@ def _attention(attention: Any, sizes: Sizes) -> int:
 def _tiles(attention: Any, sizes: Sizes) -> int:
     """Return the bytes of the mask of attention's tiles on a CPU, and of their outputs before they are joined."""
     window, skipped = attention.config.window_size, attention.config.window_attn_skip_freq
-    seen = keys = sizes.tokens * sizes.gathered
+    visible_keys = keys = sizes.tokens * sizes.gathered
     if is_layer_window_attention(window, skipped, attention.layer_number):
-        seen = min(seen, window[0] + 1)
-    if has_cuda() or (seen == keys and sizes.gathered == 1):
+        visible_keys = min(visible_keys, window[0] + 1)
+    if has_cuda() or (visible_keys == keys and sizes.gathered == 1):
         return 0
-    rows = min(MASKED_ROWS, sizes.tokens // 2 if seen == keys else max(128, seen))
+    rows = min(MASKED_ROWS, sizes.tokens // 2 if visible_keys == keys else max(128, visible_keys))
     outputs = attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
-    return (rows * min(keys, rows + seen) + sizes.tokens * outputs) * sizes.number
+    return (rows * min(keys, rows + visible_keys) + sizes.tokens * outputs) * sizes.number
 
 
 def _mamba(mixer: Any, sizes: Sizes) -> int:
@@ -643,25 +652,27 @@ def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
     shape, tokens = weight_shape(module), _tokens(path, sizes)
     if shape is None:
         return 0
-    own = math.prod(shape) * sizes.separate_gradients * trained(module)
+    weight_gradient = math.prod(shape) * sizes.separate_gradients * trained(module)
     if not is_dispatched(
         path
-    ):  # after linear_fc1: the activation's output and one factor of it, freed before ``own``
+    ):  # after linear_fc1: the activation's output and one factor of it, freed before ``weight_gradient``
         factor = tokens * shape[0] // 2 * path.endswith("linear_fc1")
         scaled = tokens * shape[0] // 2 if _has_parts(module) else 0
-        return (tokens * shape[0] + max(own - factor, factor) + scaled) * sizes.number
+        return (tokens * shape[0] + max(weight_gradient - factor, factor) + scaled) * sizes.number
     inner = (
         1 + sizes.activation + sizes.weighting
     )  # saved after linear_fc1 and freed before its backward pass
     freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
-    beside = (
+    adapter_gradient = (
         tokens * shape[1] * hasattr(module, "adapter")
     )  # the adapter's input gradient before the sum
-    found = (tokens * sum(shape) + beside + own * sizes.together - freed) * sizes.number
+    gradient_bytes = (
+        tokens * sum(shape) + adapter_gradient + weight_gradient * sizes.together - freed
+    ) * sizes.number
     # in fp32: the gradient of the product with probabilities and of both factors; the input of linear_fc2 is freed
     weighting = (
         tokens * shape[1] * 3 * _FP32 * sizes.weighting
         if path.endswith("linear_fc2") and sizes.wide
         else 0
     )
-    return max(found, weighting)
+    return max(gradient_bytes, weighting)

@@ -25,12 +25,12 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     pairs = list(matrices(layer))
     dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not is_undivided(path)]
     experts = [matrix for path, matrix in pairs if is_dispatched(path)]
-    attention = next((each for each in layer.modules() if hasattr(each, "core_attention")), None)
+    attention = next((item for item in layer.modules() if hasattr(item, "core_attention")), None)
     numbers = [
         (path, parameter.numel(), parameter.requires_grad)
         for path, parameter in layer.named_parameters()
     ]
-    whole = sum(count for _, count, _ in numbers)
+    parameter_count = sum(count for _, count, _ in numbers)
     dispatched = sum(count for path, count, _ in numbers if is_dispatched(path))
     return LayerShape(
         matrices=tuple(dense),
@@ -40,16 +40,16 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         states=sum(map(_states, layer.modules())),
         quadratic=attention is not None,
         norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
-        inner=sum(each.columns if each.name in INTO_RESIDUAL else each.rows for each in dense),
-        blocks=sum(each.name in INTO_RESIDUAL for each in dense),
+        inner=sum(item.columns if item.name in INTO_RESIDUAL else item.rows for item in dense),
+        blocks=sum(item.name in INTO_RESIDUAL for item in dense),
         keys=_keys(attention),
-        weights=whole - dispatched,
+        weights=parameter_count - dispatched,
         expert_weights=dispatched // _local_experts(layer),
         seen=keys_seen(attention, length) if attention is not None else 1.0,
         head=head_widths(attention.config)[1] if attention is not None else 0,
         expert_biases=any(is_dispatched(path) and "bias" in path for path, _, _ in numbers),
         clamped=any(_clamp(module) is not None for module in layer.modules()),
-        trained=sum(count for _, count, trained in numbers if trained) / max(whole, 1),
+        trained=sum(count for _, count, trained in numbers if trained) / max(parameter_count, 1),
     )
 
 
@@ -99,8 +99,8 @@ def _local_experts(layer: nn.Module) -> int:
     return next(
         (
             int(count)
-            for each in layer.modules()
-            if (count := getattr(each, "num_local_experts", None))
+            for module in layer.modules()
+            if (count := getattr(module, "num_local_experts", None))
         ),
         1,
     )

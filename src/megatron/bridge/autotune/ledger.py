@@ -46,7 +46,7 @@ class Entry:
 
 def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[Entry | str]:
     """Yield the runs below ``places``, sorted by name, or a message for each run that cannot be compared."""
-    folders = sorted({path.parent for place in places for path in place.rglob(loss_curves.METRICS)})
+    folders = sorted({path.parent for root in places for path in root.rglob(loss_curves.METRICS)})
     if not folders:
         raise UserError(
             f"--ledger {places[0]} holds no runs: give a folder that logger.log_dir named"

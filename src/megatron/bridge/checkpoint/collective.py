@@ -27,7 +27,7 @@ def on_every_rank[T](action: Callable[[], T]) -> T:
     """Run ``action`` on every rank and return this rank's result; if one fails, an error is raised on all."""
     value, error = _attempt(action)
     failures = [
-        found for found in distributed.all_gather_object(portable(error)) if found is not None
+        failure for failure in distributed.all_gather_object(portable(error)) if failure is not None
     ]
     if failures:
         raise failures[0] from error  # the same message on all ranks
@@ -75,12 +75,12 @@ def root_cause(error: BaseException) -> BaseException:
 
     Torch's zip writer reports a full disk as a RuntimeError; the OSError is only its context.
     """
-    found = _chain(error)
+    chain = _chain(error)
     for kind in (UserError, OSError):
-        for one in found:
-            if isinstance(one, kind):
-                return one
-    plain = [one for one in found if not isinstance(one, CheckpointException)]
+        for link in chain:
+            if isinstance(link, kind):
+                return link
+    plain = [link for link in chain if not isinstance(link, CheckpointException)]
     return plain[0] if plain else error
 
 
@@ -89,23 +89,23 @@ def forget_frames(error: BaseException) -> None:
 
     They hold a view of torch's buffer, and CPython 3.12.1 crashes where the garbage collector ends such a view.
     """
-    for one in _chain(error):
-        traceback.clear_frames(one.__traceback__)
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
     """The error and all errors in its chain of causes and contexts."""
-    seen: list[BaseException] = []
+    chain: list[BaseException] = []
     queue = [error]
     while queue:
-        found = queue.pop(0)
-        if found in seen:
+        current = queue.pop(0)
+        if current in chain:
             continue
-        seen.append(found)
-        if isinstance(found, CheckpointException):
-            queue += [wrapped[0] for wrapped in found.failures.values()]
-        queue += [inner for inner in (found.__cause__, found.__context__) if inner is not None]
-    return seen
+        chain.append(current)
+        if isinstance(current, CheckpointException):
+            queue += [wrapped[0] for wrapped in current.failures.values()]
+        queue += [inner for inner in (current.__cause__, current.__context__) if inner is not None]
+    return chain
 
 
 def out_of_space(error: OSError) -> bool:

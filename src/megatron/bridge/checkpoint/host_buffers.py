@@ -53,8 +53,8 @@ class HostBuffer:
         self._grow(sum(sizes))
         copies, start = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            place = self._memory[start : start + tensor.nbytes]
-            copies.append(_like(tensor, place).copy_(tensor, non_blocking=True))
+            memory = self._memory[start : start + tensor.nbytes]
+            copies.append(_like(tensor, memory).copy_(tensor, non_blocking=True))
             start += size
         torch.cuda.synchronize()
         return copies
@@ -87,11 +87,11 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return _like(tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
-def _like(tensor: torch.Tensor, place: np.ndarray) -> torch.Tensor:
-    """A tensor of the same shape and dtype in the bytes of ``place``."""
+def _like(tensor: torch.Tensor, memory: np.ndarray) -> torch.Tensor:
+    """A tensor of the same shape and dtype in the bytes of ``memory``."""
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def _pin(memory: np.ndarray) -> bool:

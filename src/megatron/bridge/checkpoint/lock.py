@@ -108,7 +108,7 @@ def holder(root: str | Path) -> Process | None:
 def _take(root: Path) -> Path:
     """Claim the lock of ``root``; returns the file that names its holder."""
     until = time.monotonic() + PATIENCE
-    while (mine := _claim(root)) is None:
+    while (claimed := _claim(root)) is None:
         record = _record(root)
         if record is not None:
             _remove_if_dead(record, root)
@@ -116,7 +116,7 @@ def _take(root: Path) -> Path:
             raise _refusal(root, None)
         else:
             time.sleep(0.01)
-    return mine
+    return claimed
 
 
 def _claim(root: Path) -> Path | None:
@@ -171,20 +171,22 @@ def _read(record: Path) -> Process | None:
 
 
 def _remove_if_dead(record: Path, root: Path) -> None:
-    other = _read(record)
-    if other == Process.current():  # a restart within the process interrupted a claim or a release
+    lock_holder = _read(record)
+    if (
+        lock_holder == Process.current()
+    ):  # a restart within the process interrupted a claim or a release
         _remove(record, root)
         return
-    if _is_alive(other, record):
-        raise _refusal(root, other)
+    if _is_alive(lock_holder, record):
+        raise _refusal(root, lock_holder)
     if _remove(record, root):
-        who = other or "an unknown process"
+        who = lock_holder or "an unknown process"
         console().print(f"removed the lock of {who}, which is gone, from {root}", markup=False)
 
 
-def _is_alive(other: Process | None, record: Path) -> bool:
-    if other is not None and other.is_here:
-        return other.is_alive
+def _is_alive(lock_holder: Process | None, record: Path) -> bool:
+    if lock_holder is not None and lock_holder.is_here:
+        return lock_holder.is_alive
     return _exists(record) and _beats(record)
 
 
@@ -205,8 +207,8 @@ def _remove(record: Path, root: Path) -> bool:
     return True
 
 
-def _refusal(root: Path, other: Process | None) -> UserError:
-    who = other or "another process"
+def _refusal(root: Path, lock_holder: Process | None) -> UserError:
+    who = lock_holder or "another process"
     return UserError(
         f"{root} is being written by {who}: stop that run, or give this one another checkpoint.save"
     )

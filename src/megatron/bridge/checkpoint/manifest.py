@@ -49,9 +49,9 @@ class DamagedError(UserError):
     """A checkpoint that was damaged after it was saved; another one may still be usable."""
 
     @classmethod
-    def of(cls, directory: Path, what: str) -> "DamagedError":
+    def of(cls, directory: Path, damage: str) -> "DamagedError":
         return cls(
-            f"checkpoint {directory} is damaged: {what}; restore it or load another iteration"
+            f"checkpoint {directory} is damaged: {damage}; restore it or load another iteration"
         )
 
 
@@ -213,8 +213,8 @@ def _content(directory: Path, text: bytes) -> dict[str, Any]:
     try:
         content = strict_json.loads(text)
         # Every byte counts: JSON would forgive changed white space.
-        whole = json.dumps(content, indent=1).encode() + b"\n" == text
-        if not whole or content.pop("hash") != _own_hash(content):
+        is_unchanged = json.dumps(content, indent=1).encode() + b"\n" == text
+        if not is_unchanged or content.pop("hash") != _own_hash(content):
             raise ValueError("its own hash differs")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError.of(directory, f"{NAME} is not what was written ({error})") from error
@@ -263,10 +263,10 @@ def problems(
     read = {name for name, record in records.items() if mode == "full" or record.size <= SMALL}
     storage.pull(directory, read, deep=True)
     size_of = storage.sizes(directory)
-    found = (
+    sentences = (
         problem(directory, name, record, name in read, size_of) for name, record in records.items()
     )
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def check_identity(directory: Path, manifest: Manifest, iteration: int | None) -> None:

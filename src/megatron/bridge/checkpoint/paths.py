@@ -67,9 +67,9 @@ def published_iterations(root: str | Path) -> list[int]:
     if not root.is_dir():
         return []
     return sorted(
-        number
+        iteration
         for path in root.iterdir()
-        if (number := iteration_of(path)) is not None and path.is_dir()
+        if (iteration := iteration_of(path)) is not None and path.is_dir()
     )
 
 
@@ -112,7 +112,7 @@ def refuse_used(root: str | Path) -> None:
     bucket.refresh(folder)
     if not folder.is_dir():
         return
-    iterations = [iteration_dir("", number).name for number in published_iterations(folder)]
+    iterations = [iteration_dir("", iteration).name for iteration in published_iterations(folder)]
     markers = (TRACKER, RELEASE, NEMO_CONTEXT, NEMO_WEIGHTS, RUN_CONFIG, "config.json")
     contents = [*iterations, *(name for name in markers if (folder / name).exists())]
     if contents:
@@ -128,9 +128,9 @@ def resolve(path: str | Path) -> Path:
     Raises:
         UserError: nothing there can be loaded; the message names what is missing.
     """
-    found = _resolve(storage.local(path))
-    storage.pull(found, bucket.is_small, deep=True)
-    return found
+    directory = _resolve(storage.local(path))
+    storage.pull(directory, bucket.is_small, deep=True)
+    return directory
 
 
 def _resolve(path: Path) -> Path:
@@ -206,8 +206,8 @@ def write_tracker(root: str | Path, iteration: int) -> None:
 
 
 def _choices(root: str | Path) -> str:
-    found = published_iterations(root)
-    if not found:
+    iterations = published_iterations(root)
+    if not iterations:
         return "no iter_* directory is there either: give another directory"
-    names = ", ".join(iteration_dir("", number).name for number in found[-3:])
+    names = ", ".join(iteration_dir("", iteration).name for iteration in iterations[-3:])
     return f"give one of its directories instead ({names})"

@@ -166,15 +166,17 @@ def _keys_of(row: Batch) -> list[str]:
 
 def _media(rows: list[Batch]) -> Batch:
     """The tensors of the images, which are decoded here: in a worker or a thread, ahead of the step."""
-    found = [row["images"] for row in rows if "images" in row]
-    if not found:
+    row_images = [row["images"] for row in rows if "images" in row]
+    if not row_images:
         return {}
-    if isinstance(found[0], dict):  # decoded by the process that read them
-        return {"media": join_media(found)}
-    if found[0].media.share is None:
+    if isinstance(row_images[0], dict):  # decoded by the process that read them
+        return {"media": join_media(row_images)}
+    if row_images[0].media.share is None:
         return {}
     return {
-        "media": found[0].media.pixels([image for images in found for image in images.references])
+        "media": row_images[0].media.pixels(
+            [image for images in row_images for image in images.references]
+        )
     }
 
 
@@ -272,7 +274,7 @@ def make_iterator(
     balance: bool = True,
 ) -> BatchIterator:
     """The microbatches of a rank after the first ``consumed`` samples; ``prefetch=False`` reads nothing ahead."""
-    micro, whole, rank, ranks = shard
+    micro, global_size, rank, ranks = shard
     common = (len(dataset), consumed, micro, rank, ranks)
 
     def make_sampler() -> Sampler:
@@ -283,20 +285,20 @@ def make_iterator(
             and getattr(dataset, "has_images", False)
         ):
             return BalancedSampler(
-                dataset.image_tokens, len(dataset), consumed, micro, whole, rank, ranks
+                dataset.image_tokens, len(dataset), consumed, micro, global_size, rank, ranks
             )
         if config.dataloader_type == "single":
             return MegatronPretrainingSampler(*common)
         if config.dataloader_type == "batch":
             return MegatronPretrainingBatchSampler(
-                len(dataset), consumed, micro, whole, rank, ranks
+                len(dataset), consumed, micro, global_size, rank, ranks
             )
         return MegatronPretrainingRandomSampler(
             dataset,
             *common,
             data_sharding=config.data_sharding,
             seed=config.shuffle_seed,
-            global_batch_size=whole,
+            global_batch_size=global_size,
         )
 
     workers, read_ahead = config.num_workers * prefetch, config.read_ahead and prefetch

@@ -232,9 +232,11 @@ def load_hf_tokenizer(
 
     folder = storage.local(path).expanduser()
     storage.pull(folder, lambda name: name.endswith(_ENDINGS))
-    place = str(folder) if folder.is_dir() else path
+    path_or_id = str(folder) if folder.is_dir() else path
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
+        return AutoTokenizer.from_pretrained(
+            path_or_id, trust_remote_code=trust_remote_code, **options
+        )
     except Exception as error:  # for damaged files, transformers raises almost anything
         if folder.is_dir():
             _name_damaged_file(folder)

@@ -76,12 +76,14 @@ class DecodingState:
         self.bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         check_layers(self.bare)
         device = torch.device(torch.cuda.current_device())
-        kept = Kept.of(self.bare, rings)
-        self._cores = [it.replaces for it in kept if it.replaces is not None]
+        cache_specs = Kept.of(self.bare, rings)
+        self._cores = [item.replaces for item in cache_specs if item.replaces is not None]
         self.spare = tokens  # a cache slot that no text uses, for idle ranks
-        made = [(it.modules, it.make(tokens + 1, requests, device)) for it in kept]
-        self._caches = [(module, cache) for modules, cache in made for module in modules]
-        self._rotary = [(it, _Angles(it, self)) for it in _modules(self.bare, RotaryEmbedding)]
+        caches = [(item.modules, item.make(tokens + 1, requests, device)) for item in cache_specs]
+        self._caches = [(module, cache) for modules, cache in caches for module in modules]
+        self._rotary = [
+            (item, _Angles(item, self)) for item in _modules(self.bare, RotaryEmbedding)
+        ]
         self.device = device
         config: Any = self.bare[0].config
         self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
@@ -144,17 +146,17 @@ class DecodingState:
         self._packing.callback(action)
 
     def _pack_weights(self, changes: "_Changes") -> None:
-        kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
+        not_packed = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
         for chunk in self.bare:
             output = getattr(chunk, "output_layer", None)
             if output is not None and output.weight is None:  # it uses the embedding's weight
                 weight = chunk.shared_embedding_or_output_weight()
-                kept.add(id(output))
+                not_packed.add(id(output))
                 if can_pack(weight):
                     _set_packed(changes, output, weight)
                     changes.move_to_file(weight)
         for module in _modules(self.bare, _PARALLEL_LINEAR):
-            if id(module) not in kept and can_pack(module.weight):
+            if id(module) not in not_packed and can_pack(module.weight):
                 packed = _set_packed(changes, module, module.weight)
                 if _is_plain(module):  # an adapter may need the unpacked weight
                     changes.empty(module.weight, packed)
@@ -207,23 +209,27 @@ class DecodingState:
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Select the hidden states of the rows whose logits are needed; most rows of a prompt are not needed."""
-        hidden, *others = args
+        hidden, *other_args = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, group=module.tp_group
             )
-        return hidden if self._rows is None else hidden[self._rows], *others
+        return hidden if self._rows is None else hidden[self._rows], *other_args
 
 
 class _Changes(ExitStack):
     """Changes to modules, which closing undoes."""
 
-    def set(self, thing: Any, name: str, value: Any) -> None:
+    def set(self, instance: Any, name: str, value: Any) -> None:
         """Set an attribute of the instance; closing restores the old value, or removes the attribute if it was new."""
-        had, old = name in vars(thing), vars(thing).get(name)
-        object.__setattr__(thing, name, value)
+        had, old = name in vars(instance), vars(instance).get(name)
+        object.__setattr__(instance, name, value)
         self.callback(
-            lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name)
+            lambda: (
+                object.__setattr__(instance, name, old)
+                if had
+                else object.__delattr__(instance, name)
+            )
         )
 
     def empty(self, weight: nn.Parameter, packed: PackedWeight) -> None:
@@ -233,14 +239,14 @@ class _Changes(ExitStack):
 
     def move_to_file(self, weight: nn.Parameter) -> None:
         """Map a weight from a temporary file, so that only rows that are looked up need memory."""
-        kept = weight.data
+        in_memory = weight.data
         try:
             with tempfile.NamedTemporaryFile() as file:
-                file.write(kept.contiguous().view(torch.uint8).numpy())
+                file.write(in_memory.contiguous().view(torch.uint8).numpy())
                 file.flush()
                 mapped = torch.from_file(
-                    file.name, shared=True, size=kept.numel(), dtype=kept.dtype
-                ).view_as(kept)
+                    file.name, shared=True, size=in_memory.numel(), dtype=in_memory.dtype
+                ).view_as(in_memory)
         except OSError:  # the disk is full
             return
         weight.data = mapped
@@ -286,10 +292,10 @@ class _Angles:
 
     def _compute(self, step: Step) -> Any:
         if self._unit is None:
-            found = self._module.get_emb(
+            embedding = self._module.get_emb(
                 1, 1
             )  # [1, 1, 1, d], including YaRN's factor if there is one
-            self._unit = found if isinstance(found, tuple) else (found, None)
+            self._unit = embedding if isinstance(embedding, tuple) else (embedding, None)
         unit, factor = self._unit
         positions = step.positions.float().view(-1, 1, 1, 1)
         angles = positions * unit
@@ -330,9 +336,9 @@ class Kept:
         """Return the caches of this rank's layers; with ``rings``, a layer with a window caches only the window."""
         bare = [unwrap(chunk) for chunk in chunks]
         latent = [_latent(layer) for layer in _latent_layers(bare)]
-        absorbed = {id(module) for kept in latent for module in kept.modules}
+        absorbed = {id(module) for latent_cache in latent for module in latent_cache.modules}
         foreign = [(layer, _torch_core(layer)) for layer in _foreign_layers(bare)]
-        own = [
+        layers_and_cores = [
             (layer, getattr(layer, "core_attention", None))
             for chunk in bare
             for layer in chunk.modules()
@@ -346,7 +352,7 @@ class Kept:
             ),
             *(
                 _attention(layer, core, rings)
-                for layer, core in own
+                for layer, core in layers_and_cores
                 if isinstance(core, TorchAttention) and id(core) not in absorbed
             ),
             *(_recurrent(layer) for layer in _modules(bare, _RECURRENT)),
@@ -378,15 +384,15 @@ def _latent(layer: Any) -> Kept:
 def _recurrent(layer: Any) -> Kept:
     shapes = layer.state_shapes()
     make: Any = lambda _, requests, device: RecurrentCache(requests, shapes, device)  # noqa: E731
-    return Kept((layer,), make, per_request=sum(it.bytes for it in shapes))
+    return Kept((layer,), make, per_request=sum(state_shape.bytes for state_shape in shapes))
 
 
 def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, kinds) and id(module) not in seen:
-                seen.add(id(module))
+            if isinstance(module, kinds) and id(module) not in seen_ids:
+                seen_ids.add(id(module))
                 yield module
 
 
@@ -435,16 +441,16 @@ def _foreign_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
 
 def _torch_core(layer: Any) -> TorchAttention:
     """Return a core attention for decoding that replaces the layer's own, with the same sinks and hooks."""
-    own = layer.core_attention
-    scale = getattr(own, "softmax_scale", None)
-    made = TorchAttention(
+    source = layer.core_attention
+    scale = getattr(source, "softmax_scale", None)
+    core = TorchAttention(
         layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale
     )
-    made.eval()
-    made.softmax_offset = getattr(own, "softmax_offset", None)
-    made._forward_pre_hooks = own._forward_pre_hooks
-    made._forward_pre_hooks_with_kwargs = own._forward_pre_hooks_with_kwargs
-    return made
+    core.eval()
+    core.softmax_offset = getattr(source, "softmax_offset", None)
+    core._forward_pre_hooks = source._forward_pre_hooks
+    core._forward_pre_hooks_with_kwargs = source._forward_pre_hooks_with_kwargs
+    return core
 
 
 def switch_length(chunks: Sequence[nn.Module]) -> int | None:

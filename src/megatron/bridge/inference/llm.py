@@ -81,11 +81,13 @@ class LLM:
         self._cleanup = ExitStack()
         self._workers: Any = None
         self._replacement: Any = None
-        wanted = _check(tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows)
-        if wanted > 1 and "RANK" not in os.environ:
+        process_count = _check(tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows)
+        if process_count > 1 and "RANK" not in os.environ:
             from megatron.bridge.inference.workers import Workers
 
-            self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
+            self._workers = self._cleanup.enter_context(
+                Workers(process_count, LLM, str(path), options)
+            )
             ((self.reader, self.max_context, self.declared_ends),) = self._workers.iterate(
                 "facts", ()
             )
@@ -188,8 +190,8 @@ class LLM:
                 f"{len(prompts)} prompts and {len(how)} samplings: give one for each, or one for all"
             )
         tokens = [
-            self._tokens(prompt, places[index] if places else f"prompt {index}", one)
-            for index, (prompt, one) in enumerate(zip(prompts, how, strict=True))
+            self._tokens(prompt, places[index] if places else f"prompt {index}", prompt_sampling)
+            for index, (prompt, prompt_sampling) in enumerate(zip(prompts, how, strict=True))
         ]
         yield from self._complete(tokens, how)
 
@@ -251,13 +253,13 @@ class LLM:
         self._replacement.take(step)
         yield from ()
 
-    def _tokens(self, prompt: "Prompt | Messages", where: str, sampling: Sampling) -> list[int]:
+    def _tokens(self, prompt: "Prompt | Messages", location: str, sampling: Sampling) -> list[int]:
         """Return the tokens of a prompt or a conversation after the engine has checked them."""
-        tokens = self.reader.tokens(prompt, where)
+        tokens = self.reader.tokens(prompt, location)
         try:
             self.engine.check(tokens, sampling)
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
         return tokens
 
     def _complete(

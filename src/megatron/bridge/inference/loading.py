@@ -172,15 +172,17 @@ def _on_base(
 
 
 def _media_rules(
-    run: str | Path | None, beside: Sequence[str | Path | None], root: str
+    run: str | Path | None, tokenizer_folders: Sequence[str | Path | None], root: str
 ) -> MediaRules | None:
     """Return the image processor next to a tokenizer, or else the run's, with the image limits of the run."""
     data: dict[str, Any] = {}
     if run is not None and model_io.has_run_config(paths.resolve(run)):
         data = model_io.read_run_config(run).get("dataset") or {}
-    given, *others = beside
+    given, *further_folders = tokenizer_folders
     candidates = (
-        str(it) for it in (given, data.get("hf_processor_path"), *others) if it is not None
+        str(candidate)
+        for candidate in (given, data.get("hf_processor_path"), *further_folders)
+        if candidate is not None
     )
     path = next(filter(has_processor, candidates), None)
     limits: dict[str, Any] = {
@@ -216,9 +218,9 @@ def _context(provider: Any) -> int:
     return int(limit)
 
 
-def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) -> Any:
-    if other is not None:
-        return load_hf_tokenizer(other, trust_remote_code)
+def _tokenizer(folder: Path | None, given: str | None, trust_remote_code: bool) -> Any:
+    if given is not None:
+        return load_hf_tokenizer(given, trust_remote_code)
     if folder is None or not hub.has_tokenizer(folder):
         return None
     return load_hf_tokenizer(str(folder), trust_remote_code)

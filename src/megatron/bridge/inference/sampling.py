@@ -45,8 +45,8 @@ def choose(
         return logits.argmax()
     probabilities = truncated(logits.float() / sampling.temperature, sampling).double().softmax(-1)
     sums = probabilities.cumsum(-1)
-    place = uniform(seed, len(tokens), choice) * sums[-1]
-    token = torch.searchsorted(sums, place, right=True)
+    threshold = uniform(seed, len(tokens), choice) * sums[-1]
+    token = torch.searchsorted(sums, threshold, right=True)
     last = (probabilities > 0).cumsum(-1).argmax()  # first index with the highest count
     return torch.minimum(token, last)
 
@@ -59,12 +59,13 @@ def penalized(
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(
-            sorted(it for it in set(tokens) if it < len(logits)), device=logits.device
+        token_ids = torch.tensor(
+            sorted(known_token for known_token in set(tokens) if known_token < len(logits)),
+            device=logits.device,
         )
-        old = logits[seen]
+        old = logits[token_ids]
         penalty = sampling.repetition_penalty
-        logits[seen] = torch.where(old < 0, old * penalty, old / penalty)
+        logits[token_ids] = torch.where(old < 0, old * penalty, old / penalty)
     counts = Counter(tokens[prompt_length:])
     if counts and (sampling.presence_penalty or sampling.frequency_penalty):
         generated = torch.tensor(list(counts), device=logits.device)
@@ -162,9 +163,11 @@ def _ordered(logprobs: Tensor) -> Tensor:
 
 
 def read_logprob(row: Sequence[float], top: int, width: int) -> TokenLogprob:
-    most = (width - FIXED) // 2
-    pairs = zip(row[FIXED : FIXED + top], row[FIXED + most : FIXED + most + top], strict=True)
+    capacity = (width - FIXED) // 2
+    pairs = zip(
+        row[FIXED : FIXED + top], row[FIXED + capacity : FIXED + capacity + top], strict=True
+    )
     token = int(row[0])
     return TokenLogprob(
-        token, row[1], token == int(row[2]), {int(one): value for one, value in pairs}
+        token, row[1], token == int(row[2]), {int(top_token): value for top_token, value in pairs}
     )

@@ -153,14 +153,14 @@ def _of_indexer(module: Indexer, length: int) -> float:
 
 
 def _keys_in_window(config: Any, layer: int, length: int) -> float:
-    seen = length
+    visible_keys = length
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
-        seen = min(length, config.window_size[0] + 1)
+        visible_keys = min(length, config.window_size[0] + 1)
         if getattr(config, "chunked_attention", False):
-            return (seen + 1) / 2
-    return _average(seen, length)
+            return (visible_keys + 1) / 2
+    return _average(visible_keys, length)
 
 
-def _average(most: int, length: int) -> float:
+def _average(limit: int, length: int) -> float:
     """Of what tokens see that see all before them, but at most so many."""
-    return most - most * (most - 1) / (2 * length)
+    return limit - limit * (limit - 1) / (2 * length)

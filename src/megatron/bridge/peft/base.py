@@ -91,13 +91,13 @@ class PEFT:
                 "this model has adapters already: merge them with LoRAMerge, or build it anew"
             )
         self.prepare(chunks)
-        whole = self._modules_to_save(chunks)
+        full_modules = self._modules_to_save(chunks)
         for chunk in chunks:
             chunk.requires_grad_(False)
             for site in list(targets.sites(chunk)):
                 self.adapt(site)
             _transform_children(chunk, chunk, "", self.transform)
-        for module in whole:
+        for module in full_modules:
             for parameter in module.parameters():
                 parameter.requires_grad_(True)
                 mark_whole(parameter)
@@ -157,14 +157,14 @@ class PEFT:
             )
 
 
-def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], wanted: set[str]) -> None:
+def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], modules_to_save: set[str]) -> None:
     """Refuse to train one half of a tie: with pipeline stages the output layer is a copy, which would diverge."""
     config: Any = chunks[0].config
     tied = config.share_embeddings_and_output_weights and config.pipeline_model_parallel_size > 1
-    found = wanted & set(_TIED)
-    if tied and len(found) == 1:
+    halves = modules_to_save & set(_TIED)
+    if tied and len(halves) == 1:
         raise UserError(
-            f"peft.modules_to_save has {found.pop()} and not the other one of {' and '.join(_TIED)}, "
+            f"peft.modules_to_save has {halves.pop()} and not the other one of {' and '.join(_TIED)}, "
             "which are tied over pipeline stages: name both"
         )
 

@@ -25,7 +25,7 @@ class HFModules:
 
     def of_layer(self, layer: str) -> dict[str | None, tuple[str, ...]]:
         """Return role -> modules of the parts of a layer; the role of a layer that is one module is None."""
-        found: dict[str | None, tuple[str, ...]] = {}
+        modules_by_role: dict[str | None, tuple[str, ...]] = {}
         for registry in self._registries:
             mapping = registry.megatron_to_hf_lookup(f"{layer}.weight")
             mapping = mapping or registry.megatron_to_hf_lookup(f"{layer}.weight0")
@@ -35,8 +35,10 @@ class HFModules:
             by_role = {None: hf_param} if isinstance(hf_param, str) else dict(hf_param)
             for role, hf_name in by_role.items():
                 module = hf_name.removesuffix(".weight")
-                found[role] = tuple(dict.fromkeys((*found.get(role, ()), module)))
-        return found
+                modules_by_role[role] = tuple(
+                    dict.fromkeys((*modules_by_role.get(role, ()), module))
+                )
+        return modules_by_role
 
 
 def _registries(config: Any) -> list[MegatronMappingRegistry]:

@@ -76,7 +76,7 @@ class _Adapted:
 class _AdaptedLinear(_Adapted):
     def forward(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """(outputs, bias to be added later)."""
-        base, bias, seen = _unpack(_base(self).forward(self, x, *args, **options), x)  # type: ignore[misc]
+        base, bias, normalized = _unpack(_base(self).forward(self, x, *args, **options), x)  # type: ignore[misc]
         weight = options.get("weight", args[0] if args and isinstance(args[0], Tensor) else None)
         weights = self.adapted_site.weights if weight is None else [weight]
         gathered = (
@@ -86,7 +86,7 @@ class _AdaptedLinear(_Adapted):
         if gathered:
             rows = base.shape[-1] // self.adapted_site.group.size()
             base = base.narrow(-1, self.adapted_site.group.rank() * rows, rows)
-        out = self._outputs(base, _included_bias(self, bias), seen, None, weights)
+        out = self._outputs(base, _included_bias(self, bias), normalized, None, weights)
         return (
             gather_from_tensor_model_parallel_region(out, self.adapted_site.group)
             if gathered

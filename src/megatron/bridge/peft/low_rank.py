@@ -105,9 +105,9 @@ class LowRank(nn.Module):
             ("b", self.b, self.shape.init_b),
         )
         for kind, parameter, init in factors:
-            for number, local in self._each_expert(parameter):
+            for expert, local in self._each_expert(parameter):
                 generator = torch.Generator().manual_seed(
-                    zlib.crc32(f"{name}.{kind}.{number}".encode()) + self.shape.seed
+                    zlib.crc32(f"{name}.{kind}.{expert}".encode()) + self.shape.seed
                 )
                 local.copy_(
                     self._part(_drawn(self._whole_size(kind, local), init, generator), local)
@@ -127,11 +127,11 @@ class LowRank(nn.Module):
             size[-1 if kind == "a" else -2] *= self.group.size()
         return size
 
-    def _part(self, whole: Tensor, local: Tensor) -> Tensor:
-        for dim, (size, mine) in enumerate(zip(whole.shape, local.shape, strict=True)):
-            if size != mine:
-                return whole.narrow(dim, self.group.rank() * mine, mine)
-        return whole
+    def _part(self, full_factor: Tensor, local: Tensor) -> Tensor:
+        for dim, (size, local_size) in enumerate(zip(full_factor.shape, local.shape, strict=True)):
+            if size != local_size:
+                return full_factor.narrow(dim, self.group.rank() * local_size, local_size)
+        return full_factor
 
     def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Any:
         """The low-rank path; see ``path``. Subclasses compute the layer's outputs from it.
@@ -266,13 +266,13 @@ def _per_expert(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _drawn(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
     """Initial values of the whole factor of one weight, in fp32 on the CPU; gates and values are both outputs."""
-    whole = torch.empty(math.prod(size[:-1]), size[-1])
+    drawn = torch.empty(math.prod(size[:-1]), size[-1])
     if init == "zero":
-        nn.init.zeros_(whole)
+        nn.init.zeros_(drawn)
     elif init == "xavier":
-        nn.init.xavier_normal_(whole, generator=generator)
+        nn.init.xavier_normal_(drawn, generator=generator)
     elif init == "kaiming":
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
     else:
-        nn.init.normal_(whole, std=0.02, generator=generator)
-    return whole.view(*size)
+        nn.init.normal_(drawn, std=0.02, generator=generator)
+    return drawn.view(*size)

@@ -66,8 +66,8 @@ class Site:
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations outside of the sharded matrices are sharded along the sequence."""
-        whole = self.experts is not None or self.name.startswith(TOWER)
-        return not whole and self.config.sequence_parallel and self.group.size() > 1
+        has_full_input = self.experts is not None or self.name.startswith(TOWER)
+        return not has_full_input and self.config.sequence_parallel and self.group.size() > 1
 
 
 def sites(chunk: nn.Module) -> Iterator[Site]:

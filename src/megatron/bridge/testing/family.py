@@ -71,12 +71,12 @@ def config_in_both_directions(bridge: AutoBridge) -> list[str]:
     )
 
 
-def different_providers(one: Any, other: Any) -> list[str]:
+def different_providers(built: Any, read_again: Any) -> list[str]:
     """A line for each declared attribute in which two providers differ."""
     return [
-        f"provider.{field.name}={getattr(one, field.name)!r} is {getattr(other, field.name)!r} when read again"
-        for field in dataclasses.fields(one)
-        if field.compare and getattr(one, field.name) != getattr(other, field.name)
+        f"provider.{field.name}={getattr(built, field.name)!r} is {getattr(read_again, field.name)!r} when read again"
+        for field in dataclasses.fields(built)
+        if field.compare and getattr(built, field.name) != getattr(read_again, field.name)
     ]
 
 
@@ -100,10 +100,10 @@ def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
     layers = hf.config.num_hidden_layers
     # layers of multi-token prediction come after the others; transformers has no modules for them
     beyond = {name for name in loading["unexpected_keys"] if f"layers.{layers}." in name}
-    found = {**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}
+    differences = {**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}
     problems = [
         f"transformers loads an export without a source with {k}: {v}"
-        for k, v in found.items()
+        for k, v in differences.items()
         if v
     ]
     with torch.no_grad():
@@ -144,8 +144,8 @@ def _rank(rank: int, size: int, case: Case, layout: str, folder: Path, bridge: t
     """One process; that it was given ``bridge`` imported the module that registers it."""
     del bridge
     torch.set_num_threads(1)
-    where = {"init_method": f"file://{folder}/ranks", "timeout": timedelta(minutes=10)}
-    dist.init_process_group("gloo", rank=rank, world_size=size, **where)
+    process_group = {"init_method": f"file://{folder}/ranks", "timeout": timedelta(minutes=10)}
+    dist.init_process_group("gloo", rank=rank, world_size=size, **process_group)
     problems = reference.numbers_and_bytes(case, layout, folder / "out")
     (folder / f"problems-{rank}").write_text("\n".join(problems))
     parallel_state.destroy_model_parallel()

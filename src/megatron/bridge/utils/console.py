@@ -35,11 +35,11 @@ def print_rank_0(text: str) -> None:
     console().print(text, markup=False)
 
 
-def ensure_width(made: Console) -> Console:
+def ensure_width(rich_console: Console) -> Console:
     """Set the width of the console if ``COLUMNS`` is 0, for which rich prints nothing."""
-    if not made.width:
-        made.width = _WIDTH
-    return made
+    if not rich_console.width:
+        rich_console.width = _WIDTH
+    return rich_console
 
 
 def track[T](

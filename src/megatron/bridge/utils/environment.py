@@ -46,13 +46,13 @@ def environment() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _gpu() -> dict[str, Any] | None:
@@ -122,18 +122,18 @@ def git(folder: Path, *words: str) -> str | None:
     return done.stdout.decode(errors="replace")
 
 
-def summary(found: dict[str, Any]) -> list[str]:
+def summary(report: dict[str, Any]) -> list[str]:
     """Describe the environment in a few lines."""
-    gpu = found["gpu"]
+    gpu = report["gpu"]
     hardware = "without a GPU"
     if gpu is not None:
         hardware = f"on {gpu['count']} x {gpu['name']}, CUDA {gpu['cuda']}, {gpu['driver']}"
     lines = [
-        f"started {found['started']} on {found['host']}, {found['processes']} processes",
-        "with " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"started {report['started']} on {report['host']}, {report['processes']} processes",
+        "with " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         hardware,
     ]
-    for name, state in found["git"].items():
+    for name, state in report["git"].items():
         if state is not None:
             changes = "with changes" if state["dirty"] else "unchanged"
             lines.append(f"git: {name}: commit {state['commit']} of {state['branch']}, {changes}")

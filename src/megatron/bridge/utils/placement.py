@@ -14,8 +14,10 @@ from megatron.bridge.utils.console import print_rank_0
 def announce(debug: bool) -> None:
     """Print one line if the ranks are on several hosts, or if ``debug`` is set."""
     ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(distributed.all_gather_object((socket.gethostname(), binding()))):
-        ranks.setdefault(place, []).append(rank)
+    for rank, host_and_cpus in enumerate(
+        distributed.all_gather_object((socket.gethostname(), binding()))
+    ):
+        ranks.setdefault(host_and_cpus, []).append(rank)
     if debug or len({host for host, _ in ranks}) > 1:
         parts: list[str] = []
         for (host, cpus), host_ranks in ranks.items():

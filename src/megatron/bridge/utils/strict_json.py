@@ -14,13 +14,13 @@ from megatron.bridge.utils.regular_files import read_regular_file
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         raise DuplicateKeyError(
-            f"the key {next(key for key in made if keys.count(key) > 1)!r} is given twice"
+            f"the key {next(key for key in mapping if keys.count(key) > 1)!r} is given twice"
         )
-    return made
+    return mapping
 
 
 class DuplicateKeyError(ValueError):

@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
         """Return whether the name is a class without its own code; a dotted name could lead out of the module."""
         if self._prefix is None or not module.startswith(self._prefix) or "." in name:
             return False
-        found = super().find_class(module, name)
-        return isinstance(found, type) and (
-            dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple))
+        stored_class = super().find_class(module, name)
+        return isinstance(stored_class, type) and (
+            dataclasses.is_dataclass(stored_class) or issubclass(stored_class, (dict, tuple))
         )

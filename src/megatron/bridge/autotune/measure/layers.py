@@ -48,10 +48,10 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
     model: Any = config.model
     chunk, kinds = _short_model(config)
     chunk.to(model.resolved().params_dtype)
-    if sum(each.nbytes for each in chunk.parameters()) * 2 > memory / _SHARE:
+    if sum(passes_of_size.nbytes for passes_of_size in chunk.parameters()) * 2 > memory / _SHARE:
         return {}
     _fill(chunk)
-    found: dict[str, Samples] = {}
+    samples_by_name: dict[str, Samples] = {}
     calls: dict[_Size, _Calls] = {}
     end = time.monotonic() + budget
     with meta_model.as_only_rank(model), meta_model.nothing_random():
@@ -59,9 +59,9 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
             if calls and time.monotonic() > end:
                 break
             calls.setdefault(size, []).extend([_passes(chunk, *size) for _ in range(_CALLS)][1:])
-    for size, each in calls.items():
-        _add(found, config, size, chunk, kinds, each)
-    return {name: sorted(samples) for name, samples in found.items()}
+    for size, passes_of_size in calls.items():
+        _add(samples_by_name, config, size, chunk, kinds, passes_of_size)
+    return {name: sorted(samples) for name, samples in samples_by_name.items()}
 
 
 def _batches(length: int) -> list[_Size]:
@@ -102,7 +102,7 @@ def _fill(chunk: nn.Module) -> None:
 
 
 def _add(
-    found: dict[str, Samples],
+    samples: dict[str, Samples],
     config: ConfigContainer,
     size: _Size,
     chunk: Any,
@@ -122,8 +122,8 @@ def _add(
     for direction in ("forward", "backward"):
         names = [f"{kind} {direction}" for kind in (*kinds, "ends")]
         for index, (name, amount) in enumerate(zip(names, [*operations, last], strict=True)):
-            seconds = statistics.median(each[direction][index] for each in calls)
-            found.setdefault(name, []).append((amount, seconds))
+            seconds = statistics.median(call[direction][index] for call in calls)
+            samples.setdefault(name, []).append((amount, seconds))
 
 
 def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
@@ -140,19 +140,19 @@ def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     loss = chunk(tokens, positions, None, labels=tokens).float().mean()
     middle = _now()
     loss.backward()
-    whole = {"forward": middle - start, "backward": _now() - middle}
+    seconds_of_chunk = {"forward": middle - start, "backward": _now() - middle}
     for hook in hooks:
         hook.remove()
     chunk.zero_grad(set_to_none=False)
-    found: dict[str, list[float]] = {}
-    for direction, seconds in whole.items():
+    seconds_by_direction: dict[str, list[float]] = {}
+    for direction, seconds in seconds_of_chunk.items():
         layers = range(len(chunk.decoder.layers))
         inside = [
             marks[index, f"{direction} end"] - marks[index, f"{direction} start"]
             for index in layers
         ]
-        found[direction] = [*inside, seconds - sum(inside)]
-    return found
+        seconds_by_direction[direction] = [*inside, seconds - sum(inside)]
+    return seconds_by_direction
 
 
 def _now() -> float:

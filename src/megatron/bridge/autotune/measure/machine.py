@@ -86,7 +86,8 @@ def merged(profiles: Sequence[Profile]) -> Profile:
     messages: dict[str, Samples] = {}
     for name in profiles[0].messages:
         columns = zip(
-            *(each.messages[name] for each in profiles if name in each.messages), strict=True
+            *(profile.messages[name] for profile in profiles if name in profile.messages),
+            strict=True,
         )
         messages[name] = [
             (column[0][0], max(seconds for _, seconds in column)) for column in columns

@@ -19,7 +19,7 @@ _SIZES = [1 << bits for bits in range(12, 25, 2)]  # bytes
 
 def messages() -> dict[str, Samples]:
     """Time collectives in groups of neighboring ranks; all groups of a size run at once."""
-    found: dict[str, Samples] = {}
+    samples: dict[str, Samples] = {}
     size, rank = distributed.world_size(), distributed.rank()
     for ranks in [ranks for ranks in (2, 4, 8, 16, 32, 64) if ranks <= size]:
         groups = [
@@ -30,10 +30,10 @@ def messages() -> dict[str, Samples]:
             continue
         group: Any = groups[rank // ranks]
         for kind, call in _COLLECTIVES.items():
-            found[f"{kind} of {ranks}"] = [
+            samples[f"{kind} of {ranks}"] = [
                 (float(amount), _message(call, amount, group)) for amount in _SIZES
             ]
-    return found
+    return samples
 
 
 def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
@@ -56,10 +56,10 @@ def _part(data: Tensor, group: Any) -> Tensor:
 
 def _send(data: Tensor, group: Any) -> None:
     """Exchange data between pairs of neighboring ranks."""
-    other = dist.get_global_rank(group, group.rank() ^ 1)
+    partner = dist.get_global_rank(group, group.rank() ^ 1)
     into = torch.empty_like(data)
     for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, data, other), dist.P2POp(dist.irecv, into, other)]
+        [dist.P2POp(dist.isend, data, partner), dist.P2POp(dist.irecv, into, partner)]
     ):
         work.wait()
 

@@ -95,8 +95,8 @@ def nearest_fit(search: Search) -> Price | None:
     ranked: dict[int, list[Candidate]] = {}
     for candidate in search.space.candidates():
         for recompute in dict.fromkeys((start.recompute, *search.recomputes)):
-            each = replace(candidate, recompute=recompute)
-            ranked.setdefault(len(each.changes(start)), []).append(each)
+            recomputing = replace(candidate, recompute=recompute)
+            ranked.setdefault(len(recomputing.changes(start)), []).append(recomputing)
     for changes in sorted(ranked):
         if fitting := [
             price for price in _priced(search, ranked[changes]) if price.fullest <= search.budget
@@ -118,16 +118,16 @@ def steps_to(search: Search, goal: Price) -> list[Step]:
     """Return the changes from the config's layout to ``goal``, one by one, with the savings and cost of each."""
     at = search.current
     before = None if search.problems(at) else search.pricer.price(at)
-    found: list[Step] = []
+    steps: list[Step] = []
     for name, value in replace(goal.candidate, layout=None).changes(at):
         at = replace(at, **{name: value})
         price = None if search.problems(at) else search.pricer.price(at)
         known = price is not None and before is not None
         saved = before.fullest - price.fullest if known else None  # pyright: ignore
         lost = price.seconds - before.seconds if known else None  # pyright: ignore
-        found.append(Step(name, value, saved, lost))
+        steps.append(Step(name, value, saved, lost))
         before = price or before
-    return found
+    return steps
 
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -52,26 +52,31 @@ def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
 
 
 def _compute(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
-    matrix = sum(kernels.matrix(run.tokens, each.rows, each.columns) for each in shape.matrices)
-    matrix += sum(
-        kernels.matrix(run.between, each.rows, each.columns, quantized=False)
-        for each in shape.router
+    matrix = sum(
+        kernels.matrix(run.tokens, product.rows, product.columns) for product in shape.matrices
     )
-    matrix += sum(_grouped(each, run, kernels) for each in shape.experts)
+    matrix += sum(
+        kernels.matrix(run.between, product.rows, product.columns, quantized=False)
+        for product in shape.router
+    )
+    matrix += sum(_grouped(product, run, kernels) for product in shape.experts)
     moved = _moved(shape, run, kernels) + _quantized(shape, run, kernels, "forward")
     return Cost(matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=moved)
 
 
 def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(
-        _twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices
+        _twice(product, kernels.matrix(run.tokens, product.columns, product.rows))
+        for product in shape.matrices
     )
     matrix += 2 * sum(
-        kernels.matrix(run.between, each.columns, each.rows, quantized=False)
-        for each in shape.router
+        kernels.matrix(run.between, product.columns, product.rows, quantized=False)
+        for product in shape.router
     )
     of_weight = GROUPED_EFFICIENCY / GROUPED_GRADIENT_EFFICIENCY
-    matrix += sum(_twice(each, _grouped(each, run, kernels), of_weight) for each in shape.experts)
+    matrix += sum(
+        _twice(product, _grouped(product, run, kernels), of_weight) for product in shape.experts
+    )
     moved = 2 * _moved(shape, run, kernels) + _quantized(shape, run, kernels, "backward")
     return Cost(matrix=matrix, attention=_between(shape, run, kernels, "backward"), memory=moved)
 
@@ -82,8 +87,8 @@ def _twice(matrix: Matrix, seconds: float, of_weight: float = 1.0) -> float:
 
 
 def _grouped(matrix: Matrix, run: Run, kernels: Roofline) -> float:
-    each = run.chosen / run.local_experts
-    return kernels.matrix(each, matrix.rows, matrix.columns, count=run.local_experts)
+    tokens_per_expert = run.chosen / run.local_experts
+    return kernels.matrix(tokens_per_expert, matrix.rows, matrix.columns, count=run.local_experts)
 
 
 def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> float:
@@ -105,8 +110,10 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
     experts = _permuted(run) * run.chosen * shape.dispatched if shape.experts else 0.0
-    experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
-    gates = sum(each.rows for each in shape.experts if each.name == "linear_fc1")
+    experts += sum(1.5 * expert_matrix.rows * run.chosen for expert_matrix in shape.experts)
+    gates = sum(
+        expert_matrix.rows for expert_matrix in shape.experts if expert_matrix.name == "linear_fc1"
+    )
     experts += _CLAMP * gates * run.chosen * shape.clamped
     experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
     launched = 8 + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
@@ -129,8 +136,8 @@ def _quantized(shape: LayerShape, run: Run, kernels: Roofline, direction: Direct
     if kernels.precision == "bf16":
         return 0.0
     width = "columns" if direction == "forward" else "rows"
-    numbers = sum(getattr(each, width) for each in shape.matrices) * run.tokens
-    numbers += sum(getattr(each, width) for each in shape.experts) * run.chosen
+    numbers = sum(getattr(product, width) for product in shape.matrices) * run.tokens
+    numbers += sum(getattr(product, width) for product in shape.experts) * run.chosen
     return kernels.moved(numbers * (run.number + 2 * _QUANTIZED_BYTES[kernels.precision]))
 
 

@@ -86,7 +86,7 @@ def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
     """
     stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
     done: dict[str, list[Pass]] = {"forward": [], "backward": []}
-    found: list[_Input] = []
+    sources: list[_Input] = []
     for work in passes(pipeline, stage):
         position, backward, earlier = (
             work.chunk * stages + stage,
@@ -101,8 +101,8 @@ def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
             if (sent.chunk > 0) if backward else (sent.chunk < pipeline.chunks - 1):
                 source = (work.kind, sent.chunk * stages + stages - 1 - stage, sent.microbatch)
         earlier.append(work)
-        found.append(source)
-    return tuple(source if source[1] >= 0 else None for source in found)
+        sources.append(source)
+    return tuple(source if source[1] >= 0 else None for source in sources)
 
 
 def makespan(pipeline: Pipeline, times: PassTimes) -> float:
@@ -128,6 +128,6 @@ def bound(pipeline: Pipeline, times: PassTimes) -> float:
     """Estimate ``makespan`` quickly: the busiest stage plus the path through the others."""
     busy = [times.busy(stage) for stage in range(pipeline.stages)]
     slowest = max(range(pipeline.stages), key=busy.__getitem__)
-    others = (sum(busy) - busy[slowest]) / pipeline.chunks
+    other_stages = (sum(busy) - busy[slowest]) / pipeline.chunks
     messages = 2 * times.message * (pipeline.stages - 1)
-    return busy[slowest] * pipeline.microbatches + others + messages
+    return busy[slowest] * pipeline.microbatches + other_stages + messages

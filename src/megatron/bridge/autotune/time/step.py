@@ -159,12 +159,14 @@ def _prediction(
 def model_operations(plan: Plan, setting: Setting) -> float:
     """Return the operations of a step on all GPUs: three times those of the forward pass."""
     run = setting.run
-    each = 0.0
+    operations = 0.0
     for chunks in plan:
         for chunk in chunks:
-            each += sum(operations_per_token(layer, run) for layer in chunk.layers) * run.tensor
-            each += chunk.losses * 2 * setting.vocabulary * run.hidden * run.tensor
-    return 3 * each * setting.tokens
+            operations += (
+                sum(operations_per_token(layer, run) for layer in chunk.layers) * run.tensor
+            )
+            operations += chunk.losses * 2 * setting.vocabulary * run.hidden * run.tensor
+    return 3 * operations * setting.tokens
 
 
 def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
@@ -174,10 +176,10 @@ def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost
         key = (layer, setting.recompute(layer, index))
         runs[key] = runs.get(key, 0) + 1
     for (layer, again), count in runs.items():
-        found = layer_time(
+        cost = layer_time(
             layer, replace(setting.run, recompute=again) if again else setting.run, kernels
         )
-        forward, backward = forward + found.forward * count, backward + found.backward * count
+        forward, backward = forward + cost.forward * count, backward + cost.backward * count
     slowest = kernels.slowest(setting.world_size)
     return forward.slowed(slowest), backward.slowed(slowest)
 
@@ -227,10 +229,10 @@ def stage_weights(
 
 def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) -> dict[str, float]:
     """Return the times after the last pass, on the stage where they are longest."""
-    found = [
+    times_by_stage = [
         _after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)
     ]
-    longest = max(found, key=lambda split: sum(split.values()))
+    longest = max(times_by_stage, key=lambda split: sum(split.values()))
     return longest | {"other": FIXED}
 
 
@@ -243,11 +245,11 @@ def _after_stage(
     expert_group = Group(setting.expert_replicas, run.expert_tensor * run.expert)
     gather = links.all_gather if setting.sharded else links.all_reduce
     parts = ((dense, group), (experts, expert_group))
-    beside = sum(times.backward[stage]) if setting.overlap_gradients else None
-    reduce = _exposed(gather, parts, setting.gradient, setting.bucket, beside)
-    beside = sum(times.forward[stage]) if setting.overlap_parameters else None
+    hidden_behind = sum(times.backward[stage]) if setting.overlap_gradients else None
+    reduce = _exposed(gather, parts, setting.gradient, setting.bucket, hidden_behind)
+    hidden_behind = sum(times.forward[stage]) if setting.overlap_parameters else None
     spread = (
-        _exposed(links.all_gather, parts, setting.parameter, setting.bucket, beside)
+        _exposed(links.all_gather, parts, setting.parameter, setting.bucket, hidden_behind)
         if setting.sharded
         else 0.0
     )
@@ -263,17 +265,18 @@ def _after_stage(
 def _exposed(
     gather: Callable[[float, Group], float],
     parts: tuple[tuple[float, Group], ...],
-    number: int,
+    bytes_per_parameter: int,
     bucket: int,
-    beside: float | None,
+    hidden_behind: float | None,
 ) -> float:
-    """Return the exposed time of messages of ``number`` bytes a parameter, in buckets; all but the last overlap."""
-    if beside is None:
-        return sum(gather(size * number, group) for size, group in parts)
+    """Return the exposed time of messages in buckets of parameters; all but the last message overlap."""
+    if hidden_behind is None:
+        return sum(gather(size * bytes_per_parameter, group) for size, group in parts)
     messages = [
-        (max(size / bucket, 1.0), gather(min(size, bucket) * number, group))
+        (max(size / bucket, 1.0), gather(min(size, bucket) * bytes_per_parameter, group))
         for size, group in parts
     ]
     return max(
-        sum(count * each for count, each in messages) - beside, sum(each for _, each in messages)
+        sum(count * seconds for count, seconds in messages) - hidden_behind,
+        sum(seconds for _, seconds in messages),
     )

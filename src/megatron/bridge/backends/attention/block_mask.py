@@ -61,9 +61,9 @@ def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) ->
 
     ``limit`` bounds the queries of a tile; without it, only tiles that need a mask are bounded.
     """
-    whole = _tile(span, window, 0, span.rows)
-    if whole is not None and whole.positions is None and span.rows <= (limit or span.rows):
-        yield whole
+    full_tile = _tile(span, window, 0, span.rows)
+    if full_tile is not None and full_tile.positions is None and span.rows <= (limit or span.rows):
+        yield full_tile
         return
     height = min(_tile_height(window), limit or MASKED_ROWS)
     for first in range(0, span.rows, height):
@@ -104,12 +104,12 @@ def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -
         window = AttentionWindow(None, 0)
     elif tile.positions is None:
         return None
-    seen = torch.ones(height, width, dtype=torch.bool, device=device)
+    visible = torch.ones(height, width, dtype=torch.bool, device=device)
     if window.right is not None:  # key low + j <= query top + i + right
-        seen = seen.tril_(top - low + window.right)
+        visible = visible.tril_(top - low + window.right)
     if window.left is not None:
-        seen = seen.triu_(top - low - window.left)
-    return seen
+        visible = visible.triu_(top - low - window.left)
+    return visible
 
 
 def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list[Tensor | None]:
@@ -132,9 +132,9 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
                 widest[key] = tile
     shared = {}
     for key, tile in widest.items():
-        seen = visibility_mask(tile, window, like.device)
-        assert seen is not None
-        shared[key] = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        visible = visibility_mask(tile, window, like.device)
+        assert visible is not None
+        shared[key] = like.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))
     return [
         None
         if tile.positions is None
@@ -302,11 +302,11 @@ def remember_on_host(tensor: Tensor, values: list[int]) -> Tensor:
 
 def host_values(tensor: Tensor) -> list[int]:
     """Return the flat values of a constant tensor of integers, which is copied from its device at most once."""
-    found: list[int] | None = getattr(tensor, _ON_HOST, None)
-    if found is None:
-        found = tensor.flatten().tolist()
-        remember_on_host(tensor, found)
-    return list(found)
+    values: list[int] | None = getattr(tensor, _ON_HOST, None)
+    if values is None:
+        values = tensor.flatten().tolist()
+        remember_on_host(tensor, values)
+    return list(values)
 
 
 def padded_cu_seqlens(packed: Any) -> Tensor:

@@ -129,8 +129,8 @@ class TorchAttention(MegatronModule):
                 config.perform_initialization
             ):  # all heads on every rank: the same values under any layout
                 config.init_method(all_heads)  # type: ignore[misc]
-            mine = all_heads.split(heads)[self.tp_group.rank()].clone()
-            self.softmax_offset = torch.nn.Parameter(mine)
+            local_heads = all_heads.split(heads)[self.tp_group.rank()].clone()
+            self.softmax_offset = torch.nn.Parameter(local_heads)
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(

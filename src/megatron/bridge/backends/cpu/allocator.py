@@ -41,6 +41,8 @@ def _set(parameters: dict[int, int]) -> None:
 
 
 def _glibc(function: str, *arguments: int) -> None:
-    found = getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
-    if found is not None:
-        found(*arguments)
+    libc_function = (
+        getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
+    )
+    if libc_function is not None:
+        libc_function(*arguments)

@@ -78,9 +78,9 @@ def _patch_current_device() -> None:
 
 
 @contextlib.contextmanager
-def placed_on(place: torch.device) -> Iterator[None]:
-    """Make ``place`` the current device, and what ``device="cuda"`` means, inside the context."""
-    _place.append(place)
+def placed_on(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the current device, and what ``device="cuda"`` means, inside the context."""
+    _place.append(device)
     try:
         yield
     finally:

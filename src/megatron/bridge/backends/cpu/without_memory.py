@@ -63,10 +63,10 @@ def _on_meta() -> Iterator[None]:
 
 
 def _everyone_says_the_same(traffic: Traffic) -> AbstractContextManager[None]:
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
         data = pickle.dumps(value)
-        traffic.received += len(data) * len(found)
-        found[:] = [pickle.loads(data) for _ in found]
+        traffic.received += len(data) * len(gathered)
+        gathered[:] = [pickle.loads(data) for _ in gathered]
 
     def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
         """Keep this rank's objects for every sender."""
@@ -122,11 +122,13 @@ class Messages(TorchDispatchMode):
 
 def _message(func: Any, args: tuple[Any, ...]) -> Message:
     group = next(
-        dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)
+        dist.ProcessGroup.unbox(argument)
+        for argument in args
+        if isinstance(argument, torch.ScriptObject)
     )
     sizes = [
-        sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor))
-        for each in args
+        sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
+        for argument in args
     ]
     name = str(func.overloadpacket.__name__)
     return Message(_KINDS.get(name, name.strip("_")), group.group_desc, group.size(), max(sizes))
@@ -150,7 +152,10 @@ def recorded_messages(chosen: float) -> Iterator[list[Message]]:
 
 def _one_by_one(operations: list[dist.P2POp]) -> list[Any]:
     """Do not combine operations: the fake group does not support it."""
-    return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+    return [
+        operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
+        for operation in operations
+    ]
 
 
 def _recomputed(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
@@ -166,14 +171,14 @@ def _shared_out(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
         dispatcher.num_local_experts,
     )
     ranks, parts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.ep_size
-    each = np.full(experts, tokens // experts)
-    each[: tokens % experts] += 1
-    mine = each[:local]
+    tokens_of_expert = np.full(experts, tokens // experts)
+    tokens_of_expert[: tokens % experts] += 1
+    local_tokens = tokens_of_expert[:local]
     if ranks > 1:
-        dispatcher.input_splits = each.reshape(parts, local).sum(1)
-        dispatcher.output_splits = np.full(parts, mine.sum())
-        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, mine.sum() * parts)
+        dispatcher.input_splits = tokens_of_expert.reshape(parts, local).sum(1)
+        dispatcher.output_splits = np.full(parts, local_tokens.sum())
+        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, local_tokens.sum() * parts)
     if local > 1:
-        counts = torch.tensor(np.tile(mine, (ranks, 1)), device="cpu")
+        counts = torch.tensor(np.tile(local_tokens, (ranks, 1)), device="cpu")
         dispatcher.num_global_tokens_per_local_expert = counts
-    return torch.tensor(mine * ranks, device="cpu")
+    return torch.tensor(local_tokens * ranks, device="cpu")

@@ -81,22 +81,22 @@ class AttentionCache:
         self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor
     ) -> None:
         """Attend to the keys of each text, in one call for all texts whose tokens see no later ones."""
-        plain, others, compiles = [], [], self._compiles(core)
+        plain, masked_spans, compiles = [], [], self._compiles(core)
         for span, mask in zip(self.step.spans, masks, strict=True):
             if compiles and (mask is None or (span.count == 1 and _sees_all(mask))):
                 plain.append(span)
             else:
-                others.append((span, mask))
-        if others:
+                masked_spans.append((span, mask))
+        if masked_spans:
             self.store(*new[1:])
         if plain:
             self._attend_compiled(core, new, plain, out)
-        for span, mask in others:
-            seen = slice(
+        for span, mask in masked_spans:
+            visible = slice(
                 span.extent + core.first_key(span.start), span.extent + span.start + span.count
             )
             rows = slice(span.row, span.row + span.count)
-            out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
+            out[rows] = _attend(core, new[0][rows], self.keys[visible], self.values[visible], mask)
 
     def _attend_compiled(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
         """Store the tokens of the spans, or all rows of ``SingleTokens``, and attend to the keys that they see."""
@@ -197,12 +197,12 @@ class WindowCache(AttentionCache):
         if span.count == 1:
             self._store(span, key, value)
             first = span.slot * self._length
-            seen = slice(first, first + span.start + 1 - low)
-            return self.keys[seen], self.values[seen]
+            visible = slice(first, first + span.start + 1 - low)
+            return self.keys[visible], self.values[visible]
         old = self._places(span, low, span.start)
-        whole = torch.cat((self.keys[old], key)), torch.cat((self.values[old], value))
+        keys_and_values = torch.cat((self.keys[old], key)), torch.cat((self.values[old], value))
         self._store(span, key, value)
-        return whole
+        return keys_and_values
 
     def _places(self, span: Span, start: int, stop: int) -> Tensor:
         return (

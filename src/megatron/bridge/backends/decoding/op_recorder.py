@@ -48,23 +48,23 @@ class _Recorder(TorchDispatchMode):
         )
         kwargs = kwargs or {}
         with self:
-            found = NotImplemented if func in _WHOLE else func.decompose(*args, **kwargs)
-        if found is not NotImplemented:  # it consists of other operators, which have been recorded
-            return found
-        found = func(*args, **kwargs)
+            result = NotImplemented if func in _WHOLE else func.decompose(*args, **kwargs)
+        if result is not NotImplemented:  # it consists of other operators, which have been recorded
+            return result
+        result = func(*args, **kwargs)
         if (
-            args and found is args[0] and not func._schema.is_mutable
+            args and result is args[0] and not func._schema.is_mutable
         ):  # such as a cast to the same dtype
-            return found
+            return result
         node = self._graph.call_function(
             FUNCTIONS.get(func, func), *tree_map(self._node, (args, kwargs))
         )
-        if isinstance(found, Tensor):
-            self._nodes.setdefault(found, node)  # an operator in place returns its argument
+        if isinstance(result, Tensor):
+            self._nodes.setdefault(result, node)  # an operator in place returns its argument
         else:
-            for index, part in enumerate(found or ()):
+            for index, part in enumerate(result or ()):
                 self._nodes[part] = self._graph.call_function(operator.getitem, (node, index))
-        return found
+        return result
 
     def _node(self, value: Any) -> Any:
         """Return the node that computes a tensor, or an input of the graph for a tensor from before."""

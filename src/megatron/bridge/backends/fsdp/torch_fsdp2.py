@@ -61,8 +61,8 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         experts = _experts(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
         for part in (*experts, *_units(module), module):
             _make_master_weights(part)
-            where = expert_mesh if part in experts else mesh
-            fully_shard(part, mesh=where, reshard_after_forward=True, mp_policy=policy)
+            part_mesh = expert_mesh if part in experts else mesh
+            fully_shard(part, mesh=part_mesh, reshard_after_forward=True, mp_policy=policy)
         for name, parameter in module.named_parameters():
             ranks = cast(DTensor, parameter).device_mesh.size()
             attributes[name].attach(parameter, _row_ranges(parameter.shape[0], ranks))

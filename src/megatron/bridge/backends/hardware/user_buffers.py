@@ -47,13 +47,13 @@ def _read(settings: str | None) -> dict[str, Any]:
     if settings is None:
         return {}
     try:
-        found = yaml.safe_load(Path(settings).read_text())
+        content = yaml.safe_load(Path(settings).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UserError(
             f"comm_overlap.tp_comm_overlap_cfg={settings} cannot be read: {error}"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(
             f"comm_overlap.tp_comm_overlap_cfg={settings} must be a mapping of products to settings"
         )
-    return found
+    return content

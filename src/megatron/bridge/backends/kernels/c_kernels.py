@@ -78,7 +78,10 @@ def _swiglu(x: Tensor) -> Tensor:
 def _call(name: str, x: Tensor, *arguments: Tensor | float) -> None:
     """Call a kernel for the dtype of ``x``."""
     getattr(_library(x.dtype), name)(
-        *(it.data_ptr() if isinstance(it, Tensor) else it for it in (x, *arguments))
+        *(
+            argument.data_ptr() if isinstance(argument, Tensor) else argument
+            for argument in (x, *arguments)
+        )
     )
 
 

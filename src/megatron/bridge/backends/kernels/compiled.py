@@ -73,20 +73,20 @@ def can_compile() -> bool:
 
 
 @compiled
-def _norm(x: Tensor, weight: Tensor, eps: float, one: float) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, weight: Tensor, eps: float, gain_offset: float) -> tuple[Tensor, Tensor]:
     """Normalized rows [n, size] and the scale of each row [n, 1]."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * (weight.float() + one)).to(weight.dtype), scale
+    return (wide * scale * (weight.float() + gain_offset)).to(weight.dtype), scale
 
 
 @compiled
 def _norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, one: float, frozen: bool
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, gain_offset: float, frozen: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the rows and, unless ``frozen``, of the gain."""
     unit = x.float() * scale
-    along = grad.float() * (weight.float() + one)
+    along = grad.float() * (weight.float() + gain_offset)
     grad_x = scale * (along - unit * (along * unit).mean(-1, keepdim=True))
     return grad_x.to(x.dtype), None if frozen else (grad.float() * unit).sum(0).to(weight.dtype)
 
@@ -95,11 +95,11 @@ class _CompiledRMSNorm(torch.autograd.Function):
     """RMSNorm that saves its input and one number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, one: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, gain_offset: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        normed, scale = _norm(rows, weight, eps, one)
+        normed, scale = _norm(rows, weight, eps, gain_offset)
         ctx.save_for_backward(rows, weight, scale)
-        ctx.one = one
+        ctx.one = gain_offset
         return normed.view(x.shape)
 
     @staticmethod

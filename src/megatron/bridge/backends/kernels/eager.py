@@ -44,9 +44,11 @@ class _RMSNorm(torch.autograd.Function):
         x, gain, scale = ctx.saved_tensors
         wide, grad, weight = (upcast(tensor) for tensor in (x, grads[0], gain))
         # LayerNorm's kernel with a mean of zero; RMSNorm does not subtract the mean of the gradient
-        wanted, mean = (True, ctx.needs_input_grad[1], False), torch.zeros_like(scale)
+        needs_gradient, mean = (True, ctx.needs_input_grad[1], False), torch.zeros_like(scale)
         backward = torch.ops.aten.native_layer_norm_backward
-        grad_x, along_gain, _ = backward(grad, wide, gain.shape, mean, scale, weight, None, wanted)
+        grad_x, along_gain, _ = backward(
+            grad, wide, gain.shape, mean, scale, weight, None, needs_gradient
+        )
         grad_x.add_((grad @ weight).unsqueeze(-1).mul_(scale).div_(x.shape[-1]))
         return (
             grad_x.to(x.dtype),

@@ -47,17 +47,17 @@ def collect_losses() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def process_mtp_loss(
-    hidden_states: torch.Tensor, labels: torch.Tensor | None, **others: Any
+    hidden_states: torch.Tensor, labels: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     """Attach the losses of multi-token prediction to the hidden states of the decoder.
 
     ``hidden_states`` are the decoder's, which are returned, followed by each depth's: [(1 + depths) x sequence, batch,
     hidden]. ``labels`` are the next tokens, [batch, sequence of this context-parallel rank]. Without labels the model
-    returns logits, and Megatron-Core's own function runs with the ``others``.
+    returns logits, and Megatron-Core's own function runs with the ``options``.
     """
     if labels is None:
-        return _core_process_mtp_loss(hidden_states=hidden_states, labels=None, **others)
-    return _attach(hidden_states, labels, **others)
+        return _core_process_mtp_loss(hidden_states=hidden_states, labels=None, **options)
+    return _attach(hidden_states, labels, **options)
 
 
 def _attach(
@@ -116,9 +116,9 @@ def _weights(
     counts = torch.stack([mask.sum() for mask in masks])
     if cp_group.size() > 1:
         dist.all_reduce(counts, group=cp_group)
-    whole = counts[0] if config.calculate_per_token_loss else cp_group.size()
+    full_count = counts[0] if config.calculate_per_token_loss else cp_group.size()
     factor = (config.mtp_loss_scaling_factor or 0.0) / (len(masks) - 1)
-    return factor * whole / counts[1:].clamp(min=1)
+    return factor * full_count / counts[1:].clamp(min=1)
 
 
 def _report(name: str, losses: torch.Tensor, mask: torch.Tensor) -> None:

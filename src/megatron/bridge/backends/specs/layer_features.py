@@ -196,8 +196,8 @@ def _with_mixer_beside(
     parts = {**vars(attention.submodules), "linear_qkv": column}
     both = BesideMambaSubmodules(**parts, mixer=MambaMixerSubmodules(in_proj=column, out_proj=row))
     names = {
-        name: own
-        for name, own in layer.sharded_state_dict_keys_map.items()
+        name: layer_name
+        for name, layer_name in layer.sharded_state_dict_keys_map.items()
         if name != "input_layernorm."
     }
     return {
@@ -211,9 +211,9 @@ def _with_mixer_beside(
 
 def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:
     """Edit a layer spec: put a dense feed-forward layer beside the experts, which normalize their own inputs."""
-    beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
+    experts_beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
     return {
-        "mlp": partial(beside, dense=get_mlp_module_spec_for_backend(provider)),
+        "mlp": partial(experts_beside, dense=get_mlp_module_spec_for_backend(provider)),
         "pre_mlp_layernorm": IdentityOp,
     }
 
@@ -389,6 +389,6 @@ class LateNormAttention(SelfAttention):
         self.get_submodule("core_attention").register_forward_pre_hook(self._normalize)
 
     def _normalize(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        query, key, *others = inputs
+        query, key, *other_inputs = inputs
         norms: Any = self.late_q_layernorm, self.late_k_layernorm
-        return norms[0](query), norms[1](key), *others
+        return norms[0](query), norms[1](key), *other_inputs

@@ -208,10 +208,10 @@ _OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: L
 def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
     """Replace Megatron-Core's core attention by this package's, if there is one."""
     parts: Any = spec.submodules
-    own = _OWN_ATTENTION.get(parts.self_attention.module)
-    if own is None:
+    attention_class = _OWN_ATTENTION.get(parts.self_attention.module)
+    if attention_class is None:
         return spec
-    attention = dataclasses.replace(parts.self_attention, module=own)
+    attention = dataclasses.replace(parts.self_attention, module=attention_class)
     return dataclasses.replace(
         spec, submodules=dataclasses.replace(parts, self_attention=attention)
     )

@@ -59,14 +59,14 @@ def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetReque
     """Blend each split of all parts that have it, by their weights."""
     parts = [part.build(request) for part in config.datasets]
     blended: list[Dataset[Row] | None] = []
-    for number, size in enumerate(request.sizes):
-        found = {
+    for split_index, size in enumerate(request.sizes):
+        datasets = {
             index: dataset
             for index, part in enumerate(parts)
-            if (dataset := part[number]) is not None
+            if (dataset := part[split_index]) is not None
         }
-        weights = [config.weights[index] for index in found]
-        blended.append(BlendedRows(list(found.values()), weights, size) if found else None)
+        weights = [config.weights[index] for index in datasets]
+        blended.append(BlendedRows(list(datasets.values()), weights, size) if datasets else None)
     return Splits(*blended)
 
 

@@ -42,12 +42,12 @@ def mrope_positions(
     steps = [1.0] * len(video_grids) if time_steps is None else list(time_steps)
     images = iter([(grid, 1.0) for grid in image_grids])
     videos = _frames(video_grids, steps, split_frames)
-    found = np.empty((3, len(types)), dtype=np.int64)
+    positions = np.empty((3, len(types)), dtype=np.int64)
     at = position = 0
     while at < len(types):
         if types[at] == TEXT:
             length = _run(types, at)
-            found[:, at : at + length] = np.arange(position, position + length)
+            positions[:, at : at + length] = np.arange(position, position + length)
             position += length
         else:
             kind = int(types[at])
@@ -59,7 +59,7 @@ def mrope_positions(
                     f"{_NAMES[kind]} with the grid {list(map(int, grid))} needs {length} tokens, the sample has "
                     f"fewer at token {at}: expand each placeholder to the size of its image"
                 )
-            found[:, at : at + length] = block + position
+            positions[:, at : at + length] = block + position
             position += max(int(grid[1]), int(grid[2])) // merge
         at += length
     for kind, rest in ((IMAGE, images), (VIDEO, videos)):
@@ -68,7 +68,7 @@ def mrope_positions(
                 f"{left} more {_NAMES[kind]}s are given than the sample has placeholders for: "
                 f"add a placeholder for each, or remove them"
             )
-    return found
+    return positions
 
 
 _NAMES = {IMAGE: "image", VIDEO: "video"}
@@ -90,13 +90,13 @@ def _run(types: NDArray[Any], at: int) -> int:
 
 
 def _next(grids: _Grids, kind: int) -> tuple[Any, float]:
-    found = next(grids, None)
-    if found is None:
+    grid = next(grids, None)
+    if grid is None:
         raise UserError(
             f"the sample has more placeholders for {_NAMES[kind]}s than {_NAMES[kind]}s are given: "
             f"give one {_NAMES[kind]} for each placeholder"
         )
-    return found
+    return grid
 
 
 def _grid_positions(grid: Any, merge: int, step: float) -> Positions:

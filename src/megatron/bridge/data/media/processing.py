@@ -85,9 +85,9 @@ class TileProcessor:
         )
 
     def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
-        whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
         (rows, columns), side = self._grid(image.height, image.width), self.values["image_size"]
-        grid = _resized(whole, rows * side, columns * side)[0]
+        grid = _resized(pixels, rows * side, columns * side)[0]
         tiles = (
             grid.unflatten(2, (columns, side))
             .unflatten(1, (rows, side))
@@ -95,7 +95,7 @@ class TileProcessor:
             .flatten(0, 1)
         )
         if len(tiles) < self.count(image.height, image.width):
-            tiles = torch.cat((tiles, _resized(whole, side, side)))
+            tiles = torch.cat((tiles, _resized(pixels, side, side)))
         mean, deviation = (
             torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std")
         )
@@ -124,12 +124,12 @@ _SECONDS = 30  # without an answer
 _SCHEMES = ("http://", "https://")
 
 
-def fetched(raw: Any, root: Path, where: str) -> Any:
+def fetched(raw: Any, root: Path, location: str) -> Any:
     """A record's image or video reference, with URLs replaced by downloaded paths below ``root``."""
     if isinstance(raw, Mapping):
-        return {key: fetched(value, root, where) for key, value in raw.items()}
+        return {key: fetched(value, root, location) for key, value in raw.items()}
     if isinstance(raw, list):
-        return [fetched(value, root, where) for value in raw]
+        return [fetched(value, root, location) for value in raw]
     if not isinstance(raw, str) or not raw.startswith(_SCHEMES):
         return raw
     name = (
@@ -138,30 +138,30 @@ def fetched(raw: Any, root: Path, where: str) -> Any:
     )
     path = root / FOLDER / name
     if not path.is_file():
-        content = _download(raw, where)
+        content = _download(raw, location)
         try:
             path.parent.mkdir(exist_ok=True)
             with published_file(path) as aside:
                 aside.write_bytes(content)
         except OSError as error:
             raise UserError(
-                f"{where}: {raw} cannot be kept in {path.parent} ({error}): set dataset.media_root"
+                f"{location}: {raw} cannot be kept in {path.parent} ({error}): set dataset.media_root"
             ) from error
     return f"{FOLDER}/{name}"
 
 
-def _download(address: str, where: str) -> bytes:
+def _download(address: str, location: str) -> bytes:
     request = urllib.request.Request(address, headers={"User-Agent": "megatron-bridge"})
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as response:
             content: bytes = response.read(MAX_BYTES + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
-            f"{where}: {address} cannot be downloaded ({one_line(error)}): correct it, or remove the record"
+            f"{location}: {address} cannot be downloaded ({one_line(error)}): correct it, or remove the record"
         ) from error
     if len(content) > MAX_BYTES:
         raise UserError(
-            f"{where}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path"
+            f"{location}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path"
         )
     return content
 
@@ -197,8 +197,11 @@ class MediaProcessor:
                 f"supported for {', '.join(EXPANSIONS)}"
             )
         self.hf_processor = _image_processor(path, rules, config if kind in _REMOTE else None)
-        own = _json(path, "processor_config.json")
-        values = {**config, **{key: value for key, value in own.items() if value is not None}}
+        processor_config = _json(path, "processor_config.json")
+        values = {
+            **config,
+            **{key: value for key, value in processor_config.items() if value is not None},
+        }
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
         self.chat_template = chat_template(path) or (
             None if hf.chat_template else self.expansion.template
@@ -217,11 +220,11 @@ class MediaProcessor:
         """Loaded with the first video, because it needs further packages."""
         return VideoProcessor(self.kind, self._rules, self._values)
 
-    def _load_videos(self, where: str) -> None:
+    def _load_videos(self, location: str) -> None:
         try:
             _ = self.videos
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
 
     def placeholder(self, media: MediaReference | None = None) -> str:
         """The text that a chat template writes for a video or an image."""
@@ -252,32 +255,36 @@ class MediaProcessor:
             for name in ("image_seq_length", "image_seq_len", "patch_size")
         ]
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
-        rules, own = (
+        rules, video_config = (
             self._rules,
             _json(self._rules.processor_path, "video_preprocessor_config.json"),
         )
-        videos = (rules.fps, rules.max_frames, own or self.expansion.values.get("video_processor"))
+        videos = (
+            rules.fps,
+            rules.max_frames,
+            video_config or self.expansion.values.get("video_processor"),
+        )
         values += [videos] if any(videos) else []
         text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
-    def references(self, named: Iterable[tuple[str, Any]], where: str) -> list[MediaReference]:
+    def references(self, named: Iterable[tuple[str, Any]], location: str) -> list[MediaReference]:
         """References to what a record names: ``image`` or ``video``, and what it says about it."""
         if self._rules.fetches:
-            named = [(kind, fetched(raw, self.root, where)) for kind, raw in named]
-        found = [
-            (refer_video if kind == "video" else refer)(raw, self.root, where)
+            named = [(kind, fetched(raw, self.root, location)) for kind, raw in named]
+        references = [
+            (refer_video if kind == "video" else refer)(raw, self.root, location)
             for kind, raw in named
         ]
-        if any(isinstance(item, VideoReference) for item in found):
-            self._load_videos(where)
+        if any(isinstance(item, VideoReference) for item in references):
+            self._load_videos(location)
         limit = self.expansion.images_in_sample
-        if limit is not None and len(found) > limit:
+        if limit is not None and len(references) > limit:
             raise UserError(
-                f"{where}: the record has {len(found)} images, and {self.kind} is supported with {limit} in a "
+                f"{location}: the record has {len(references)} images, and {self.kind} is supported with {limit} in a "
                 "sample: split the record"
             )
-        return found
+        return references
 
     def text(self, media: MediaReference) -> str:
         """The text that replaces the placeholder of ``media``."""
@@ -332,7 +339,10 @@ class MediaProcessor:
         Those of videos are under the names of ``get_video_features`` where videos have a token of their own. Images
         of other ranks are not decoded: their patches are left out, and whole images are zeros.
         """
-        parts = [self._part(item, own) for item, own in zip(media, self._own(media), strict=True)]
+        parts = [
+            self._part(item, is_local)
+            for item, is_local in zip(media, self._own(media), strict=True)
+        ]
         return join_media(parts)
 
     def _is_video(self, item: MediaReference) -> bool:
@@ -348,10 +358,10 @@ class MediaProcessor:
         if ranks == 1:
             return [[True]] * len(media)
         sizes = [self._sizes(item) for item in media]
-        order = sorted(range(len(media)), key=lambda place: self._is_video(media[place]))
-        owners = iter(share_out([size for place in order for size in sizes[place]], ranks))
-        own = {place: [next(owners) == rank for _ in sizes[place]] for place in order}
-        return [own[place] for place in range(len(media))]
+        order = sorted(range(len(media)), key=lambda index: self._is_video(media[index]))
+        owners = iter(share_out([size for index in order for size in sizes[index]], ranks))
+        is_local = {index: [next(owners) == rank for _ in sizes[index]] for index in order}
+        return [is_local[index] for index in range(len(media))]
 
     def _sizes(self, item: MediaReference) -> list[int]:
         """The work for each grid, in proportion to its patches, or 1 for each tile, because tiles have equal sizes."""
@@ -365,9 +375,9 @@ class MediaProcessor:
             else [1] * self._measured(self.expansion.tiles, item)
         )
 
-    def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
+    def _part(self, item: MediaReference, is_local: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, only those of the grids that this rank encodes."""
-        if all(own) or (any(own) and not self.has_grids):
+        if all(is_local) or (any(is_local) and not self.has_grids):
             return (
                 self.videos.pixels(item)
                 if isinstance(item, VideoReference)
@@ -379,12 +389,16 @@ class MediaProcessor:
             )
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
-        if any(own):
-            found = self._part(item, [])
-            pixels = next(name for name in found if name.startswith("pixel_values"))
-            patches = found[pixels].split([math.prod(grid) for grid in grids])
+        if any(is_local):
+            all_tensors = self._part(item, [])
+            pixels = next(name for name in all_tensors if name.startswith("pixel_values"))
+            patches = all_tensors[pixels].split([math.prod(grid) for grid in grids])
             tensors[pixels] = torch.cat(
-                [part for part, mine in zip(patches, own, strict=True) if mine]
+                [
+                    part
+                    for part, is_encoded_here in zip(patches, is_local, strict=True)
+                    if is_encoded_here
+                ]
             )
         return tensors
 
@@ -400,24 +414,24 @@ class MediaProcessor:
         if text not in self._blanks:
             if len(self._blanks) == MAX_BLANKS:
                 self._blanks.clear()
-            found = self._processed(image, Image.new("RGB", (image.width, image.height)))
-            pixels = [name for name in found if name.startswith("pixel")]
+            tensors = self._processed(image, Image.new("RGB", (image.width, image.height)))
+            pixels = [name for name in tensors if name.startswith("pixel")]
             zeros = (
                 {}
                 if self.expansion.has_patches
-                else {name: zeros_without_memory(found[name]) for name in pixels}
+                else {name: zeros_without_memory(tensors[name]) for name in pixels}
             )
             self._blanks[text] = {
-                name: value for name, value in found.items() if name not in pixels
+                name: value for name, value in tensors.items() if name not in pixels
             } | zeros
         return self._blanks[text]
 
     def _processed(self, image: ImageReference, decoded: "Image.Image") -> dict[str, Tensor]:
         try:
-            found = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
+            outputs = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
         except PROCESSOR_ERRORS as error:
             raise _unusable(image, error) from error
-        tensors = {name: torch.as_tensor(found[name]) for name in _TENSORS if name in found}
+        tensors = {name: torch.as_tensor(outputs[name]) for name in _TENSORS if name in outputs}
         if self.kind in BY_SAMPLE:  # of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
         return tensors
@@ -438,9 +452,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _padded(part: Tensor, shape: list[int]) -> Tensor:
-    whole = part.new_zeros(len(part), *shape)
-    whole[tuple(slice(size) for size in part.shape)] = part
-    return whole
+    padded = part.new_zeros(len(part), *shape)
+    padded[tuple(slice(size) for size in part.shape)] = part
+    return padded
 
 
 def _unusable(image: ImageReference, error: Exception) -> UserError:
@@ -486,11 +500,11 @@ def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
     from transformers.image_utils import SizeDict
 
     processor.size = SizeDict(**{**dict(processor.size), edge: value})
-    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
-    if least > most:
+    minimum, maximum = processor.size["shortest_edge"], processor.size["longest_edge"]
+    if minimum > maximum:
         raise UserError(
-            f"dataset.{name}={value} contradicts the other limit: images would have {least} pixels at least and "
-            f"{most} at most: set dataset.min_pixels and dataset.max_pixels"
+            f"dataset.{name}={value} contradicts the other limit: images would have {minimum} pixels at least and "
+            f"{maximum} at most: set dataset.min_pixels and dataset.max_pixels"
         )
 
 
@@ -499,8 +513,8 @@ def chat_template(path: str) -> str | None:
     text = _text(path, "chat_template.jinja")
     if text is not None:
         return text
-    found = _json(path, "chat_template.json").get("chat_template")
-    return found if isinstance(found, str) else None
+    template = _json(path, "chat_template.json").get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def _json(path: str, name: str) -> Mapping[str, Any]:
@@ -508,23 +522,23 @@ def _json(path: str, name: str) -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        found = strict_json.loads(text)
+        content = strict_json.loads(text)
     except ValueError as error:
         raise UserError(f"{path}/{name} is not valid JSON ({error}): download it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path}/{name} is not a JSON object: download it again")
-    return found
+    return content
 
 
 def _text(path: str, name: str) -> str | None:
     """The content of a file of a checkpoint; None if there is no such file."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
+    file = cached_file(
         path,
         name,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return Path(found).read_text(encoding="utf-8") if found else None
+    return Path(file).read_text(encoding="utf-8") if file else None

@@ -125,7 +125,11 @@ def split_problems(split: str | None) -> list[str]:
         []
     """
     numbers = [_number(share) for share in (split or "").split(",")]
-    shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
+    shares = [
+        share_value
+        for share_value in numbers
+        if share_value is not None and 0 <= share_value < math.inf
+    ]
     if len(shares) == len(numbers) <= len(SPLITS) and sum(shares) > 0:
         return []
     return [

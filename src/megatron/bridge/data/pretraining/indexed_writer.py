@@ -29,16 +29,16 @@ DIGEST_BLOCKS = 16
 
 def digest(path: Path) -> str:
     """Return a hash of a file's size and of up to ``DIGEST_BLOCKS`` evenly spaced blocks."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     size = path.stat().st_size
-    found.update(str(size).encode())
+    hasher.update(str(size).encode())
     last = max(size - DIGEST_BLOCK, 0)
     count = min(DIGEST_BLOCKS, -(-size // DIGEST_BLOCK))
     with path.open("rb") as file:
-        for number in range(count):
-            file.seek(last * number // max(count - 1, 1))
-            found.update(file.read(DIGEST_BLOCK))
-    return found.hexdigest()
+        for block in range(count):
+            file.seek(last * block // max(count - 1, 1))
+            hasher.update(file.read(DIGEST_BLOCK))
+    return hasher.hexdigest()
 
 
 def check_digests(prefix: str, written: dict[str, str]) -> None:
@@ -119,10 +119,10 @@ class WriterState:
         """Read the state in a file; return None if there is no valid state."""
         try:
             saved = json.loads(path.read_text())
-            place, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
+            position, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
             return cls(
                 saved["key"],
-                place,
+                position,
                 report,
                 dict(saved.get("digests", {})),
                 dict(saved.get("facts", {})),

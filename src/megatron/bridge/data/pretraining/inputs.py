@@ -71,13 +71,13 @@ def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> lis
     with ThreadPoolExecutor(REQUESTS) as pool:
         pieces = list(chain(*pool.map(lambda part: _pieces(config, part, size), parts)))
     shards: list[list[Part]] = []
-    room = 0
+    free_bytes = 0
     for piece in pieces:
-        if not shards or not 0 < piece.size <= room:
+        if not shards or not 0 < piece.size <= free_bytes:
             shards.append([])
-            room = size
+            free_bytes = size
         shards[-1].append(piece)
-        room -= piece.size or size
+        free_bytes -= piece.size or size
     return shards
 
 
@@ -85,43 +85,45 @@ def read_chunks(
     config: "PreprocessConfig", parts: list[Part], start: InputPosition
 ) -> Iterator[DocumentChunk]:
     """Yield the documents of ``parts`` after ``start``, in pieces of about a megabyte."""
-    for number, part in enumerate(parts):
-        if number >= start.file:
-            resumed = number == start.file and start.line > 1
+    for index, part in enumerate(parts):
+        if index >= start.file:
+            resumed = index == start.file and start.line > 1
             with _named(part.url):
                 yield from _read(
-                    config, part, start if resumed else InputPosition(number, part.start)
+                    config, part, start if resumed else InputPosition(index, part.start)
                 )
 
 
-def _read(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[DocumentChunk]:
+def _read(
+    config: "PreprocessConfig", part: Part, position: InputPosition
+) -> Iterator[DocumentChunk]:
     if _is_document(config, part):
         with _opened(part.url) as file:
             yield DocumentChunk(
-                part.name, 1, [file.read()], part.format, InputPosition(place.file + 1)
+                part.name, 1, [file.read()], part.format, InputPosition(position.file + 1)
             )
         return
     has_rows = part.url.startswith(HUB) or part.url.endswith(TABLE)
-    for lines in _rows(config, part, place) if has_rows else _lines(part, place):
+    for lines in _rows(config, part, position) if has_rows else _lines(part, position):
         end = InputPosition(
-            place.file, place.offset + sum(map(len, lines)), place.line + len(lines)
+            position.file, position.offset + sum(map(len, lines)), position.line + len(lines)
         )
-        yield DocumentChunk(part.name, place.line, lines, part.format, end)
-        place = end
+        yield DocumentChunk(part.name, position.line, lines, part.format, end)
+        position = end
 
 
 def _is_document(config: "PreprocessConfig", part: Part) -> bool:
     return part.format == "text" and config.text_document == "file"
 
 
-def _lines(part: Part, place: InputPosition) -> Iterator[list[bytes]]:
-    """Yield the lines that begin between ``place`` and the end of the part."""
-    offset, end = place.offset, sys.maxsize if part.end is None else part.end
+def _lines(part: Part, position: InputPosition) -> Iterator[list[bytes]]:
+    """Yield the lines that begin between ``position`` and the end of the part."""
+    offset, end = position.offset, sys.maxsize if part.end is None else part.end
     with _opened(part.url) as file:
         if not file.seekable():
-            deque(islice(file, place.line - 1), maxlen=0)
+            deque(islice(file, position.line - 1), maxlen=0)
         elif (
-            place.line == 1 and offset > 0
+            position.line == 1 and offset > 0
         ):  # it may be inside a line, which belongs to the previous part
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
@@ -138,11 +140,11 @@ def _lines_within(file: io.BufferedReader, size: int) -> list[bytes]:
     return file.readlines(min(CHUNK_BYTES, size - 1)) if size > 1 else file.readlines(1)[:1]
 
 
-def _rows(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[list[bytes]]:
+def _rows(config: "PreprocessConfig", part: Part, position: InputPosition) -> Iterator[list[bytes]]:
     lines: list[bytes] = []
     size = 0
     rows = _hub_rows(part) if part.url.startswith(HUB) else _table_rows(config, part)
-    for row in islice(rows, place.line - 1, None):
+    for row in islice(rows, position.line - 1, None):
         lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
         size += len(lines[-1])
         if size >= CHUNK_BYTES:
@@ -164,8 +166,8 @@ def _table_rows(config: "PreprocessConfig", part: Part) -> Iterator[dict[str, An
 
 def _hub_rows(part: Part) -> Iterator[dict[str, Any]]:
     stream = _hub(part.url)._load()
-    for number in range(part.start, stream.num_shards if part.end is None else part.end):
-        yield from stream.shard(stream.num_shards, number, contiguous=True)
+    for shard_index in range(part.start, stream.num_shards if part.end is None else part.end):
+        yield from stream.shard(stream.num_shards, shard_index, contiguous=True)
 
 
 def _hub(url: str) -> HubSource:
@@ -241,8 +243,8 @@ def _pieces(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
                     for at in range(table.num_row_groups)
                 ]
             return [
-                part._replace(start=at, end=at + 1, size=max(each, 1))
-                for at, each in enumerate(sizes)
+                part._replace(start=at, end=at + 1, size=max(piece_size, 1))
+                for at, piece_size in enumerate(sizes)
             ]
     if not part.size or Path(part.url).suffix in COMPRESSED or _is_document(config, part):
         return [part]

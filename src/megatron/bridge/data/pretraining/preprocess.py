@@ -106,40 +106,40 @@ class DocumentEncoder:
         return EncodedDocuments(tokens, lengths, empty, sum(map(len, chunk.lines)), chunk.end)
 
     def _chats(self, chunk: DocumentChunk) -> list[list[int]]:
-        records = [(where, parse_record(line, where)) for where, line in _located(chunk)]
-        found = [sample.tokens.tolist() for sample in self._records(records).samples]
-        return [ids if ids[-1:] == self._end else ids + self._end for ids in found]
+        records = [(location, parse_record(line, location)) for location, line in _located(chunk)]
+        token_lists = [sample.tokens.tolist() for sample in self._records(records).samples]
+        return [ids if ids[-1:] == self._end else ids + self._end for ids in token_lists]
 
     def _texts(self, chunk: DocumentChunk) -> list[list[int]]:
         read = self._json_text if chunk.format == "jsonl" else self._plain_text
-        kept = [text for where, line in _located(chunk) if (text := read(line, where))]
-        return [ids + self._end for ids in encode_many(self.tokenizer, kept, self._special) if ids]
+        texts = [text for location, line in _located(chunk) if (text := read(line, location))]
+        return [ids + self._end for ids in encode_many(self.tokenizer, texts, self._special) if ids]
 
-    def _json_text(self, line: bytes, where: str) -> str:
-        record = parse_record(line, where)
+    def _json_text(self, line: bytes, location: str) -> str:
+        record = parse_record(line, location)
         if self._key not in record:
             keys = ", ".join(record) or "none"
             hint = did_you_mean(self._key, record)
             raise UserError(
-                f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
+                f"{location}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
             )
-        return expect(record[self._key], "a string", where, repr(self._key))
+        return expect(record[self._key], "a string", location, repr(self._key))
 
-    def _plain_text(self, document: bytes, where: str) -> str:
+    def _plain_text(self, document: bytes, location: str) -> str:
         try:
             text = document.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{where}: the text is not UTF-8 ({error.reason} at byte {error.start})"
+                f"{location}: the text is not UTF-8 ({error.reason} at byte {error.start})"
             ) from error
         return text.rstrip("\r\n") if self._by_line else text
 
 
 def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
     """Yield the file and line number of each line that is not blank, and the line."""
-    for number, line in enumerate(chunk.lines, start=chunk.first_line):
+    for line_number, line in enumerate(chunk.lines, start=chunk.first_line):
         if line.strip():
-            yield f"{chunk.source}:{number}", line
+            yield f"{chunk.source}:{line_number}", line
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
@@ -147,9 +147,9 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     parts = checked_parts(config)
     encoder = DocumentEncoder(config)
     key = dataset_key(config, encoder.tokenizer, [part.format for part in parts], _contents(parts))
-    made = finished_state(config.output_prefix)
-    if made is not None and made.key == key and not config.overwrite:
-        return replace(made.report, found=True)
+    finished = finished_state(config.output_prefix)
+    if finished is not None and finished.key == key and not config.overwrite:
+        return replace(finished.report, found=True)
     refuse_existing(config)
     with (
         ordered_map(encoder, config.workers) as encode,

@@ -185,8 +185,8 @@ def _parts(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
     if isinstance(dataset, EpochRows):
         yield name, dataset
     elif isinstance(dataset, BlendedRows):
-        for number, part in enumerate(dataset.parts):
-            yield f"{name} {number}", part
+        for index, part in enumerate(dataset.parts):
+            yield f"{name} {index}", part
 
 
 def _preview_split(
@@ -206,7 +206,7 @@ def _preview_split(
         fill=rows.fill,
         media=rows.media.description(dataset.report.videos > 0) if rows.media else "",
         samples=[
-            segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))
+            segments(rows.samples[index], tokenizer, rows.media) for index in range(len(titles))
         ],
         titles=titles,
     )
@@ -222,7 +222,7 @@ def histogram(lengths: np.ndarray, bins: int = BINS) -> list[tuple[int, int]]:
     longest = int(lengths.max())
     width = -(-longest // bins)
     counts = np.bincount((lengths - 1) // width, minlength=-(-longest // width))
-    return [((place + 1) * width, int(count)) for place, count in enumerate(counts)]
+    return [((bin_index + 1) * width, int(count)) for bin_index, count in enumerate(counts)]
 
 
 def segments(
@@ -232,7 +232,7 @@ def segments(
     images = _image_places(sample, media)
     edges = {
         *(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(),
-        *(place for part in images for place in part),
+        *(edge for part in images for edge in part),
     }
     bounds = [0, *sorted(edges - {0, len(sample.tokens)}), len(sample.tokens)]
     return [
@@ -266,12 +266,12 @@ def _image_places(
     if media is None or not sample.images:
         return {}
     places = np.flatnonzero(np.isin(sample.tokens, media.token_ids)).tolist()
-    found, first = {}, 0
+    image_of_span, first = {}, 0
     for image in sample.images:
         count = media.tokens(image)
-        found[places[first], places[first + count - 1] + 1] = image
+        image_of_span[places[first], places[first + count - 1] + 1] = image
         first += count
-    return found
+    return image_of_span
 
 
 def _beginning(batch: Batch, row: int) -> Sample:
@@ -283,11 +283,11 @@ def _beginning(batch: Batch, row: int) -> Sample:
 def _first_batches(
     config: DatasetConfig, train: DataIterator | None, sizes: tuple[int, int, int]
 ) -> Iterator[tuple[Batch, RankBatch]]:
-    micro, whole, ranks = sizes
-    if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < whole):
+    micro, global_size, ranks = sizes
+    if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < global_size):
         return
     for rank in range(min(ranks, SHOWN_RANKS)):
-        shard = BatchShard(micro, whole, rank, ranks)
+        shard = BatchShard(micro, global_size, rank, ranks)
         if isinstance(train, StreamingBatchIterator):
             batches = train.replicate(shard)
         else:

@@ -46,8 +46,8 @@ def to_console(console: Console, preview: Preview) -> None:
         console.print(
             Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n"
         )
-    for number, text in enumerate(preview.texts, start=1):
-        console.print(Text(f"beginning of row {number}", style="bold"), _text(text), sep="\n")
+    for row_number, text in enumerate(preview.texts, start=1):
+        console.print(Text(f"beginning of row {row_number}", style="bold"), _text(text), sep="\n")
     if preview.first_batches:
         console.print(_batches(preview.first_batches))
 
@@ -121,9 +121,9 @@ def summary(split: SplitPreview) -> Iterator[str]:
 
 def _histogram(split: SplitPreview) -> Table:
     table = Table(box=None, show_header=False)
-    most = max(count for _, count in split.histogram)
+    largest_count = max(count for _, count in split.histogram)
     for length, count in split.histogram:
-        table.add_row(f"up to {length:,}", "#" * round(BAR * count / most), f"{count:,}")
+        table.add_row(f"up to {length:,}", "#" * round(BAR * count / largest_count), f"{count:,}")
     return table
 
 

@@ -103,16 +103,16 @@ class RecordEncoder:
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         report = EncodingReport(records=len(records))
-        kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
-        cut = [self._truncate(draft.sample, report, draft.where) for draft in kept]
-        found = [sample for sample in cut if sample.trained.any()]
-        for draft, sample in zip(kept, cut, strict=True):
+        drafts = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
+        cut = [self._truncate(draft.sample, report, draft.where) for draft in drafts]
+        trained_samples = [sample for sample in cut if sample.trained.any()]
+        for draft, sample in zip(drafts, cut, strict=True):
             if not sample.trained.any():
                 report.drop(NO_TARGET, draft.where)
-        samples = Samples.of(found)
-        report.samples, report.tokens = len(found), len(samples.tokens)
+        samples = Samples.of(trained_samples)
+        report.samples, report.tokens = len(trained_samples), len(samples.tokens)
         report.trained = int(samples.trained.sum())
-        self._count_images(found, report)
+        self._count_images(trained_samples, report)
         report.notes = +report.notes  # + removes counts of 0
         return EncodedRecords(samples, report)
 
@@ -120,38 +120,42 @@ class RecordEncoder:
         """Tokenize all records in one call, which is several times as fast as one call per record."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
-            [self._render(where, item, report) for where, item in parsed if isinstance(item, Chat)],
+            [
+                self._render(location, item, report)
+                for location, item in parsed
+                if isinstance(item, Chat)
+            ],
             report,
         )
         plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
-        for where, item in parsed:
-            yield Draft(where, next(chats if isinstance(item, Chat) else plain))
+        for location, item in parsed:
+            yield Draft(location, next(chats if isinstance(item, Chat) else plain))
 
     def _processed(
         self, records: Sequence[LocatedRecord], report: EncodingReport
     ) -> Iterator[LocatedRecord]:
-        for where, row in records:
+        for location, row in records:
             record = row
             if isinstance(row, TableRow):
                 record = without_filled_nulls(row)
                 report.notes[FILLED] += record != row
             processed = self._process(record) if self._process else record
             if processed is None:
-                report.drop(BY_FUNCTION, where)
+                report.drop(BY_FUNCTION, location)
             else:
-                yield where, processed
+                yield location, processed
 
     def _parse(
         self, records: Sequence[LocatedRecord], report: EncodingReport
     ) -> Iterator[tuple[str, ParsedRecord]]:
-        for where, record in self._processed(records, report):
-            parsed = parse(record, where)
+        for location, record in self._processed(records, report):
+            parsed = parse(record, location)
             report.formats[type(parsed).__name__] += 1
             if unused := unused_keys(record, parsed):
                 report.notes[UNUSED_KEYS.format(", ".join(unused))] += 1
             self._note(parsed, report)
             for item in self._turns(parsed):
-                yield where, item
+                yield location, item
 
     def _turns(self, parsed: ParsedRecord) -> Iterator[ParsedRecord]:
         """Split a conversation into one item per answer, with the messages before it, if ``split_turns`` is set."""
@@ -160,9 +164,12 @@ class RecordEncoder:
             return
         for index in parsed.answers:
             if index not in parsed.excluded:
-                kept = tuple(image for image in parsed.images if image.message <= index)
+                earlier_images = tuple(image for image in parsed.images if image.message <= index)
                 yield replace(
-                    parsed, messages=parsed.messages[: index + 1], completion=None, images=kept
+                    parsed,
+                    messages=parsed.messages[: index + 1],
+                    completion=None,
+                    images=earlier_images,
                 )
 
     def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
@@ -219,19 +226,19 @@ class RecordEncoder:
         ends = end_tokens(hf, folder if folder.is_dir() else None)
         return ends | end_of_turn(hf, template.template, parts=template.parts)
 
-    def _render(self, where: str, chat: Chat, report: EncodingReport) -> RenderedChat:
+    def _render(self, location: str, chat: Chat, report: EncodingReport) -> RenderedChat:
         if self.media is None and chat.images:
             raise UserError(
-                f"{where}: the record has images or videos, and the model has no processor for them: train a "
+                f"{location}: the record has images or videos, and the model has no processor for them: train a "
                 f"vision-language model, or set dataset.hf_processor_path to the directory of one"
             )
         train_on = "last" if self.rules.split_turns else self.rules.train_on
-        rendered = self.template.render(chat, train_on, where)
+        rendered = self.template.render(chat, train_on, location)
         report.notes.update(UNUSED.format(name) for name in rendered.unused)
         if self.media is None:
             return rendered
-        images = self.media.references(((item.kind, item.raw) for item in chat.images), where)
-        return expand(rendered, images, self.media, where)
+        images = self.media.references(((item.kind, item.raw) for item in chat.images), location)
+        return expand(rendered, images, self.media, location)
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
         """Count properties of records that are rarely intended."""
@@ -286,9 +293,9 @@ class RecordEncoder:
             yield Sample(ids, trained, chat.images)
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
-        most = self.media.max_image_tokens if self.media else None
-        if most is not None and self._image_tokens(draft.sample) > most:
-            return self._keep_images(draft, report, most)
+        image_limit = self.media.max_image_tokens if self.media else None
+        if image_limit is not None and self._image_tokens(draft.sample) > image_limit:
+            return self._keep_images(draft, report, image_limit)
         length, limit = len(draft.sample.tokens), self.rules.max_tokens
         if length <= limit:
             return True
@@ -302,14 +309,14 @@ class RecordEncoder:
         report.drop(TOO_LONG, draft.where)
         return False
 
-    def _keep_images(self, draft: Draft, report: EncodingReport, most: int) -> bool:
+    def _keep_images(self, draft: Draft, report: EncodingReport, image_limit: int) -> bool:
         """Drop or refuse a sample with too many image tokens."""
         if self.rules.truncation == "drop":
             report.drop(TOO_MANY_IMAGES, draft.where)
             return False
         raise UserError(
             f"{draft.where}: the images of the sample have {self._image_tokens(draft.sample)} tokens, more than "
-            f"dataset.max_image_tokens={most}: increase it, set dataset.max_pixels to a "
+            f"dataset.max_image_tokens={image_limit}: increase it, set dataset.max_pixels to a "
             "smaller value, or dataset.truncation to drop"
         )
 
@@ -319,14 +326,15 @@ class RecordEncoder:
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
         assert self.media is not None
-        found, wanted = (
+        placeholders, image_tokens = (
             int(np.isin(ids, self.media.token_ids).sum()),
             self.media.total_tokens(chat.images),
         )
-        if found != wanted:
-            where = chat.images[0].where if chat.images else "a record without images"
+        if placeholders != image_tokens:
+            location = chat.images[0].where if chat.images else "a record without images"
             raise UserError(
-                f"{where}: the sample has {found} placeholders {self.media.expansion.token} for {wanted} tokens "
+                f"{location}: the sample has {placeholders} placeholders "
+                f"{self.media.expansion.token} for {image_tokens} tokens "
                 "of images or videos: remove the placeholder from the text, or use the model's own tokenizer"
             )
 
@@ -341,12 +349,12 @@ class RecordEncoder:
             report.image_tokens += tokens
             report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)
 
-    def _truncate(self, sample: Sample, report: EncodingReport, where: str) -> Sample:
+    def _truncate(self, sample: Sample, report: EncodingReport, location: str) -> Sample:
         if len(sample.tokens) <= self.rules.max_tokens:
             return sample
         if sample.images:
             raise UserError(
-                f"{where}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
+                f"{location}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
                 f"dataset.seq_length={self.rules.max_tokens - 1}, and an image cannot be truncated: set "
                 "dataset.truncation to drop, dataset.max_pixels to a smaller value, or dataset.seq_length to a "
                 "larger one"
@@ -404,10 +412,10 @@ class _Endings:
         places = np.flatnonzero(answer)
         if not len(places) or self.end(ids[answer]):
             return ending
-        for place in range(int(places[-1]) + 1, len(ids)):
-            if int(ids[place]) in self._end_tokens:
-                ending[place] = True
-            elif self._is_blank(int(ids[place])):
+        for position in range(int(places[-1]) + 1, len(ids)):
+            if int(ids[position]) in self._end_tokens:
+                ending[position] = True
+            elif self._is_blank(int(ids[position])):
                 continue
             break
         return ending
@@ -458,17 +466,18 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
 
 
 def expand(
-    rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, where: str
+    rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, location: str
 ) -> RenderedChat:
     """Replace the placeholder of each image or video in ``rendered`` by its text, and shift the spans."""
-    wanted = [media.placeholder(image) for image in images]
-    marks = dict.fromkeys((media.placeholder(), *wanted))
+    expected_marks = [media.placeholder(image) for image in images]
+    marks = dict.fromkeys((media.placeholder(), *expected_marks))
     # pieces with odd indices are placeholders
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", rendered.text)
-    found = pieces[1::2]
-    if found != wanted:
+    rendered_marks = pieces[1::2]
+    if rendered_marks != expected_marks:
         raise UserError(
-            f"{where}: the rendered conversation has {len(found)} placeholders {' or '.join(marks)} for {len(wanted)} "
+            f"{location}: the rendered conversation has {len(rendered_marks)} placeholders "
+            f"{' or '.join(marks)} for {len(expected_marks)} "
             "images or videos: the chat template must write one for each in their order, and no text may contain it"
         )
     if not images:
@@ -477,11 +486,13 @@ def expand(
     pieces[1::2] = texts = [media.text(image) for image in images]
     shifts = [
         0,
-        *accumulate(len(text) - len(mark) for text, mark in zip(texts, wanted, strict=True)),
+        *accumulate(
+            len(text) - len(mark) for text, mark in zip(texts, expected_marks, strict=True)
+        ),
     ]
 
-    def moved(place: int) -> int:
-        return place + shifts[bisect_right(ends, place)]
+    def moved(position: int) -> int:
+        return position + shifts[bisect_right(ends, position)]
 
     spans = [(moved(first), moved(last)) for first, last in rendered.spans]
     return replace(rendered, text="".join(pieces), spans=spans, images=tuple(images))
@@ -497,17 +508,17 @@ def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None)
     assert policy in ("left", "right", "keep_answer"), policy
     if policy == "right":
         return _window(sample, 0, limit)
-    kept = int(opening is not None and sample.tokens[0] == opening)
+    opening_length = int(opening is not None and sample.tokens[0] == opening)
     end = len(sample.tokens)
     if policy == "keep_answer":
         first, end = last_answer(sample.trained)
         # the first token of the answer is predicted from the token before it, even if the answer does not fit
-        end = min(end, first + limit - min(first, kept + 1))
-    start = end - limit + kept
-    if start <= kept:
+        end = min(end, first + limit - min(first, opening_length + 1))
+    start = end - limit + opening_length
+    if start <= opening_length:
         return _window(sample, 0, end)
     part = _window(sample, start, end)
-    if not kept:
+    if not opening_length:
         return part
     tokens = np.concatenate((sample.tokens[:1], part.tokens))
     return Sample(tokens, np.concatenate((sample.trained[:1], part.trained)))

@@ -153,8 +153,8 @@ def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: in
     parts = final.with_name(final.name + ".parts")
     with refuse_unwritable(f"dataset.prepared_dir={final.parent}"):
         parts.mkdir(parents=True, exist_ok=True)
-        made = _make_parts(parts, source, encoder, workers)
-        for _ in track(made, f"tokenizing {source.name} (parts of {PART_RECORDS:,})"):
+        finished_parts = _make_parts(parts, source, encoder, workers)
+        for _ in track(finished_parts, f"tokenizing {source.name} (parts of {PART_RECORDS:,})"):
             pass
         _join_parts(parts, final)
         shutil.rmtree(parts)
@@ -166,16 +166,16 @@ def _make_parts(
     missing: list[Path] = []
 
     def records() -> Iterator[tuple[LocatedRecord, ...]]:
-        for number, part in enumerate(batched(source.records(), PART_RECORDS)):
-            path = folder / f"{number:06}.npz"
+        for index, part in enumerate(batched(source.records(), PART_RECORDS)):
+            path = folder / f"{index:06}.npz"
             if not path.exists():
                 missing.append(path)
                 yield part
 
     with ordered_map(encoder, workers) as encode:
-        for number, part in enumerate(encode(records())):
-            _write_part(missing[number], part)
-            yield missing[number]
+        for index, part in enumerate(encode(records())):
+            _write_part(missing[index], part)
+            yield missing[index]
 
 
 def _write_part(path: Path, part: EncodedRecords) -> None:
@@ -217,10 +217,10 @@ def _write_pieces(
         sample += len(part) - 1
     np.save(folder / f"{bounds_name}.npy", bounds)
     for name, dtype in kinds.items():
-        whole, start = _create(folder / f"{name}.npy", dtype, int(bounds[-1])), 0
+        joined, start = _create(folder / f"{name}.npy", dtype, int(bounds[-1])), 0
         for path in parts:
             part = np.load(path)[name]
-            whole[start : start + len(part)] = part
+            joined[start : start + len(part)] = part
             start += len(part)
 
 

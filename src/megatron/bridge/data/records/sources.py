@@ -66,8 +66,8 @@ class TableRow(dict[str, Any]):
 
 
 def _rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{name}: row {number}", TableRow(row)
+    for row_number, row in enumerate(rows, start=1):
+        yield f"{name}: row {row_number}", TableRow(row)
 
 
 FREE_KEYS = ("tools", "tool_calls", "chat_template_kwargs")
@@ -237,28 +237,28 @@ class RenamedSource:
         return self.source.name
 
     def records(self) -> Iterator[LocatedRecord]:
-        for where, record in self.source.records():
+        for location, record in self.source.records():
             try:
-                renamed = self._rename(where, record)
+                renamed = self._rename(location, record)
             except UserError as error:
                 raise_or_skip(error)
             else:
-                yield where, renamed
+                yield location, renamed
 
-    def _rename(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
+    def _rename(self, location: str, record: dict[str, Any]) -> dict[str, Any]:
         if missing := [key for key in self.columns if key not in record]:
             raise UserError(
-                f"{where}: there is no {missing[0]}, which dataset.columns names; the record has "
+                f"{location}: there is no {missing[0]}, which dataset.columns names; the record has "
                 f"{', '.join(record)}"
             )
-        kept = {key: value for key, value in record.items() if key not in self.columns}
-        if taken := [name for name in self.columns.values() if name in kept]:
+        unnamed = {key: value for key, value in record.items() if key not in self.columns}
+        if taken := [name for name in self.columns.values() if name in unnamed]:
             raise UserError(
-                f"{where}: the record has the key {taken[0]}, and dataset.columns renames another "
+                f"{location}: the record has the key {taken[0]}, and dataset.columns renames another "
                 "key to it: rename both"
             )
         renamed = {new: record[old] for old, new in self.columns.items()}
-        return type(record)({**kept, **renamed})
+        return type(record)({**unnamed, **renamed})
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{dict(self.columns)}"

@@ -85,13 +85,16 @@ class HarnessModel(TemplateLM):
             first = max(1, len(prompt) - len(continuation))
             prompts.append(prompt)
             sampling.append(Sampling(max_new_tokens=0, prompt_logprobs=0, score_from=first))
-        found: list[tuple[float, bool]] = []
+        results: list[tuple[float, bool]] = []
         for completions in self.llm.generate_each(prompts, sampling):
             scored = completions[0].prompt_logprobs
-            found.append(
-                (sum(one.logprob for one in scored), all(one.is_most_likely for one in scored))
+            results.append(
+                (
+                    sum(token.logprob for token in scored),
+                    all(token.is_most_likely for token in scored),
+                )
             )
-        return found
+        return results
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False

@@ -120,7 +120,11 @@ class Refit:
         if self._llm is None:
             return report
         assert rank() == 0, "rank 0 owns the engine"
-        found = self._llm.generate(self._canary.prompts, SCORING)
-        logprobs = [one.logprob for completions in found for one in completions[0].prompt_logprobs]
+        scored = self._llm.generate(self._canary.prompts, SCORING)
+        logprobs = [
+            token_logprob.logprob
+            for completions in scored
+            for token_logprob in completions[0].prompt_logprobs
+        ]
         difference = self._canary.check(expected, logprobs)
         return RefitReport(report.tensors, report.bytes, report.seconds, difference)

@@ -181,12 +181,12 @@ def _completed(
         if not task.mapping.is_stacked:
             yield task, list(task.hf_slice_shapes)
             continue
-        whole: list[str] = []
+        complete: list[str] = []
         experts: int = task.shard.config.num_moe_experts
         for name in task.hf_slice_shapes:
             missing[name] = missing.get(name, experts) - 1
-            whole += [] if missing[name] else [name]
-        yield task, whole
+            complete += [] if missing[name] else [name]
+        yield task, complete
 
 
 @torch.no_grad()

@@ -75,11 +75,11 @@ class Server:
 
     def check_length(self, tokens: int) -> int:
         """Return the number of tokens that may follow a prompt."""
-        room = self.max_context - tokens
-        if room < 1:
+        free_tokens = self.max_context - tokens
+        if free_tokens < 1:
             message = f"the prompt has {tokens} tokens, more than the context of {self.max_context} allows: shorten it"
             raise ApiError(400, message, "prompt", "context_length_exceeded")
-        return room
+        return free_tokens
 
     def generation(
         self,
@@ -148,7 +148,7 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         names = list(_FIELDS.get(request.url.path, ()))
         deepest = max(
-            error.errors(), key=lambda one: len(one["loc"])
+            error.errors(), key=lambda item: len(item["loc"])
         )  # the most specific error of a union's variants
         message, param = schemas.describe(deepest, names)
         return _error(ApiError(400, message, param))
@@ -178,17 +178,17 @@ def _add_facts(app: FastAPI, server: Server) -> None:
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
     }
-    facts = {
+    model_card = {
         "created": server.created,
         "owned_by": "megatron-bridge",
         "max_model_len": server.max_context,
     }
-    facts["input_modalities"] = ["text", "image"] if server.reader.media else ["text"]
+    model_card["input_modalities"] = ["text", "image"] if server.reader.media else ["text"]
     served = {
         name: {
             "id": name,
             "object": "model",
-            **facts,
+            **model_card,
             **({"parent": server.name} if name != server.name else {}),
         }
         for name in (server.name, *server.adapters)
@@ -253,9 +253,9 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
             "padding_side",
             "model_max_length",
         )
-        found = {name: getattr(hf, name, None) for name in names}
+        special_tokens = {name: getattr(hf, name, None) for name in names}
         template = server.reader.template or hf.chat_template
-        return {"tokenizer_class": type(hf).__name__, "chat_template": template, **found}
+        return {"tokenizer_class": type(hf).__name__, "chat_template": template, **special_tokens}
 
 
 def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
@@ -278,8 +278,10 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         echoed = None
         if body.echo:
             echoed = [
-                it if isinstance(it, str) else await server.tokenize(hf.decode, it)
-                for it in body.prompts
+                prompt_part
+                if isinstance(prompt_part, str)
+                else await server.tokenize(hf.decode, prompt_part)
+                for prompt_part in body.prompts
             ]
             more["prompt_logprobs"] = body.logprobs
         format = CompletionFormat(server.texts, body.logprobs)
@@ -293,13 +295,13 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         adapter = server.adapter_of(body.model)
         records = [message.as_record() for message in body.messages]
         prompt = await server.tokenize(server.reader.tokens, records, "messages")
-        room = server.check_length(len(prompt))
+        free_tokens = server.check_length(len(prompt))
         limit = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         top = (body.top_logprobs or 0) if body.logprobs else None
         more = {
-            "max_new_tokens": room if limit is None else limit,
+            "max_new_tokens": free_tokens if limit is None else limit,
             "logprobs": top,
             "adapter_name": adapter,
         }

@@ -142,7 +142,7 @@ def _news(request: int, sent: _Sent) -> Progress | None:
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
         logprobs = completion.logprobs[: _visible_logprobs(job)]
-        found = Progress(
+        progress = Progress(
             request,
             completion.choice,
             text[sent.text :],
@@ -157,7 +157,7 @@ def _news(request: int, sent: _Sent) -> Progress | None:
             len(logprobs),
         )
         sent.prompt_logprobs = len(completion.prompt_logprobs)
-        return found
+        return progress
     return None
 
 

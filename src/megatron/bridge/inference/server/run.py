@@ -68,14 +68,14 @@ class Guard:
             return
         try:
             refused = self._refusal(scope)
-            most = (
+            byte_limit = (
                 self._config.body_bytes
                 if scope["path"] == IMAGE_PATH
                 else min(self._config.body_bytes, TEXT_BYTES)
             )
             # a client that is still sending when the connection closes would not read the response
             body = await asyncio.wait_for(
-                _read(receive, most, keep=refused is None), self._config.seconds
+                _read(receive, byte_limit, keep=refused is None), self._config.seconds
             )
             if refused is not None:
                 raise refused
@@ -126,7 +126,7 @@ def _host_name(value: str) -> str:
     return value.rpartition(":")[0].lower() if value.count(":") == 1 else value.lower()
 
 
-async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
+async def _read(receive: Receive, byte_limit: int, keep: bool) -> bytes | None:
     """Read the body of a request (empty unless ``keep``), or None if the client has disconnected.
 
     A body that is too large is read to its end and dropped: a client that is still sending when the connection
@@ -140,15 +140,15 @@ async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
             return None
         part = message.get("body", b"")
         size += len(part)
-        if size > most:
+        if size > byte_limit:
             parts.clear()
         elif keep:
             parts.append(part)
         if not message.get("more_body"):
             break
-    if size > most:
+    if size > byte_limit:
         raise ApiError(
-            413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests"
+            413, f"the body exceeds {byte_limit} bytes: send a shorter prompt, or several requests"
         )
     return b"".join(parts)
 
@@ -266,8 +266,8 @@ class _Run:
     @asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._stop)
         client = EngineClient(self._workers, self._capacity, self._failed)
         self._server.client = client
         self._server.metrics = Metrics(self._server.name, lambda: client.load)

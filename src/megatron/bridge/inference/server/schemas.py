@@ -239,12 +239,12 @@ class DetokenizeRequest(_Strict):
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
     """Return a message for a pydantic error, and its field if it is one of ``names``."""
-    where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
-    field = ".".join(where)[:100] or None
+    path = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
+    field = ".".join(path)[:100] or None
     if error["type"] == "extra_forbidden":
         if field in NOT_SUPPORTED:
             return f"{field}: {NOT_SUPPORTED[field]}", field
-        return f"{field} is not a field of this request{did_you_mean(where[-1], names)}", field
+        return f"{field} is not a field of this request{did_you_mean(path[-1], names)}", field
     message = str(error["msg"]).removeprefix("Value error, ")
     return (message if field is None else f"{field}: {message}"), field
 

@@ -248,8 +248,10 @@ class AutoBridge(AdapterCalls):
         for task, (name, weight) in console.track(
             stream, "Exporting", total=total, show=show_progress
         ):
-            found = weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
-            named = HFWeightTuple(name, found)
+            converted = (
+                weight.to(dtype) if dtype is not None and weight.is_floating_point() else weight
+            )
+            named = HFWeightTuple(name, converted)
             yield HFWeightTriple(*named, task.global_param_name) if with_megatron_names else named
 
     def save_hf_pretrained(

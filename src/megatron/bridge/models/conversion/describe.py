@@ -29,7 +29,7 @@ def write_description(
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
         known = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-        config.update({name: number for name, number in known.items() if number is not None})
+        config.update({name: token_id for name, token_id in known.items() if token_id is not None})
     config.save_pretrained(directory)
 
 
@@ -44,20 +44,20 @@ def _chosen(provider: Any, architecture: str | None) -> str:
             hint = did_you_mean(architecture, architectures())
             raise UserError(f"--architecture {architecture} is not supported{hint}")
         if not _says(provider, architecture):
-            others = ", ".join(architectures_of(provider)) or "no architecture does"
+            alternatives = ", ".join(architectures_of(provider)) or "no architecture does"
             raise UserError(
-                f"--architecture {architecture} does not compute what this model does; use {others}"
+                f"--architecture {architecture} does not compute what this model does; use {alternatives}"
             )
         return architecture
-    found = architectures_of(provider)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    candidates = architectures_of(provider)
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
         raise UserError(
             "no Hugging Face architecture computes what this model does: give --hf-model"
         )
     raise UserError(
-        f"{', '.join(found)} compute what this model does: choose one with --architecture {found[0]}"
+        f"{', '.join(candidates)} compute what this model does: choose one with --architecture {candidates[0]}"
     )
 
 

@@ -119,9 +119,9 @@ class MegatronModelBridge:
             declared: Any = bridge
             if issubclass(declared, DecoderBridge):
                 refuse(_unknown_settings(declared, provider or GPTModelProvider))
-            own = bridge.__module__.startswith(_OWN_FAMILIES)
+            is_builtin = bridge.__module__.startswith(_OWN_FAMILIES)
             if not (
-                own and name in _REGISTRY
+                is_builtin and name in _REGISTRY
             ):  # a user's bridge has priority, regardless of the import order
                 _REGISTRY[name] = Registration(bridge, target, provider, model_type)
             return bridge
@@ -334,13 +334,13 @@ class DecoderBridge(MegatronModelBridge):
 
     def _unsaid(self, provider: Any) -> list[str]:
         """Return settings that this architecture cannot express, as ``name=value``."""
-        said = {name for field in self.fields for name in field.names}
+        expressible = {name for field in self.fields for name in field.names}
         implied = {
             field.name: field.default for field in dataclasses.fields(self._provider)
         } | self.fixed
         names = (
             name
-            for name in sorted(function_fields() - said)
+            for name in sorted(function_fields() - expressible)
             if name in implied and hasattr(provider, name)
         )
         return [
@@ -351,7 +351,7 @@ class DecoderBridge(MegatronModelBridge):
 
     @property
     def _architecture(self) -> str:
-        return next(name for name, found in _REGISTRY.items() if found.bridge is type(self))
+        return next(name for name, entry in _REGISTRY.items() if entry.bridge is type(self))
 
     @property
     def _provider(self) -> Any:
@@ -389,10 +389,13 @@ def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
 def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[str]:
     """Yield a phrase for each name in ``fields`` and ``fixed`` that the provider does not have."""
     known = {field.name for field in dataclasses.fields(provider)}
-    told = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
-    for name, where in {**told, **{name: f"fixed[{name!r}]" for name in bridge.fixed}}.items():
+    declared = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
+    for name, declaration in {
+        **declared,
+        **{name: f"fixed[{name!r}]" for name in bridge.fixed},
+    }.items():
         if name not in known:
-            yield f"{bridge.__name__}.{where}, which {provider.__name__} does not have{misspelling(name, known)}"
+            yield f"{bridge.__name__}.{declaration}, which {provider.__name__} does not have{misspelling(name, known)}"
 
 
 # attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
@@ -423,11 +426,13 @@ _OF_TRAINING = {
 def function_fields() -> frozenset[str]:
     """Return the provider attributes that bridges set and that change what a trained model computes."""
     _load_families()
-    bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
-    told = {
+    bridges = [
+        entry.bridge for entry in _REGISTRY.values() if issubclass(entry.bridge, DecoderBridge)
+    ]
+    settings = {
         name for fields in declared_fields().values() for field in fields for name in field.names
     }
-    return frozenset(told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
+    return frozenset(settings.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
 
 
 def _key_hint(key: str, claimed: Iterable[str]) -> str:
@@ -552,12 +557,12 @@ def registered_name(architecture: str) -> str:
 
 def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
     """Return the description of a class with a head if the bridge of its decoder is declarative."""
-    found = heads.headed_class(architecture, getattr(config, "model_type", None))
-    if found is None or found.causal.endswith(
+    described = heads.headed_class(architecture, getattr(config, "model_type", None))
+    if described is None or described.causal.endswith(
         "ForConditionalGeneration"
     ):  # models with images are more than a decoder
         return None
-    return found if found.causal in declared_bridges() else None
+    return described if described.causal in declared_bridges() else None
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:

@@ -75,6 +75,6 @@ class FalconH1Bridge(DecoderBridge):
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),
-        mamba("model.layers.*", "mamba", None, ours="self_attention.mixer"),
+        mamba("model.layers.*", "mamba", None, module="self_attention.mixer"),
         mlp(norm="pre_ff_layernorm", names="feed_forward"),
     )

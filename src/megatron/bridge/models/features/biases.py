@@ -28,14 +28,14 @@ def apply_biases(model: Any, config: Any) -> None:
     if config.attention_output_bias and not config.add_bias_linear:
         _add_to_output_projections(model, config)
     for name in _PARTS:
-        wanted = getattr(config, name)
-        if name == "attention_output_bias" and wanted:
+        has_bias = getattr(config, name)
+        if name == "attention_output_bias" and has_bias:
             continue
-        if wanted and not config.add_bias_linear:
+        if has_bias and not config.add_bias_linear:
             raise UserError(
                 f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True"
             )
-        if wanted is False and config.add_bias_linear:
+        if has_bias is False and config.add_bias_linear:
             for linear in _linears(model, name, keep_output=bool(config.attention_output_bias)):
                 _remove(linear, name)
 

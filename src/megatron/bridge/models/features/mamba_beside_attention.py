@@ -88,8 +88,10 @@ def apply(model: nn.Module, config: Any) -> None:
                 states,
                 mixer.nheads_local_tp,
             )
-            each = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
-            mixer.in_proj.register_forward_hook(partial(_multiply, each, sizes))
+            section_factors = [
+                factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]
+            ]
+            mixer.in_proj.register_forward_hook(partial(_multiply, section_factors, sizes))
         elif isinstance(module, MLP):
             width = config.ffn_hidden_size // config.tensor_model_parallel_size
             module.get_submodule("linear_fc1").register_forward_hook(

@@ -65,17 +65,17 @@ def apply_query_scaling(model: nn.Module, config: Any) -> None:
     """Scale the rotated queries of ``model`` (a ``GPTModel``) if ``config.query_scaling_beta`` is not None."""
     if config.query_scaling_beta is None:
         return
-    own = config.query_scaling_length
-    length = own or (config.rope_parameters or {}).get("original_max_position_embeddings")
+    given_length = config.query_scaling_length
+    length = given_length or (config.rope_parameters or {}).get("original_max_position_embeddings")
     if not length:
         raise UserError(
             f"query_scaling_beta={config.query_scaling_beta} has no length from which to scale queries: set "
             "rope_parameters.original_max_position_embeddings, or model.query_scaling_length"
         )
     for module in model.modules():
-        if isinstance(module, SelfAttention) and (own is None or _is_unrotated(module)):
+        if isinstance(module, SelfAttention) and (given_length is None or _is_unrotated(module)):
             scale = _scale_queries(
-                module, config.query_scaling_beta, length, first=0 if own is None else 1
+                module, config.query_scaling_beta, length, first=0 if given_length is None else 1
             )
             module.get_submodule("core_attention").register_forward_pre_hook(
                 scale, with_kwargs=True
@@ -91,7 +91,7 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
     group = attention.pg_collection.cp
 
     def scale(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        query, key, *others = args
+        query, key, *other_args = args
         if getattr(module, "cache", None) is not None:  # new tokens of several texts
             positions = module.cache.step.positions
         else:
@@ -100,7 +100,7 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
         return (
             query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype),
             key,
-            *others,
+            *other_args,
         ), kwargs
 
     return scale

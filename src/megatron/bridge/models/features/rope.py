@@ -133,9 +133,9 @@ class LayerwiseRotaryEmbedding(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Angles [2, s, 1, 1, most rotated dimensions]; the arguments are those of Megatron-Core's embedding."""
         both = self.everywhere(*args, **kwargs), self.local(*args, **kwargs)
-        most = max(angles.size(-1) for angles in both)
+        width = max(angles.size(-1) for angles in both)
         return torch.stack(
-            [nn.functional.pad(angles, (0, most - angles.size(-1))) for angles in both]
+            [nn.functional.pad(angles, (0, width - angles.size(-1))) for angles in both]
         )
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
@@ -190,11 +190,14 @@ def apply_rope(model: Any, config: Any) -> None:
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
         return  # latent attention has an embedding in each layer: ``apply_latent_rope``
     if config.position_embedding_type != "rope" or config.rope_scaling:
-        name, what = "rope_parameters", f"rope_parameters.rope_type={parameters.get('rope_type')!r}"
+        name, setting = (
+            "rope_parameters",
+            f"rope_parameters.rope_type={parameters.get('rope_type')!r}",
+        )
         if _is_plain(parameters):
-            name = what = "local_rope_parameters"
+            name = setting = "local_rope_parameters"
         raise UserError(
-            f"{what} has no effect with position_embedding_type={config.position_embedding_type!r} and "
+            f"{setting} has no effect with position_embedding_type={config.position_embedding_type!r} and "
             f"rope_scaling={config.rope_scaling}: use 'rope' and False, or remove {name}"
         )
     plain = model.rotary_pos_emb
@@ -211,10 +214,10 @@ def apply_rope(model: Any, config: Any) -> None:
         is_local = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer.layer_number
         )
-        own = model.rotary_pos_emb.local if is_local else everywhere
-        take = partial(_take, int(is_local), 2 * len(own.inv_freq))
+        embedding = model.rotary_pos_emb.local if is_local else everywhere
+        take = partial(_take, int(is_local), 2 * len(embedding.inv_freq))
         layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
-        _set_attention_factor([layer], config, own)
+        _set_attention_factor([layer], config, embedding)
 
 
 def _take(

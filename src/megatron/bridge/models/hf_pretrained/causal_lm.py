@@ -117,10 +117,10 @@ class PreTrainedCausalLM:
     @cached_property
     def raw_config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
-        found = strict_json.read(path, _constant)
-        if not isinstance(found, dict):
+        content = strict_json.read(path, _constant)
+        if not isinstance(content, dict):
             raise UserError(f"{path} is not a JSON object")
-        raw = cast(dict[str, Any], found)
+        raw = cast(dict[str, Any], content)
         _check(raw, path)
         return raw
 
@@ -133,8 +133,8 @@ class PreTrainedCausalLM:
         kind = raw.get("model_type", "")
         alias = _OMNI if kind == _OMNI and raw.get("sound_config") else _ALIASES.get(kind)
         try:
-            if (own := own_config(kind)) is not None:
-                config: Any = own.from_pretrained(self.directory)
+            if (config_class := own_config(kind)) is not None:
+                config: Any = config_class.from_pretrained(self.directory)
             elif alias is None:
                 remote = self.trust_remote_code and not _is_native(raw)
                 config = auto.from_pretrained(self.directory, trust_remote_code=remote)
@@ -235,8 +235,8 @@ class PreTrainedCausalLM:
             return (
                 None  # a config without weights; reading the weights says what is wrong with them
             )
-        found = {entry.dtype for entry in entries.values()}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {entry.dtype for entry in entries.values()}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _renamed(raw: dict[str, Any], alias: str) -> dict[str, Any]:
@@ -276,11 +276,11 @@ def _check(raw: dict[str, Any], path: Path) -> None:
     for key, value in _divisors(raw):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{path}: {key}={value!r} must be a number above 0")
-    for key, most in _SIZES.items():
+    for key, limit in _SIZES.items():
         if isinstance(raw.get(key), bool):
             raise UserError(f"{path}: {key}={raw[key]} must be a number")
-        if isinstance(raw.get(key), int) and not 1 <= raw[key] <= most:
-            rule = "at least 1" if raw[key] < 1 else f"at most {most}"
+        if isinstance(raw.get(key), int) and not 1 <= raw[key] <= limit:
+            rule = "at least 1" if raw[key] < 1 else f"at most {limit}"
             raise UserError(f"{path}: {key}={raw[key]} must be {rule}")
 
 
@@ -297,9 +297,9 @@ def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """The torch dtype of a name such as ``bfloat16``; None and ``auto`` stay undecided."""
     if value is None or value == "auto" or isinstance(value, torch.dtype):
         return None if isinstance(value, str) else value
-    found = getattr(torch, str(value).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise UserError(
             f"dtype={value!r} is not a dtype of torch: use float32, bfloat16 or float16"
         )
-    return found
+    return torch_dtype

@@ -62,12 +62,14 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
     """
     if source_card is not None and not history.changed:
         return source_card
-    theirs, text = _split(source_card or "")
-    metadata = {key: value for key, value in theirs.items() if key not in _OF_THE_SOURCE_ONLY}
+    source_metadata, text = _split(source_card or "")
+    metadata = {
+        key: value for key, value in source_metadata.items() if key not in _OF_THE_SOURCE_ONLY
+    }
     metadata.setdefault("library_name", "transformers")
     if source is not None and _HUB_ID.fullmatch(source) and not history.from_scratch:
         metadata["base_model"] = source
-    metadata["tags"] = list(dict.fromkeys([*_listed(theirs.get("tags")), TAG]))
+    metadata["tags"] = list(dict.fromkeys([*_listed(source_metadata.get("tags")), TAG]))
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
@@ -125,14 +127,14 @@ def public_name(model: str) -> str:
 
 def _split(card: str) -> tuple[dict[str, Any], str]:
     """Metadata and text; what is not valid metadata is text."""
-    found = _METADATA.match(card)
+    header = _METADATA.match(card)
     try:
-        metadata = yaml.safe_load(found[1]) if found else None
+        metadata = yaml.safe_load(header[1]) if header else None
     except yaml.YAMLError:
         metadata = None
-    if found is None or not isinstance(metadata, dict):
+    if header is None or not isinstance(metadata, dict):
         return {}, card
-    return cast(dict[str, Any], metadata), card[found.end() :]
+    return cast(dict[str, Any], metadata), card[header.end() :]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -111,10 +111,11 @@ def _read(path: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path} is not a whole PyTorch file: download it again") from error
     values = cast(Mapping[str, Any], state) if isinstance(state, Mapping) else {}
-    others = [str(name) for name, value in values.items() if not isinstance(value, Tensor)]
-    if not values or others:
+    non_tensors = [str(name) for name, value in values.items() if not isinstance(value, Tensor)]
+    if not values or non_tensors:
         raise UserError(
-            f"{path} is not a state dict of tensors{': it has ' + first_few(others) if others else ''}; save the "
+            f"{path} is not a state dict of "
+            f"tensors{': it has ' + first_few(non_tensors) if non_tensors else ''}; save the "
             "model with save_pretrained"
         )
     return dict(values)

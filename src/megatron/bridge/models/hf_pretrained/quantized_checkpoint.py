@@ -77,8 +77,8 @@ class BlockScaledFP8:
             width, rounding_mode="floor"
         )
         at_once = max(1, _AT_ONCE // max(1, len(columns)))
-        for number, here, there in _spans(rows, height, at_once):
-            factors = scale[number, of_column] if scale.numel() > 1 else scale[0]
+        for block_row, here, there in _spans(rows, height, at_once):
+            factors = scale[block_row, of_column] if scale.numel() > 1 else scale[0]
             target[there].copy_(_look_up(_E4M3, weight[here].view(torch.uint8)).mul_(factors))
 
 
@@ -103,8 +103,8 @@ class MXFP4:
         """The same, one matrix and some columns at a time."""
         which, *inner = _full(index, 3)
         if isinstance(which, slice):
-            for number, part in zip(range(self.shape[0])[which], target, strict=True):
-                self.fill(stored, (number, *inner), part)
+            for matrix, part in zip(range(self.shape[0])[which], target, strict=True):
+                self.fill(stored, (matrix, *inner), part)
             return
         rows, columns = map(_range, self.shape[1:], inner)
         groups = slice(rows.start // _MX_BLOCK, -(-rows.stop // _MX_BLOCK))
@@ -160,14 +160,14 @@ def _slice(indices: range) -> slice:
     return slice(indices.start, indices.stop, indices.step)
 
 
-def _spans(indices: range, length: int, most: int) -> Iterator[tuple[int, slice, slice]]:
-    """(block, indices in it, their positions in ``indices``), for up to ``most`` of ``indices`` at a time."""
+def _spans(indices: range, length: int, limit: int) -> Iterator[tuple[int, slice, slice]]:
+    """(block, indices in it, their positions in ``indices``), for up to ``limit`` of ``indices`` at a time."""
     at = 0
     while at < len(indices):
-        number = indices[at] // length
-        count = -(-((number + 1) * length - indices[at]) // indices.step)
-        here = indices[at : at + min(count, most)]
-        yield number, _slice(here), slice(at, at + len(here))
+        block = indices[at] // length
+        count = -(-((block + 1) * length - indices[at]) // indices.step)
+        here = indices[at : at + min(count, limit)]
+        yield block, _slice(here), slice(at, at + len(here))
         at += len(here)
 
 
@@ -296,17 +296,17 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     def entries(self) -> dict[str, TensorEntry]:
         """All tensors as they appear, each in the file that holds its largest part."""
         belongings = set(self._found[1])
-        whole: dict[str, TensorEntry] = {}
+        full_entries: dict[str, TensorEntry] = {}
         plain_name = {packed.sources[0].name: name for name, packed in self._packed.items()}
         for name, entry in self._stored.entries.items():
             if name in plain_name:
                 packed = self._packed[plain_name[name]]
-                whole[plain_name[name]] = replace(
+                full_entries[plain_name[name]] = replace(
                     entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape
                 )
             elif name not in belongings:
-                whole[name] = entry
-        return whole
+                full_entries[name] = entry
+        return full_entries
 
     @property
     def _packed(self) -> dict[str, QuantizedTensor]:
@@ -315,10 +315,10 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     @cached_property
     def _found(self) -> Found:
         stored = self._stored.entries
-        found = (
+        quantized = (
             _microscaled(stored) if self.method == "mxfp4" else _block_scaled(stored, self._config)
         )
-        packed, _, problems = found
+        packed, _, problems = quantized
         if not packed and not problems:
             problems.append(
                 f"config.json has a quantization_config ({self.method}), but no weight in {self.directory} is "
@@ -326,15 +326,15 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             )
         if problems:
             raise UserError(first_problems(problems))
-        return found
+        return quantized
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._packed:
             return self._stored[name]
         entry = self.entries[name]
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
-        self._packed[name].fill(self._stored, (), whole)
-        return whole
+        full_tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._packed[name].fill(self._stored, (), full_tensor)
+        return full_tensor
 
     def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
         """Copy a part of a tensor into ``target``; only that part is dequantized."""
@@ -343,8 +343,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             return
         packed = self._packed[name]
         packed.fill(self._stored, index, target)
-        stored, whole = packed.sources[0], torch.Size(packed.shape).numel()
-        self._count(target.numel() * (stored.end - stored.begin) // max(whole, 1))
+        stored, full_numel = packed.sources[0], torch.Size(packed.shape).numel()
+        self._count(target.numel() * (stored.end - stored.begin) // max(full_numel, 1))
 
     def release(self, name: str, row: int | None = None) -> None:
         sources = self._packed[name].sources if name in self._packed else (self.entries[name],)
@@ -392,8 +392,8 @@ def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
     modules = {name.rpartition(".")[0] for name in packed}
     ends = _INFERENCE_SCALES if config.get("activation_scheme") == "static" else ()
     inference_scales = [f"{module}.{end}" for module in modules for end in ends]
-    others = [*scale_names, *(name for name in inference_scales if name in stored)]
-    return packed, others, problems
+    scales = [*scale_names, *(name for name in inference_scales if name in stored)]
+    return packed, scales, problems
 
 
 def _is_per_row(weight: TensorEntry, scale: TensorEntry) -> bool:
@@ -424,16 +424,16 @@ def _wrong_scale(
         return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
     if block is None:
         is_right = torch.Size(scale.shape).numel() == 1
-        wanted = "one number"
+        requirement = "one number"
     else:
         grid = block_grid(weight.shape, block)
         is_right = scale.shape == grid or (block[0] == 1 and scale.shape == grid[:1])
-        wanted = f"shape {list(grid)}"
+        requirement = f"shape {list(grid)}"
     if is_right:
         return None
     return (
         f"tensor {scale.name} has shape {list(scale.shape)}, but weight_block_size={block} and the shape "
-        f"{list(weight.shape)} of {weight.name} require {wanted}"
+        f"{list(weight.shape)} of {weight.name} require {requirement}"
     )
 
 

@@ -83,14 +83,14 @@ def _additional_shards(tensors: TensorSpecs) -> list[OutputFile]:
 def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[OutputFile]:
     """Files of at most ``shard_bytes``, unless one tensor is larger, named as transformers names them."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
-    room = 0
+    free_bytes = 0
     for name, item in tensors.items():
         size = _size(*item)
-        if not groups or size > room:
+        if not groups or size > free_bytes:
             groups.append({})
-            room = shard_bytes
+            free_bytes = shard_bytes
         groups[-1][name] = item
-        room -= size
+        free_bytes -= size
     if len(groups) == 1:
         return [_file(SINGLE, groups[0], {"format": "pt"})]
     names = (
@@ -103,17 +103,17 @@ def write_index(
     directory: Path, layouts: Iterable[OutputFile], source: SafetensorsCheckpoint | None
 ) -> None:
     """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
-    where = {name: layout.name for layout in layouts for name in layout.entries}
+    weight_map = {name: layout.name for layout in layouts for name in layout.entries}
     sizes = sum(entry.end - entry.begin for layout in layouts for entry in layout.entries.values())
     original = source.directory / INDEX if source is not None and source.as_stored else None
     if original is not None and original.is_file():
         text = original.read_text()
-        if json.loads(text)["weight_map"] == where:
+        if json.loads(text)["weight_map"] == weight_map:
             (directory / INDEX).write_text(text)
             return
-    if set(where.values()) == {SINGLE}:
+    if set(weight_map.values()) == {SINGLE}:
         return
-    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

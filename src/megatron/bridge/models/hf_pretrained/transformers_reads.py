@@ -271,8 +271,8 @@ class _RecordingDict(dict[str, Any]):
         self._record(*super().keys())
         return super().copy()
 
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
+    def __or__(self, mapping: Any) -> Any:
+        return self.copy() | mapping
 
     def __deepcopy__(self, memo: Any) -> "_RecordingDict":
         values = {key: copy.deepcopy(value, memo) for key, value in dict.items(self)}
@@ -374,8 +374,8 @@ def _changes_config(config_class: Any, raw: Mapping[str, Any], key: str) -> bool
                 changed = config_class.from_dict(copy.deepcopy(reduced)).to_dict()
         except Exception:  # the config needs the key
             return True
-        for other in spellings:
-            complete, changed = without_key(complete, other), without_key(changed, other)
+        for alias in spellings:
+            complete, changed = without_key(complete, alias), without_key(changed, alias)
         return complete != changed
     return False  # transformers added the key itself, with its default
 

@@ -19,11 +19,11 @@ _LAYER = (attention(), mlp())
 
 def _names(_config: Any, depth: int) -> MTPNames:
     layer = f"model.mtp_layers.{depth}"
-    own = (
+    module_names = (
         f"{layer}.{name}"
         for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     )
-    return MTPNames(layer, *own, hidden_first=True)
+    return MTPNames(layer, *module_names, hidden_first=True)
 
 
 @register_bridge("MiMoForCausalLM", model_type="mimo")

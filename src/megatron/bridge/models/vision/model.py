@@ -97,20 +97,22 @@ class WithVision(LanguageModule):
         """Embeddings [s, b, h] of text and images."""
         config: Any = self.config
         assert self.vision is not None
-        found, spare = sharing.features(self.vision, media, config.share_images, self._dummy)
+        image_features, spare = sharing.features(
+            self.vision, media, config.share_images, self._dummy
+        )
         rows = self._find_rows(input_ids, media) if rows is None else rows
         if parallel_state.get_context_parallel_world_size() == 1:
-            merge.check_rows(rows, found)
+            merge.check_rows(rows, image_features)
         replaced = rows.to(input_ids.device, non_blocking=True) >= 0
         text = input_ids.masked_fill(replaced, 0)  # placeholders may lie outside the vocabulary
         embeddings = self.embedding(input_ids=text, position_ids=position_ids)
-        if found is not None:
-            embeddings = self._merged(embeddings, found, rows)
+        if image_features is not None:
+            embeddings = self._merged(embeddings, image_features, rows)
         return embeddings if spare is None else sharing.Anchor.apply(embeddings, spare)  # type: ignore[return-value]
 
-    def _merged(self, embeddings: Tensor, found: Tensor, rows: Tensor) -> Tensor:
-        places = merge.Places(rows, self.config.sequence_parallel, found.device)
-        first, *deep = places.whole_gradient(found).split(self.config.hidden_size, dim=-1)
+    def _merged(self, embeddings: Tensor, image_features: Tensor, rows: Tensor) -> Tensor:
+        places = merge.Places(rows, self.config.sequence_parallel, image_features.device)
+        first, *deep = places.whole_gradient(image_features).split(self.config.hidden_size, dim=-1)
         if self._deepstack:
             self._deepstack.set(places, tuple(deep))
         return places.put(embeddings, first)

@@ -59,13 +59,13 @@ def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
 
     config, merge = visual.config, visual.spatial_merge_size
     bounds = sizes.get_vision_cu_seqlens(grid)
-    found = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
-    found |= {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
+    derived = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
+    derived |= {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
     if hasattr(config, "window_size"):
         order, bounds = sizes.get_vision_window_index(
             grid, merge, config.window_size, config.patch_size
         )
-        found |= {
+        derived |= {
             "window_index": order,
             "cu_window_seqlens": bounds,
             "max_window_seqlen": _longest(bounds),
@@ -78,8 +78,8 @@ def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
             visual.interpolation_align_corners,
             merge,
         )
-        found |= {"interp_indices": places, "interp_weights": weights}
-    return found
+        derived |= {"interp_indices": places, "interp_weights": weights}
+    return derived
 
 
 def _longest(bounds: Tensor) -> int:
@@ -200,11 +200,11 @@ def hf_config(vision: Mapping[str, Any]) -> Any:
 
     values = copy.deepcopy(dict(vision))
     kind = values.pop("model_type")
-    own = own_config(kind)
+    config_class = own_config(kind)
     return (
         cast(Any, transformers.AutoConfig).for_model(kind, **values)
-        if own is None
-        else own(**values)
+        if config_class is None
+        else config_class(**values)
     )
 
 
@@ -219,7 +219,7 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     if tower.config.model_type in _LISTS_OF_IMAGES:
         media = {name: value[:, None] for name, value in media.items()}
     try:
-        found = compute(**media, return_dict=True)
+        outputs = compute(**media, return_dict=True)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -228,17 +228,17 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
             f"{type(tower).__name__} of transformers cannot encode media with {shapes} ({error}): check the "
             "shapes, and model.vision"
         ) from error
-    rows, counts = _flat(_projected(tower, found))
-    deep = [_flat(part)[0] for part in getattr(found, "deepstack_features", None) or ()]
+    rows, counts = _flat(_projected(tower, outputs))
+    deep = [_flat(part)[0] for part in getattr(outputs, "deepstack_features", None) or ()]
     return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)
 
 
-def _projected(tower: Any, found: Any) -> Any:
+def _projected(tower: Any, outputs: Any) -> Any:
     if (
         tower.config.model_type == "llama4"
     ):  # transformers projects its images in the forward pass only
-        return tower.multi_modal_projector(found.last_hidden_state)
-    return found.pooler_output
+        return tower.multi_modal_projector(outputs.last_hidden_state)
+    return outputs.pooler_output
 
 
 def is_video(media: Mapping[str, Tensor]) -> bool:
@@ -278,8 +278,8 @@ def _layers_taken(config: Any) -> int | None:
     if chosen is None:
         return None
     layers = config.vision_config.num_hidden_layers
-    wanted = [chosen] if isinstance(chosen, int) else list(chosen)
-    return max(layer if layer >= 0 else layers + 1 + layer for layer in wanted)
+    chosen_layers = [chosen] if isinstance(chosen, int) else list(chosen)
+    return max(layer if layer >= 0 else layers + 1 + layer for layer in chosen_layers)
 
 
 def dummy_media(tower: Any) -> dict[str, Tensor]:

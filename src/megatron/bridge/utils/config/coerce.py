@@ -34,9 +34,9 @@ FUNCTION_MODULES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activ
 class CoercionError(UserError):
     """A value that does not match the type of its field."""
 
-    def __init__(self, wanted: str, value: Any, hint: str = "") -> None:
-        super().__init__(f"must be {wanted}, not {value!r}{hint}")
-        self.wanted = wanted
+    def __init__(self, expected: str, value: Any, hint: str = "") -> None:
+        super().__init__(f"must be {expected}, not {value!r}{hint}")
+        self.wanted = expected
         self.hint = hint
         """A phrase with the nearest choices, or an empty string."""
 
@@ -90,8 +90,8 @@ def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
     return _coerce_class(value, annotation)
 
 
-def _refuse(wanted: str, value: Any, hint: str = "") -> typing.NoReturn:
-    raise CoercionError(wanted, value, hint)
+def _refuse(expected: str, value: Any, hint: str = "") -> typing.NoReturn:
+    raise CoercionError(expected, value, hint)
 
 
 def _coerce_none(value: Any, args: Sequence[Any], text: str | None) -> Any:
@@ -164,8 +164,8 @@ def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
             ]
             _refuse("the name of a function", value, did_you_mean(value, known))
         return getattr(modules[0], value)
-    found = locate(value)
-    return found if callable(found) else _refuse("the name of a function", value)
+    located = locate(value)
+    return located if callable(located) else _refuse("the name of a function", value)
 
 
 def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
@@ -181,8 +181,8 @@ def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
             return coerce(value, member, text)
         except CoercionError as error:
             misfits += [error] if member is not type(None) else []
-    wanted = [error.wanted for error in misfits] + ["null"] * (type(None) in members)
-    return _refuse(" or ".join(wanted), value, "".join(error.hint for error in misfits))
+    expected = [error.wanted for error in misfits] + ["null"] * (type(None) in members)
+    return _refuse(" or ".join(expected), value, "".join(error.hint for error in misfits))
 
 
 def _coerce_choice(value: Any, choices: Sequence[Any], text: str | None) -> Any:
@@ -207,9 +207,9 @@ def _coerce_class(value: Any, annotation: Any) -> Any:
         return _coerce_dtype(value)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         members = cast(dict[Any, Any], value)
-        wanted = field_types(kind)
+        annotations = field_types(kind)
         typed = {
-            name: _coerce_member(name, item, wanted.get(name, Any))
+            name: _coerce_member(name, item, annotations.get(name, Any))
             for name, item in members.items()
         }
         return from_plain({TARGET: f"{kind.__module__}.{kind.__qualname__}", **typed}, trust=True)
@@ -233,9 +233,9 @@ def _coerce_enum(value: Any, kind: type[enum.Enum]) -> Any:
 def _coerce_dtype(value: Any) -> Any:
     if isinstance(value, str):
         name = value.removeprefix("torch.")
-        found = getattr(import_module("torch"), DTYPE_NAMES.get(name, name), None)
-        if is_dtype(found):
-            return found
+        dtype = getattr(import_module("torch"), DTYPE_NAMES.get(name, name), None)
+        if is_dtype(dtype):
+            return dtype
     return _refuse("a torch dtype such as bfloat16", value)
 
 

@@ -30,8 +30,8 @@ def escape(text: str) -> str:
 def unescape(text: str) -> str:
     """Undo ``escape``; references stay unchanged."""
 
-    def plain(found: "re.Match[str]") -> str:
-        return found[0] if _is_reference(found) else found[1][: len(found[1]) // 2] + "${"
+    def plain(match: "re.Match[str]") -> str:
+        return match[0] if _is_reference(match) else match[1][: len(match[1]) // 2] + "${"
 
     return _OPENING.sub(plain, text)
 
@@ -45,8 +45,8 @@ def has_reference(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(map(has_reference, cast("list[Any]", value)))
 
 
-def _is_reference(found: "re.Match[str]") -> bool:
-    return len(found[1]) % 2 == 0
+def _is_reference(match: "re.Match[str]") -> bool:
+    return len(match[1]) % 2 == 0
 
 
 def references_in(values: object, key: str = "") -> dict[str, Any]:
@@ -98,9 +98,11 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(_sentence(key, raw.get(key), error, tree)) from None
     for key, value in raw.items():
         try:
-            found: Any = OmegaConf.select(root, key)
+            selected: Any = OmegaConf.select(root, key)
             resolved[key] = (
-                OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                OmegaConf.to_container(selected, resolve=True)
+                if OmegaConf.is_config(selected)
+                else selected
             )
         except OmegaConfBaseException as error:
             problems.append(_sentence(key, value, error, tree))
@@ -110,10 +112,10 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -> str:
     reason = str(error).partition("\n")[0]
-    if found := _NO_KEY.search(reason):
-        return f"{key}={value}: there is no {found[1]}{suggestion(nearest_keys(found[1], _keys(tree)))}"
-    if found := _NO_VARIABLE.search(reason):
-        name = found[1]
+    if match := _NO_KEY.search(reason):
+        return f"{key}={value}: there is no {match[1]}{suggestion(nearest_keys(match[1], _keys(tree)))}"
+    if match := _NO_VARIABLE.search(reason):
+        name = match[1]
         return (
             f"{key}={value}: the environment variable {name} is not set; set it, or give a default: "
             f"${{oc.env:{name},default}}"

@@ -94,14 +94,14 @@ def _settle_types(config: Any, prefix: str) -> Iterator[str]:
         if is_group(value) or (value is None and slot.nullable):
             continue
         try:
-            found = coerce(value, slot.annotation)
+            coerced = coerce(value, slot.annotation)
         except UserError as error:
             yield f"{prefix}{key} {error}"
             continue
-        if type(found) is not type(value):
-            slot.set(found)
+        if type(coerced) is not type(value):
+            slot.set(coerced)
         for index, item in enumerate(
-            cast("list[Any]", found) if isinstance(found, list | tuple) else ()
+            cast("list[Any]", coerced) if isinstance(coerced, list | tuple) else ()
         ):
             if is_group(item):
                 yield from _settle_types(item, f"{prefix}{key}[{index}].")
@@ -193,14 +193,14 @@ class _Transaction:
         self._undo.append(slot.set(change.new))
         self._changes.pop(leaf.key, None)
         self._changes[leaf.key] = change
-        for key, other in self._changes.items():
+        for key, earlier in self._changes.items():
             if leaf.key.startswith(f"{key}."):
-                self._changes[key] = dataclasses.replace(other, new=_value_at(self._config, key))
+                self._changes[key] = dataclasses.replace(earlier, new=_value_at(self._config, key))
 
     def _forget(self, keys: list[str]) -> None:
         """Drop the references of earlier layers that this layer overrides."""
         for key in list(self._references):
-            if any(key == other or key.startswith(f"{other}.") for other in keys):
+            if any(key == overridden or key.startswith(f"{overridden}.") for overridden in keys):
                 del self._references[key]
 
     def _set_references(self, leaves: list[_Request], origin: str, problems: list[str]) -> None:
@@ -218,13 +218,13 @@ class _Transaction:
             return
         raw = {key: value for key, (value, _) in references.items()}
         try:
-            found = interpolation.resolve(raw, _tree(self._config))
+            values = interpolation.resolve(raw, _tree(self._config))
         except UserError as error:
             problems.append(str(error))
             return
         for key, (_, origin) in references.items():
             self._set(
-                _Request(key, found[key], str(found[key]), from_reference=True), origin, problems
+                _Request(key, values[key], str(values[key]), from_reference=True), origin, problems
             )
 
 
@@ -285,8 +285,8 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
     if not isinstance(value, dict) or not is_group(current):
         return [request]
     mapping = dict(cast(dict[Any, Any], value))
-    own = name_of(type(current)) or ""
-    if import_path(str(mapping.pop(TARGET, own))) != import_path(own):
+    current_class = name_of(type(current)) or ""
+    if import_path(str(mapping.pop(TARGET, current_class))) != import_path(current_class):
         return [request]
     parts = [
         dataclasses.replace(request, key=f"{request.key}.{name}", value=value)
@@ -433,10 +433,10 @@ def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
         )
     if group == parent and hasattr(owner, last):
         return UserError(f"{key} is computed from other values and cannot be set")
-    where = f" in {type(owner).__name__}" if group and group == parent else ""
+    owner_phrase = f" in {type(owner).__name__}" if group and group == parent else ""
     known = OTHER_NAMES.get(last)
     close = [known] if known else nearest_keys(key, dotted_keys(config))
-    return UserError(f"there is no {key}{where}{suggestion(close)}")
+    return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")
 
 
 def _value_at(config: Any, key: str) -> Any:
@@ -455,4 +455,7 @@ def _holds(now: Any, given: Any) -> bool:
     pairs = [
         (getattr(now, entry.name), getattr(given, entry.name)) for entry in config_fields(given)
     ]
-    return all(theirs is None or _holds(ours, theirs) for ours, theirs in pairs)
+    return all(
+        given_value is None or _holds(current_value, given_value)
+        for current_value, given_value in pairs
+    )

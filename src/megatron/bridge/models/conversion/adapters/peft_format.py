@@ -105,11 +105,11 @@ def merging(plan: Plan) -> Plan:
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
     """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
     for task in plan.tasks:
-        mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
+        local_modules = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(
-            exchange.broadcast_object(task.owner, _outlines(mine))
+            exchange.broadcast_object(task.owner, _outlines(local_modules))
         ):
-            held = mine[index].tensors if mine else {}
+            held = local_modules[index].tensors if local_modules else {}
             tensors = {
                 name: exchange.from_owner(held.get(name), shape, dtype, task.owner)
                 for name, (shape, dtype) in outlines.items()
@@ -130,14 +130,14 @@ def _tied_to(
                 yield ModuleTensors(tied_module, None, {tied_kind: tensor}, megatron_name)
 
 
-def _outlines(found: list[ModuleTensors]) -> list[Any]:
+def _outlines(modules: list[ModuleTensors]) -> list[Any]:
     return [
         (
-            one.module,
-            one.described,
-            {name: (tuple(it.shape), it.dtype) for name, it in one.tensors.items()},
+            module.module,
+            module.described,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.tensors.items()},
         )
-        for one in found
+        for module in modules
     ]
 
 
@@ -146,12 +146,14 @@ def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
     """Return the adapter tensors of one parameter on this rank; a collective over the ranks of its shards."""
     module, weight = task.megatron_module, cast(Tensor, task.param_weight)
     if is_whole(weight):
-        whole = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
-        return [ModuleTensors(*_split(name, tensor)) for name, tensor in whole.items()]
+        full_tensors = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
+        return [ModuleTensors(*_split(name, tensor)) for name, tensor in full_tensors.items()]
     if not isinstance(module, AdaptedModule):
         return []
     with sharded_rows.gathered(cast(nn.Module, getattr(module, ADAPTER))):
-        return [found for part in module.low_rank_parts(weight) for found in _of_part(task, part)]
+        return [
+            tensors for part in module.low_rank_parts(weight) for tensors in _of_part(task, part)
+        ]
 
 
 def _split(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:
@@ -167,8 +169,8 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
     if part.magnitude is not None:
         tensors[MAGNITUDE] = _whole(task, part, part.magnitude, "column")
     for name in _names(task.mapping, part):
-        found = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
-        yield ModuleTensors(_module_of(name), described, found)
+        factors = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
+        yield ModuleTensors(_module_of(name), described, factors)
 
 
 def _whole(
@@ -214,12 +216,16 @@ def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
+def adapter_config(
+    modules: Sequence[ModuleTensors], plan: Plan, base: str | None
+) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
-    adapters = {one.module: one.described for one in found if one.described is not None}
+    adapters = {
+        module.module: module.described for module in modules if module.described is not None
+    }
     first = mode(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
-        if len({getattr(one, key) for one in adapters.values()}) > 1:
+        if len({getattr(module, key) for module in adapters.values()}) > 1:
             raise UserError(
                 f"the adapters differ in {key}, which the peft format has once for all: merge them"
             )
@@ -229,13 +235,13 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
         "task_type": TASK_TYPES[head],
         "target_modules": _briefly(adapters, plan) or [],
         "modules_to_save": _brief_saved(
-            {one.module for one in found if one.described is None}, plan
+            {module.module for module in modules if module.described is None}, plan
         ),
         "rank_pattern": {
-            name: one.rank for name, one in adapters.items() if one.rank != first.rank
+            name: module.rank for name, module in adapters.items() if module.rank != first.rank
         },
         "alpha_pattern": {
-            name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha
+            name: module.alpha for name, module in adapters.items() if module.alpha != first.alpha
         },
     }
 
@@ -263,13 +269,13 @@ def _leaf(module: str) -> str:
 
 def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
     """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
-    wanted = set(modules)
+    adapted = set(modules)
     names: dict[str, None] = {}
     everywhere = {_module_of(name) for name in plan.hf_names}
-    for module in sorted(wanted):
-        same = {other for other in everywhere if _leaf(other) == _leaf(module)}
+    for module in sorted(adapted):
+        same = {candidate for candidate in everywhere if _leaf(candidate) == _leaf(module)}
         # a numeric segment also matches the layer with this number
-        names[_leaf(module) if same <= wanted and not _leaf(module).isdigit() else module] = None
+        names[_leaf(module) if same <= adapted and not _leaf(module).isdigit() else module] = None
     return list(names) or None
 
 
@@ -281,23 +287,25 @@ def _brief_saved(modules: set[str], plan: Plan) -> list[str] | None:
     everywhere = {_module_of(name) for name in plan.hf_names}
     names: dict[str, None] = {}
     for module in sorted(modules):
-        alike = {other for other in everywhere if other.endswith(_leaf(module))}
+        alike = {candidate for candidate in everywhere if candidate.endswith(_leaf(module))}
         names[_leaf(module) if alike <= modules else module] = None
     return list(names) or None
 
 
 def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, and the ranks with ``write`` write."""
-    found = [
-        replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()})
-        for one in stream(plan)
+    modules = [
+        replace(module, tensors={name: factor.cpu() for name, factor in module.tensors.items()})
+        for module in stream(plan)
     ]
-    if not any(one.described for one in found):
+    if not any(module.described for module in modules):
         raise UserError("this model has no adapters to write: save the model itself")
-    _refuse_what_is_dropped(plan, {one.module for one in found if one.described})
-    config = adapter_config(found, plan, base)
+    _refuse_what_is_dropped(plan, {module.module for module in modules if module.described})
+    config = adapter_config(modules, plan, base)
     if write:
-        tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
+        tensors = {
+            name: tensor.clone() for module in modules for name, tensor in module.named().items()
+        }
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
         (directory / TENSORS).write_bytes(
             content
@@ -312,17 +320,24 @@ def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
         for task in plan.tasks
         if ".experts." in task.global_param_name
     }
-    _refuse_namesakes({module for theirs in experts.values() for module in theirs}, modules)
-    _refuse_half_of_experts({name for name, theirs in experts.items() if theirs & modules})
+    _refuse_namesakes(
+        {module for expert_modules in experts.values() for module in expert_modules}, modules
+    )
+    _refuse_half_of_experts(
+        {name for name, expert_modules in experts.items() if expert_modules & modules}
+    )
 
 
 def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
     """Refuse shared experts or dense layers that ``peft`` would confuse with experts of the same name."""
     leaves = {_leaf(module) for module in experts}
-    other = next((module for module in sorted(modules - experts) if _leaf(module) in leaves), None)
-    if other is not None:
+    namesake = next(
+        (module for module in sorted(modules - experts) if _leaf(module) in leaves), None
+    )
+    if namesake is not None:
         raise UserError(
-            f"{other} has an adapter that peft cannot load, because layers of experts are also called {_leaf(other)}: "
+            f"{namesake} has an adapter that peft cannot load, because layers of experts are also "
+            f"called {_leaf(namesake)}: "
             "leave it out with peft.exclude_modules, or merge the adapters into the model"
         )
 
@@ -507,12 +522,12 @@ def _check(
     names = _names(task.mapping, part)
     for name in names:
         rank, alpha = rank_and_alpha(config, _module_of(name))
-        ours = (part.a.shape[0], part.alpha, part.use_rslora)
-        theirs = (rank, alpha, bool(config.get("use_rslora")))
-        if ours != theirs:
+        of_model = (part.a.shape[0], part.alpha, part.use_rslora)
+        of_files = (rank, alpha, bool(config.get("use_rslora")))
+        if of_model != of_files:
             raise UserError(
-                f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter "
-                f"has {ours}: adapt the model with the result of peft_for"
+                f"the adapter {directory} has rank, alpha and use_rslora {of_files} for {name}, the model's adapter "
+                f"has {of_model}: adapt the model with the result of peft_for"
             )
         _check_shapes(task, part, name, tensors, directory)
     shared = task.shard.kind != "row" and part.role is None
@@ -535,15 +550,15 @@ def _check_shapes(
     """Refuse factors whose matrix has a different shape: a slice of a wider factor would fit."""
     outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
     rank = part.a.shape[0]
-    wanted: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
+    expected_shapes: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
     if part.magnitude is not None:
-        wanted[MAGNITUDE] = (outputs,)
-    for kind, fits in wanted.items():
-        found = tuple(tensors[_key(name, kind)].shape)
-        if found != fits:
+        expected_shapes[MAGNITUDE] = (outputs,)
+    for kind, expected_shape in expected_shapes.items():
+        stored_shape = tuple(tensors[_key(name, kind)].shape)
+        if stored_shape != expected_shape:
             raise UserError(
-                f"the adapter {directory} has {_key(name, kind)} of shape {list(found)} where this model needs "
-                f"{list(fits)}: give the base model that it was trained for"
+                f"the adapter {directory} has {_key(name, kind)} of shape {list(stored_shape)} where this model needs "
+                f"{list(expected_shape)}: give the base model that it was trained for"
             )
 
 
@@ -553,20 +568,20 @@ def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, T
         sides.append((part.magnitude, MAGNITUDE, "column"))
     names = _names(task.mapping, part)
     for factor, kind, side in sides:
-        found = {name: tensors[_key(name, kind)] for name in names}
+        stored = {name: tensors[_key(name, kind)] for name in names}
         if not _is_split(task.shard, side):
-            factor.copy_(found[names[0]])
+            factor.copy_(stored[names[0]])
         elif part.role is not None:
-            _copy_rows(factor, found[names[0]], task.shard)
+            _copy_rows(factor, stored[names[0]], task.shard)
         else:
             factor.zero_()
             for piece in task.mapping.copy_ranges(replace(task.shard, shape=tuple(factor.shape))):
-                piece.of_shard(factor).copy_(piece.of_hf(found[piece.hf]))
+                piece.of_shard(factor).copy_(piece.of_hf(stored[piece.hf]))
 
 
-def _copy_rows(factor: Tensor, whole: Tensor, shard: ShardSpec) -> None:
+def _copy_rows(factor: Tensor, full_factor: Tensor, shard: ShardSpec) -> None:
     """Copy this rank's rows; rows that pad the heads become zero."""
     rows = factor.shape[0]
-    mine = whole[shard.part * rows : (shard.part + 1) * rows]
+    local_rows = full_factor[shard.part * rows : (shard.part + 1) * rows]
     factor.zero_()
-    factor[: mine.shape[0]].copy_(mine)
+    factor[: local_rows.shape[0]].copy_(local_rows)

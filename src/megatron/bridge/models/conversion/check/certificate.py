@@ -72,13 +72,13 @@ def _known(
         source.release(weight.param_name)
 
 
-def _compare(found: Tensor, stored: Tensor) -> TensorProof:
-    mine, theirs = _bytes(found.detach().cpu().to(stored.dtype)), _bytes(stored)
+def _compare(tensor: Tensor, stored: Tensor) -> TensorProof:
+    tensor_bytes, stored_bytes = _bytes(tensor.detach().cpu().to(stored.dtype)), _bytes(stored)
     return TensorProof(
         shape=tuple(stored.shape),
         dtype=dtype_name(stored.dtype),
-        sha256=hashlib.sha256(memoryview(theirs.numpy())).hexdigest(),
-        equal=found.shape == stored.shape and torch.equal(mine, theirs),
+        sha256=hashlib.sha256(memoryview(stored_bytes.numpy())).hexdigest(),
+        equal=tensor.shape == stored.shape and torch.equal(tensor_bytes, stored_bytes),
         not_finite=not_finite(stored),
     )
 

@@ -101,23 +101,23 @@ def _rope_of_text(
     parameters: Any, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, float, float]:
     """Remove keys for multi-axis positions: text tokens have the same position on all three axes."""
-    own = dict(parameters or {})
+    text_parameters = dict(parameters or {})
     for key in ("mrope_section", "mrope_interleaved"):
-        own.pop(key, None)
-    return _partial_rope(own, config)
+        text_parameters.pop(key, None)
+    return _partial_rope(text_parameters, config)
 
 
 def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the scaling, base and rotated share, and beta: queries are scaled beyond the original length."""
-    own = dict(parameters or {})
+    rope_parameters = dict(parameters or {})
     for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-        if own.get(key) is None:  # transformers fails without them
+        if rope_parameters.get(key) is None:  # transformers fails without them
             raise UserError(
                 f"rope_parameters.{key} is missing: this architecture scales its queries by it"
             )
-    beta = own.pop("llama_4_scaling_beta")
-    own.pop("max_position_embeddings", None)  # an unused copy of the config's value
-    return *_rope(own, config), beta
+    beta = rope_parameters.pop("llama_4_scaling_beta")
+    rope_parameters.pop("max_position_embeddings", None)  # an unused copy of the config's value
+    return *_rope(rope_parameters, config), beta
 
 
 def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -132,13 +132,13 @@ def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Extend ``_rope`` by the kind ``dynamic`` with an ``alpha``, which is static despite its name."""
-    own = dict(parameters or {})
-    if own.get("rope_type") != "dynamic" or not own.get("alpha"):
-        return _rope(own, config)
-    own.pop("type", None)
-    base = own.pop("rope_theta", 10000.0)
-    check_parameters({**own, "rope_type": NTK_ALPHA})
-    return {**own, "rope_type": NTK_ALPHA}, base, 1.0
+    rope_parameters = dict(parameters or {})
+    if rope_parameters.get("rope_type") != "dynamic" or not rope_parameters.get("alpha"):
+        return _rope(rope_parameters, config)
+    rope_parameters.pop("type", None)
+    base = rope_parameters.pop("rope_theta", 10000.0)
+    check_parameters({**rope_parameters, "rope_type": NTK_ALPHA})
+    return {**rope_parameters, "rope_type": NTK_ALPHA}, base, 1.0
 
 
 def _ntk_alpha_back(values: Any, _: Any) -> dict[str, Any]:
@@ -156,10 +156,10 @@ def _precision(dtype: Any, _: Mapping[str, Any]) -> tuple[torch.dtype, bool, boo
     """Return (dtype of the parameters, bf16, fp16)."""
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 
-    found = to_dtype(dtype) or torch.float32
-    if found not in (torch.float32, torch.bfloat16, torch.float16):
+    torch_dtype = to_dtype(dtype) or torch.float32
+    if torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(f"dtype={dtype} is not supported: float32, bfloat16 and float16 are")
-    return found, found is torch.bfloat16, found is torch.float16
+    return torch_dtype, torch_dtype is torch.bfloat16, torch_dtype is torch.float16
 
 
 def _precision_back(values: tuple[torch.dtype, bool, bool], _: Any) -> str:
@@ -178,9 +178,9 @@ def _head_width(width: Any, config: Mapping[str, Any]) -> int:
     return config["hidden_size"] // config["num_attention_heads"] if width is None else width
 
 
-def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
+def _with_any_bias(has_bias: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return (this bias, whether the model has any): Megatron-Core has one switch, the provider two more."""
-    return own, bool(config.get("attention_bias") or config.get("mlp_bias"))
+    return has_bias, bool(config.get("attention_bias") or config.get("mlp_bias"))
 
 
 def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:

@@ -30,16 +30,18 @@ def linear_replacements(
 
     ``attention`` and ``mlp`` map the normalizations before them if these are separate modules.
     """
-    ours = "decoder.layers.*"
+    megatron_layers = "decoder.layers.*"
     parts = (
         ("self_attention", "self_attn.linear_attn", norms[0]),
         ("mlp", "mlp.linear_mlp", norms[1]),
     )
     return tuple(
         mapping
-        for part, theirs, norm in parts
+        for part, hf_name, norm in parts
         for mapping in (
-            *linear(f"{ours}.{part}", f"{layers}.{theirs}"),
-            ReplicatedMapping(f"{ours}.{part}.layer_norm_weight", f"{layers}.{norm}.weight"),
+            *linear(f"{megatron_layers}.{part}", f"{layers}.{hf_name}"),
+            ReplicatedMapping(
+                f"{megatron_layers}.{part}.layer_norm_weight", f"{layers}.{norm}.weight"
+            ),
         )
     )

@@ -52,12 +52,12 @@ def _layers(config: Mapping[str, Any]) -> str:
     for name in names:
         if name not in known:
             raise UserError(f"layers_block_type={name!r} is not supported: {', '.join(_NAMES)} are")
-    found = "".join(known[name] for name in names)
-    if symbols is not None and symbols != found:
+    pattern = "".join(known[name] for name in names)
+    if symbols is not None and symbols != pattern:
         raise UserError(
             "hybrid_override_pattern and layers_block_type name different layers: remove one"
         )
-    return found
+    return pattern
 
 
 def _names_back(_: Any, provider: Any) -> list[str]:
@@ -75,27 +75,27 @@ def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
 
 
 def _width(_: Any, config: Mapping[str, Any]) -> int:
-    found = {
+    widths = {
         key: config[key]
         for key in ("head_dim", "attention_head_dim")
         if config.get(key) is not None
     }
-    if not found:
+    if not widths:
         raise UserError("head_dim is missing: no other key has the width of a head")
-    if len(set(found.values())) > 1:
+    if len(set(widths.values())) > 1:
         raise UserError(
-            f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one"
+            f"{' and '.join(f'{key}={value}' for key, value in widths.items())} differ: remove one"
         )
-    return next(iter(found.values()))
+    return next(iter(widths.values()))
 
 
-def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
+def _mlp_bias(has_bias: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return (this bias, value of Megatron-Core's one switch for all linear layers)."""
-    if own and EXPERTS in _layers(config):
+    if has_bias and EXPERTS in _layers(config):
         raise UserError(
             "mlp_bias=True is not supported with layers of experts, which would have none"
         )
-    return own, own
+    return has_bias, has_bias
 
 
 class _OfExperts(Field):
@@ -121,8 +121,8 @@ def _mixers(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
 
 
 def _head_width(width: int | str, config: Mapping[str, Any]) -> int:
-    whole = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
-    return whole // config.get("mamba_n_heads", 128) if isinstance(width, str) else width
+    inner_width = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
+    return inner_width // config.get("mamba_n_heads", 128) if isinstance(width, str) else width
 
 
 def _expansion(provider: Any) -> int:
@@ -346,33 +346,39 @@ def mamba(
     names: str = "mixer",
     norm: str | None = "norm",
     replaces_attention: bool = False,
-    ours: str = "mixer",
+    module: str = "mixer",
 ) -> Block:
     """A Mamba-2 mixer and the normalization before it.
 
     ``norm`` is None if ``attention`` maps the normalization of the same layer. With ``replaces_attention``, the mixer
-    replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module. ``ours`` is
-    Megatron's name of a mixer parallel to attention.
+    replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module.
+    ``module`` is Megatron's name of a mixer parallel to attention.
     """
-    ours, theirs = (
-        f"decoder.layers.*.{'self_attention' if replaces_attention else ours}",
+    megatron_name, hf_name = (
+        f"decoder.layers.*.{'self_attention' if replaces_attention else module}",
         f"{layers}.{names}",
     )
     norms = (
-        fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
+        fused_norm("decoder.layers.*.norm", f"{megatron_name}.in_proj", f"{layers}.{norm}")
+        if norm
+        else ()
     )
     if replaces_attention:
-        norms = (ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),)
+        norms = (
+            ReplicatedMapping(
+                f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"
+            ),
+        )
     return (
         *norms,
-        MambaInProjMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
-        MambaConv1dMapping(f"{ours}.conv1d_weight", f"{theirs}.conv1d.weight"),
-        MambaConv1dMapping(f"{ours}.conv1d_bias", f"{theirs}.conv1d.bias"),
+        MambaInProjMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
+        MambaConv1dMapping(f"{megatron_name}.conv1d_weight", f"{hf_name}.conv1d.weight"),
+        MambaConv1dMapping(f"{megatron_name}.conv1d_bias", f"{hf_name}.conv1d.bias"),
         *(
-            ColumnParallelMapping(f"{ours}.{name}", f"{theirs}.{name}")
+            ColumnParallelMapping(f"{megatron_name}.{name}", f"{hf_name}.{name}")
             for name in ("A_log", "D", "dt_bias", "norm.weight")
         ),
-        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+        AutoMapping(f"{megatron_name}.out_proj.weight", f"{hf_name}.out_proj.weight"),
     )
 
 
@@ -380,7 +386,7 @@ def selective_mamba(
     layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm"
 ) -> Block:
     """A Mamba-1 mixer; ``attention`` maps the normalization before it if that is a separate module."""
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
     pairs = {
         "conv1d_weight": "conv1d.weight",
@@ -393,11 +399,16 @@ def selective_mamba(
         **dict(zip(same, same, strict=True)),
     }
     return (
-        ConcatenatedGatedMLPMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
-        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
-        *(AutoMapping(f"{ours}.{mine}", f"{theirs}.{hf}") for mine, hf in pairs.items()),
+        ConcatenatedGatedMLPMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
+        ReplicatedMapping(f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
         *(
-            ReplicatedMapping(f"{ours}.norms.{n}.weight", f"{theirs}.{n}_layernorm.weight")
+            AutoMapping(f"{megatron_name}.{megatron_part}", f"{hf_name}.{hf}")
+            for megatron_part, hf in pairs.items()
+        ),
+        *(
+            ReplicatedMapping(
+                f"{megatron_name}.norms.{n}.weight", f"{hf_name}.{n}_layernorm.weight"
+            )
             for n in ("dt", "b", "c")
         ),
     )
@@ -456,10 +467,10 @@ ADJUSTED_WIDTH: tuple[Field, ...] = (
 
 def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
     """A gated short convolution; ``attention`` maps the normalization before it if that is a module."""
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.conv"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.conv"
     return (
-        ShortConvMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
-        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
-        AutoMapping(f"{ours}.conv1d.weight", f"{theirs}.conv.weight"),
-        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+        ShortConvMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
+        ReplicatedMapping(f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        AutoMapping(f"{megatron_name}.conv1d.weight", f"{hf_name}.conv.weight"),
+        AutoMapping(f"{megatron_name}.out_proj.weight", f"{hf_name}.out_proj.weight"),
     )

@@ -27,8 +27,12 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError
 
 
-def _of_all_layers(number: int | list[int]) -> Any:
-    return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
+def _of_all_layers(expert_count: int | list[int]) -> Any:
+    return (
+        expert_count[0]
+        if isinstance(expert_count, list) and len({*map(str, expert_count)}) == 1
+        else expert_count
+    )
 
 
 def _top(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> int:
@@ -75,10 +79,11 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")
     if chosen is not None and chosen > count:
         raise UserError(f"topk_group={chosen} is more than n_group={count}")
-    reach, wanted = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
-    if reach < wanted:
+    reach, experts_per_token = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
+    if reach < experts_per_token:
         raise UserError(
-            f"topk_group={chosen} of n_group={count} have {reach} experts, fewer than num_experts_per_tok={wanted}"
+            f"topk_group={chosen} of n_group={count} have {reach} experts, fewer than "
+            f"num_experts_per_tok={experts_per_token}"
         )
 
 
@@ -330,18 +335,19 @@ def as_stacked(
     """Adapt ``registry`` to a checkpoint with stacked experts, in either orientation; otherwise return it unchanged."""
     ends = (f".{names}.gate_up_proj", f".{names}.down_proj")
     up, down = (
-        next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends
+        next((entry.shape for name, entry in entries.items() if name.endswith(end)), None)
+        for end in ends
     )
     if up is None or down is None:
         return registry
     turned = (up[1], up[2]) != (2 * down[2], down[1])
-    own = {
+    stacked_mappings = {
         mapping.megatron_param: mapping
         for mapping in stacked_experts(names, layers=layers, turned=turned)
     }
     mappings = registry.get_all_mappings()
     return MegatronMappingRegistry(
-        *(own.get(mapping.megatron_param, mapping) for mapping in mappings)
+        *(stacked_mappings.get(mapping.megatron_param, mapping) for mapping in mappings)
     )
 
 
@@ -361,19 +367,19 @@ def router(
     The correction bias belongs to the router or to the module ``correction_in`` of the layer. ``norm`` comes before the
     experts; it is None if ``mlp`` maps it for the dense layers.
     """
-    theirs = f"{layers}.{name}"
+    hf_name = f"{layers}.{name}"
     block: Block = (
-        ReplicatedMapping(f"{_LAYER}.router.weight", f"{theirs}.weight"),
-        ReplicatedMapping(f"{_LAYER}.router.bias", f"{theirs}.bias"),
+        ReplicatedMapping(f"{_LAYER}.router.weight", f"{hf_name}.weight"),
+        ReplicatedMapping(f"{_LAYER}.router.bias", f"{hf_name}.bias"),
         ReplicatedMapping(
             f"{_LAYER}.router.expert_bias", f"{layers}.{correction_in or name}.{correction}"
         ),
     )
     if norm is None:
         return block
-    ours = "decoder.layers.*.pre_mlp_layernorm"
+    megatron_norm = "decoder.layers.*.pre_mlp_layernorm"
     norms = (
-        ReplicatedMapping(f"{ours}.{kind}", f"{layers}.{norm}.{kind}")
+        ReplicatedMapping(f"{megatron_norm}.{kind}", f"{layers}.{norm}.{kind}")
         for kind in ("weight", "bias")
     )
     return (*block, *norms)
@@ -391,18 +397,18 @@ def shared_experts(
     ``gate`` is the gate of their output, if any. With ``gated``, the layer has a gate projection. ``fused`` has two
     names: of the tensor with gate and up projection, and of the down projection.
     """
-    parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
+    parent, hf_name = f"{_LAYER}.shared_experts", f"{layers}.{name}"
     if fused:
         return (
             ConcatenatedGatedMLPMapping(
-                f"{parent}.linear_fc1.weight", f"{theirs}.{fused[0]}.weight"
+                f"{parent}.linear_fc1.weight", f"{hf_name}.{fused[0]}.weight"
             ),
-            AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.{fused[1]}.weight"),
+            AutoMapping(f"{parent}.linear_fc2.weight", f"{hf_name}.{fused[1]}.weight"),
         )
-    gates = f"{theirs}.gate_proj.weight" if gated else None
+    gates = f"{hf_name}.gate_proj.weight" if gated else None
     block: Block = (
-        _fc1(f"{parent}.linear_fc1.weight", gates, f"{theirs}.up_proj.weight"),
-        AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+        _fc1(f"{parent}.linear_fc1.weight", gates, f"{hf_name}.up_proj.weight"),
+        AutoMapping(f"{parent}.linear_fc2.weight", f"{hf_name}.down_proj.weight"),
     )
     if gate is None:
         return block
@@ -413,8 +419,8 @@ def latent_projections(name: str = "mlp", layers: str = "model.layers.*") -> Blo
     """The projections around routed experts of another width than the hidden size."""
     names = ("fc1_latent_proj", "fc2_latent_proj")
     return tuple(
-        ReplicatedMapping(f"{_LAYER}.{each}.weight", f"{layers}.{name}.{each}.weight")
-        for each in names
+        ReplicatedMapping(f"{_LAYER}.{projection}.weight", f"{layers}.{name}.{projection}.weight")
+        for projection in names
     )
 
 

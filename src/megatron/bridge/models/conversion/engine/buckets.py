@@ -67,8 +67,10 @@ def stream(
             weights = exchanged.pop(0)
             if bridge.computes_on_export:
                 weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
-            whole = _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
-            for name, weight in whole:
+            full_tensors = (
+                _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+            )
+            for name, weight in full_tensors:
                 for alias in (name, *same_as.get(name, ())):
                     yield task, HFWeightTuple(alias, weight.cpu() if cpu else weight)
     if stacks:
@@ -111,14 +113,14 @@ def _buckets(
     for task in tasks:
         if task.is_copy:
             continue
-        room = _room(task, merged) if task.mapping.copies else limit
+        task_bytes = _room(task, merged) if task.mapping.copies else limit
         # joining frees shards one by one, so memory holds one tensor more than the bucket
-        if bucket and held + room + max(largest, room) > limit:
+        if bucket and held + task_bytes + max(largest, task_bytes) > limit:
             yield bucket
             # the caller still holds the last tensor
             bucket, held, largest = [], last, 0
         bucket.append(task)
-        held, largest, last = held + room, max(largest, room), room
+        held, largest, last = held + task_bytes, max(largest, task_bytes), task_bytes
     if bucket:
         yield bucket
 
@@ -143,15 +145,15 @@ def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
         shards = arriving.pop(0)
         joined.append(None if shards is None else task.mapping.join(task.shard, shards.wait()))
     everywhere = [
-        exchange.start_among_experts(found, _outline(task), task.owner)
-        for task, found in zip(tasks, joined, strict=True)
+        exchange.start_among_experts(pending, _outline(task), task.owner)
+        for task, pending in zip(tasks, joined, strict=True)
     ]
-    in_stage = [found.wait() for found in everywhere]
+    in_stage = [pending.wait() for pending in everywhere]
     sent = [
-        exchange.start_among_stages(found, _outline(task), task.owner)
-        for task, found in zip(tasks, in_stage, strict=True)
+        exchange.start_among_stages(pending, _outline(task), task.owner)
+        for task, pending in zip(tasks, in_stage, strict=True)
     ]
-    return [found.wait() for found in sent]
+    return [pending.wait() for pending in sent]
 
 
 class _Memory:
@@ -205,10 +207,12 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
     gathered = [_gathered(task, memory) for task in tasks]
     if any(task.shard.parts > 1 for task in tasks):
         yield None
-    shards = [None if one is None else one.wait() for one in gathered]
+    shards = [
+        None if pending_shards is None else pending_shards.wait() for pending_shards in gathered
+    ]
     held: list[Any] = [
-        None if mine is None else task.mapping.unjoined(task.shard, mine)
-        for task, mine in zip(tasks, shards, strict=True)
+        None if own_shards is None else task.mapping.unjoined(task.shard, own_shards)
+        for task, own_shards in zip(tasks, shards, strict=True)
     ]
     for start, crosses, is_on_way in (
         (exchange.start_to_first_expert, attrgetter("owner.expert_rank"), _is_first_shard),
@@ -217,14 +221,14 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
         if not any(map(crosses, tasks)):
             continue
         sent = [
-            start(_contiguous(found), _outline(task), task.owner, memory.empty)
+            start(_contiguous(tensors), _outline(task), task.owner, memory.empty)
             if crosses(task) and is_on_way(task)
-            else Pending(found)
-            for task, found in zip(tasks, held, strict=True)
+            else Pending(tensors)
+            for task, tensors in zip(tasks, held, strict=True)
         ]
         yield None
-        held = [found.wait() for found in sent]
-    yield [found or {} for found in held]
+        held = [tensors.wait() for tensors in sent]
+    yield [tensors or {} for tensors in held]
 
 
 def _is_first_expert(task: WeightConversionTask) -> bool:
@@ -238,7 +242,7 @@ def _is_first_shard(task: WeightConversionTask) -> bool:
 def _contiguous(weights: Parts | None) -> Weights | None:
     if weights is None:
         return None
-    return {name: one.contiguous() for name, one in weights.items()}
+    return {name: weight.contiguous() for name, weight in weights.items()}
 
 
 def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
@@ -259,11 +263,13 @@ def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
 
 def _by_itself(task: WeightConversionTask) -> Weights:
     """Return the tensors of a mapping that computes and communicates itself."""
-    mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
-    described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
+    local_weights = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
+    described = {
+        name: (tuple(weight.shape), weight.dtype) for name, weight in local_weights.items()
+    }
     outline = exchange.broadcast_object(task.owner, described)
     return {
-        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
+        name: exchange.from_owner(local_weights.get(name), shape, dtype, task.owner)
         for name, (shape, dtype) in outline.items()
     }
 

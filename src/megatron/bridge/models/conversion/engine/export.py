@@ -76,8 +76,8 @@ def save(
     """
     layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))
-    mine = options.writers is None or distributed.rank() in options.writers
-    with Writer(directory, layouts if mine else ()) as writer:
+    is_writer = options.writers is None or distributed.rank() in options.writers
+    with Writer(directory, layouts if is_writer else ()) as writer:
         if options.writers is None:
             error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
         else:
@@ -106,22 +106,22 @@ def _layouts(
 ) -> list[OutputFile]:
     entries = {} if source is None else source.entries
     stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    wanted: Specs = {}
+    exported: Specs = {}
     for task in plan.tasks:
-        wanted |= {} if task.is_copy else _specs(task, stored, _computes(bridge, task))
+        exported |= {} if task.is_copy else _specs(task, stored, _computes(bridge, task))
     if source is None:
         return safetensors_writer.new_output_files(
-            _as_declared(_in_dtype(wanted, options.dtype), options)
+            _as_declared(_in_dtype(exported, options.dtype), options)
         )
-    wanted |= {name: stored[name] for name in plan.buffers if name in stored}
-    wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
-    wrong = sorted((wanted.keys() ^ stored.keys()) - plan.heads - plan.replaced)
+    exported |= {name: stored[name] for name in plan.buffers if name in stored}
+    exported |= {name: exported[same] for name, same in plan.ties.items() if same in exported}
+    wrong = sorted((exported.keys() ^ stored.keys()) - plan.heads - plan.replaced)
     if options.strict and wrong:
         raise UserError(
             f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
             "pass the right source, or strict=False"
         )
-    return safetensors_writer.output_files_like(source, _in_dtype(wanted, options.dtype))
+    return safetensors_writer.output_files_like(source, _in_dtype(exported, options.dtype))
 
 
 def _computes(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
@@ -145,8 +145,8 @@ def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
     if dtype is None:
         return tensors
     return {
-        name: (dtype if own.is_floating_point else own, shape)
-        for name, (own, shape) in tensors.items()
+        name: (dtype if stored_dtype.is_floating_point else stored_dtype, shape)
+        for name, (stored_dtype, shape) in tensors.items()
     }
 
 
@@ -203,18 +203,18 @@ def _write_all(
     source: SafetensorsCheckpoint | None,
 ) -> BaseException | None:
     """Write this rank's share; return an error instead of raising it: other ranks wait for this rank's shards."""
-    room = threading.Semaphore(_IN_FLIGHT)
+    free_slots = threading.Semaphore(_IN_FLIGHT)
     errors: list[BaseException] = []
 
     def finished(future: Future[None]) -> None:
-        room.release()
+        free_slots.release()
         if error := future.exception():
             errors.append(error)
 
     with ThreadPoolExecutor(THREADS) as pool:
 
         def submit(write: Callable[..., None], *arguments: Any) -> None:
-            room.acquire()
+            free_slots.acquire()
             pool.submit(write, *arguments).add_done_callback(finished)
 
         try:
@@ -261,15 +261,15 @@ def _gathered(
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
     if not _computes(bridge, task):
-        mine, parts = cast(Tensor, task.exported), task.shard.parts
+        local_shard, parts = cast(Tensor, task.exported), task.shard.parts
         if parts > 1 and _in_rows(task):
-            return [(task.shard.part, mine)]
-        shards = exchange.start_gather(mine, group, parts, receiver).wait()
+            return [(task.shard.part, local_shard)]
+        shards = exchange.start_gather(local_shard, group, parts, receiver).wait()
         return None if shards is None else list(enumerate(shards))
-    whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
+    full_tensors = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:
-        whole = bridge.maybe_modify_converted_hf_weight(task, whole, source or {})
-    return whole if rank == receiver else None
+        full_tensors = bridge.maybe_modify_converted_hf_weight(task, full_tensors, source or {})
+    return full_tensors if rank == receiver else None
 
 
 def _write(
@@ -287,16 +287,16 @@ def _check_place(
     writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None
 ) -> None:
     """Refuse a tensor, or an expert's part, that has no place in the files."""
-    place = writer.shapes.get(name)
-    if place is None:
+    file_shape = writer.shapes.get(name)
+    if file_shape is None:
         raise UserError(
             f"the export produced tensor {name}, which has no place in the files: no mapping and no source tensor has "
             "this name; add it to a mapping, or return only the mapping's names from the hook"
         )
-    wanted = place if expert is None else place[1:]
-    if shape != wanted:
+    expected_shape = file_shape if expert is None else file_shape[1:]
+    if shape != expected_shape:
         raise UserError(
-            f"the export produced tensor {name} in shape {list(shape)}, but the files expect {list(wanted)}: "
+            f"the export produced tensor {name} in shape {list(shape)}, but the files expect {list(expected_shape)}: "
             "return the shape that megatron_to_hf computes from the mapping's hf_slice_shapes(shard)"
         )
 
@@ -334,8 +334,8 @@ def _in_rows(task: WeightConversionTask) -> bool:
         shard.shape, shard.kind, 0, shard.size, shard.config
     )  # others may hold only padding
     copy_ranges = task.mapping.copy_ranges(first)
-    whole = shard.parts == len(copy_ranges) == 1
-    return (shard.dim == 0 or whole) and all(piece.is_plain for piece in copy_ranges)
+    is_full_tensor = shard.parts == len(copy_ranges) == 1
+    return (shard.dim == 0 or is_full_tensor) and all(piece.is_plain for piece in copy_ranges)
 
 
 def _raise(error: BaseException | None, directory: Path) -> None:

@@ -160,14 +160,14 @@ def _compute(
 ) -> None:
     """Compute the shard from full tensors with the bridge's hook and the mapping's own code."""
     weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
-    made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
+    local_shard = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
     parameter = cast(Tensor, task.param_weight)
-    if made.shape != parameter.shape:
+    if local_shard.shape != parameter.shape:
         raise UserError(
-            f"the mapping of {task.global_param_name} returned shape {list(made.shape)} "
+            f"the mapping of {task.global_param_name} returned shape {list(local_shard.shape)} "
             f"for a parameter of shape {list(parameter.shape)}"
         )
-    parameter.copy_(made)
+    parameter.copy_(local_shard)
 
 
 def _check(

@@ -95,12 +95,12 @@ class StoredModel:
         batches = _batches(tasks, AHEAD // 2)
         calls = ((size, partial(self._read, batch)) for batch, size in batches)
         failure: UserError | None = None
-        for found in prefetch(calls, AHEAD, _READERS):
-            failure = failure or found.failure
+        for read_batch in prefetch(calls, AHEAD, _READERS):
+            failure = failure or read_batch.failure
             if failure is not None and distributed.world_size() == 1:
                 raise failure
-            while found.tasks:
-                yield found.tasks.pop(0)
+            while read_batch.tasks:
+                yield read_batch.tasks.pop(0)
         if failure is not None:
             raise failure
 
@@ -112,15 +112,15 @@ class StoredModel:
                 entry = copy(self._states[task.vp_stage][task.param_name])
                 entry.data = torch.empty(task.shard.shape, dtype=task.dtype, device=self._device)
                 entries[str(index)] = entry
-        found: dict[str, Any] = {name: entry.data for name, entry in entries.items()}
+        values: dict[str, Any] = {name: entry.data for name, entry in entries.items()}
         failure = None
         try:
-            found |= loading.read(entries, self._directory) if entries else {}
+            values |= loading.read(entries, self._directory) if entries else {}
         except UserError as error:
             failure = error
         return _Batch(
             [
-                replace(task, param_weight=found[str(index)]) if str(index) in found else task
+                replace(task, param_weight=values[str(index)]) if str(index) in values else task
                 for index, task in enumerate(tasks)
             ],
             failure,

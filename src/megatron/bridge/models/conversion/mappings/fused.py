@@ -51,10 +51,10 @@ class GatedQKVMapping(QKVMapping):
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
         heads = AttentionHeads.of(shard.config)
-        each = heads.queries // heads.groups
+        heads_per_group = heads.queries // heads.groups
         for group in range(heads.groups):
             for gate in range(2):
-                for head in range(group * each, (group + 1) * each):
+                for head in range(group * heads_per_group, (group + 1) * heads_per_group):
                     yield HFRange(names["q"], (2 * head + gate) * heads.width, heads.width)
             for role in "kv":
                 yield HFRange(names[role], group * heads.width, heads.width)
@@ -70,11 +70,11 @@ class SeparatelyGatedQKVMapping(ColumnParallelMapping):
         """Yield for each group the queries of its heads, their gates, its key, and its value."""
         names = cast(dict[str, str], self.hf_param)
         heads = AttentionHeads.of(shard.config)
-        each = heads.queries // heads.groups * heads.width
+        query_rows = heads.queries // heads.groups * heads.width
         for group in range(heads.groups):
             for role, length in (
-                ("q", each),
-                ("gate", each),
+                ("q", query_rows),
+                ("gate", query_rows),
                 ("k", heads.width),
                 ("v", heads.width),
             ):
