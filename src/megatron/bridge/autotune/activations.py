@@ -157,7 +157,7 @@ def stage_moments(
     model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
 ) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
-    held_sizes, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
+    held_sizes, working = zip(*(_chunk_bytes(model, chunk, sizes) for chunk in chunks), strict=True)
     # those of multi-token prediction are computed first and keep their gradients
     ahead = (model.mtp_num_layers or 0) * max(sizes.number, sizes.logit - sizes.number)
     loss = logits_of(model, sizes) * (sizes.logit + ahead)
@@ -250,7 +250,7 @@ def sizes_of(config: ConfigContainer) -> Sizes:
         logit=_FP32 + bytes_per_element * _uses_engine(model),
         masks=model.hidden_dropout > 0,
         scores=_scores_of_tile(config, tokens),
-        joined=_joined(model),
+        joined=_layers_copied_for_rotation(model),
         gathered=model.context_parallel_size if gathers else 1,
         recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
     )
@@ -316,7 +316,7 @@ def _uses_engine(model: ModelProvider) -> bool:
     return resolve_backend(model.backend) == "transformer_engine"
 
 
-def _joined(model: Any) -> tuple[str, ...]:
+def _layers_copied_for_rotation(model: Any) -> tuple[str, ...]:
     """Return the layers whose outputs attention copies to append rotated parts; values are views unless padded."""
     if not model.multi_latent_attention:
         return ()
@@ -365,12 +365,12 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     )
 
 
-def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
+def _chunk_bytes(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
     """Return the bytes that a chunk saves for one microbatch, and the temporary bytes of its backward pass."""
     last = 2 * sizes.stream * chunk.has_loss  # inputs of the final norm and of the output layer
-    ends = last + _output(model, sizes) + chunk.tower.kept
+    ends = last + _output_bytes(model, sizes) + chunk.tower.kept
     held = peak = freed = 0
-    for saved, again, working in reversed(_pieces(model, chunk.layers, sizes)):
+    for saved, again, working in reversed(_recomputed_pieces(model, chunk.layers, sizes)):
         peak = max(peak, again + working - freed)
         held += saved
         # later layers have freed their tensors; with full recomputation, an output replaces them
@@ -381,7 +381,7 @@ def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int,
     return ends + held, max(norm, max(peak, chunk.tower.working - held) - last)
 
 
-def _pieces(
+def _recomputed_pieces(
     model: ModelProvider, layers: list[LayerCounts], sizes: Sizes
 ) -> list[tuple[int, int, int]]:
     """Return the saved, the recomputed and the temporary bytes of layers that are recomputed together."""
@@ -402,7 +402,7 @@ def _pieces(
     ]
 
 
-def _output(model: ModelProvider, sizes: Sizes) -> int:
+def _output_bytes(model: ModelProvider, sizes: Sizes) -> int:
     """Return the bytes of a chunk's output, which is held until its backward pass unless it is deallocated."""
     if model.pipeline_model_parallel_size == 1 or model.deallocate_pipeline_outputs:
         return 0
@@ -427,7 +427,7 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
             total += (
                 0
                 if name == "mlp" and block_name in recomputed
-                else _inside(part, sizes, recomputed)
+                else _bytes_inside_block(part, sizes, recomputed)
             )
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
@@ -450,7 +450,7 @@ def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
     return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
 
 
-def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
+def _bytes_inside_block(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
     total = 0
     for path, module in block.named_modules():
         name = path.rpartition(".")[2]
@@ -490,16 +490,18 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
         )
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
-    adapter_elements = _tokens(path, sizes) * _of_adapter(
+    adapter_elements = _tokens_of_path(path, sizes) * _of_adapter(
         module, shape[0] * (1 + is_dispatched(path))
     )
-    inputs, other_elements = _linear(path, shape, sizes, keeps_input(module))
+    inputs, other_elements = _linear_elements(path, shape, sizes, keeps_input(module))
     return int(inputs * sizes.saved) + (other_elements + adapter_elements) * sizes.number
 
 
-def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tuple[int, int]:
+def _linear_elements(
+    path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool
+) -> tuple[int, int]:
     """Return the input elements that a linear layer saves, and its other elements; its weight is [out, in]."""
-    tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
+    tokens, dispatched = _tokens_of_path(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
         return tokens * shape[1] * keeps, tokens * shape[1] * (
             sizes.activation + sizes.weighting * dispatched
@@ -530,7 +532,7 @@ def _has_parts(module: Any) -> bool:
     return isinstance(adapter, nn.ModuleDict) and len(adapter) > 1
 
 
-def _tokens(path: str, sizes: Sizes) -> int:
+def _tokens_of_path(path: str, sizes: Sizes) -> int:
     if "local_experts" in path:  # experts run one after another
         return sizes.chosen // sizes.experts
     if is_dispatched(path):
@@ -538,7 +540,7 @@ def _tokens(path: str, sizes: Sizes) -> int:
     return sizes.between if is_undivided(path) else sizes.tokens
 
 
-def _attention(attention: Any, sizes: Sizes) -> int:
+def _attention_bytes(attention: Any, sizes: Sizes) -> int:
     """Return the bytes that attention saves in addition to the inputs and outputs of its linear layers."""
     config = attention.config
     heads = attention.num_attention_heads_per_partition
@@ -564,10 +566,12 @@ def _attention(attention: Any, sizes: Sizes) -> int:
     sums = heads
     if config.qk_layernorm:
         sums += heads + groups
-    return _tiles(attention, sizes) + sizes.tokens * (numbers * sizes.number + sums * _FP32)
+    return _attention_tile_bytes(attention, sizes) + sizes.tokens * (
+        numbers * sizes.number + sums * _FP32
+    )
 
 
-def _tiles(attention: Any, sizes: Sizes) -> int:
+def _attention_tile_bytes(attention: Any, sizes: Sizes) -> int:
     """Return the bytes of the mask of attention's tiles on a CPU, and of their outputs before they are joined."""
     window, skipped = attention.config.window_size, attention.config.window_attn_skip_freq
     visible_keys = keys = sizes.tokens * sizes.gathered
@@ -580,7 +584,7 @@ def _tiles(attention: Any, sizes: Sizes) -> int:
     return (rows * min(keys, rows + visible_keys) + sizes.tokens * outputs) * sizes.number
 
 
-def _mamba(mixer: Any, sizes: Sizes) -> int:
+def _mamba_bytes(mixer: Any, sizes: Sizes) -> int:
     """Return the bytes of the scan's output and its gated output; convolution and states are recomputed."""
     return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
 
@@ -595,15 +599,15 @@ def _delta_net(net: Any, sizes: Sizes) -> int:
     )
 
 
-def _dispatcher(layer: Any, sizes: Sizes) -> int:
+def _dispatcher_bytes(layer: Any, sizes: Sizes) -> int:
     """Return the bytes of the token-to-expert map, the permutation, and the router's probabilities."""
     return sizes.between * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
 
 
 _BY_ATTRIBUTE = {
-    "token_dispatcher": _dispatcher,
-    "core_attention": _attention,
-    "d_inner_local_tp": _mamba,
+    "token_dispatcher": _dispatcher_bytes,
+    "core_attention": _attention_bytes,
+    "d_inner_local_tp": _mamba_bytes,
     "num_v_heads_local_tp": _delta_net,
 }
 """Modules that save more than inputs and outputs of linear layers, by an attribute that only they have."""
@@ -613,7 +617,7 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
     """Return the bytes of the gathered input and of the gradients of the residual stream and the widest layer."""
     stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
     return stream + max(
-        (_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0
+        (_gradient_bytes(path, module, sizes) for path, module in layer.named_modules()), default=0
     )
 
 
@@ -647,9 +651,9 @@ def _summed_bytes(layer: Any, sizes: Sizes) -> int:
     return int(sizes.chosen * sizes.hidden * ((2 + 2 / ranks) * sizes.number + copies * size))
 
 
-def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
+def _gradient_bytes(path: str, module: nn.Module, sizes: Sizes) -> int:
     """Return the bytes of a linear layer's gradients: of output, weight and, for experts, input."""
-    shape, tokens = weight_shape(module), _tokens(path, sizes)
+    shape, tokens = weight_shape(module), _tokens_of_path(path, sizes)
     if shape is None:
         return 0
     weight_gradient = math.prod(shape) * sizes.separate_gradients * trained(module)

@@ -37,18 +37,18 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
         router=tuple(matrix for path, matrix in pairs if is_undivided(path)),
         experts=tuple(experts),
         between=sum(operations_between(module, length) for module in layer.modules()),
-        states=sum(map(_states, layer.modules())),
+        states=sum(map(_scan_state_bytes, layer.modules())),
         quadratic=attention is not None,
         norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
         inner=sum(item.columns if item.name in INTO_RESIDUAL else item.rows for item in dense),
         blocks=sum(item.name in INTO_RESIDUAL for item in dense),
-        keys=_keys(attention),
+        keys=_key_width(attention),
         weights=parameter_count - dispatched,
         expert_weights=dispatched // _local_experts(layer),
         seen=keys_seen(attention, length) if attention is not None else 1.0,
         head=head_widths(attention.config)[1] if attention is not None else 0,
         expert_biases=any(is_dispatched(path) and "bias" in path for path, _, _ in numbers),
-        clamped=any(_clamp(module) is not None for module in layer.modules()),
+        clamped=any(_clamp_of(module) is not None for module in layer.modules()),
         trained=sum(count for _, count, trained in numbers if trained) / max(parameter_count, 1),
     )
 
@@ -56,7 +56,7 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
 def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
     """Yield all two-dimensional weights with their paths; for experts, only those of the first expert."""
     for path, module in layer.named_modules():
-        weight = _weight(module)
+        weight = _weight_of(module)
         if (
             weight is None
             or weight.dim() != 2
@@ -68,7 +68,7 @@ def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
 
 def weight_shape(module: Any) -> tuple[int, ...] | None:
     """Return the shape of the weight; for grouped experts, the shape of each expert's weight."""
-    weight = _weight(module)
+    weight = _weight_of(module)
     return None if weight is None else tuple(weight.shape)
 
 
@@ -78,11 +78,11 @@ def keeps_input(module: Any) -> bool:
 
 
 def trained(module: Any) -> bool:
-    weight = _weight(module)
+    weight = _weight_of(module)
     return weight is None or weight.requires_grad
 
 
-def _weight(module: Any) -> Tensor | None:
+def _weight_of(module: Any) -> Tensor | None:
     return getattr(module, "weight0", getattr(module, "weight", None))
 
 
@@ -106,7 +106,7 @@ def _local_experts(layer: nn.Module) -> int:
     )
 
 
-def _states(module: Any) -> float:
+def _scan_state_bytes(module: Any) -> float:
     """Return the bytes per token of a scan's states: fp32 four times (mamba-ssm), or bf16 twice (fla), for a chunk."""
     if isinstance(module, MambaMixer):
         states = getattr(module, "state_size", module.d_state)
@@ -118,11 +118,11 @@ def _states(module: Any) -> float:
     return 0.0
 
 
-def _clamp(module: Any) -> float | None:
+def _clamp_of(module: Any) -> float | None:
     return getattr(getattr(module, "config", None), "activation_func_clamp_value", None)
 
 
-def _keys(attention: Any) -> int:
+def _key_width(attention: Any) -> int:
     if attention is None:
         return 0
     config = attention.config

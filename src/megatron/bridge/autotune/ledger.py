@@ -53,19 +53,19 @@ def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[En
         )
     for folder in folders:
         try:
-            yield _entry(folder, profile)
+            yield _read_entry(folder, profile)
         except UserError as error:
             yield f"{folder}: {error}"
 
 
-def _entry(folder: Path, profile: Profile | None) -> Entry:
+def _read_entry(folder: Path, profile: Profile | None) -> Entry:
     rows = loss_curves.read_metrics(folder)
     steps = [
         row for row in rows if row["kind"] == "train" and "step time" in row and row["step"] > _WARM
     ]
     if not steps:
         raise UserError(f"it has no steps after the first {_WARM}")
-    environment = _environment(folder)
+    environment = _read_environment(folder)
     device = environment["gpu"]["name"] if environment["gpu"] else ""
     if not device and profile is None:
         raise UserError("it ran on a CPU: give --profile")
@@ -91,7 +91,7 @@ def _entry(folder: Path, profile: Profile | None) -> Entry:
     )
 
 
-def _environment(folder: Path) -> dict[str, Any]:
+def _read_environment(folder: Path) -> dict[str, Any]:
     files = sorted(folder.rglob(ENVIRONMENT))
     if not files or not (folder / CONFIG).is_file():
         raise UserError(f"it has no {CONFIG} or {ENVIRONMENT}")

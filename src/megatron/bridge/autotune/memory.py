@@ -66,7 +66,9 @@ def memory_per_rank(
     """
     # quantization keeps the weights in bf16, and Megatron-Core can build such layers only with Transformer Engine
     stages = meta_model.stage_chunks(without_quantization(config.model), config.peft)
-    ranks = [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)]
+    ranks = [
+        _stage_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)
+    ]
     if teacher is None:
         return ranks
     teacher_stages = enumerate(meta_model.stage_chunks(teacher))
@@ -101,7 +103,7 @@ class _Replicas:
         return cls(max(dense // instances, 1), max(expert // instances, 1))
 
 
-def _memory(
+def _stage_memory(
     config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int
 ) -> RankMemory:
     model, replicas = (
@@ -127,7 +129,9 @@ def _memory(
         weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
     else:
         for index, chunk in enumerate(chunks):
-            padding, reduced = _distributed(config, chunk, stage == index == 0, replicas, stepped)
+            padding, reduced = _distributed_bytes(
+                config, chunk, stage == index == 0, replicas, stepped
+            )
             weights += padding
             gradients += reduced
         optimizer = int(stepped.max())
@@ -224,7 +228,7 @@ def _quantized_numbers(chunk: nn.Module) -> int:
     )
 
 
-def _distributed(
+def _distributed_bytes(
     config: ConfigContainer,
     chunk: nn.Module,
     bucketed: bool,
@@ -249,7 +253,7 @@ def _distributed(
         )
         padded = {key: part.bucket_indices[-1][1] for key, part in layout.layouts.items()}
         owned = {
-            key: _owned(
+            key: _owned_parameters(
                 part, replicas.expert if key.is_expert_parallel else replicas.dense, len(stepped)
             )
             for key, part in layout.layouts.items()
@@ -262,7 +266,7 @@ def _distributed(
     )
 
 
-def _owned(part: Any, shards: int, ranks: int) -> np.ndarray:
+def _owned_parameters(part: Any, shards: int, ranks: int) -> np.ndarray:
     """Return the parameters that each of ``ranks`` owns: those in its part of the buckets, which end with padding."""
     owned = np.zeros(shards, dtype=np.int64)
     for start, end, bucket in part.param_index_map.values():

@@ -124,7 +124,7 @@ def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
     if model.recompute_granularity == "selective":
         modules = tuple(model.recompute_modules or ("core_attn",))
         run = run_of(config)
-        return lambda layer, index: _selected(layer, modules, run)
+        return lambda layer, index: _recomputed_share(layer, modules, run)
     if model.recompute_granularity != "full":
         return lambda layer, index: 0.0
     if model.recompute_method == "block":
@@ -134,7 +134,7 @@ def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
 
 
 @lru_cache(maxsize=4096)
-def _selected(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
+def _recomputed_share(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
     all_operations = operations_per_token(layer, run)
     again = 0.0
     for module in modules:

@@ -85,16 +85,16 @@ class InplaceReader(FileSystemReader):
         path = self.fs.concat_path(self.path, storage_info.relative_path)
         with self.fs.create_stream(path, "rb") as stream:
             part = self._slice_file(cast(Any, stream), storage_info)
-            start = _start(part, item, target)
+            start = _contiguous_offset(part, item, target)
             part.seek(start or 0)
             if start is None:
-                _copy(part, item, target)
+                _copy_through_memory(part, item, target)
             else:
-                _fill(target, part)
+                _fill_from_file(target, part)
         planner.commit_tensor(item, target)
 
 
-def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
+def _contiguous_offset(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
     """The offset of ``target`` in ``part`` if its bytes are contiguous there; else None."""
     stored = cast(Tensor, torch.load(part, map_location="meta", weights_only=True))
     begin: int | None = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
@@ -107,7 +107,7 @@ def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
     return begin + int(first) * stored.element_size()
 
 
-def _fill(target: Tensor, part: IO[bytes]) -> None:
+def _fill_from_file(target: Tensor, part: IO[bytes]) -> None:
     """Read the bytes of ``target`` from the current position of ``part``."""
     flat = target.view(-1).view(torch.uint8)
     (_read_into if target.is_cpu else _read_in_blocks)(flat, part)
@@ -132,7 +132,7 @@ def _read_into(flat: Tensor, part: IO[bytes]) -> None:
         left = left[count:]
 
 
-def _copy(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
+def _copy_through_memory(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
     """Copy through memory, like torch's own reader."""
     stored = cast(Tensor, torch.load(part, map_location="cpu", weights_only=True))
     requested = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
@@ -142,9 +142,9 @@ def _copy(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
     target.copy_(requested)
 
 
-def _open(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> InplaceReader:
+def _open_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> InplaceReader:
     return InplaceReader(checkpoint_dir)
 
 
 # Megatron-Core takes no reader as an argument; several threads may read at once, so it is never set back.
-strategy._get_filesystem_reader = serialization._get_filesystem_reader = _open
+strategy._get_filesystem_reader = serialization._get_filesystem_reader = _open_reader

@@ -73,7 +73,7 @@ def load(
     """
     check(state, directory, strict, known)
     try:
-        return on_every_rank(lambda: _read(state, directory))
+        return on_every_rank(lambda: _read_state(state, directory))
     except BaseException as error:
         raise unreadable(error, directory) from error
 
@@ -94,12 +94,12 @@ def check(
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Load a part of a checked state, without communication; raises a ``DamagedError`` if it cannot be read."""
     try:
-        return _read(state, directory)
+        return _read_state(state, directory)
     except BaseException as error:
         raise unreadable(error, directory) from error
 
 
-def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _read_state(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     storage.pull(directory, bucket.is_small)  # on other machines than the first rank's
     # Under another layout ranks share one object of the old one, which Megatron-Core takes for a mistake: what is
     # wanted was compared with what there is, so its own check of the wish can go.
@@ -176,7 +176,7 @@ def _check_format(directory: Path) -> None:
         ]  # earlier versions of Megatron-Core write the common state's, too
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError.of(
-            directory, f"{file.name} cannot be read ({_reason(error)})"
+            directory, f"{file.name} cannot be read ({_short_reason(error)})"
         ) from error
     if stored_format != FORMAT.sharded_backend:
         raise UserError(
@@ -193,7 +193,9 @@ def _read_metadata(directory: Path) -> Metadata:
     except UserError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise DamagedError.of(directory, f".metadata cannot be read ({_reason(error)})") from error
+        raise DamagedError.of(
+            directory, f".metadata cannot be read ({_short_reason(error)})"
+        ) from error
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise DamagedError.of(directory, ".metadata is of something else")
     return metadata
@@ -247,14 +249,18 @@ def compare(
     )
     shapes = []
     for key, entry in requested.items():
-        if isinstance(entry, ShardedTensor) and key in stored and not _fits(entry, stored[key]):
+        if (
+            isinstance(entry, ShardedTensor)
+            and key in stored
+            and not _fits_stored_shape(entry, stored[key])
+        ):
             shapes.append(
-                f"{key} is {_shape(stored[key])}, the model's is {_shape(entry.global_shape)}"
+                f"{key} is {_shape_text(stored[key])}, the model's is {_shape_text(entry.global_shape)}"
             )
     return StateMismatch(tuple(missing), tuple(left_over), tuple(sorted(shapes)))
 
 
-def _fits(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
+def _fits_stored_shape(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
     if stored is None:
         return False
     # The vocabulary's padding depends on the layout: only the first dimension of such tensors may differ.
@@ -262,7 +268,7 @@ def _fits(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
     return tuple(entry.global_shape)[skipped:] == stored[skipped:]
 
 
-def _shape(shape: Iterable[int] | None) -> str:
+def _shape_text(shape: Iterable[int] | None) -> str:
     return "an object" if shape is None else "x".join(map(str, shape))
 
 
@@ -283,7 +289,7 @@ def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
             del state[name]
 
 
-def _reason(error: BaseException) -> str:
+def _short_reason(error: BaseException) -> str:
     """The first line of an error message, shortened for verbose errors of torch."""
     if isinstance(error, pickle.UnpicklingError):
         return "it is not a tensor"
@@ -297,4 +303,4 @@ def unreadable(error: BaseException, directory: Path) -> BaseException:
         error, (Exception, CheckpointException)
     ):
         return cause
-    return DamagedError.of(directory, f"its content cannot be read ({_reason(cause)})")
+    return DamagedError.of(directory, f"its content cannot be read ({_short_reason(cause)})")

@@ -199,7 +199,7 @@ def read(directory: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise DamagedError.of(directory, f"{NAME} cannot be read ({error.strerror})") from error
-    content = _content(directory, text)
+    content = _parse_content(directory, text)
     if (content["format"], content["algorithm"]) != (FORMAT, ALGORITHM):
         raise UserError(
             f"{directory / NAME} has the format {content['format']} with {content['algorithm']}, this version "
@@ -209,7 +209,7 @@ def read(directory: Path) -> Manifest | None:
     return Manifest(content["iteration"], content["save_id"], files)
 
 
-def _content(directory: Path, text: bytes) -> dict[str, Any]:
+def _parse_content(directory: Path, text: bytes) -> dict[str, Any]:
     try:
         content = strict_json.loads(text)
         # Every byte counts: JSON would forgive changed white space.
@@ -238,14 +238,14 @@ def problem(
             return f"{name} is missing"
         if size != record.size:
             return f"{name} has {size} of {record.size} bytes"
-        if content and record.hash not in _hashes(path):
+        if content and record.hash not in _block_hashes(path):
             return f"the content of {name} is not what was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror or error})"
     return None
 
 
-def _hashes(path: Path) -> Iterator[str]:
+def _block_hashes(path: Path) -> Iterator[str]:
     yield hash_file(path).hash
     if (
         url_of(path) is not None

@@ -91,11 +91,12 @@ def latest_iteration(root: str | Path) -> int | None:
         ) from error
     if not text.isdecimal():
         raise DamagedError(
-            f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}"
+            f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices_phrase(root)}"
         )
     if not iteration_dir(root, int(text)).is_dir():
         raise DamagedError(
-            f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; {_choices(root)}"
+            f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; "
+            f"{_choices_phrase(root)}"
         )
     return int(text)
 
@@ -128,12 +129,12 @@ def resolve(path: str | Path) -> Path:
     Raises:
         UserError: nothing there can be loaded; the message names what is missing.
     """
-    directory = _resolve(storage.local(path))
+    directory = _resolve_local(storage.local(path))
     storage.pull(directory, bucket.is_small, deep=True)
     return directory
 
 
-def _resolve(path: Path) -> Path:
+def _resolve_local(path: Path) -> Path:
     bucket.refresh(path)
     if not path.exists():
         raise UserError(
@@ -156,7 +157,7 @@ def _resolve(path: Path) -> Path:
     iteration = latest_iteration(path)
     if iteration is None:
         raise UserError(
-            f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices(path)}"
+            f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices_phrase(path)}"
         )
     return iteration_dir(path, iteration)
 
@@ -205,7 +206,7 @@ def write_tracker(root: str | Path, iteration: int) -> None:
         bucket.push_beside(tracker.parent)
 
 
-def _choices(root: str | Path) -> str:
+def _choices_phrase(root: str | Path) -> str:
     iterations = published_iterations(root)
     if not iterations:
         return "no iter_* directory is there either: give another directory"

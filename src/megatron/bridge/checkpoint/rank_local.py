@@ -34,31 +34,33 @@ ORIGIN = "origin.json"
 
 def state_values(state: dict[str, Any]) -> dict[str, Any]:
     """The values in Megatron's sharded state dict, without their descriptions; tensors share memory."""
-    return _each(lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state)
+    return _change_each(
+        lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state
+    )
 
 
 def copy_into(state: Any, content: Any, directory: Path, name: str = "the state") -> Any:
     """Copy ``content`` into the tensors that ``state`` describes, and return the whole state."""
     if isinstance(state, dict):
         if not isinstance(content, dict) or state.keys() - content.keys():
-            raise _foreign(directory, name)
+            raise _foreign_checkpoint(directory, name)
         return {
             key: copy_into(entry, content[key], directory, str(key)) for key, entry in state.items()
         }
     if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
         assert state.data is not None, f"{name} describes nothing"
         if not isinstance(content, torch.Tensor) or content.shape != state.data.shape:
-            raise _foreign(directory, name)
+            raise _foreign_checkpoint(directory, name)
         state.data.detach().copy_(content)
         return state.data
     return copy.deepcopy(content)  # what is kept in memory may be needed again
 
 
-def _each(change: Callable[[Any], Any], content: dict[str, Any]) -> dict[str, Any]:
+def _change_each(change: Callable[[Any], Any], content: dict[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], dict_list_map_outplace(change, content))
 
 
-def _foreign(directory: Path, name: str) -> UserError:
+def _foreign_checkpoint(directory: Path, name: str) -> UserError:
     return UserError(
         f"checkpoint {directory} is not of this model: {name} differs; undo the change, or remove it to go on from "
         "the persistent checkpoint before"
@@ -91,7 +93,7 @@ class DiskStore:
                 manifest.hashing(staging / STATE, records, STATE) as stream,
                 without_zip_checksums(),
             ):
-                torch.save(_each(_on_host, content), cast(Any, stream))
+                torch.save(_change_each(_on_host, content), cast(Any, stream))
             write_origin(staging, origin)
             manifest.write(staging, iteration, manifest.new_save_id(), records)
 
@@ -154,7 +156,7 @@ class MemoryStore:
         memory = self._free.pop() if self._free else HostBuffer()
         tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
         copies = iter(memory.copy_tensors(tensors))
-        copied_content = _each(
+        copied_content = _change_each(
             lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry),
             content,
         )

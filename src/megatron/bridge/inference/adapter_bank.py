@@ -42,13 +42,13 @@ class AdapterNames:
             rows.setdefault(work.text.adapter, []).extend(range(work.row, work.row + work.count))
         alone = len(rows) == 1
         self.parts = [
-            (name, None if alone else _padded(row_indices, device), len(row_indices))
+            (name, None if alone else _pad_rows(row_indices, device), len(row_indices))
             for name, row_indices in rows.items()
             if name is not None
         ]
 
 
-def _padded(rows: list[int], device: torch.device) -> Tensor:
+def _pad_rows(rows: list[int], device: torch.device) -> Tensor:
     """Pad the rows to a number for which matrix products compute each row identically in any batch."""
     return torch.tensor(rows + [0] * (padded_rows(len(rows)) - len(rows)), device=device)
 

@@ -82,7 +82,7 @@ class DecodingState:
         caches = [(item.modules, item.make(tokens + 1, requests, device)) for item in cache_specs]
         self._caches = [(module, cache) for modules, cache in caches for module in modules]
         self._rotary = [
-            (item, _Angles(item, self)) for item in _modules(self.bare, RotaryEmbedding)
+            (item, _Angles(item, self)) for item in _modules_of_kind(self.bare, RotaryEmbedding)
         ]
         self.device = device
         config: Any = self.bare[0].config
@@ -107,12 +107,12 @@ class DecodingState:
                 changes.set(module, "cache", cache)
             for module, angles in self._rotary:
                 changes.set(module, "forward", angles)
-            for module in _modules(self.bare, GroupedLinear):
+            for module in _modules_of_kind(self.bare, GroupedLinear):
                 changes.set(module, "row_multiple", ROW_MULTIPLE)
             changes.set(self, "_is_attached", True)
             if self._pack:
                 self._pack_weights(self._packing)
-            for module in _modules(self.bare, SharedExpertMLP):
+            for module in _modules_of_kind(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(
                     module.gate_weight, DTensor
                 )
@@ -155,12 +155,12 @@ class DecodingState:
                 if can_pack(weight):
                     _set_packed(changes, output, weight)
                     changes.move_to_file(weight)
-        for module in _modules(self.bare, _PARALLEL_LINEAR):
+        for module in _modules_of_kind(self.bare, _PARALLEL_LINEAR):
             if id(module) not in not_packed and can_pack(module.weight):
                 packed = _set_packed(changes, module, module.weight)
                 if _is_plain(module):  # an adapter may need the unpacked weight
                     changes.empty(module.weight, packed)
-        for module in _modules(self.bare, GroupedLinear):
+        for module in _modules_of_kind(self.bare, GroupedLinear):
             if _is_plain(module) and all(can_pack(weight) for weight in module.weights()):
                 packed = [pack_weight(weight) for weight in module.weights()]
                 changes.set(module, "packed", packed)
@@ -335,7 +335,7 @@ class Kept:
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
         """Return the caches of this rank's layers; with ``rings``, a layer with a window caches only the window."""
         bare = [unwrap(chunk) for chunk in chunks]
-        latent = [_latent(layer) for layer in _latent_layers(bare)]
+        latent = [_latent_cache(layer) for layer in _latent_layers(bare)]
         absorbed = {id(module) for latent_cache in latent for module in latent_cache.modules}
         foreign = [(layer, _torch_core(layer)) for layer in _foreign_layers(bare)]
         layers_and_cores = [
@@ -344,50 +344,50 @@ class Kept:
             for layer in chunk.modules()
         ]
         return [
-            *(_attention(layer, core, rings, (layer, core)) for layer, core in foreign),
+            *(_attention_cache(layer, core, rings, (layer, core)) for layer, core in foreign),
             *latent,
             *(
-                _plain(layer, (1, (layer.linear_wk.out_features, 0)))
-                for layer in _modules(bare, Indexer)
+                _plain_cache(layer, (1, (layer.linear_wk.out_features, 0)))
+                for layer in _modules_of_kind(bare, Indexer)
             ),
             *(
-                _attention(layer, core, rings)
+                _attention_cache(layer, core, rings)
                 for layer, core in layers_and_cores
                 if isinstance(core, TorchAttention) and id(core) not in absorbed
             ),
-            *(_recurrent(layer) for layer in _modules(bare, _RECURRENT)),
+            *(_recurrent_cache(layer) for layer in _modules_of_kind(bare, _RECURRENT)),
         ]
 
 
-def _attention(layer: Any, core: TorchAttention, rings: bool, replaces: Any = None) -> Kept:
+def _attention_cache(layer: Any, core: TorchAttention, rings: bool, replaces: Any = None) -> Kept:
     if not rings or core.window_size is None:
-        return _plain(core, _shape(layer), replaces)
-    length, shape, dtype = core.window_size[0] + 1, _shape(layer), core.config.params_dtype
+        return _plain_cache(core, _cache_shape(layer), replaces)
+    length, shape, dtype = core.window_size[0] + 1, _cache_shape(layer), core.config.params_dtype
     size = length * AttentionCache.bytes_per_token(*shape, dtype)
     make: Any = lambda _, requests, device: WindowCache(requests, length, *shape, dtype, device)  # noqa: E731
     return Kept((core,), make, per_request=size, replaces=replaces)
 
 
-def _plain(module: Any, shape: tuple[int, tuple[int, int]], replaces: Any = None) -> Kept:
+def _plain_cache(module: Any, shape: tuple[int, tuple[int, int]], replaces: Any = None) -> Kept:
     dtype = module.config.params_dtype
     make: Any = lambda tokens, _, device: AttentionCache(tokens, *shape, dtype, device)  # noqa: E731
     return Kept((module,), make, AttentionCache.bytes_per_token(*shape, dtype), replaces=replaces)
 
 
-def _latent(layer: Any) -> Kept:
+def _latent_cache(layer: Any) -> Kept:
     config = layer.config
     size = (config.kv_lora_rank + config.qk_pos_emb_head_dim) * config.params_dtype.itemsize
     make: Any = lambda tokens, _, device: LatentCache(tokens, layer, config.params_dtype, device)  # noqa: E731
     return Kept((layer, layer.core_attention), make, size)
 
 
-def _recurrent(layer: Any) -> Kept:
+def _recurrent_cache(layer: Any) -> Kept:
     shapes = layer.state_shapes()
     make: Any = lambda _, requests, device: RecurrentCache(requests, shapes, device)  # noqa: E731
     return Kept((layer,), make, per_request=sum(state_shape.bytes for state_shape in shapes))
 
 
-def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
+def _modules_of_kind(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
     seen_ids: set[int] = set()
     for chunk in chunks:
         for module in chunk.modules():
@@ -398,13 +398,13 @@ def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
 
 def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield layers that cache latents; layers with a sharded or adapted up projection cache keys instead."""
-    for layer in _modules(chunks, TorchLatentAttention):
+    for layer in _modules_of_kind(chunks, TorchLatentAttention):
         up = layer.linear_kv_up_proj
         if _is_plain(up) and not isinstance(up.weight, DTensor):
             yield layer
 
 
-def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
+def _cache_shape(layer: Any) -> tuple[int, tuple[int, int]]:
     if isinstance(layer, TorchLatentAttention):
         return layer.num_attention_heads_per_partition, (layer.q_head_dim, layer.config.v_head_dim)
     width = layer.hidden_size_per_attention_head
@@ -413,7 +413,7 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
 
 def check_layers(chunks: Sequence[Any]) -> None:
     config = chunks[0].config
-    recurrent = any(True for _ in _modules(chunks, _RECURRENT))
+    recurrent = any(True for _ in _modules_of_kind(chunks, _RECURRENT))
     if config.context_parallel_size > 1 and recurrent:
         raise UserError(
             f"context_parallel_size={config.context_parallel_size} splits recurrent layers by heads, which decoding "
@@ -424,7 +424,7 @@ def check_layers(chunks: Sequence[Any]) -> None:
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens depending on the rest of the "
             "batch: set it to None to generate"
         )
-    for module in _modules(chunks, (MambaMixer, MultiLatentAttention)):
+    for module in _modules_of_kind(chunks, (MambaMixer, MultiLatentAttention)):
         if not isinstance(module, (TorchMambaMixer, TorchLatentAttention)):
             raise UserError(
                 f"backend={config.backend!r} has {type(module).__name__}, which has no cache: set "
@@ -434,7 +434,7 @@ def check_layers(chunks: Sequence[Any]) -> None:
 
 def _foreign_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield the layers with Megatron-Core's or Transformer Engine's attention."""
-    for layer in _modules(chunks, SelfAttention):
+    for layer in _modules_of_kind(chunks, SelfAttention):
         if not isinstance(layer.core_attention, TorchAttention):
             yield layer
 
@@ -455,7 +455,7 @@ def _torch_core(layer: Any) -> TorchAttention:
 
 def switch_length(chunks: Sequence[nn.Module]) -> int | None:
     """Return the length above which a text has different rotary frequencies; see ``original_length``."""
-    for module in _modules([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
+    for module in _modules_of_kind([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
         limit = original_length(module)
         if limit is not None:
             return limit

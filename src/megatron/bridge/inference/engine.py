@@ -168,7 +168,7 @@ class Engine(AbstractContextManager["Engine"]):
         bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
-        limits = _limits(chunks, config, reuses=self._switch is None)
+        limits = _find_limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(
             chunks, limits.tokens, limits.requests, config.pack, config.window_rings
         )
@@ -346,7 +346,7 @@ class Engine(AbstractContextManager["Engine"]):
             targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
             sampled = [(work.start + work.count - 1, None)] if work.samples else []
             for position, target in (*targets, *sampled):
-                outputs.append(_output(job, work.row + position - work.start, target))
+                outputs.append(_output_of_job(job, work.row + position - work.start, target))
                 jobs.append(job)
         return outputs, jobs
 
@@ -394,7 +394,7 @@ class Engine(AbstractContextManager["Engine"]):
         del self._jobs[id(job.text)]
 
 
-def _output(job: Job, row: int, target: int | None) -> Output:
+def _output_of_job(job: Job, row: int, target: int | None) -> Output:
     sampling, completion = job.sampling, job.completion
     top = sampling.logprobs if target is None else sampling.prompt_logprobs
     return Output(
@@ -409,7 +409,7 @@ def _output(job: Job, row: int, target: int | None) -> Output:
     )
 
 
-def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
+def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
     """Return the limits that fit into the memory of every rank."""
     cache_specs = decoding_state.Kept.of(chunks, config.window_rings)
     bytes_per_token, states = (

@@ -85,9 +85,9 @@ def load(
             f"{path} has head={provider.head} and does not generate tokens: call the model of AutoBridge directly"
         )
     used = tokenizer or (tokenizer_of(path) if bridge is None else None)
-    hf = _tokenizer(source.folder, used, trust_remote_code)
+    hf = _load_tokenizer(source.folder, used, trust_remote_code)
     _note_larger_tokenizer(hf, provider, used or source.folder)
-    _prepare(provider, sizes)
+    _prepare_provider(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(
         wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision
@@ -107,7 +107,7 @@ def load(
         hf,
         source.folder,
         provider.vocab_size,
-        _context(provider),
+        _longest_context(provider),
         bridge,
         names,
         media,
@@ -199,7 +199,7 @@ def _trained_template(path: str | Path, adapter: str | Path | None) -> str | Non
     return template
 
 
-def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
+def _prepare_provider(provider: Any, sizes: Mapping[str, Any]) -> None:
     """Set the layout, and turn off training-only settings."""
     for name, value in sizes.items():
         setattr(provider, name, value)
@@ -210,7 +210,7 @@ def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
     pad_query_groups(provider)
 
 
-def _context(provider: Any) -> int:
+def _longest_context(provider: Any) -> int:
     """Return the maximum number of tokens of a text."""
     limit = provider.max_position_embeddings or provider.seq_length
     if provider.position_embedding_type == "learned_absolute":
@@ -218,7 +218,7 @@ def _context(provider: Any) -> int:
     return int(limit)
 
 
-def _tokenizer(folder: Path | None, given: str | None, trust_remote_code: bool) -> Any:
+def _load_tokenizer(folder: Path | None, given: str | None, trust_remote_code: bool) -> Any:
     if given is not None:
         return load_hf_tokenizer(given, trust_remote_code)
     if folder is None or not hub.has_tokenizer(folder):

@@ -38,7 +38,7 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     ``defaults`` are the sampling parameters of the command; ``chat`` converts texts to user messages. The seed of a
     line is derived from the command's seed and the line number, unless the line has its own.
     """
-    lines = list(_lines(path, defaults, chat))
+    lines = list(_read_lines(path, defaults, chat))
     if not lines:
         raise UserError(f"{path} has no prompts: write one per line")
     location_of_id: dict[str | int, str] = {}
@@ -51,7 +51,7 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     return lines
 
 
-def _lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
+def _read_lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
     with open_data(path) as file:
         for line_number, raw in enumerate(file, start=1):
             location = f"{path}:{line_number}"
@@ -60,19 +60,19 @@ def _lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[Prom
             record = (
                 parse_record(raw, location)
                 if path.suffix == ".jsonl"
-                else {"prompt": _text(raw, location)}
+                else {"prompt": _decode_line(raw, location)}
             )
-            yield _line(record, location, line_number, defaults, chat)
+            yield _parse_line(record, location, line_number, defaults, chat)
 
 
-def _text(raw: bytes, location: str) -> str:
+def _decode_line(raw: bytes, location: str) -> str:
     try:
         return raw.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{location}: the line is not UTF-8 ({error.reason})") from error
 
 
-def _line(
+def _parse_line(
     record: dict[str, Any], location: str, line_number: int, defaults: Mapping[str, Any], chat: bool
 ) -> PromptLine:
     given = [key for key in _PROMPTS if key in record]
@@ -182,11 +182,11 @@ def _check_done(
 
 def as_record(line: PromptLine, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the output line: the fields of a single completion, or a list of several ``completions``."""
-    records = [_record(completion, line.sampling) for completion in completions]
+    records = [_completion_record(completion, line.sampling) for completion in completions]
     return {"id": line.id, **(records[0] if line.sampling.n == 1 else {"completions": records})}
 
 
-def _record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
+def _completion_record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
     record: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -196,10 +196,10 @@ def _record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
         record["seed"] = completion.seed
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None:
-            record[name] = [_logprob(token) for token in getattr(completion, name)]
+            record[name] = [_logprob_record(token) for token in getattr(completion, name)]
     return record
 
 
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
+def _logprob_record(token: TokenLogprob) -> dict[str, Any]:
     record = asdict(token)
     return record if token.top else {key: value for key, value in record.items() if key != "top"}

@@ -140,23 +140,23 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
     table[:, 0].masked_fill_(logits.amax(-1).isnan() & samples, torch.nan)
     scored = [index for index, output in enumerate(outputs) if output.top is not None]
     if scored:
-        _score(logits, table, scored, (width - FIXED) // 2)
+        _score_tokens(logits, table, scored, (width - FIXED) // 2)
     return table
 
 
-def _score(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
+def _score_tokens(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
     rows = torch.tensor(scored, device=logits.device)
     logprobs = logits[rows].float().log_softmax(-1)
     chosen = table[rows, 0].nan_to_num().long()
     table[rows, 1] = logprobs.gather(-1, chosen[:, None])[:, 0].double()
     if top:
-        best = _ordered(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices
+        best = _order_logprobs(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices
         count = best.size(-1)
         table[rows, FIXED : FIXED + count] = best.double()
         table[rows, FIXED + top : FIXED + top + count] = logprobs.gather(-1, best).double()
 
 
-def _ordered(logprobs: Tensor) -> Tensor:
+def _order_logprobs(logprobs: Tensor) -> Tensor:
     """Return integers with the order of ``logprobs`` in which the first of equal values (common in bf16) is highest."""
     magnitude = logprobs.view(torch.int32).long() & 0x7FFFFFFF  # log-probabilities are not positive
     return (-magnitude << 20) - torch.arange(logprobs.size(-1), device=logprobs.device)

@@ -285,7 +285,7 @@ class Scheduler:
             text.scored = work.scored.stop if work.scored else text.scored
             text.computed = work.start + work.count
             if self.limits.reuses and text.shares and text.computed <= text.prompt_length:
-                for end, key in _prefixes(text, text.computed, self.limits.chunk):
+                for end, key in _prefix_hashes(text, text.computed, self.limits.chunk):
                     if end > work.start:
                         self._chunks.setdefault(key, text)
 
@@ -416,7 +416,7 @@ class Scheduler:
             if text.wants_prompt
             else text.prompt_length - 1
         )
-        for stop, key in _prefixes(text, needed, self.limits.chunk):
+        for stop, key in _prefix_hashes(text, needed, self.limits.chunk):
             donor = self._chunks.get(key)
             if donor is None or donor.extent is None or donor.adapter != text.adapter:
                 break
@@ -428,12 +428,12 @@ class Scheduler:
         return best
 
     def _forget(self, text: Text) -> None:
-        for _, key in _prefixes(text, text.prompt_length, self.limits.chunk):
+        for _, key in _prefix_hashes(text, text.prompt_length, self.limits.chunk):
             if self._chunks.get(key) is text:
                 del self._chunks[key]
 
 
-def _prefixes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _prefix_hashes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Yield length and hash of each prefix of full chunks, up to ``stop`` tokens."""
     key = hash(text.adapter)
     for end in range(chunk, stop + 1, chunk):

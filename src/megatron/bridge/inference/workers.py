@@ -32,7 +32,7 @@ class Workers(AbstractContextManager["Workers"]):
         for rank in range(size):
             parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve,
+                target=_serve_rank,
                 args=(rank, size, port, partial(make, path, **options), child_end),
                 daemon=True,
             )
@@ -171,7 +171,7 @@ class Workers(AbstractContextManager["Workers"]):
                 )
 
 
-def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
+def _serve_rank(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script handles Ctrl-C
     environment = {
@@ -188,17 +188,17 @@ def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) 
         nonlocal llm
         llm = make()
 
-    _answer(pipe, load)
+    _answer_call(pipe, load)
     while llm is not None:
         try:
             request = pipe.recv()
         except (EOFError, OSError):  # the connection is reset if the script left answers unread
             return
         if request != "stop":  # ignore a late stop
-            _answer(pipe, partial(_iterate, llm, pipe, rank, *request))
+            _answer_call(pipe, partial(_send_pieces, llm, pipe, rank, *request))
 
 
-def _answer(pipe: Any, function: Callable[[], Any]) -> None:
+def _answer_call(pipe: Any, function: Callable[[], Any]) -> None:
     try:
         pipe.send(("done", function()))
     except UserError as error:
@@ -207,12 +207,12 @@ def _answer(pipe: Any, function: Callable[[], Any]) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-def _iterate(
+def _send_pieces(
     llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool
 ) -> None:
     """Send the values that the method or function yields on rank 0."""
     if callable(method):
-        _converse(llm, pipe, rank, method, args)
+        _converse_with_parent(llm, pipe, rank, method, args)
         return
 
     def stopped() -> bool:
@@ -224,7 +224,7 @@ def _iterate(
             pipe.send(("piece", piece))
 
 
-def _converse(
+def _converse_with_parent(
     llm: Any, pipe: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     lock, over = threading.Lock(), threading.Event()

@@ -78,7 +78,7 @@ class HeterogeneousModelProvider(GPTModelProvider):
                 f"{location} has the keys {', '.join(sorted(block))}: it must have attention and ffn"
             )
         sizes = {
-            part: _size(f"{location}.{part}", block[part], key)
+            part: _size_of_part(f"{location}.{part}", block[part], key)
             for part, key in (("attention", "n_heads_in_group"), ("ffn", "ffn_mult"))
         }
         heads, mult = sizes["attention"], sizes["ffn"]
@@ -114,7 +114,7 @@ class HeterogeneousModelProvider(GPTModelProvider):
             )
 
 
-def _size(location: str, part: Mapping[str, Any], key: str) -> Any:
+def _size_of_part(location: str, part: Mapping[str, Any], key: str) -> Any:
     """The size that ``key`` gives; None where there is nothing to have one."""
     for part_key, value in part.items():
         if part_key not in (key, *_KINDS) and value not in (None, False):

@@ -174,7 +174,7 @@ class ModelProvider(TransformerConfig):
         refuse_other_groups(getattr(self, "_pg_collection", None))
         config = copy.copy(self)
         config.derive()
-        _report(layer_specs.apply_backend_settings(config, config.backend))
+        _report_disabled(layer_specs.apply_backend_settings(config, config.backend))
         try:
             super(
                 ModelProvider, config
@@ -406,7 +406,7 @@ def refuse_other_groups(groups: Any) -> None:
             )
 
 
-def _report(changes: list[layer_specs.DisabledSetting]) -> None:
+def _report_disabled(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
         logger.warning(
             "model.%s=%r is %r on this machine: %s",

@@ -104,7 +104,10 @@ class PEFT:
         self._refuse_nothing(chunks)
         for chunk in chunks:
             info = chunk_info(chunk)
-            info.peft, info.trained = self, frozenset(name for name, _ in _trainable(chunk))
+            info.peft, info.trained = (
+                self,
+                frozenset(name for name, _ in _trainable_parameters(chunk)),
+            )
             let_gradients_start(chunk)
             if not training:
                 chunk.requires_grad_(False)
@@ -150,7 +153,7 @@ class PEFT:
         return [module for name, module in named if name in names]
 
     def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
-        trained = any(True for chunk in chunks for _ in _trainable(chunk))
+        trained = any(True for chunk in chunks for _ in _trainable_parameters(chunk))
         if not any(exchange.all_gather_stages(trained)):
             raise UserError(
                 f"peft: {type(self).__name__} adds nothing to this model that could be trained"
@@ -169,7 +172,7 @@ def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], modules_to_save: set[str]
         )
 
 
-def _trainable(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trainable_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return (
         (name, parameter) for name, parameter in chunk.named_parameters() if parameter.requires_grad
     )

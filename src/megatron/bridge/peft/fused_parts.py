@@ -20,7 +20,7 @@ def parts_of(site: Site) -> dict[str, str]:
     """Role -> the name of a part of a fused layer in targets; empty for other layers."""
     before, _, leaf = site.name.rpartition(".")
     if leaf == "linear_qkv":
-        return {role: f"{before}.{QKV[role]}" for role in _roles(site)}
+        return {role: f"{before}.{QKV[role]}" for role in _projected_roles(site)}
     if leaf == "linear_fc1" and site.halves == 2:
         return {role: f"{before}.{name}" for role, name in GATED.items()}
     return {}
@@ -34,10 +34,10 @@ def rows_of(site: Site) -> dict[str, int]:
     config = site.config
     width = config.num_query_groups // site.group.size() * config.kv_channels
     queries = config.num_attention_heads // config.num_query_groups  # of a group
-    return {role: width * (queries if role == "q" else 1) for role in _roles(site)}
+    return {role: width * (queries if role == "q" else 1) for role in _projected_roles(site)}
 
 
-def _roles(site: Site) -> str:
+def _projected_roles(site: Site) -> str:
     """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
     return "qkv"[

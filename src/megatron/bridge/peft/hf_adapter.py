@@ -83,8 +83,8 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
     config, tensors = peft_format.read(Path(directory))
     adapted_modules, whole_modules = _sort_modules(tensors)
     registry = bridge.adapter_registry
-    placed = [_place(registry, module) for module in adapted_modules]
-    saved = [_place(registry, module) for module in whole_modules]
+    placed = [_place_module(registry, module) for module in adapted_modules]
+    saved = [_place_module(registry, module) for module in whole_modules]
     _check_whole_modules(saved, config, Path(directory))
     if bridge.to_megatron_provider(load_weights=False).share_embeddings_and_output_weights:
         saved = _check_tied_modules(placed, saved, tensors, Path(directory))
@@ -95,7 +95,7 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
             "Megatron: merge it into its base with peft's merge_and_unload"
         )
     kind = DoRA if config.get("use_dora") else LoRA if fused else CanonicalLoRA
-    return _method(kind, placed, saved, config, fused)
+    return _make_method(kind, placed, saved, config, fused)
 
 
 def _sort_modules(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -187,7 +187,7 @@ def _check_tied_modules(
     return [placed_module for placed_module in saved if placed_module.layer != _OUTPUT]
 
 
-def _place(registry: MegatronMappingRegistry, module: str) -> _Placed:
+def _place_module(registry: MegatronMappingRegistry, module: str) -> _Placed:
     mapping = registry.hf_to_megatron_lookup(f"{module}.weight")
     if mapping is None:
         raise UserError(f"the adapter is beside {module}, which the base model does not have")
@@ -232,7 +232,7 @@ def _can_be_fused(
     return True
 
 
-def _method(
+def _make_method(
     kind: type[LowRankPEFT],
     placed: list[_Placed],
     saved: list[_Placed],
@@ -240,7 +240,7 @@ def _method(
     fused: bool,
 ) -> LowRankPEFT:
     values = {
-        _target(placed_module, fused): peft_format.rank_and_alpha(config, placed_module.module)
+        _target_name(placed_module, fused): peft_format.rank_and_alpha(config, placed_module.module)
         for placed_module in placed
     }
     rank, alpha = config["r"], config["lora_alpha"]
@@ -264,7 +264,7 @@ def _method(
     )
 
 
-def _target(placed_module: _Placed, fused: bool) -> str:
+def _target_name(placed_module: _Placed, fused: bool) -> str:
     if fused or placed_module.role is None:
         return placed_module.layer
     return f"{placed_module.layer.rpartition('.')[0]}.{_PARTS[placed_module.role]}"

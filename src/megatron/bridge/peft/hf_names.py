@@ -21,7 +21,7 @@ class HFModules:
     """
 
     def __init__(self, config: Any) -> None:
-        self._registries = _registries(config)
+        self._registries = _hf_registries(config)
 
     def of_layer(self, layer: str) -> dict[str | None, tuple[str, ...]]:
         """Return role -> modules of the parts of a layer; the role of a layer that is one module is None."""
@@ -41,18 +41,18 @@ class HFModules:
         return modules_by_role
 
 
-def _registries(config: Any) -> list[MegatronMappingRegistry]:
+def _hf_registries(config: Any) -> list[MegatronMappingRegistry]:
     source = getattr(getattr(config, "declared", config), "hf_config", None)
     if source is not None:
         sources = [source]
     else:
-        names = _architectures(config) or [_USUAL]
+        names = _matching_architectures(config) or [_USUAL]
         sources = [SimpleNamespace(architectures=[name]) for name in names]
     bridges = [bridge_for(source) for source in sources]
     return [bridge.as_modules(bridge.registry_for(config)) for bridge in bridges]
 
 
-def _architectures(config: Any) -> list[str]:
+def _matching_architectures(config: Any) -> list[str]:
     try:
         return architectures_of(config)
     except (UserError, AttributeError):  # a config that is no provider

@@ -110,7 +110,7 @@ class LowRank(nn.Module):
                     zlib.crc32(f"{name}.{kind}.{expert}".encode()) + self.shape.seed
                 )
                 local.copy_(
-                    self._part(_drawn(self._whole_size(kind, local), init, generator), local)
+                    self._part(_draw_factor(self._whole_size(kind, local), init, generator), local)
                 )
 
     def _each_expert(self, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -153,10 +153,10 @@ class LowRank(nn.Module):
             x = self._dropped(x, differ=self.kind == "row" or self.sequence_parallel)
         if counts is None:
             a, b = self.a.to(x.dtype), self.b.to(x.dtype)
-            delta = F.linear(self._exchanged(F.linear(x, a)), _rows(b, self.halves))
+            delta = F.linear(self._exchanged(F.linear(x, a)), _rows_in_order(b, self.halves))
         else:
             a, b = self._summed_grads(self.a, "row"), self._summed_grads(self.b, "column")
-            delta = _per_expert(_per_expert(x, a, counts), _rows(b, self.halves), counts)
+            delta = _per_expert(_per_expert(x, a, counts), _rows_in_order(b, self.halves), counts)
         delta = delta * self.shape.scaling
         if pre:
             return delta
@@ -218,7 +218,7 @@ class LowRank(nn.Module):
         """What is added to one of the weights."""
         a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
         dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
-        rows = _rows(b, self.halves)
+        rows = _rows_in_order(b, self.halves)
         return LowRankPart(
             a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude
         )
@@ -254,7 +254,7 @@ class LowRank(nn.Module):
         )
 
 
-def _rows(b: Tensor, halves: int) -> Tensor:
+def _rows_in_order(b: Tensor, halves: int) -> Tensor:
     """B in the order of the layer's outputs: [experts?, outputs, rank]."""
     return b.flatten(-3, -2) if halves > 1 else b
 
@@ -264,7 +264,7 @@ def _per_expert(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
     return grouped_matmul(x, list(counts), weights.to(x.dtype).unbind())
 
 
-def _drawn(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
+def _draw_factor(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
     """Initial values of the whole factor of one weight, in fp32 on the CPU; gates and values are both outputs."""
     drawn = torch.empty(math.prod(size[:-1]), size[-1])
     if init == "zero":

@@ -113,7 +113,7 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
         raise UserError(
             f"architectures={config.architectures} names no causal model of transformers: give one"
         )
-    case = _reference(model, config, folder)
+    case = _reference_case(model, config, folder)
     tensors = {
         name: tuple(value.shape) for name, value in reference.read_weights(case.checkpoint).items()
     }
@@ -132,7 +132,7 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
             len(candidate.parent.fixed),
         )
     )
-    tried = _attempts(drafts[:2], case, folder)
+    tried = _try_drafts(drafts[:2], case, folder)
     first = next(tried)
     best_tried = (
         first
@@ -142,7 +142,7 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
     return best_tried[0], case.row, best_tried[1]
 
 
-def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
+def _reference_case(model: Any, config: Any, folder: Path) -> reference.Case:
     # what the class derives from other keys, such as key heads from multi_query, would contradict them
     declared_keys = {config.attribute_map.get(f.name, f.name) for f in dataclasses.fields(config)}
     derived = (config.to_dict().keys() & _TINY.keys()) - declared_keys
@@ -174,7 +174,7 @@ def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
     )
 
 
-def _attempts(
+def _try_drafts(
     drafts: "list[Draft]", case: reference.Case, folder: Path
 ) -> "Iterator[tuple[Draft, list[str]]]":
     for draft in drafts:
@@ -389,7 +389,7 @@ class Draft:
             "norm" in name or re.search("attn.*(proj|dense|key_value)", name)
             for name in extra_tensors
         ):
-            self.blocks.append(_attention(ends, layers, norms[0]))
+            self.blocks.append(_attention_block(ends, layers, norms[0]))
             self.blocks += (
                 ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"]
                 if after
@@ -502,7 +502,7 @@ def _names_of_families(source: str) -> list[str]:
     return sorted(name for name in names if hasattr(families, name))
 
 
-def _attention(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:
+def _attention_block(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:
     projection = next((m for name in ends if (m := re.fullmatch(_PROJECTIONS, name))), None)
     module, first = projection.groups() if projection else ("self_attn", "q_proj")
     outputs = [f"{module}.{name}" for name in ("o_proj", "out_proj", "dense", "c_proj")]

@@ -119,9 +119,9 @@ def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
 def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     """What is wrong under one layout, in as many processes as it takes."""
     folder.mkdir()
-    size = 2 if layout == "dp2" else lcm(*_ranks(LAYOUTS[layout]))
+    size = 2 if layout == "dp2" else lcm(*_rank_counts(LAYOUTS[layout]))
     bridge = type(AutoBridge.from_hf_pretrained(case.checkpoint)._bridge)
-    multiprocessing.spawn(_rank, (size, case, layout, folder, bridge), nprocs=size)  # type: ignore[attr-defined]
+    multiprocessing.spawn(_run_rank, (size, case, layout, folder, bridge), nprocs=size)  # type: ignore[attr-defined]
     return list(
         dict.fromkeys(
             line
@@ -131,7 +131,7 @@ def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     )
 
 
-def _ranks(layout: dict[str, Any]) -> tuple[int, int]:
+def _rank_counts(layout: dict[str, Any]) -> tuple[int, int]:
     stages = layout.get("pipeline_model_parallel_size", 1)
     tensor = layout.get("tensor_model_parallel_size", 1)
     experts = layout.get("expert_model_parallel_size", 1) * layout.get(
@@ -140,7 +140,7 @@ def _ranks(layout: dict[str, Any]) -> tuple[int, int]:
     return stages * tensor, stages * experts
 
 
-def _rank(rank: int, size: int, case: Case, layout: str, folder: Path, bridge: type) -> None:
+def _run_rank(rank: int, size: int, case: Case, layout: str, folder: Path, bridge: type) -> None:
     """One process; that it was given ``bridge`` imported the module that registers it."""
     del bridge
     torch.set_num_threads(1)

@@ -39,13 +39,13 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": {"python": platform.python_version(), "hf-megatron-bridge": __version__}
-        | _versions(),
-        "gpu": _gpu(),
+        | _package_versions(),
+        "gpu": _describe_gpu(),
         "git": {"hf-megatron-bridge": git_state(SOURCES), "working directory": git_state(Path())},
     }
 
 
-def _versions() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -55,7 +55,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _gpu() -> dict[str, Any] | None:
+def _describe_gpu() -> dict[str, Any] | None:
     """Return name and number of this machine's GPUs, and the versions of CUDA and driver; None without a GPU."""
     import torch
 
@@ -98,10 +98,10 @@ def git_diff(states: dict[str, Any]) -> str:
         state["top"] for state in states.values() if state is not None and state["dirty"]
     )
     diffs = (git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
-    return "".join(_shortened(diff or "") for diff in diffs)
+    return "".join(_shorten_diff(diff or "") for diff in diffs)
 
 
-def _shortened(text: str) -> str:
+def _shorten_diff(text: str) -> str:
     if len(text) <= DIFF_BYTES:
         return text
     return f"{text[:DIFF_BYTES]}\n# {len(text) - DIFF_BYTES:,} further characters are left out\n"

@@ -20,12 +20,12 @@ def read(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): repair or remove it") from error
     return [
-        _parse(line, f"{path}, line {line_number}")
+        _parse_row(line, f"{path}, line {line_number}")
         for line_number, line in enumerate(lines, start=1)
     ]
 
 
-def _parse(line: str, location: str) -> Row:
+def _parse_row(line: str, location: str) -> Row:
     try:
         row = json.loads(line)
         return row | {"step": row["step"]}

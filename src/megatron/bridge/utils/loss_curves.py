@@ -63,7 +63,7 @@ def curves(
         raise UserError(
             f"{source} has no metric {metric!r}{did_you_mean(metric, names) or f'; it has {", ".join(names)}'}"
         )
-    position_of = _places(rows, axis, source)
+    position_of = _axis_positions(rows, axis, source)
     result: list[Curve] = []
     for kind in ("train", "validation", "test"):
         points = [
@@ -76,7 +76,7 @@ def curves(
     return result
 
 
-def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
+def _axis_positions(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
     """Return a function from a step to its position along the axis, linear between known steps."""
     if axis == "step":
         return float

@@ -68,11 +68,11 @@ def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> Merge
     """
     with refuse_unwritable(str(target), "choose another file"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with published_file(target) as aside, _open(aside) as file:
+        with published_file(target) as aside, _open_output(aside) as file:
             return _TraceMerger(traces, file, clock).run()
 
 
-def _open(path: Path) -> IO[str]:
+def _open_output(path: Path) -> IO[str]:
     if path.suffix == ".gz":
         return cast(IO[str], gzip.open(path, "wt", compresslevel=3))  # 6 takes three times as long
     return path.open("w")

@@ -104,14 +104,14 @@ def read_status(run: Path) -> RunStatus:
     folder = run if run.is_dir() else run.parent
     rows = loss_curves.read_metrics(run)
     file = folder / loss_curves.METRICS if run.is_dir() else run
-    config = _config(folder / CONFIG)
+    config = _read_config(folder / CONFIG)
     iterations = config.get("train", {}).get("train_iters")
     saved = config.get("checkpoint", {}).get("save")
     age = max(0.0, time.time() - file.stat().st_mtime)
-    return RunStatus(folder, rows, iterations, age, _checkpoint(folder, saved))
+    return RunStatus(folder, rows, iterations, age, _newest_checkpoint(folder, saved))
 
 
-def _config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         content = yaml_text.read(file.read_text(), str(file)) if file.is_file() else {}
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +119,7 @@ def _config(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _checkpoint(folder: Path, saved: str | None) -> str:
+def _newest_checkpoint(folder: Path, saved: str | None) -> str:
     """Describe the newest checkpoint in the configured folder or, if the run was moved, in the run's folder."""
     for root in [folder, *([Path(saved)] if saved else [])]:
         tracker = root / TRACKER

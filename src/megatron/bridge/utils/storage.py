@@ -48,18 +48,18 @@ class Entry(NamedTuple):
 def is_url(text: object) -> bool:
     """Return whether ``text`` is a URL of object storage, not of a web page, and not a path."""
     scheme_and_rest = split(text)
-    return scheme_and_rest is not None and scheme_and_rest[0] in _known()
+    return scheme_and_rest is not None and scheme_and_rest[0] in _known_schemes()
 
 
 def local(path_or_url: str | Path) -> Path:
     """Return the local folder or file of a URL, which may not exist yet; a path is returned unchanged."""
     scheme_and_rest = split(path_or_url)
     if scheme_and_rest is None or (
-        "://" not in str(path_or_url) and scheme_and_rest[0] not in _known()
+        "://" not in str(path_or_url) and scheme_and_rest[0] not in _known_schemes()
     ):
         return Path(path_or_url)
     scheme, rest = scheme_and_rest
-    _filesystem(scheme)
+    _filesystem_of(scheme)
     if _OUTSIDE & set(rest.split("/")):
         raise UserError(
             f"{scheme}://{rest} has no folder of a bucket: write {scheme}://BUCKET/FOLDER"
@@ -80,7 +80,7 @@ def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
     """List the bucket's entries in ``folder`` by relative path; ``deep`` lists the files of all subfolders."""
     from fsspec.utils import tokenize
 
-    with _reaching(folder) as (files, url):
+    with _reaching_storage(folder) as (files, url):
         prefix = files._strip_protocol(url).strip("/") + "/"
         try:
             raw_entries: Any = (
@@ -126,8 +126,8 @@ def pull(
     }
     for some in batched(sorted(entries), 32):
         with ExitStack() as locks:
-            _lock(locks, [folder / name for name in some])
-            _download(
+            _lock_files(locks, [folder / name for name in some])
+            _download_files(
                 folder,
                 {
                     name: entries[name]
@@ -149,7 +149,7 @@ def push(
     """Upload files of ``folder`` to its URL or to ``target``'s, until ``stop`` is set."""
     for some in batched(names, AT_ONCE):
         if stop is None or not stop.is_set():
-            with _reaching(target or folder) as (files, url):
+            with _reaching_storage(target or folder) as (files, url):
                 files.put([str(folder / name) for name in some], [f"{url}/{name}" for name in some])
 
 
@@ -166,13 +166,13 @@ def note_current(folder: Path, names: Iterable[str], deep: bool = False) -> None
 
 
 def write(file: Path, text: str) -> None:
-    with _reaching(file) as (files, url):
+    with _reaching_storage(file) as (files, url):
         files.pipe_file(url, text.encode())
 
 
 def read(file: Path) -> str | None:
     """Return the text of a file, or None if there is no such file."""
-    with _reaching(file) as (files, url):
+    with _reaching_storage(file) as (files, url):
         try:
             return files.cat_file(url).decode(errors="replace")
         except FileNotFoundError:
@@ -182,16 +182,16 @@ def read(file: Path) -> str | None:
 def delete(path: Path) -> None:
     """Remove a file, or all files of a folder."""
     below = [f"/{name}" for name in listing(path, deep=True)] or [""]
-    with _reaching(path) as (files, url), suppress(FileNotFoundError):
+    with _reaching_storage(path) as (files, url), suppress(FileNotFoundError):
         files.rm([url + name for name in below])
 
 
-def _filesystem(scheme: str) -> Any:
+def _filesystem_of(scheme: str) -> Any:
     import fsspec
     from fsspec.config import conf
 
-    if scheme not in _known():
-        hint = misspelling(scheme, _known())
+    if scheme not in _known_schemes():
+        hint = misspelling(scheme, _known_schemes())
         raise UserError(
             f"{scheme}:// is not an object storage of fsspec: use s3://, gs:// or a path{hint}"
         )
@@ -222,19 +222,19 @@ def _keep_random_state() -> None:
         )
 
 
-def _known() -> set[str]:
+def _known_schemes() -> set[str]:
     from fsspec import available_protocols
 
     return {name for name in available_protocols() if name not in _NO_STORAGE}
 
 
 @contextmanager
-def _reaching(path: Path) -> Iterator[tuple[Any, str]]:
+def _reaching_storage(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the file system and the URL of a local folder or file; errors become a ``StorageError``."""
     url = url_of(path)
     assert url is not None, f"{path} stands for no URL"
     try:
-        yield _filesystem(url.partition(":")[0]), url
+        yield _filesystem_of(url.partition(":")[0]), url
     except UserError:
         raise
     except Exception as error:
@@ -253,7 +253,7 @@ def _is_current(path: Path, entry: Entry) -> bool:
     return path.is_file() and note.is_file() and note.read_text() == entry.tag
 
 
-def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
+def _lock_files(locks: ExitStack, paths: Iterable[Path]) -> None:
     """Keep other processes from downloading the same files; all processes acquire the locks in the same order."""
     from filelock import FileLock
 
@@ -261,7 +261,7 @@ def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
         locks.enter_context(FileLock(beside(path, ".lock")))
 
 
-def _download(folder: Path, entries: dict[str, Entry]) -> None:
+def _download_files(folder: Path, entries: dict[str, Entry]) -> None:
     """Download to temporary files, a few ranges at a time, and rename the complete files."""
     parts = {name: (folder / name).with_name(f".{Path(name).name}.part") for name in entries}
     for part in parts.values():
@@ -275,7 +275,7 @@ def _download(folder: Path, entries: dict[str, Entry]) -> None:
             [start for _, start in some],
             [min(start + RANGE, entries[name].size) for name, start in some],
         )
-        with _reaching(folder) as (files, url):
+        with _reaching_storage(folder) as (files, url):
             # unlike ``get``, this retries a range after a lost connection
             contents = files.cat_ranges(
                 [f"{url}/{name}" for name, _ in some], starts, ends, on_error="raise"

@@ -28,11 +28,11 @@ def split(text: object) -> tuple[str, str] | None:
 
 
 def root() -> str:
-    return _resolved(os.environ.get(CACHE) or "~/.cache/megatron-bridge")
+    return _resolve_cache(os.environ.get(CACHE) or "~/.cache/megatron-bridge")
 
 
 @cache
-def _resolved(cache: str) -> str:
+def _resolve_cache(cache: str) -> str:
     return str(Path(cache).expanduser().resolve() / "storage")
 
 

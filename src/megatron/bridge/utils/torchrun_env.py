@@ -64,7 +64,7 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     if "RANK" in environment or read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     given = {
-        name: _given(environment, name)
+        name: _given_value(environment, name)
         for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     }
     environment.update({torch_name: given[name] for torch_name, name in _NAMES.items()})
@@ -74,7 +74,7 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     environment.setdefault("MASTER_PORT", str(FIRST_PORT + job_number % PORTS))
 
 
-def _given(environment: Mapping[str, str], name: str) -> str:
+def _given_value(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         raise UserError(
             f"{name} is missing in the environment, although srun's SLURM_STEP_NUM_TASKS is set: "

@@ -50,21 +50,23 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
     chunk.to(model.resolved().params_dtype)
     if sum(passes_of_size.nbytes for passes_of_size in chunk.parameters()) * 2 > memory / _SHARE:
         return {}
-    _fill(chunk)
+    _fill_buffers(chunk)
     samples_by_name: dict[str, Samples] = {}
     calls: dict[_Size, _Calls] = {}
     end = time.monotonic() + budget
     with meta_model.as_only_rank(model), meta_model.nothing_random():
-        for size in _batches(config.dataset.seq_length) * _ROUNDS:
+        for size in _batch_sizes(config.dataset.seq_length) * _ROUNDS:
             if calls and time.monotonic() > end:
                 break
-            calls.setdefault(size, []).extend([_passes(chunk, *size) for _ in range(_CALLS)][1:])
+            calls.setdefault(size, []).extend(
+                [_time_passes(chunk, *size) for _ in range(_CALLS)][1:]
+            )
     for size, passes_of_size in calls.items():
-        _add(samples_by_name, config, size, chunk, kinds, passes_of_size)
+        _add_medians(samples_by_name, config, size, chunk, kinds, passes_of_size)
     return {name: sorted(samples) for name, samples in samples_by_name.items()}
 
 
-def _batches(length: int) -> list[_Size]:
+def _batch_sizes(length: int) -> list[_Size]:
     """Return batch sizes as rows and tokens, from small to large."""
     return [
         (1, length // 8),
@@ -79,16 +81,16 @@ def _short_model(config: ConfigContainer) -> tuple[Any, list[str]]:
     chunk: Any = meta_model.whole_model(without_quantization(config.model))
     first: dict[str, nn.Module] = {}
     for layer in layers_of(chunk)[: len(chunk.decoder.layers)]:
-        first.setdefault(_shape(config, layer, config.dataset.seq_length).kind, layer)
+        first.setdefault(_shape_of_layer(config, layer, config.dataset.seq_length).kind, layer)
     chunk.decoder.layers = nn.ModuleList(first.values())
     return chunk, list(first)
 
 
-def _shape(config: ConfigContainer, layer: nn.Module, length: int) -> LayerShape:
+def _shape_of_layer(config: ConfigContainer, layer: nn.Module, length: int) -> LayerShape:
     return layer_shape(layer, config.model.hidden_size, length)
 
 
-def _fill(chunk: nn.Module) -> None:
+def _fill_buffers(chunk: nn.Module) -> None:
     swapped = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(
         True
@@ -101,7 +103,7 @@ def _fill(chunk: nn.Module) -> None:
         buffer.zero_()
 
 
-def _add(
+def _add_medians(
     samples: dict[str, Samples],
     config: ConfigContainer,
     size: _Size,
@@ -115,7 +117,7 @@ def _add(
         run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False
     )
     operations = [
-        run.tokens * operations_per_token(_shape(config, layer, length), run)
+        run.tokens * operations_per_token(_shape_of_layer(config, layer, length), run)
         for layer in chunk.decoder.layers
     ]
     last = 2.0 * run.tokens * chunk.config.hidden_size * chunk.vocab_size
@@ -126,7 +128,7 @@ def _add(
             samples.setdefault(name, []).append((amount, seconds))
 
 
-def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
+def _time_passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     """Return the seconds of each layer forward and backward; the rest of the model comes last."""
     tokens = torch.randint(0, chunk.vocab_size, (rows, length), device=speed.device())
     positions = torch.arange(length, device=speed.device()).expand(rows, length)
@@ -134,13 +136,13 @@ def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     hooks = [
         hook
         for index, layer in enumerate(chunk.decoder.layers)
-        for hook in _hooks(layer, marks, index)
+        for hook in _add_time_hooks(layer, marks, index)
     ]
-    start = _now()
+    start = _synchronized_time()
     loss = chunk(tokens, positions, None, labels=tokens).float().mean()
-    middle = _now()
+    middle = _synchronized_time()
     loss.backward()
-    seconds_of_chunk = {"forward": middle - start, "backward": _now() - middle}
+    seconds_of_chunk = {"forward": middle - start, "backward": _synchronized_time() - middle}
     for hook in hooks:
         hook.remove()
     chunk.zero_grad(set_to_none=False)
@@ -155,16 +157,16 @@ def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     return seconds_by_direction
 
 
-def _now() -> float:
+def _synchronized_time() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) -> list[Any]:
+def _add_time_hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) -> list[Any]:
     """Register hooks that record when the passes of ``layer`` begin and end."""
 
     def mark(name: str) -> None:
-        marks[index, name] = _now()
+        marks[index, name] = _synchronized_time()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

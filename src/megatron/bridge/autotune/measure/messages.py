@@ -31,12 +31,12 @@ def messages() -> dict[str, Samples]:
         group: Any = groups[rank // ranks]
         for kind, call in _COLLECTIVES.items():
             samples[f"{kind} of {ranks}"] = [
-                (float(amount), _message(call, amount, group)) for amount in _SIZES
+                (float(amount), _time_message(call, amount, group)) for amount in _SIZES
             ]
     return samples
 
 
-def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
+def _time_message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
     """Return the mean time after a matrix product, so that cores are as busy as in training."""
     data, matrix = (
         torch.ones(size // 4, device=speed.device()),
@@ -50,11 +50,11 @@ def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> fl
     return statistics.mean(seconds[1:])
 
 
-def _part(data: Tensor, group: Any) -> Tensor:
+def _own_part(data: Tensor, group: Any) -> Tensor:
     return data[: len(data) // group.size()].clone()
 
 
-def _send(data: Tensor, group: Any) -> None:
+def _exchange_with_neighbor(data: Tensor, group: Any) -> None:
     """Exchange data between pairs of neighboring ranks."""
     partner = dist.get_global_rank(group, group.rank() ^ 1)
     into = torch.empty_like(data)
@@ -66,14 +66,14 @@ def _send(data: Tensor, group: Any) -> None:
 
 _COLLECTIVES: dict[str, Callable[[Tensor, Any], object]] = {
     "all_gather": lambda data, group: dist.all_gather_into_tensor(
-        data, _part(data, group), group=group
+        data, _own_part(data, group), group=group
     ),
     "reduce_scatter": lambda data, group: dist.reduce_scatter_tensor(
-        _part(data, group), data, group=group
+        _own_part(data, group), data, group=group
     ),
     "all_reduce": lambda data, group: dist.all_reduce(data, group=group),
     "all_to_all": lambda data, group: dist.all_to_all_single(
         torch.empty_like(data), data, group=group
     ),
-    "send": _send,
+    "send": _exchange_with_neighbor,
 }

@@ -199,9 +199,11 @@ class Pricer:
     def _balanced(self, candidate: Candidate, layers: "_Layers", parts: int) -> list[int] | None:
         setting = setting_of(self.configured(candidate), self.world_size)
         run, kernels = setting.run, self.kernels
-        times = [_both(layer_time(shape, run, kernels)) for shape, _ in layers.decoder]
+        times = [_both_totals(layer_time(shape, run, kernels)) for shape, _ in layers.decoder]
         head = 3 * kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
-        end = head + sum(_both(layer_time(shape, run, kernels)) + head for shape, _ in layers.ahead)
+        end = head + sum(
+            _both_totals(layer_time(shape, run, kernels)) + head for shape, _ in layers.ahead
+        )
         return balanced(times, parts, end)
 
     def _plan(self, candidate: Candidate, counts: list[int]) -> tuple[Plan, list[list[list[Any]]]]:
@@ -350,7 +352,7 @@ class Pricer:
         return _Layers(tuple(decoder), tuple(ahead))
 
 
-def _both(counts: Any) -> float:
+def _both_totals(counts: Any) -> float:
     return counts.forward.total + counts.backward.total
 
 
@@ -374,11 +376,11 @@ def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | Non
     low, high = max([*times, last]), sum(times) + last
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if _fill(times, parts, last, middle) else (middle, high)
-    return _fill(times, parts, last, high * (1 + 1e-9))
+        low, high = (low, middle) if _fill_parts(times, parts, last, middle) else (middle, high)
+    return _fill_parts(times, parts, last, high * (1 + 1e-9))
 
 
-def _fill(times: Sequence[float], parts: int, last: float, limit: float) -> list[int] | None:
+def _fill_parts(times: Sequence[float], parts: int, last: float, limit: float) -> list[int] | None:
     """Fill parts in order up to ``limit`` seconds, but leave at least one layer for each later part except the last."""
     counts, index = [], 0
     for part in range(parts):

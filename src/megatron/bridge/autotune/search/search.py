@@ -103,9 +103,11 @@ class Search:
         memory = gpu(card).memory if profile is None else profile.memory
         self.budget = memory if budget is None else budget
         self.pricer = Pricer(config, world_size, card, profile)
-        self.recomputes: tuple[Recompute, ...] = _recomputes(config)
+        self.recomputes: tuple[Recompute, ...] = _recompute_kinds(config)
         freed = {name: FREE[name] for name in free}
-        self.space = Space({**_space(config, world_size).sizes, **freed}).fixed(**(fixed or {}))
+        self.space = Space({**_search_space(config, world_size).sizes, **freed}).fixed(
+            **(fixed or {})
+        )
         self.switches = SWITCHES if switches and self.pricer.kernels.overlaps else ()
 
     def run(self, top: int = 10) -> Found:
@@ -275,7 +277,7 @@ def _expert_tensor(model: Any) -> int | None:
     return None if same or not model.num_moe_experts else ranks
 
 
-def _space(config: ConfigContainer, world_size: int) -> Space:
+def _search_space(config: ConfigContainer, world_size: int) -> Space:
     model: Any = config.model
     experts, length = model.num_moe_experts or 0, config.dataset.seq_length
     expert = tuple(size for size in powers_of_two(min(experts, world_size)) if experts % size == 0)
@@ -300,7 +302,7 @@ def _space(config: ConfigContainer, world_size: int) -> Space:
     )
 
 
-def _recomputes(config: ConfigContainer) -> tuple[Recompute, ...]:
+def _recompute_kinds(config: ConfigContainer) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation in the order of their cost, from none to full."""
     model: Any = config.model
     if model.num_moe_experts:

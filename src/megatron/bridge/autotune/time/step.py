@@ -105,23 +105,25 @@ def predict_step(
     times = PassTimes(
         forward=tuple(tuple(forward.total for forward, _ in chunks) for chunks in costs),
         backward=tuple(tuple(backward.total for _, backward in chunks) for chunks in costs),
-        message=_message(setting, kernels),
+        message=_pipeline_message_time(setting, kernels),
         blocking=not (setting.overlap_messages and kernels.overlaps)
         and setting.pipeline.stages > 1,
     )
     stages = setting.pipeline.stages
     busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
-    passes = _passes(costs, busy, kernels.crowding) * setting.pipeline.microbatches
+    passes = _microbatch_cost(costs, busy, kernels.crowding) * setting.pipeline.microbatches
     split = passes.parts()
     # if processes share cores, other processes compute while a stage waits, but not while it sends
     messages = 2 * setting.pipeline.chunks * setting.pipeline.microbatches * times.blocking
     sending = 0.0 if kernels.crowding == 1.0 else messages * times.message
     split["bubble"] = max(span(setting.pipeline, times) - passes.total, sending)
-    split |= _after(plan, setting, kernels, times)
-    return _prediction(plan, setting, kernels, times, busy, split)
+    split |= _times_after_passes(plan, setting, kernels, times)
+    return _make_prediction(plan, setting, kernels, times, busy, split)
 
 
-def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float) -> Cost:
+def _microbatch_cost(
+    costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float
+) -> Cost:
     """Return the cost of a microbatch on the busiest stage, or the average cost if processes share cores."""
     both = [sum((forward + backward for forward, backward in chunks), Cost()) for chunks in costs]
     if crowding == 1.0:
@@ -129,7 +131,7 @@ def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowd
     return (sum(both, Cost()) * (1 / len(both))).slowed(crowding)
 
 
-def _prediction(
+def _make_prediction(
     plan: Plan,
     setting: Setting,
     kernels: Roofline,
@@ -203,7 +205,7 @@ def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, 
     return forward, backward
 
 
-def _message(setting: Setting, kernels: Roofline) -> float:
+def _pipeline_message_time(setting: Setting, kernels: Roofline) -> float:
     if setting.pipeline.stages == 1:
         return 0.0
     run = setting.run
@@ -227,7 +229,9 @@ def stage_weights(
     return dense + (ends * setting.embedding_weights if trained == 1.0 else 0.0), experts
 
 
-def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) -> dict[str, float]:
+def _times_after_passes(
+    plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes
+) -> dict[str, float]:
     """Return the times after the last pass, on the stage where they are longest."""
     times_by_stage = [
         _after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)
@@ -246,10 +250,10 @@ def _after_stage(
     gather = links.all_gather if setting.sharded else links.all_reduce
     parts = ((dense, group), (experts, expert_group))
     hidden_behind = sum(times.backward[stage]) if setting.overlap_gradients else None
-    reduce = _exposed(gather, parts, setting.gradient, setting.bucket, hidden_behind)
+    reduce = _exposed_time(gather, parts, setting.gradient, setting.bucket, hidden_behind)
     hidden_behind = sum(times.forward[stage]) if setting.overlap_parameters else None
     spread = (
-        _exposed(links.all_gather, parts, setting.parameter, setting.bucket, hidden_behind)
+        _exposed_time(links.all_gather, parts, setting.parameter, setting.bucket, hidden_behind)
         if setting.sharded
         else 0.0
     )
@@ -262,7 +266,7 @@ def _after_stage(
     }
 
 
-def _exposed(
+def _exposed_time(
     gather: Callable[[float, Group], float],
     parts: tuple[tuple[float, Group], ...],
     bytes_per_parameter: int,

@@ -57,7 +57,7 @@ def install() -> None:
     _widen_products()
 
 
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+def _mark_as_patch(function: Callable[..., Any]) -> Callable[..., Any]:
     setattr(function, _MARK, True)
     return function
 
@@ -65,7 +65,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 def _patch_current_device() -> None:
     """Megatron-Core passes ``torch.cuda.current_device()`` as ``device=`` in about 175 places."""
 
-    @_marked
+    @_mark_as_patch
     def current_device() -> torch.device:
         return _place[-1]
 
@@ -503,10 +503,12 @@ def _without_compile() -> contextlib.AbstractContextManager[None]:
     first step, instead of 0.05 to 0.1 s. Disabling it after the import has no effect. With a GPU and without a C
     compiler or Python's headers, the first call would raise an error.
     """
-    return patched(torch, compile=_uncompiled)
+    return patched(torch, compile=_leave_uncompiled)
 
 
-def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+def _leave_uncompiled(
+    model: Callable[..., Any] | None = None, **options: Any
+) -> Callable[..., Any]:
     return model if model is not None else lambda function: function
 
 

@@ -39,11 +39,11 @@ class _CoreFinder:
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                return _watched(name, spec)
+                return _watch_loader(name, spec)
         return None
 
 
-def _watched(name: str, spec: ModuleSpec) -> ModuleSpec:
+def _watch_loader(name: str, spec: ModuleSpec) -> ModuleSpec:
     """The same spec, with a loader that installs the device layer before or patches the module after execution."""
     loader = spec.loader
     if loader is None:  # a namespace package has no loader

@@ -112,7 +112,7 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.found.append(_message(func, args))
+            self.found.append(_message_of_call(func, args))
         elif func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         elif func is torch.ops.aten.masked_select.default and args[1].is_meta:
@@ -120,7 +120,7 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _message(func: Any, args: tuple[Any, ...]) -> Message:
+def _message_of_call(func: Any, args: tuple[Any, ...]) -> Message:
     group = next(
         dist.ProcessGroup.unbox(argument)
         for argument in args
@@ -138,7 +138,7 @@ def _message(func: Any, args: tuple[Any, ...]) -> Message:
 def recorded_messages(chosen: float) -> Iterator[list[Message]]:
     """Record the messages of this process in ``one_rank``; tokens are distributed evenly over the experts."""
     recompute = {
-        "checkpoint": _recomputed,
+        "checkpoint": _recompute_in_backward,
         "discard_output_and_register_recompute": lambda *_: None,
     }
     with (
@@ -158,7 +158,7 @@ def _one_by_one(operations: list[dist.P2POp]) -> list[Any]:
     ]
 
 
-def _recomputed(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
+def _recompute_in_backward(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
     """Recompute in the backward pass, as Megatron-Core does with Transformer Engine."""
     return tensor_parallel.checkpoint(function, False, *args)
 

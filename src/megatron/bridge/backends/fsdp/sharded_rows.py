@@ -127,21 +127,21 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
     Yields:
         The sharded parameters by the ids of their replacements.
     """
-    with _replaced(chunk, _meta_parameter) as pairs:
+    with _replaced_parameters(chunk, _meta_parameter) as pairs:
         yield {id(replacement): parameter for parameter, replacement in pairs}
 
 
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Replace sharded parameters of ``part`` by whole ones inside; yield the whole ones by the sharded ones' ids."""
-    with _replaced(
+    with _replaced_parameters(
         part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)
     ) as pairs:
         yield {id(parameter): replacement for parameter, replacement in pairs}
 
 
 @contextmanager
-def _replaced(
+def _replaced_parameters(
     part: nn.Module, make: Callable[[DTensor], nn.Parameter]
 ) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
     """Replace the sharded parameters of ``part`` inside the context, and yield pairs (sharded, replacement)."""

@@ -126,10 +126,10 @@ def chunk_gated_delta_rule(
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
     size = CHUNK if g.dim() == 3 else CHANNEL_CHUNK
     size = size if initial_state is None else min(size, lengths[0])
-    q, k, v, g, beta = (_chunks(x, lengths, size) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (_split_into_chunks(x, lengths, size) for x in (q, k, v, g, beta))
     log_decay = (g if g.dim() > q.dim() - 1 else g.unsqueeze(-1)).cumsum(3)
     faded = log_decay.exp()
-    recalled, within = _products(q, k, log_decay)
+    recalled, within = _decayed_products(q, k, log_decay)
     system = recalled * beta.unsqueeze(-1)
     fresh, reads_of_state = (
         torch.linalg.solve_triangular(
@@ -147,11 +147,13 @@ def chunk_gated_delta_rule(
         faded[..., -1, :, None],
     )
     firsts = _first_chunks(lengths, size) if initial_state is None else set[int]()
-    out, state = _scan(*parts, firsts, q.new_empty(0) if initial_state is None else initial_state)
+    out, state = _scan_chunks(
+        *parts, firsts, q.new_empty(0) if initial_state is None else initial_state
+    )
     return _from_chunks(out, lengths, size).to(dtype), state if output_final_state else None
 
 
-def _products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
+def _decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Compute products of keys and of queries with the earlier keys, weighted by the decay."""
     size, queries, keys = q.shape[-2], (k, q), k
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
@@ -164,7 +166,7 @@ def _products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _scan(
+def _scan_chunks(
     fresh: Tensor,
     reads_of_state: Tensor,
     within: Tensor,
@@ -188,7 +190,7 @@ def _scan(
     return torch.stack(outputs, 2), state
 
 
-def _chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
+def _split_into_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
     """[b, t, h, ...] -> [b, h, chunks, size, ...]; the last chunk of each sequence is padded with zeros."""
     padding = [0, 0] * (x.dim() - 2)
     parts = [
@@ -198,7 +200,7 @@ def _chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
 
 
 def _from_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
-    """The inverse of ``_chunks``."""
+    """The inverse of ``_split_into_chunks``."""
     rows = x.movedim(1, 3).flatten(1, 2)
     parts = rows.split([length + -length % size for length in lengths], 1)
     return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], 1)

@@ -37,7 +37,7 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         layers: Any = spec.submodules
         mamba = layers.mamba_layer
         parts = dataclasses.replace(
-            mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules)
+            mamba.submodules, mixer=_mixer_spec(config, mamba.submodules.mixer.submodules)
         )
         mamba = dataclasses.replace(mamba, submodules=parts)
         return dataclasses.replace(spec, submodules=dataclasses.replace(layers, mamba_layer=mamba))
@@ -65,7 +65,7 @@ class TorchHybridStack(HybridStack):
             self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def _mixer(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSpec:
+def _mixer_spec(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSpec:
     names = {
         "d_conv": "mamba_conv_kernel",
         "chunk_size": "mamba_chunk_size",
@@ -87,7 +87,7 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
             norm=provider.layer_norm(has_residual=True),
-            mixer=_mixer(config, linears),
+            mixer=_mixer_spec(config, linears),
             mamba_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
@@ -97,7 +97,9 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
 def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     """The first half of a decoder layer."""
     full_layer = layer_spec(config, provider, moe=False)
-    return _half(TransformerLayer, full_layer, "input_layernorm", "self_attention", "self_attn_bda")
+    return _half_layer(
+        TransformerLayer, full_layer, "input_layernorm", "self_attention", "self_attn_bda"
+    )
 
 
 def _feed_forward_layer(
@@ -105,12 +107,12 @@ def _feed_forward_layer(
 ) -> ModuleSpec:
     """The second half of a decoder layer."""
     full_layer = layer_spec(config, provider, moe)
-    return _half(
+    return _half_layer(
         TransformerLayer if moe else MLPLayer, full_layer, "pre_mlp_layernorm", "mlp", "mlp_bda"
     )
 
 
-def _half(module: type[Any], full_layer: ModuleSpec, *parts: str) -> ModuleSpec:
+def _half_layer(module: type[Any], full_layer: ModuleSpec, *parts: str) -> ModuleSpec:
     """A layer with only some ``parts`` of another one."""
     submodules = {
         name: getattr(full_layer.submodules, name)

@@ -138,7 +138,7 @@ def _with_features(
 ) -> ModuleSpec:
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules), spec
-    edits: dict[str, Any] = {"self_attention": _attention(layer.self_attention, config)}
+    edits: dict[str, Any] = {"self_attention": _edit_attention(layer.self_attention, config)}
     if getattr(config, "mamba_beside_attention", None) is not None:
         edits |= _with_mixer_beside(dataclasses.replace(layer, **edits), provider)
     parallel = getattr(config, "parallel_residual", None)
@@ -165,7 +165,7 @@ def _with_features(
     return dataclasses.replace(spec, submodules=dataclasses.replace(layer, **edits))
 
 
-def _attention(spec: Any, config: TransformerConfig) -> Any:
+def _edit_attention(spec: Any, config: TransformerConfig) -> Any:
     if getattr(config, "attn_logit_softcapping", None) is not None or getattr(
         config, "chunked_attention", False
     ):

@@ -151,7 +151,7 @@ class RecordTask(energon.DefaultTaskEncoder):
 
     def __init__(self, config: "EnergonProvider", request: DatasetRequest) -> None:
         super().__init__()
-        self.cookers = [energon.Cooker(_uncooked)]
+        self.cookers = [energon.Cooker(_keep_sample)]
         self._config = config
         self._padding = request.tokenizer.eod
         self._encode = RecordEncoder(request.tokenizer, config.encoding_rules())
@@ -165,7 +165,7 @@ class RecordTask(energon.DefaultTaskEncoder):
         parts = sample if isinstance(sample, dict) else vars(sample)
         keys = energon.basic_sample_keys(parts)
         try:
-            encoded = self._encode([_record(parts)])
+            encoded = self._encode([_record_of_parts(parts)])
         except UserError as error:
             empty = EncodingReport().to_dict()
             yield keys | {
@@ -235,39 +235,39 @@ class RecordTask(energon.DefaultTaskEncoder):
 
 
 @energon.stateless
-def _uncooked(sample: Any) -> Any:
+def _keep_sample(sample: Any) -> Any:
     return sample
 
 
-def _record(parts: dict[str, Any]) -> LocatedRecord:
+def _record_of_parts(parts: dict[str, Any]) -> LocatedRecord:
     location = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
     for key in JSON:
         if key in parts:
             return location, _with_media(
-                expect(_json(parts[key], location), "an object", location, key), parts
+                expect(_parse_json(parts[key], location), "an object", location, key), parts
             )
     for key in TEXT:
         if key in parts:
-            return location, {"text": _text(parts[key], location)}
+            return location, {"text": _decode_text(parts[key], location)}
     parts_of_sample = ", ".join(key for key in parts if not key.startswith("__")) or "none"
     raise UserError(
         f"{location}: the sample has no part json or txt (parts: {parts_of_sample}): add one of them"
     )
 
 
-def _text(part: Any, location: str) -> str:
+def _decode_text(part: Any, location: str) -> str:
     try:
         return part if isinstance(part, str) else part.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{location}: the text is not UTF-8 ({error}): convert it") from error
 
 
-def _json(part: Any, location: str) -> Any:
+def _parse_json(part: Any, location: str) -> Any:
     """Lines of a ``.jsonl`` file are parsed already."""
     if not isinstance(part, bytes | str):
         return part
     try:
-        return strict_json.loads(_text(part, location))
+        return strict_json.loads(_decode_text(part, location))
     except ValueError as error:
         raise UserError(
             f"{location}: the part json is not valid JSON ({error}): write it again"
@@ -282,7 +282,7 @@ def _with_media(record: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]
         )
         for kind, endings in MEDIA.items()
     }
-    named = _filled(
+    named = _fill_in_media(
         record, {name: parts[name] for names in names_by_kind.values() for name in names}
     )
     if named != record:
@@ -300,9 +300,9 @@ def _by_number(name: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _filled(value: Any, media: dict[str, bytes], key: str = "") -> Any:
+def _fill_in_media(value: Any, media: dict[str, bytes], key: str = "") -> Any:
     if isinstance(value, list):
-        return [_filled(item, media, key) for item in value]
+        return [_fill_in_media(item, media, key) for item in value]
     if isinstance(value, dict):
-        return {name: _filled(item, media, name) for name, item in value.items()}
+        return {name: _fill_in_media(item, media, name) for name, item in value.items()}
     return {"bytes": media[value]} if key in NAMING and value in media else value

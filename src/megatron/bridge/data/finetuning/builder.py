@@ -34,7 +34,7 @@ def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetReques
     if media is not None:
         media.share = request.image_share
     return build_datasets(
-        config, request, lambda samples: _rows(config, samples, request.tokenizer, media)
+        config, request, lambda samples: _make_rows(config, samples, request.tokenizer, media)
     )
 
 
@@ -108,7 +108,7 @@ def find_record_problems(config: "SFTDatasetConfig", tokenizer: Tokenizer) -> li
     return sentences
 
 
-def _rows(
+def _make_rows(
     config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer, media: MediaProcessor | None
 ) -> Dataset[Row]:
     multiple, padding = config.sequence_multiple, tokenizer.eod

@@ -58,7 +58,7 @@ def pack(
             if left not in rows_with:
                 insort(spaces, left)
             rows_with.setdefault(left, []).append(row)
-    return _members(row_of, count)
+    return _samples_of_rows(row_of, count)
 
 
 def _best_row(
@@ -80,7 +80,7 @@ def _best_row(
     return None
 
 
-def _members(row_of: np.ndarray, count: int) -> list[np.ndarray]:
+def _samples_of_rows(row_of: np.ndarray, count: int) -> list[np.ndarray]:
     """The samples of each row. Rows are ordered by their first sample."""
     if not count:
         return []

@@ -121,13 +121,13 @@ def make_row(
     """One row of the given samples; see ``SampleRows`` for the parameters."""
     if not has_cu_seqlens:
         assert seq_length is not None, "a row without cu_seqlens has a fixed length"
-        row = _concatenate(samples, [seq_length], padding)
+        row = _concatenate_samples(samples, [seq_length], padding)
         del row["cu_seqlens"]
         return row
     lengths = rounded_up(
         np.array([len(sample.tokens) - 1 for sample in samples]), multiple
     ).tolist()
-    return _concatenate(samples, lengths, padding, seq_length)
+    return _concatenate_samples(samples, lengths, padding, seq_length)
 
 
 def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> Row:
@@ -145,7 +145,7 @@ def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> R
     return row
 
 
-def _concatenate(
+def _concatenate_samples(
     samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None
 ) -> Row:
     """Samples padded to the given lengths; the rest of ``total`` becomes a sequence of padding."""

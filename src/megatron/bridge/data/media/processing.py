@@ -87,7 +87,7 @@ class TileProcessor:
     def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
         (rows, columns), side = self._grid(image.height, image.width), self.values["image_size"]
-        grid = _resized(pixels, rows * side, columns * side)[0]
+        grid = _resize_image(pixels, rows * side, columns * side)[0]
         tiles = (
             grid.unflatten(2, (columns, side))
             .unflatten(1, (rows, side))
@@ -95,7 +95,7 @@ class TileProcessor:
             .flatten(0, 1)
         )
         if len(tiles) < self.count(image.height, image.width):
-            tiles = torch.cat((tiles, _resized(pixels, side, side)))
+            tiles = torch.cat((tiles, _resize_image(pixels, side, side)))
         mean, deviation = (
             torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std")
         )
@@ -114,7 +114,7 @@ class TileProcessor:
         return rows, columns
 
 
-def _resized(image: Tensor, height: int, width: int) -> Tensor:
+def _resize_image(image: Tensor, height: int, width: int) -> Tensor:
     return interpolate(image, (height, width), mode="bicubic", align_corners=False, antialias=True)
 
 
@@ -138,7 +138,7 @@ def fetched(raw: Any, root: Path, location: str) -> Any:
     )
     path = root / FOLDER / name
     if not path.is_file():
-        content = _download(raw, location)
+        content = _download_media(raw, location)
         try:
             path.parent.mkdir(exist_ok=True)
             with published_file(path) as aside:
@@ -150,7 +150,7 @@ def fetched(raw: Any, root: Path, location: str) -> Any:
     return f"{FOLDER}/{name}"
 
 
-def _download(address: str, location: str) -> bytes:
+def _download_media(address: str, location: str) -> bytes:
     request = urllib.request.Request(address, headers={"User-Agent": "megatron-bridge"})
     try:
         with urllib.request.urlopen(request, timeout=_SECONDS) as response:
@@ -189,7 +189,7 @@ class MediaProcessor:
         self.share: tuple[int, int] | None = (0, 1)
         """See ``DatasetRequest.image_share``."""
         path = rules.processor_path
-        config = _config(path)
+        config = _read_config(path)
         kind = config.get("model_type", "")
         if kind not in EXPANSIONS:
             raise UserError(
@@ -197,7 +197,7 @@ class MediaProcessor:
                 f"supported for {', '.join(EXPANSIONS)}"
             )
         self.hf_processor = _image_processor(path, rules, config if kind in _REMOTE else None)
-        processor_config = _json(path, "processor_config.json")
+        processor_config = _read_json_file(path, "processor_config.json")
         values = {
             **config,
             **{key: value for key, value in processor_config.items() if value is not None},
@@ -257,7 +257,7 @@ class MediaProcessor:
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
         rules, video_config = (
             self._rules,
-            _json(self._rules.processor_path, "video_preprocessor_config.json"),
+            _read_json_file(self._rules.processor_path, "video_preprocessor_config.json"),
         )
         videos = (
             rules.fps,
@@ -310,7 +310,7 @@ class MediaProcessor:
         try:
             return rule(image.height, image.width)
         except PROCESSOR_ERRORS as error:
-            raise _unusable(image, error) from error
+            raise _unusable_image(image, error) from error
 
     @property
     def has_grids(self) -> bool:
@@ -430,7 +430,7 @@ class MediaProcessor:
         try:
             outputs = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
         except PROCESSOR_ERRORS as error:
-            raise _unusable(image, error) from error
+            raise _unusable_image(image, error) from error
         tensors = {name: torch.as_tensor(outputs[name]) for name in _TENSORS if name in outputs}
         if self.kind in BY_SAMPLE:  # of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
@@ -440,35 +440,35 @@ class MediaProcessor:
 def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of several images or videos, one after another."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+    return {name: _join_padded([part[name] for part in parts if name in part]) for name in names}
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join_padded(parts: list[Tensor]) -> Tensor:
     """One after another; images that differ in size are padded with zeros, as transformers pads them."""
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     return torch.cat(
-        [part if list(part.shape[1:]) == shape else _padded(part, shape) for part in parts]
+        [part if list(part.shape[1:]) == shape else _pad_images(part, shape) for part in parts]
     )
 
 
-def _padded(part: Tensor, shape: list[int]) -> Tensor:
+def _pad_images(part: Tensor, shape: list[int]) -> Tensor:
     padded = part.new_zeros(len(part), *shape)
     padded[tuple(slice(size) for size in part.shape)] = part
     return padded
 
 
-def _unusable(image: ImageReference, error: Exception) -> UserError:
+def _unusable_image(image: ImageReference, error: Exception) -> UserError:
     return UserError(
         f"{image.where}: the image {shown(image.source)} with {image.width}x{image.height} pixels cannot be used "
         f"({one_line(error)}): change its size, remove the record, or check the files of the image processor"
     )
 
 
-def _config(path: str) -> Mapping[str, Any]:
+def _read_config(path: str) -> Mapping[str, Any]:
     from transformers import AutoConfig
 
     with loading(path, "config.json that can be read"):
-        raw = _json(path, "config.json")
+        raw = _read_json_file(path, "config.json")
         return (
             raw if raw.get("model_type") in _REMOTE else AutoConfig.from_pretrained(path).to_dict()
         )
@@ -481,14 +481,16 @@ def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | N
         processor: Any = (
             AutoImageProcessor.from_pretrained(path)
             if remote is None
-            else TileProcessor({**remote, **_json(path, "preprocessor_config.json")}, path)
+            else TileProcessor(
+                {**remote, **_read_json_file(path, "preprocessor_config.json")}, path
+            )
         )
-    _limit(processor, "shortest_edge", rules.min_pixels, "min_pixels")
-    _limit(processor, "longest_edge", rules.max_pixels, "max_pixels")
+    _limit_pixels(processor, "shortest_edge", rules.min_pixels, "min_pixels")
+    _limit_pixels(processor, "longest_edge", rules.max_pixels, "max_pixels")
     return processor
 
 
-def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
+def _limit_pixels(processor: Any, edge: str, value: int | None, name: str) -> None:
     """Set the minimum or maximum number of pixels of an image, which Qwen's and GLM's processors call an edge."""
     if value is None:
         return
@@ -510,15 +512,15 @@ def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
 
 def chat_template(path: str) -> str | None:
     """The processor's template, which takes precedence over the tokenizer's; None if it has none."""
-    text = _text(path, "chat_template.jinja")
+    text = _read_text_file(path, "chat_template.jinja")
     if text is not None:
         return text
-    template = _json(path, "chat_template.json").get("chat_template")
+    template = _read_json_file(path, "chat_template.json").get("chat_template")
     return template if isinstance(template, str) else None
 
 
-def _json(path: str, name: str) -> Mapping[str, Any]:
-    text = _text(path, name)
+def _read_json_file(path: str, name: str) -> Mapping[str, Any]:
+    text = _read_text_file(path, name)
     if text is None:
         return {}
     try:
@@ -530,7 +532,7 @@ def _json(path: str, name: str) -> Mapping[str, Any]:
     return content
 
 
-def _text(path: str, name: str) -> str | None:
+def _read_text_file(path: str, name: str) -> str | None:
     """The content of a file of a checkpoint; None if there is no such file."""
     from transformers.utils.hub import cached_file
 

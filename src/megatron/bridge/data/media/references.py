@@ -57,7 +57,7 @@ def refer(raw: Any, root: Path, location: str) -> ImageReference:
     the record in messages.
     """
     source = source_of(raw, root, location, "image")
-    height, width = _measure(source, location)
+    height, width = _measure_image(source, location)
     return ImageReference(source, height, width, location)
 
 
@@ -70,7 +70,7 @@ def decode(reference: ImageReference) -> "Image.Image":
     from PIL import ImageOps
 
     source, location = reference.source, reference.where
-    with _image_errors(source, location), _opened(source, location) as file:
+    with _image_errors(source, location), _opened_image(source, location) as file:
         height, width = _turned_size(file)
         if (height, width) != (reference.height, reference.width):
             raise UserError(
@@ -97,7 +97,7 @@ def shown(source: str) -> str:
 def source_of(raw: Any, root: Path, location: str, kind: str) -> str:
     """A path inside of ``root``, or a ``data:`` URL; ``kind`` is the word for it in messages."""
     if isinstance(raw, Mapping):
-        raw = _named(raw, location, kind)
+        raw = _named_source(raw, location, kind)
     if isinstance(raw, bytes | bytearray):
         return f"{_DATA};base64,{base64.b64encode(raw).decode()}"
     if hasattr(raw, "save") and hasattr(raw, "getexif"):  # an image of PIL
@@ -112,10 +112,10 @@ def source_of(raw: Any, root: Path, location: str, kind: str) -> str:
         raise UserError(
             f"{location}: the {kind} {raw} is on the network: download it, or set dataset.fetch_urls=true"
         )
-    return str(_inside(raw.removeprefix(_FILE), root, location, kind))
+    return str(_path_inside_root(raw.removeprefix(_FILE), root, location, kind))
 
 
-def _named(raw: Mapping[str, Any], location: str, kind: str) -> Any:
+def _named_source(raw: Mapping[str, Any], location: str, kind: str) -> Any:
     """The value of the first key that says where the file is; tables have both ``bytes`` and ``path``."""
     keys = ("bytes", kind, "path", "url")
     sources = {key: raw[key] for key in keys if raw.get(key) is not None}
@@ -132,7 +132,7 @@ def png(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _inside(name: str, root: Path, location: str, kind: str) -> Path:
+def _path_inside_root(name: str, root: Path, location: str, kind: str) -> Path:
     try:
         # no file is outside of the root of all files, where names are those of the command's own folder
         path, folder = ((Path() if root == Path("/") else root) / name).resolve(), root.resolve()
@@ -154,9 +154,9 @@ def _inside(name: str, root: Path, location: str, kind: str) -> Path:
     return path
 
 
-def _measure(source: str, location: str) -> tuple[int, int]:
+def _measure_image(source: str, location: str) -> tuple[int, int]:
     """Height and width, as they are after turning."""
-    with _image_errors(source, location), _opened(source, location) as image:
+    with _image_errors(source, location), _opened_image(source, location) as image:
         height, width = _turned_size(image)
     if width * height > MAX_PIXELS:
         raise _too_large(source, location, f"{width}x{height}")
@@ -205,7 +205,7 @@ def _too_large(source: str, location: str, pixels: str) -> UserError:
 
 
 @contextmanager
-def _opened(source: str, location: str) -> Generator["Image.Image"]:
+def _opened_image(source: str, location: str) -> Generator["Image.Image"]:
     """Open an image whose pixels are not read yet."""
     from PIL import Image
 

@@ -39,7 +39,7 @@ class VideoProcessor:
     """Transformers' processor of a ``model_type``, whose videos' frames are images or have a token of their own."""
 
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
-        self.processor = _load(kind, rules)
+        self.processor = _load_processor(kind, rules)
         self.placeholder: str = self.processor.video_token
         self.has_own_token = kind in _QWEN
         """Whether other tokens stand for videos than for images; if not, a video is a row of images."""
@@ -135,7 +135,8 @@ class VideoProcessor:
             used = len(outputs["video_metadata"][0].frames_indices)
             if used * video.height * video.width > MAX_PIXELS:
                 raise UserError(
-                    f"{video.where}: {used:,} frames of {_named(video)} with {video.width}x{video.height} pixels are "
+                    f"{video.where}: {used:,} frames of {_video_name(video)} with "
+                    f"{video.width}x{video.height} pixels are "
                     f"more than {MAX_PIXELS:,} pixels: set dataset.fps and dataset.max_frames, or make it smaller"
                 )
             self._sized[key] = outputs
@@ -172,7 +173,7 @@ def _video_errors(video: VideoReference) -> Iterator[None]:
         yield
     except PROCESSOR_ERRORS as error:
         raise UserError(
-            f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
+            f"{video.where}: {_video_name(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
             f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, remove the record, or "
             "check the files of the video processor"
         ) from error
@@ -192,7 +193,7 @@ def refer_video(raw: Any, root: Path, location: str) -> VideoReference:
     if isinstance(raw, dict) and "frames" in raw:
         return _refer_frames(raw["frames"], raw.get("fps"), root, location)
     source = source_of(raw, root, location, "video")
-    with _open(source, location) as container:
+    with _open_video(source, location) as container:
         stream = _picture_stream(container)
         # some containers do not say how many frames they have
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
@@ -200,7 +201,7 @@ def refer_video(raw: Any, root: Path, location: str) -> VideoReference:
         video = VideoReference(source, stream.height, stream.width, location, frames, rate)
     if not 0 < video.frames <= MAX_FRAMES or not video.fps or not video.height or not video.width:
         raise UserError(
-            f"{location}: {_named(video)} has {video.frames:,} frames of {video.width}x{video.height} pixels at "
+            f"{location}: {_video_name(video)} has {video.frames:,} frames of {video.width}x{video.height} pixels at "
             f"{video.fps:g} frames per second, which cannot be used: encode it again"
         )
     return video
@@ -230,10 +231,10 @@ def decode_frames(video: VideoReference, numbers: Sequence[int]) -> Tensor:
     if isinstance(video.source, list):
         frames = {index: _of_image(video, index) for index in set(numbers)}
     else:
-        frames = _decoded(video, set(numbers))
+        frames = _decode_numbers(video, set(numbers))
     if missing := sorted(set(numbers) - set(frames)):
         raise UserError(
-            f"{video.where}: {_named(video)} ends before its frame {missing[0]}, and had {video.frames} when the "
+            f"{video.where}: {_video_name(video)} ends before its frame {missing[0]}, and had {video.frames} when the "
             "sample was made: restore it, or remove the record"
         )
     return torch.from_numpy(np.stack([frames[index] for index in numbers])).permute(0, 3, 1, 2)
@@ -245,9 +246,9 @@ def _of_image(video: VideoReference, index: int) -> np.ndarray:
     )
 
 
-def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
+def _decode_numbers(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
     pixels: dict[int, np.ndarray] = {}
-    with _open(str(video.source), video.where) as container:
+    with _open_video(str(video.source), video.where) as container:
         stream = _picture_stream(container)
         for index, frame in enumerate(container.decode(stream)):
             if index in numbers:
@@ -263,14 +264,14 @@ def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
 
 
 @contextmanager
-def _open(source: str, location: str) -> Iterator[Any]:
+def _open_video(source: str, location: str) -> Iterator[Any]:
     """Open a video file with PyAV, and convert errors to one sentence, also those while it is read.
 
     FFmpeg gets the content of one file and no name. By default it would choose among hundreds of
     demuxers by the content, and some (hls, concat, dash, sdp, image2, ...) open further files and
     addresses, which the content names, or listen on a port.
     """
-    av = _av(location)
+    av = _import_av(location)
     try:
         with open_file(source, location) as file:
             name = _container_format(file)
@@ -321,7 +322,7 @@ def _picture_stream(container: Any) -> Any:
     return stream
 
 
-def _av(location: str) -> Any:
+def _import_av(location: str) -> Any:
     try:
         import av  # pyright: ignore[reportMissingImports] - of an extra
     except ImportError as error:
@@ -331,11 +332,11 @@ def _av(location: str) -> Any:
     return av
 
 
-def _named(video: VideoReference) -> str:
+def _video_name(video: VideoReference) -> str:
     return "the video" if isinstance(video.source, list) else f"the video {shown(video.source)}"
 
 
-def _load(kind: str, rules: MediaRules) -> Any:
+def _load_processor(kind: str, rules: MediaRules) -> Any:
     """Transformers' composite processor, its video processor set as ``rules`` say."""
     from transformers import AutoProcessor
     from transformers.utils import is_torchvision_available

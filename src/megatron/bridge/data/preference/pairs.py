@@ -75,13 +75,13 @@ class PairEncoder(RecordEncoder):
 
 def split_pair(record: Record, location: str) -> dict[str, dict[str, Any]]:
     """The record of each answer, with ``prompt`` and ``completion``."""
-    _require(
+    _require_keys(
         record,
         ANSWERS,
         location,
         "a pair has prompt, chosen and rejected, or lists of messages chosen and rejected",
     )
-    prompt, begin = _prompt(record, location)
+    prompt, begin = _common_prompt(record, location)
     rest = {key: value for key, value in record.items() if key not in ("prompt", *ANSWERS)}
     return {
         name: {
@@ -93,13 +93,13 @@ def split_pair(record: Record, location: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _require(record: Record, keys: Sequence[str], location: str, rule: str) -> None:
+def _require_keys(record: Record, keys: Sequence[str], location: str, rule: str) -> None:
     if missing := [name for name in keys if record.get(name) is None]:
         names = ", ".join(sorted(record))
         raise UserError(f"{location}: {' and '.join(missing)} is missing: {rule} (keys: {names})")
 
 
-def _prompt(record: Record, location: str) -> tuple[Any, int]:
+def _common_prompt(record: Record, location: str) -> tuple[Any, int]:
     """The prompt, and where each answer begins in its key."""
     if record.get("prompt") is not None:
         return record["prompt"], 0
@@ -150,7 +150,7 @@ class LabeledEncoder(PairEncoder):
         return encoded
 
     def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
-        _require(
+        _require_keys(
             record,
             KEYS,
             location,
@@ -215,9 +215,9 @@ class LabeledRows(SampleRows):
         ]
 
     def _mismatched(self, index: int) -> Sample:
-        prompt, _ = _split(self.answers[index])
+        prompt, _ = _split_prompt(self.answers[index])
         candidates = (self.answers[(index + step) % len(self)] for step in range(1, len(self)))
-        for other_prompt, answer in map(_split, candidates):
+        for other_prompt, answer in map(_split_prompt, candidates):
             if not np.array_equal(prompt.tokens, other_prompt.tokens):
                 tokens, trained = map(np.concatenate, zip(prompt[:2], answer[:2], strict=True))
                 return Sample(tokens[: self.longest], trained[: self.longest])
@@ -227,7 +227,7 @@ class LabeledRows(SampleRows):
         )
 
 
-def _split(sample: Sample) -> tuple[Sample, Sample]:
+def _split_prompt(sample: Sample) -> tuple[Sample, Sample]:
     """The tokens before the first one in the loss, and the others."""
     first = int(np.argmax(sample.trained))
     return (

@@ -112,7 +112,7 @@ class ShardPlan:
         ]
         shards = divided(config, parts, shard_bytes)
         key = dataset_key(config, encoder.tokenizer, [], shards)
-        return cls(config, key, _identity(encoder), np.dtype(encoder.dtype).itemsize, shards)
+        return cls(config, key, _tokenizer_hash(encoder), np.dtype(encoder.dtype).itemsize, shards)
 
     @classmethod
     def load(cls, path: Path) -> "ShardPlan":
@@ -193,18 +193,18 @@ def preprocess_shards(
     with refuse_unwritable(
         f"--output-prefix={config.output_prefix}", "free some space, or choose another one"
     ):
-        _claim(plan)
+        _claim_folder(plan)
     missing, fruitless = plan.missing(range(len(plan.shards))), 0
     if not missing and (manifest := finished_manifest(plan.config.output_prefix)):
         return manifest
     while missing and fruitless < ROUNDS:
-        _make(plan, encoder, missing, executor, sbatch)
+        _run_rounds(plan, encoder, missing, executor, sbatch)
         left = plan.missing(missing)
         fruitless = fruitless + 1 if len(left) == len(missing) else 0
         missing = left
     if missing:
-        raise UserError(_lost(plan, missing))
-    return _join(plan)
+        raise UserError(_lost_sentence(plan, missing))
+    return _join_shards(plan)
 
 
 def make_shards(path: Path, numbers: list[int]) -> None:
@@ -212,7 +212,7 @@ def make_shards(path: Path, numbers: list[int]) -> None:
     plan = ShardPlan.load(path)
     try:
         encoder = DocumentEncoder(plan.config)
-        if _identity(encoder) != plan.tokenizer:
+        if _tokenizer_hash(encoder) != plan.tokenizer:
             raise UserError(
                 f"--tokenizer-model={plan.config.tokenizer_model} is another tokenizer here: copy it again"
             )
@@ -227,13 +227,13 @@ def make_shard(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> str:
     """Make a shard unless it exists, and return the error of its input or the disk, if any."""
     try:
         if plan.made(index) is None:
-            _write(plan, encoder, index)
+            _write_shard(plan, encoder, index)
     except (UserError, OSError) as error:
         return f"{plan.name(index)} failed on node {socket.gethostname()}: {error}"
     return ""
 
 
-def _write(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> None:
+def _write_shard(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> None:
     aside, node = plan.aside(index, f"{socket.gethostname()}.{os.getpid()}"), socket.gethostname()
     with IndexedDatasetWriter(aside, encoder.dtype, plan.key) as output:
         for documents in map(
@@ -254,7 +254,7 @@ def _write(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> None:
         Path(f"{aside}{ending}").replace(f"{plan.prefix(index)}{ending}")
 
 
-def _claim(plan: ShardPlan) -> None:
+def _claim_folder(plan: ShardPlan) -> None:
     """Keep shards of the same plan; refuse shards of another plan, or remove them if the config allows it."""
     path = manifest_path(plan.config.output_prefix)
     if not path.is_file() or ShardPlan.load(path).key != plan.key:
@@ -269,7 +269,7 @@ def _claim(plan: ShardPlan) -> None:
         note.unlink()
 
 
-def _make(
+def _run_rounds(
     plan: ShardPlan,
     encoder: DocumentEncoder,
     missing: list[int],
@@ -335,7 +335,7 @@ def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dic
     return message if process.returncode else ""
 
 
-def _lost(plan: ShardPlan, missing: list[int]) -> str:
+def _lost_sentence(plan: ShardPlan, missing: list[int]) -> str:
     begun = sorted(
         path.name.rsplit(".", 3)[0] for path in plan.folder.glob(f"incomplete/{missing[0]:06d}.*")
     )
@@ -346,7 +346,7 @@ def _lost(plan: ShardPlan, missing: list[int]) -> str:
     )
 
 
-def _join(plan: ShardPlan) -> dict[str, Any]:
+def _join_shards(plan: ShardPlan) -> dict[str, Any]:
     prefix = plan.config.output_prefix
     states = [
         state
@@ -386,7 +386,7 @@ def _name_repeated(plan: ShardPlan, states: list[WriterState]) -> None:
             console().print(text, markup=False)
 
 
-def _identity(encoder: DocumentEncoder) -> str:
+def _tokenizer_hash(encoder: DocumentEncoder) -> str:
     return hashlib.sha256(tokenizer_key(encoder.tokenizer).encode()).hexdigest()
 
 

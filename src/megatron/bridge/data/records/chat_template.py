@@ -66,9 +66,9 @@ class ChatTemplate:
         unused = self._unused(chat, text, location)
         if train_on == "everything":
             return RenderedChat(text, [(0, len(text))], unused)
-        selected = _selected(chat, train_on)
+        selected = _selected_answers(chat, train_on)
         if GENERATION.search(self._source(chat, location)):
-            spans = _choose(marked, chat, selected, train_on, location)
+            spans = _choose_spans(marked, chat, selected, train_on, location)
         else:
             spans = [self._span(chat, index, text, location) for index in selected]
         self._refuse_header(chat, location)
@@ -130,11 +130,11 @@ class ChatTemplate:
         before, _ = self._text(chat, index, True, location)
         through, _ = self._text(chat, index + 1, False, location)
         if not through.startswith(before):
-            raise _ambiguous(
+            raise _ambiguous_answer(
                 location, index, "the template changes the prompt once the answer is there"
             )
         if not text.startswith(through):
-            raise _ambiguous(
+            raise _ambiguous_answer(
                 location, index, "the template changes the answer once more messages follow"
             )
         return len(before), len(through)
@@ -179,7 +179,7 @@ def template_text(template: str | None) -> str | None:
     return read_text(Path(template), f"dataset.chat_template={template}")
 
 
-def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
+def _selected_answers(chat: Chat, train_on: TrainOn) -> list[int]:
     """Return the indices of the answers in the loss."""
     answers = chat.answers
     if train_on == "last":
@@ -189,7 +189,7 @@ def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
     return [index for index in answers if index not in chat.excluded]
 
 
-def _choose(
+def _choose_spans(
     spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, location: str
 ) -> list[Span]:
     answers = chat.answers
@@ -204,7 +204,7 @@ def _choose(
     return [span for index, span in zip(answers, spans, strict=True) if index in selected]
 
 
-def _ambiguous(location: str, index: int, reason: str) -> UserError:
+def _ambiguous_answer(location: str, index: int, reason: str) -> UserError:
     return UserError(
         f"{location}: the answer in message {index + 1} cannot be located in the rendered conversation, because "
         f"{reason}: set dataset.split_turns=true (each answer becomes a sample, as at inference) or "
@@ -224,25 +224,25 @@ class UnusedField(NamedTuple):
 
 def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:
     """Yield the fields of ``chat`` without an effect on ``text``."""
-    if chat.tools and _same(text, replace(chat, tools=None), render):
+    if chat.tools and _renders_same(text, replace(chat, tools=None), render):
         yield UnusedField("tools", None)
     for index, message in enumerate(chat.messages):
         for key, value in message.items():
             rendered = isinstance(value, str) and value.strip() in text
             if key == "role" or rendered or value in ([], {}):
                 continue
-            if _same(text, _without(chat, index, key), render):
+            if _renders_same(text, _without_field(chat, index, key), render):
                 yield UnusedField(f"{key} of role {message['role']}", index)
 
 
-def _same(text: str, shorter: Chat, render: RenderChat) -> bool:
+def _renders_same(text: str, shorter: Chat, render: RenderChat) -> bool:
     try:
         return render(shorter) == text
     except UserError:  # the template needs the field, so it reads the field
         return False
 
 
-def _without(chat: Chat, index: int, key: str) -> Chat:
+def _without_field(chat: Chat, index: int, key: str) -> Chat:
     message: Message = {name: value for name, value in chat.messages[index].items() if name != key}
     if key == "content":
         message["content"] = ""

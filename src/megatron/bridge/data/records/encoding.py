@@ -507,7 +507,7 @@ def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None)
     """
     assert policy in ("left", "right", "keep_answer"), policy
     if policy == "right":
-        return _window(sample, 0, limit)
+        return _sample_window(sample, 0, limit)
     opening_length = int(opening is not None and sample.tokens[0] == opening)
     end = len(sample.tokens)
     if policy == "keep_answer":
@@ -516,8 +516,8 @@ def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None)
         end = min(end, first + limit - min(first, opening_length + 1))
     start = end - limit + opening_length
     if start <= opening_length:
-        return _window(sample, 0, end)
-    part = _window(sample, start, end)
+        return _sample_window(sample, 0, end)
+    part = _sample_window(sample, start, end)
     if not opening_length:
         return part
     tokens = np.concatenate((sample.tokens[:1], part.tokens))
@@ -534,7 +534,7 @@ def last_answer(trained: np.ndarray) -> tuple[int, int]:
     return (int(breaks[-1]) + 1 if len(breaks) else 0), end
 
 
-def _window(sample: Sample, start: int, end: int) -> Sample:
+def _sample_window(sample: Sample, start: int, end: int) -> Sample:
     tokens, trained = sample.tokens[start:end], sample.trained[start:end].copy()
     trained[:1] = False  # nothing predicts the first token
     return Sample(tokens, trained)

@@ -109,11 +109,11 @@ def unused_keys(record: Record, parsed: ParsedRecord) -> list[str]:
 
 def parse(record: Record, location: str) -> ParsedRecord:
     """Parse ``record``; ``location`` (file and line number) begins the message of an error."""
-    name = _format(record, location)
+    name = _format_of(record, location)
     if name == "messages":
-        return _chat(record, record["messages"], location)
+        return _parse_messages(record, record["messages"], location)
     if name == "conversations":
-        return _sharegpt(record, location)
+        return _parse_sharegpt(record, location)
     if not isinstance(record[FORMATS[name][0]], list):
         _refuse_images(record, name, location)
     if name == "text":
@@ -136,7 +136,7 @@ def _refuse_images(record: Record, name: str, location: str) -> None:
         )
 
 
-def _format(record: Record, location: str) -> str:
+def _format_of(record: Record, location: str) -> str:
     present = {key for key, value in record.items() if value is not None}
     matching_formats = [name for name, keys in FORMATS.items() if present.issuperset(keys)]
     if "instruction" in present:
@@ -152,11 +152,11 @@ def _format(record: Record, location: str) -> str:
         )
     raise UserError(
         f"{location}: expected messages, conversations, prompt and completion, input and output, or text; the keys "
-        f"are: {_keys(record)}"
+        f"are: {_key_list(record)}"
     )
 
 
-def _keys(mapping: Mapping[str, Any]) -> str:
+def _key_list(mapping: Mapping[str, Any]) -> str:
     return ", ".join(sorted(mapping)) or "none"
 
 
@@ -167,11 +167,13 @@ def expect(value: Any, kind: str, location: str, name: str) -> Any:
     return value
 
 
-def _chat(record: Record, messages: Any, location: str, completion: int | None = None) -> Chat:
+def _parse_messages(
+    record: Record, messages: Any, location: str, completion: int | None = None
+) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{location}: messages must be a list with at least one message")
     cleaned = [
-        _message(message, f"{location}: message {message_number}")
+        _parse_message(message, f"{location}: message {message_number}")
         for message_number, message in enumerate(messages, start=1)
     ]
     excluded = frozenset(
@@ -181,17 +183,22 @@ def _chat(record: Record, messages: Any, location: str, completion: int | None =
     expect(options, "an object", location, "chat_template_kwargs")
     images = tuple(place_media(record, cleaned, location))
     return Chat(
-        cleaned, _tools(record.get("tools"), location), excluded, completion, dict(options), images
+        cleaned,
+        _parse_tools(record.get("tools"), location),
+        excluded,
+        completion,
+        dict(options),
+        images,
     )
 
 
 def _conversational_pair(record: Record, location: str) -> Chat:
     prompt = record["prompt"]
     completion = expect(record["completion"], "a list", location, "completion, like prompt,")
-    return _chat(record, [*prompt, *completion], location, completion=len(prompt))
+    return _parse_messages(record, [*prompt, *completion], location, completion=len(prompt))
 
 
-def _message(message: Any, location: str) -> Message:
+def _parse_message(message: Any, location: str) -> Message:
     """Return the message without null values, with its content as a string and its tool calls parsed."""
     expect(message, "an object", location, "a message with role and content")
     # Tables fill missing keys with nulls, which a template would render differently from missing keys.
@@ -211,16 +218,16 @@ def _message(message: Any, location: str) -> Message:
     ):
         problem = "is null" if "content" in message else "is missing"
         raise UserError(
-            f'{location}: the key content {problem} (keys: {_keys(cleaned)}): write "" for no content'
+            f'{location}: the key content {problem} (keys: {_key_list(cleaned)}): write "" for no content'
         )
-    cleaned["content"] = _content(cleaned.get("content", ""), location)
+    cleaned["content"] = _parse_content(cleaned.get("content", ""), location)
     if "tool_calls" in cleaned:
         calls = expect(cleaned["tool_calls"], "a list", location, "tool_calls")
         cleaned["tool_calls"] = [_tool_call(call, location) for call in calls]
     return cleaned
 
 
-def _content(content: Any, location: str) -> Any:
+def _parse_content(content: Any, location: str) -> Any:
     """Return the content as a string of the joined text parts, or as a list of parts if it has images or videos."""
     if not isinstance(content, list):
         return expect(content, "a string", location, "content")
@@ -237,7 +244,9 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
         raise UserError(f"{location}: a tool call must have a function with a name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", f"{location}: the arguments of {function['name']}")
+        arguments = _parse_json(
+            arguments or "{}", f"{location}: the arguments of {function['name']}"
+        )
     if arguments is not None:
         expect(arguments, "an object", location, f"the arguments of {function['name']}")
     rest = {
@@ -250,9 +259,9 @@ def _tool_call(call: Any, location: str) -> dict[str, Any]:
     }
 
 
-def _tools(tools: Any, location: str) -> list[dict[str, Any]] | None:
+def _parse_tools(tools: Any, location: str) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
-        tools = _json(tools, f"{location}: tools") if tools.strip() else None
+        tools = _parse_json(tools, f"{location}: tools") if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -260,17 +269,17 @@ def _tools(tools: Any, location: str) -> list[dict[str, Any]] | None:
     return [dict(tool) for tool in tools]
 
 
-def _json(text: str, location: str) -> Any:
+def _parse_json(text: str, location: str) -> Any:
     try:
         return strict_json.loads(text)
     except ValueError as error:
         raise UserError(f"{location} are not valid JSON: {error}") from error
 
 
-def _sharegpt(record: Record, location: str) -> Chat:
+def _parse_sharegpt(record: Record, location: str) -> Chat:
     turns = expect(record["conversations"], "a list", location, "conversations")
     messages = [
-        _turn(turn, f"{location}: message {message_number}")
+        _parse_turn(turn, f"{location}: message {message_number}")
         for message_number, turn in enumerate(turns, start=1)
     ]
     if record.get("system"):
@@ -281,10 +290,10 @@ def _sharegpt(record: Record, location: str) -> Chat:
                 f"{location}: the record has both the key system and a system message: keep one"
             )
         messages.insert(0, {"role": "system", "content": record["system"]})
-    return _chat(record, messages, location)
+    return _parse_messages(record, messages, location)
 
 
-def _turn(turn: Any, location: str) -> Any:
+def _parse_turn(turn: Any, location: str) -> Any:
     """Convert a turn with ``from`` and ``value`` to a message; a turn with ``role`` and ``content`` is one already."""
     if not isinstance(turn, Mapping) or "from" not in turn:
         return turn
@@ -297,10 +306,12 @@ def _turn(turn: Any, location: str) -> Any:
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if "value" not in turn and not any(rest.get(key) for key in INSTEAD_OF_CONTENT):
         raise UserError(
-            f'{location}: the key value is missing (keys: {_keys(turn)}): write "" for no content'
+            f'{location}: the key value is missing (keys: {_key_list(turn)}): write "" for no content'
         )
     if role == "function_call":
-        calls = _json(_content(turn.get("value"), location), f"{location}: the function call")
+        calls = _parse_json(
+            _parse_content(turn.get("value"), location), f"{location}: the function call"
+        )
         calls = calls if isinstance(calls, list) else [calls]
         return {"role": "assistant", "content": "", "tool_calls": calls, **rest}
     return {"role": SHAREGPT_ROLES[role], "content": turn.get("value"), **rest}

@@ -41,7 +41,9 @@ def place_media(
     Messages are changed: with media, all content becomes a list of parts; without, it stays as it is.
     """
     lists = {
-        kind: placed for kind in MARKS if (placed := _listed(record, kind, location)) is not None
+        kind: placed
+        for kind in MARKS
+        if (placed := _listed_media(record, kind, location)) is not None
     }
     given = {kind: iter(placed) for kind, placed in lists.items()}
     placed = [
@@ -72,7 +74,7 @@ def text_of(content: Any) -> str:
     return "".join(part.get("text", "") for part in content)
 
 
-def _listed(record: Mapping[str, Any], kind: str, location: str) -> list[Any] | None:
+def _listed_media(record: Mapping[str, Any], kind: str, location: str) -> list[Any] | None:
     """Return the media of this kind beside the messages, or None if the record has no such list."""
     if key := next((key for key in ("audio", "audios") if record.get(key)), None):
         raise UserError(
@@ -92,14 +94,14 @@ def _of_message(message: Message, given: _Listed, location: str) -> list[tuple[s
     content, media = message["content"], []
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        for piece in _split(part["text"], given) if part["type"] == "text" else [part]:
+        for piece in _split_at_marks(part["text"], given) if part["type"] == "text" else [part]:
             if (kind := piece["type"]) in MARKS:
                 media.append(
                     (
                         kind,
                         piece["raw"]
                         if piece.get("raw") is not None
-                        else _next(given, kind, location),
+                        else _next_medium(given, kind, location),
                     )
                 )
                 piece = {"type": kind}  # noqa: PLW2901
@@ -115,7 +117,7 @@ def _of_message(message: Message, given: _Listed, location: str) -> list[tuple[s
     return media
 
 
-def _next(given: _Listed, kind: str, location: str) -> Any:
+def _next_medium(given: _Listed, kind: str, location: str) -> Any:
     missing = object()
     medium = next(given.get(kind, iter(())), missing)
     if medium is missing:
@@ -127,7 +129,7 @@ def _next(given: _Listed, kind: str, location: str) -> Any:
     return medium
 
 
-def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
+def _split_at_marks(text: str, given: _Listed) -> list[dict[str, Any]]:
     """Split the text at the marks of the kinds that the record lists, and make a part of each mark."""
     marks = {MARKS[kind]: kind for kind in given}
     pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
@@ -144,11 +146,11 @@ def content_part(part: Any, location: str) -> dict[str, Any]:
     if isinstance(part, Mapping):
         # tables fill the keys of other parts with nulls
         part = {key: value for key, value in part.items() if value is not None}
-        name = part.get("type") or _untyped(part)
+        name = part.get("type") or _type_from_keys(part)
         if name == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
         if kind := _TYPES.get(name):
-            return {"type": kind, "raw": _raw(part, kind, location)}
+            return {"type": kind, "raw": _raw_reference(part, kind, location)}
     if name in _AUDIO:
         raise UserError(
             f"{location}: a content part of type {name}: audio is not supported: remove it"
@@ -158,7 +160,7 @@ def content_part(part: Any, location: str) -> dict[str, Any]:
     )
 
 
-def _untyped(part: Mapping[str, Any]) -> str:
+def _type_from_keys(part: Mapping[str, Any]) -> str:
     """Derive the type of a part without ``type`` from its keys."""
     if "text" in part:
         return "text"
@@ -167,7 +169,7 @@ def _untyped(part: Mapping[str, Any]) -> str:
     return "image" if any(key in part for key in _SOURCES["image"]) else "without type"
 
 
-def _raw(part: Mapping[str, Any], kind: str, location: str) -> Any:
+def _raw_reference(part: Mapping[str, Any], kind: str, location: str) -> Any:
     """Return the reference of a part, or None if it has none. A list of video frames comes with its rate."""
     names = _SOURCES[kind]
     references = [part[key] for key in names if key in part]

@@ -57,9 +57,9 @@ class Samples(Sequence[Sample]):
         return cls(
             np.concatenate(tokens),
             np.concatenate(trained),
-            _bounds(map(len, (sample.tokens for sample in sample_list))),
+            _bounds_of(map(len, (sample.tokens for sample in sample_list))),
             np.frombuffer(b"".join(images), np.uint8),
-            _bounds(map(len, images)),
+            _bounds_of(map(len, images)),
         )
 
     @classmethod
@@ -69,9 +69,9 @@ class Samples(Sequence[Sample]):
         return cls(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.trained for part in parts]),
-            _bounds(length for part in parts for length in part.lengths),
+            _bounds_of(length for part in parts for length in part.lengths),
             np.concatenate([part.images for part in parts]),
-            _bounds(length for part in parts for length in np.diff(part.image_bounds)),
+            _bounds_of(length for part in parts for length in np.diff(part.image_bounds)),
         )
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Samples(Sequence[Sample]):
         return np.diff(self.bounds)
 
 
-def _bounds(lengths: Iterable[int]) -> np.ndarray:
+def _bounds_of(lengths: Iterable[int]) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(list(lengths), dtype=np.int64)))
 
 

@@ -54,7 +54,9 @@ class FileSource:
         if self.path.suffix not in TABLES:
             raise UserError(f"{self.path}: the ending is unknown: use one of {', '.join(SUFFIXES)}")
         open_data(self.path).close()
-        yield from _rows(str(self.path), _stream_table(TABLES[self.path.suffix], self.path))
+        yield from _numbered_rows(
+            str(self.path), _stream_table(TABLES[self.path.suffix], self.path)
+        )
 
     def fingerprint(self) -> str:
         with open_data(self.path) as file:
@@ -65,7 +67,7 @@ class TableRow(dict[str, Any]):
     """A record that was a row of a table, whose objects all have the same keys: null stands for an absent one."""
 
 
-def _rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
+def _numbered_rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
     for row_number, row in enumerate(rows, start=1):
         yield f"{name}: row {row_number}", TableRow(row)
 
@@ -138,7 +140,7 @@ class HubSource:
         return "/".join(part for part in (self.dataset_name, self.subset, self.split) if part)
 
     def records(self) -> Iterator[LocatedRecord]:
-        return _rows(self.name, self._load())
+        return _numbered_rows(self.name, self._load())
 
     def fingerprint(self) -> str:
         """Return the fingerprint of `datasets`, or the revision of a stream, which must be set."""

@@ -58,7 +58,7 @@ class Canary:
             UserError: the engine has other weights, or still has the previous ones.
         """
         limit = TOLERANCE[self._dtype] if self._tolerance is None else self._tolerance
-        worst = _distance(expected, actual)
+        worst = _largest_difference(expected, actual)
         old, self._old = self._old, list(expected)
         if not worst <= limit:
             raise UserError(
@@ -67,8 +67,8 @@ class Canary:
             )
         if (
             old is not None
-            and _distance(old, expected) > 0
-            and _mean(old, actual) < _mean(expected, actual)
+            and _largest_difference(old, expected) > 0
+            and _mean_difference(old, actual) < _mean_difference(expected, actual)
         ):
             raise UserError(
                 "the engine's log-probabilities of the canary are closer to the trainer's previous values than to the "
@@ -77,10 +77,10 @@ class Canary:
         return worst
 
 
-def _distance(expected: Sequence[float], actual: Sequence[float]) -> float:
+def _largest_difference(expected: Sequence[float], actual: Sequence[float]) -> float:
     """Return the largest difference, or NaN if any number is NaN."""
     return float((torch.tensor(expected).double() - torch.tensor(actual).double()).abs().max())
 
 
-def _mean(expected: Sequence[float], actual: Sequence[float]) -> float:
+def _mean_difference(expected: Sequence[float], actual: Sequence[float]) -> float:
     return float((torch.tensor(expected).double() - torch.tensor(actual).double()).abs().mean())

@@ -103,7 +103,7 @@ class Generation:
         """Yield the steps of all choices as they are computed."""
         merged: asyncio.Queue[Any] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(_pour(index, stream, merged))
+            asyncio.create_task(_pour_events(index, stream, merged))
             for index, stream in enumerate(self._streams)
         ]
         try:
@@ -168,7 +168,9 @@ class Generation:
             stream.close()
 
 
-async def _pour(prompt_index: int, stream: RequestStream, merged: "asyncio.Queue[Any]") -> None:
+async def _pour_events(
+    prompt_index: int, stream: RequestStream, merged: "asyncio.Queue[Any]"
+) -> None:
     """Put the events of one prompt into the shared queue, then None or the error."""
     try:
         async for progress in stream.progress():

@@ -21,7 +21,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", *_PENALTIES)
 
 
-def _encodable(text: str) -> str:
+def _check_encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -31,7 +31,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(_check_encodable)]
 StopText = Text | list[Text] | None
 
 

@@ -25,7 +25,7 @@ def write_description(
 ) -> None:
     """Write the tokenizer and ``config.json``; the default is an architecture that computes the same."""
     provider = stored_provider.read(checkpoint)
-    config = _config(provider, _chosen(provider, architecture))
+    config = _config_for(provider, _choose_architecture(provider, architecture))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
         known = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
@@ -35,15 +35,15 @@ def write_description(
 
 def architectures_of(provider: Any) -> list[str]:
     """Return the architectures whose models compute the same as the provider's model."""
-    return [name for name in architectures() if _says(provider, name)]
+    return [name for name in architectures() if _can_describe(provider, name)]
 
 
-def _chosen(provider: Any, architecture: str | None) -> str:
+def _choose_architecture(provider: Any, architecture: str | None) -> str:
     if architecture is not None:
         if architecture not in architectures():
             hint = did_you_mean(architecture, architectures())
             raise UserError(f"--architecture {architecture} is not supported{hint}")
-        if not _says(provider, architecture):
+        if not _can_describe(provider, architecture):
             alternatives = ", ".join(architectures_of(provider)) or "no architecture does"
             raise UserError(
                 f"--architecture {architecture} does not compute what this model does; use {alternatives}"
@@ -61,7 +61,7 @@ def _chosen(provider: Any, architecture: str | None) -> str:
     )
 
 
-def _says(provider: Any, architecture: str) -> bool:
+def _can_describe(provider: Any, architecture: str) -> bool:
     """Return whether a config of the architecture can describe the provider's model exactly."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -74,7 +74,7 @@ def _says(provider: Any, architecture: str) -> bool:
         return False
 
     try:
-        config = _config(provider, architecture)
+        config = _config_for(provider, architecture)
         again = bridge.provider_bridge(SimpleNamespace(config=config))
     except (
         UserError,
@@ -88,7 +88,7 @@ def _says(provider: Any, architecture: str) -> bool:
     )
 
 
-def _config(provider: Any, architecture: str) -> Any:
+def _config_for(provider: Any, architecture: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 

@@ -34,9 +34,11 @@ class HeadedClass(NamedTuple):
 
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
     """Return the description of ``architecture`` if it is a transformers class with a head."""
-    causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
+    causal = _model_table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
     matching_heads = [
-        head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture
+        head
+        for head, table in _TABLES.items()
+        if _model_table(table).get(model_type) == architecture
     ]
     return (
         HeadedClass(matching_heads[0], causal)
@@ -47,7 +49,7 @@ def headed_class(architecture: str, model_type: str | None) -> HeadedClass | Non
 
 def architecture_of(head: str, model_type: str | None) -> str:
     """Return the transformers class for ``head``."""
-    architecture = _table(_TABLES[head]).get(model_type)
+    architecture = _model_table(_TABLES[head]).get(model_type)
     if not isinstance(architecture, str):
         raise UserError(
             f"model.head={head}: transformers has no such class for model_type={model_type}, so the model cannot be "
@@ -56,7 +58,7 @@ def architecture_of(head: str, model_type: str | None) -> str:
     return architecture
 
 
-def _table(name: str) -> Mapping[str | None, Any]:
+def _model_table(name: str) -> Mapping[str | None, Any]:
     from transformers.models.auto import modeling_auto
 
     return getattr(modeling_auto, name)

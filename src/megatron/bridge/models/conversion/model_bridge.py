@@ -233,7 +233,7 @@ class DecoderBridge(MegatronModelBridge):
     def __init_subclass__(cls) -> None:
         """Refuse an inconsistent declaration and report all its mistakes."""
         super().__init_subclass__()
-        refuse(f"{cls.__name__}.{problem}" for problem in _mistakes(cls))
+        refuse(f"{cls.__name__}.{problem}" for problem in _declaration_mistakes(cls))
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Return the provider with the attributes from the fields and the fixed values.
@@ -287,10 +287,12 @@ class DecoderBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the mappings of all blocks whose names do not depend on the size of the model."""
-        return _registry(block for block in self.weights if not callable(block))
+        return _make_registry(block for block in self.weights if not callable(block))
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        registry = _registry(block(config) if callable(block) else block for block in self.weights)
+        registry = _make_registry(
+            block(config) if callable(block) else block for block in self.weights
+        )
         return heads.with_head(
             registry, config, self.registration.model_type if self.registration else None
         )
@@ -365,7 +367,7 @@ def unread_values(config: Mapping[str, Any], readable: Mapping[str, Any]) -> dic
     return {key: transformers_reads.value_at(config, key) for key in missing}
 
 
-def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
+def _declaration_mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
     """Yield a phrase for each value of a wrong type, and for each key that two fields read."""
     for index, field in enumerate(cast("tuple[Any, ...]", bridge.fields)):
         if not isinstance(field, Field):
@@ -467,7 +469,7 @@ def forget(architecture: str) -> None:
     _REGISTRY.pop(architecture, None)
 
 
-def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
+def _make_registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
     return MegatronMappingRegistry(*(mapping for block in blocks for mapping in block))
 
 
@@ -525,7 +527,7 @@ def bridge_for(config: Any) -> MegatronModelBridge:
         )
     known = architectures()
     for name in names:
-        headed = None if name in known else _headed(name, config)
+        headed = None if name in known else _headed_class_of(name, config)
         if name in known or headed is not None:
             registration = _REGISTRY[headed.causal if headed else name]
             bridge = registration.bridge()
@@ -542,7 +544,9 @@ def bridge_for(config: Any) -> MegatronModelBridge:
 def is_known(config: Any) -> bool:
     """Return whether there is a bridge for one of the architectures in a Hugging Face config."""
     names = map(registered_name, getattr(config, "architectures", None) or ())
-    return any(name in architectures() or _headed(name, config) is not None for name in names)
+    return any(
+        name in architectures() or _headed_class_of(name, config) is not None for name in names
+    )
 
 
 def registered_name(architecture: str) -> str:
@@ -555,7 +559,7 @@ def registered_name(architecture: str) -> str:
     )
 
 
-def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
+def _headed_class_of(architecture: str, config: Any) -> heads.HeadedClass | None:
     """Return the description of a class with a head if the bridge of its decoder is declarative."""
     described = heads.headed_class(architecture, getattr(config, "model_type", None))
     if described is None or described.causal.endswith(

@@ -95,7 +95,7 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
         if getattr(module, "cache", None) is not None:  # new tokens of several texts
             positions = module.cache.step.positions
         else:
-            positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
+            positions = _query_positions(query, key, kwargs.get("packed_seq_params"), group)
         factors = 1 + beta * torch.log1p(((positions + first) / length).floor())
         return (
             query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype),
@@ -106,23 +106,23 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
     return scale
 
 
-def _positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
+def _query_positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
     """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], from the start of each sequence."""
     if packed is not None and packed.qkv_format == "thd":
         parts = packed_segments(packed)[0]
         group, first = packed.cp_group if packed.local_cp_size is not None else group, 0
     else:
-        total = query.size(0) * _size(group)
+        total = query.size(0) * _group_size(group)
         # with cached keys, the queries are the last positions
         parts, first = [PackedSegment(0, total, total)], key.size(0) - query.size(0)
     positions = first + torch.cat(
         [torch.arange(part.padded, device=query.device) for part in parts]
     )
-    if _size(group) > 1:
+    if _group_size(group) > 1:
         by_rank = context_parallel.to_rank_order(positions, parts, group.size())
         positions = by_rank.chunk(group.size())[group.rank()]
     return torch.nn.functional.pad(positions, (0, query.size(0) - len(positions)))
 
 
-def _size(group: Any) -> int:
+def _group_size(group: Any) -> int:
     return 1 if group is None else group.size()

@@ -135,7 +135,7 @@ def apply_layer_ends(model: nn.Module, config: Any) -> None:
         _add_inputs(model, layers, config)
     if config.layer_scales or config.hidden_size_per_layer_input:
         for layer in layers:
-            layer.register_forward_hook(_end)
+            layer.register_forward_hook(_finish_layer)
 
 
 def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None:
@@ -153,7 +153,7 @@ def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None
     model.embedding.register_forward_hook(compute, with_kwargs=True)
 
 
-def _end(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _finish_layer(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     stream, context = outputs
     if hasattr(layer, "per_layer_gate"):
         layer_input, layer.own_input = layer.own_input, None

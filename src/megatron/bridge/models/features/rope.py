@@ -90,7 +90,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding, in the layout of ``plain``, with frequencies from one of transformers' rules."""
 
     def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
-        super().__init__(**_layout(plain, config, parameters))
+        super().__init__(**_embedding_arguments(plain, config, parameters))
         self._kind: str = parameters["rope_type"]
         self._reference = reference_config(config, parameters, config.kv_channels)
         device = self.inv_freq.device
@@ -203,24 +203,28 @@ def apply_rope(model: Any, config: Any) -> None:
     plain = model.rotary_pos_emb
     unwindowed = copy.copy(config)
     unwindowed.kv_channels = config.global_kv_channels or config.kv_channels
-    everywhere = _embedding(plain, unwindowed, {**parameters, "rope_theta": config.rotary_base})
+    everywhere = _rotary_embedding(
+        plain, unwindowed, {**parameters, "rope_theta": config.rotary_base}
+    )
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if not local:
         model.rotary_pos_emb = everywhere
         _set_attention_factor(layers, config, everywhere)
         return
-    model.rotary_pos_emb = LayerwiseRotaryEmbedding(everywhere, _embedding(plain, config, local))
+    model.rotary_pos_emb = LayerwiseRotaryEmbedding(
+        everywhere, _rotary_embedding(plain, config, local)
+    )
     for layer in layers:
         is_local = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer.layer_number
         )
         embedding = model.rotary_pos_emb.local if is_local else everywhere
-        take = partial(_take, int(is_local), 2 * len(embedding.inv_freq))
+        take = partial(_take_own_angles, int(is_local), 2 * len(embedding.inv_freq))
         layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
         _set_attention_factor([layer], config, embedding)
 
 
-def _take(
+def _take_own_angles(
     index: int, width: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Select a layer's own angles from those of ``LayerwiseRotaryEmbedding``."""
@@ -231,14 +235,18 @@ def _is_plain(parameters: dict[str, Any]) -> bool:
     return parameters.get("rope_type", "default") == "default"
 
 
-def _embedding(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> RotaryEmbedding:
+def _rotary_embedding(
+    plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]
+) -> RotaryEmbedding:
     check_parameters(parameters)
     if _is_plain(parameters):
-        return RotaryEmbedding(**_layout(plain, config, parameters))
+        return RotaryEmbedding(**_embedding_arguments(plain, config, parameters))
     return ScaledRotaryEmbedding(plain, config, parameters)
 
 
-def _layout(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+def _embedding_arguments(
+    plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments to build a rotary embedding like ``plain`` with the base of ``parameters``."""
     return {
         "kv_channels": config.kv_channels,

@@ -117,11 +117,11 @@ class PreTrainedCausalLM:
     @cached_property
     def raw_config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
-        content = strict_json.read(path, _constant)
+        content = strict_json.read(path, _parse_constant)
         if not isinstance(content, dict):
             raise UserError(f"{path} is not a JSON object")
         raw = cast(dict[str, Any], content)
-        _check(raw, path)
+        _check_raw_config(raw, path)
         return raw
 
     @cached_property
@@ -140,7 +140,7 @@ class PreTrainedCausalLM:
                 config = auto.from_pretrained(self.directory, trust_remote_code=remote)
             else:
                 kinds = cast(Any, transformers.CONFIG_MAPPING)
-                config = kinds[alias].from_dict(_renamed(raw, alias))
+                config = kinds[alias].from_dict(_with_model_type(raw, alias))
         except Exception as error:  # transformers computes with the numbers before it looks at them
             # the first line of a validation error names the validator, the last one the mistake
             reason = (str(error).strip().splitlines() or [type(error).__name__])[
@@ -239,7 +239,7 @@ class PreTrainedCausalLM:
         return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _renamed(raw: dict[str, Any], alias: str) -> dict[str, Any]:
+def _with_model_type(raw: dict[str, Any], alias: str) -> dict[str, Any]:
     """``raw`` as a model that transformers knows; the released ``sound_config`` is of a type that it does not."""
     known = {**raw, "model_type": alias}
     if alias == _OMNI:
@@ -249,22 +249,22 @@ def _renamed(raw: dict[str, Any], alias: str) -> dict[str, Any]:
     return known
 
 
-def _constant(name: str) -> float:
+def _parse_constant(name: str) -> float:
     """``Infinity`` is a limit that some models have; ``NaN`` is nothing that a model can compute with."""
     if name == "NaN":
         raise ValueError("NaN is no number that a model can have")
     return float(name)
 
 
-def _divisors(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _divisor_values(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The keys of ``_ABOVE_ZERO`` with their values; rotary parameters may be given for each kind of layer."""
     yield from ((key, raw[key]) for key in _ABOVE_ZERO if raw.get(key) is not None)
     for value in raw.values():
         if isinstance(value, dict):
-            yield from _divisors(cast(dict[str, Any], value))
+            yield from _divisor_values(cast(dict[str, Any], value))
 
 
-def _check(raw: dict[str, Any], path: Path) -> None:
+def _check_raw_config(raw: dict[str, Any], path: Path) -> None:
     """Refuse what every model would stumble over, in its own words."""
     names = raw.get("architectures")
     if names is not None and not (
@@ -273,7 +273,7 @@ def _check(raw: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']"
         )
-    for key, value in _divisors(raw):
+    for key, value in _divisor_values(raw):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{path}: {key}={value!r} must be a number above 0")
     for key, limit in _SIZES.items():

@@ -122,7 +122,7 @@ def resolve(
         deep=True,
         exact=weights,
     )
-    return local_folder(model) or _download(str(model), weights, revision, cache_dir)
+    return local_folder(model) or _download_model(str(model), weights, revision, cache_dir)
 
 
 def leaves_out_adapter(model: str | Path, adapter: str | Path | None) -> bool:
@@ -186,7 +186,7 @@ def check_folder(directory: Path) -> None:
             raise UserError(f"{path} is neither a file nor a folder: remove it")
 
 
-def _download(model: str, weights: bool, revision: str | None, cache_dir: str | None) -> Path:
+def _download_model(model: str, weights: bool, revision: str | None, cache_dir: str | None) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -62,27 +62,27 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
     """
     if source_card is not None and not history.changed:
         return source_card
-    source_metadata, text = _split(source_card or "")
+    source_metadata, text = _split_metadata(source_card or "")
     metadata = {
         key: value for key, value in source_metadata.items() if key not in _OF_THE_SOURCE_ONLY
     }
     metadata.setdefault("library_name", "transformers")
     if source is not None and _HUB_ID.fullmatch(source) and not history.from_scratch:
         metadata["base_model"] = source
-    metadata["tags"] = list(dict.fromkeys([*_listed(source_metadata.get("tags")), TAG]))
+    metadata["tags"] = list(dict.fromkeys([*_as_list(source_metadata.get("tags")), TAG]))
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         "",
     ]
-    lines += [f"# {title}", "", *_told(source, history)]
+    lines += [f"# {title}", "", *_card_lines(source, history)]
     if text.strip():
         lines += ["", f"## The card of {source or 'the source'}", "", text.strip()]
     return "\n".join(lines) + "\n"
 
 
-def _told(source: str | None, history: History) -> Iterator[str]:
+def _card_lines(source: str | None, history: History) -> Iterator[str]:
     if source is not None:
         yield (
             f"Config and tokenizer of {source}."
@@ -125,7 +125,7 @@ def public_name(model: str) -> str:
     return path.resolve().name if path.exists() or not _HUB_ID.fullmatch(model) else model
 
 
-def _split(card: str) -> tuple[dict[str, Any], str]:
+def _split_metadata(card: str) -> tuple[dict[str, Any], str]:
     """Metadata and text; what is not valid metadata is text."""
     header = _METADATA.match(card)
     try:
@@ -137,5 +137,5 @@ def _split(card: str) -> tuple[dict[str, Any], str]:
     return cast(dict[str, Any], metadata), card[header.end() :]
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else [] if value is None else [value]

@@ -71,7 +71,7 @@ def publish(staging: Path, folder: Path) -> None:
     cleans up.
     """
     files = sorted(path for path in staging.rglob("*") if path.is_file())
-    new = {str(path.relative_to(staging)): _stamp(path) or [] for path in files}
+    new = {str(path.relative_to(staging)): _stamp_of(path) or [] for path in files}
     if url_of(folder) is not None:
         publish_in_bucket(
             staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new]
@@ -87,11 +87,11 @@ def publish(staging: Path, folder: Path) -> None:
     atomic.flush(staging)
     _write_record(folder, old, {name: new[name] for name in (*weights, *side)})
     if any(name in old for name in side):  # not weights of one save with the config of another
-        _remove(folder, [name for name in _ENTRY_POINTS if name in old])
-    _move(staging, folder, [*side, *(name for name in weights if name not in _ENTRY_POINTS)])
-    _move(staging, folder, [name for name in _ENTRY_POINTS if name in new])
+        _remove_files(folder, [name for name in _ENTRY_POINTS if name in old])
+    _move_files(staging, folder, [*side, *(name for name in weights if name not in _ENTRY_POINTS)])
+    _move_files(staging, folder, [name for name in _ENTRY_POINTS if name in new])
     gone = [name for name in old if _is_weight(name) and name not in new]
-    _remove(folder, sorted(gone, key=lambda name: name not in _ENTRY_POINTS))
+    _remove_files(folder, sorted(gone, key=lambda name: name not in _ENTRY_POINTS))
     remaining = {name: stamp for name, stamp in old.items() if name not in gone}
     _write_record(folder, {**remaining, **{name: new[name] for name in (*weights, *side)}})
     shutil.rmtree(staging, ignore_errors=True)
@@ -105,7 +105,7 @@ def published(folder: Path) -> Stamps:
         return {}
     if not isinstance(records, dict):
         return {}
-    now = {name: _stamp(folder / name) for name in records}
+    now = {name: _stamp_of(folder / name) for name in records}
     return {
         name: stamp for name, stamp in now.items() if stamp is not None and stamp in records[name]
     }
@@ -173,7 +173,7 @@ def _refuse_other_model(new_file: Path, existing_file: Path) -> None:
             )
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp_of(path: Path) -> Stamp | None:
     try:
         status = path.stat()
     except OSError:
@@ -187,14 +187,14 @@ def _write_record(folder: Path, *saves: Stamps) -> None:
     atomic.write_text(folder / RECORD, json.dumps(record) + "\n")
 
 
-def _move(staging: Path, folder: Path, names: Iterable[str]) -> None:
+def _move_files(staging: Path, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(folder / name)
     atomic.fsync(folder)
 
 
-def _remove(folder: Path, names: Iterable[str]) -> None:
+def _remove_files(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
     atomic.fsync(folder)

@@ -58,11 +58,11 @@ class NanoVLConfig(NemotronH_Omni_Reasoning_V3_Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.vision_config, dict):
-            self.vision_config = {**_sizes(self.vision_config), **self.vision_config}
+            self.vision_config = {**_trained_sizes(self.vision_config), **self.vision_config}
         super().__post_init__(**kwargs)
 
 
-def _sizes(vision: dict[str, Any]) -> dict[str, Any]:
+def _trained_sizes(vision: dict[str, Any]) -> dict[str, Any]:
     """What ``args``, the settings that the tower was trained with, say of its sizes."""
     args: dict[str, Any] = vision.get("args") or {}
     if "hidden_size" not in vision and args.get("model", _HUGE) != _HUGE:

@@ -72,7 +72,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
                 raise UserError(f"{file} is not a whole safetensors file: download it again")
             header = strict_json.loads(stream.read(length))
         metadata = header.pop("__metadata__", {})
-        entries = [_entry(file, name, item, _LENGTH + length) for name, item in header.items()]
+        entries = [
+            _parse_entry(file, name, item, _LENGTH + length) for name, item in header.items()
+        ]
     except UserError:
         raise
     except OSError as error:
@@ -101,7 +103,7 @@ def _check_places(file: Path, entries: list[TensorEntry], begin: int, size: int)
         )
 
 
-def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
+def _parse_entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
     code, shape = item["dtype"], tuple(item["shape"])
     if code not in DTYPES:
         raise UserError(

@@ -64,7 +64,7 @@ def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> li
         if specs == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
             layouts.append(OutputFile(file, _header_of(source.directory / file), entries))
         elif specs:
-            layouts.append(_file(file, specs, metadata))
+            layouts.append(_output_file(file, specs, metadata))
     if SINGLE not in source.files:
         layouts += _additional_shards(additional)
     return layouts
@@ -76,7 +76,7 @@ def _additional_shards(tensors: TensorSpecs) -> list[OutputFile]:
     for layout in new_output_files(tensors):
         specs = {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
         name = layout.name.replace("model", "model-extra", 1)
-        shards.append(_file(name, specs, {"format": "pt"}))
+        shards.append(_output_file(name, specs, {"format": "pt"}))
     return shards
 
 
@@ -85,18 +85,21 @@ def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> li
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
     free_bytes = 0
     for name, item in tensors.items():
-        size = _size(*item)
+        size = _tensor_bytes(*item)
         if not groups or size > free_bytes:
             groups.append({})
             free_bytes = shard_bytes
         groups[-1][name] = item
         free_bytes -= size
     if len(groups) == 1:
-        return [_file(SINGLE, groups[0], {"format": "pt"})]
+        return [_output_file(SINGLE, groups[0], {"format": "pt"})]
     names = (
         f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)
     )
-    return [_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+    return [
+        _output_file(name, group, {"format": "pt"})
+        for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def write_index(
@@ -207,11 +210,11 @@ class Writer:
             os.fsync(self._descriptors[file])
 
 
-def _file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> OutputFile:
+def _output_file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> OutputFile:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for tensor, (dtype, shape) in tensors.items():
-        size = _size(dtype, shape)
+        size = _tensor_bytes(dtype, shape)
         header[tensor] = {
             "dtype": CODES[dtype],
             "shape": list(shape),
@@ -240,5 +243,5 @@ def _header_of(path: Path) -> bytes:
         return length + file.read(int.from_bytes(length, "little"))
 
 
-def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def _tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel() * dtype.itemsize

@@ -17,7 +17,7 @@ from megatron.bridge.models.qwen.qwen3_bridge import Qwen2Bridge
 _LAYER = (attention(), mlp())
 
 
-def _names(_config: Any, depth: int) -> MTPNames:
+def _mtp_names(_config: Any, depth: int) -> MTPNames:
     layer = f"model.mtp_layers.{depth}"
     module_names = (
         f"{layer}.{name}"
@@ -30,4 +30,4 @@ def _names(_config: Any, depth: int) -> MTPNames:
 class MiMoBridge(Qwen2Bridge):
     fields = (*Qwen2Bridge.fields, NEXT_TOKENS)
     irrelevant = {**Qwen2Bridge.irrelevant, "attention_bias": (True,)}
-    weights = (ends(), *_LAYER, mtp(*_LAYER, names=_names))
+    weights = (ends(), *_LAYER, mtp(*_LAYER, names=_mtp_names))

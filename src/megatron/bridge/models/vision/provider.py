@@ -237,7 +237,7 @@ class VisionGPTModelProvider(GPTModelProvider):
             self.freeze_vision_projection,
         )
         for name, parameter in model.named_parameters():
-            if frozen[_part(name)]:
+            if frozen[_part_of_model(name)]:
                 parameter.requires_grad_(False)
 
 
@@ -255,7 +255,7 @@ class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
         return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)
 
 
-def _part(name: str) -> int:
+def _part_of_model(name: str) -> int:
     """0 for the decoder, 1 for the tower, 2 for the projector."""
     path = name.split(".")
     if path[0] != "vision":

@@ -47,8 +47,12 @@ def features(
         local_images = [
             index for index, owner in enumerate(owners) if ranks == 1 or owner == group.rank()
         ]
-        encoded = _encode(tower, kinds, local_images)
-        spare = encode(tower, _beside(tower, dummy)).rows if trained and not local_images else None
+        encoded = _encode_local_images(tower, kinds, local_images)
+        spare = (
+            encode(tower, _media_for_tower(tower, dummy)).rows
+            if trained and not local_images
+            else None
+        )
         if not kinds:
             return None, spare
         if ranks == 1:
@@ -64,7 +68,7 @@ def features(
         return _Gather.apply(local, counts, owners, group), spare  # type: ignore[return-value]
 
 
-def _beside(tower: nn.Module, media: Media) -> Media:
+def _media_for_tower(tower: nn.Module, media: Media) -> Media:
     device = next(tower.parameters()).device
     return {
         name: value.to(device) if value.is_floating_point() else value
@@ -72,7 +76,7 @@ def _beside(tower: nn.Module, media: Media) -> Media:
     }
 
 
-def _encode(
+def _encode_local_images(
     tower: nn.Module, kinds: list[Media], local_images: list[int]
 ) -> list[tuple[Tensor, list[int]]]:
     """Feature rows, and the number per image, of this rank's images of each kind."""

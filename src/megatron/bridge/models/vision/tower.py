@@ -50,17 +50,17 @@ def _with_sizes(
     """What ``visual`` would compute from the grid, computed on the host and sent to the patches' device."""
     grid, device = kwargs["grid_thw"].cpu(), args[0].device
     return args, kwargs | {
-        name: _sent(value, device) for name, value in _sizes(visual, grid).items()
+        name: _send_to_device(value, device) for name, value in _derived_sizes(visual, grid).items()
     }
 
 
-def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
+def _derived_sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
     from transformers import vision_utils as sizes
 
     config, merge = visual.config, visual.spatial_merge_size
     bounds = sizes.get_vision_cu_seqlens(grid)
     derived = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
-    derived |= {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
+    derived |= {"cu_seqlens": bounds, "max_seqlen": _longest_sequence(bounds)}
     if hasattr(config, "window_size"):
         order, bounds = sizes.get_vision_window_index(
             grid, merge, config.window_size, config.patch_size
@@ -68,7 +68,7 @@ def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
         derived |= {
             "window_index": order,
             "cu_window_seqlens": bounds,
-            "max_window_seqlen": _longest(bounds),
+            "max_window_seqlen": _longest_sequence(bounds),
         }
     if hasattr(visual, "num_grid_per_side"):
         places, weights = sizes.get_vision_interpolation_indices_and_weights(
@@ -82,11 +82,11 @@ def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
     return derived
 
 
-def _longest(bounds: Tensor) -> int:
+def _longest_sequence(bounds: Tensor) -> int:
     return int(bounds.diff().max())
 
 
-def _sent(value: Any, device: torch.device) -> Any:
+def _send_to_device(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     sent = value.to(device, non_blocking=True)
@@ -165,7 +165,7 @@ def build_tower(
         text.layers_block_type = []
     try:
         with nullcontext() if initialize else no_init_weights():
-            tower = _builder(config)(config, dtype=torch.float32)
+            tower = _model_builder(config)(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"vision: transformers cannot build this tower: {error}") from error
     for name in (*_LANGUAGE, *_AUDIO):
@@ -181,7 +181,7 @@ def build_tower(
     return tower
 
 
-def _builder(config: Any) -> Any:
+def _model_builder(config: Any) -> Any:
     """What builds transformers' model of ``config``."""
     import transformers
 
@@ -228,12 +228,14 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
             f"{type(tower).__name__} of transformers cannot encode media with {shapes} ({error}): check the "
             "shapes, and model.vision"
         ) from error
-    rows, counts = _flat(_projected(tower, outputs))
-    deep = [_flat(part)[0] for part in getattr(outputs, "deepstack_features", None) or ()]
+    rows, counts = _flatten_features(_projected_features(tower, outputs))
+    deep = [
+        _flatten_features(part)[0] for part in getattr(outputs, "deepstack_features", None) or ()
+    ]
     return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)
 
 
-def _projected(tower: Any, outputs: Any) -> Any:
+def _projected_features(tower: Any, outputs: Any) -> Any:
     if (
         tower.config.model_type == "llama4"
     ):  # transformers projects its images in the forward pass only
@@ -245,7 +247,7 @@ def is_video(media: Mapping[str, Tensor]) -> bool:
     return any("video" in name for name in media)
 
 
-def _flat(features: Any) -> tuple[Tensor, list[int]]:
+def _flatten_features(features: Any) -> tuple[Tensor, list[int]]:
     """[tokens, hidden] and how many tokens each image has."""
     parts = [part.flatten(0, -2) for part in features]
     return torch.cat(parts), [len(part) for part in parts]
@@ -286,12 +288,12 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
     """Tensors of the smallest image, under the names of transformers' ``get_image_features``."""
     config = tower.config
     if hasattr(tower, "visual"):
-        return _patches(config.vision_config)
+        return _dummy_patches(config.vision_config)
     if config.model_type == "nemotron_h_omni":
         side = round(1 / config.downsample_ratio)
         patches = torch.ones(side**2, config.vision_config.patch_dim)
         return {"pixel_values": patches, "image_grid_hw": torch.tensor([[side, side]])}
-    size = _size(config)
+    size = _image_side(config)
     pixels = torch.ones(1, getattr(config.vision_config, "num_channels", 3), size, size)
     if config.model_type == "mistral3":  # transformers fails with a single token
         return {
@@ -299,11 +301,11 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
             "image_sizes": torch.tensor([[size, 2 * size]]),
         }
     if config.model_type in ("llava_next", "llava_onevision"):
-        return _tiles(config, pixels)
+        return _dummy_tiles(config, pixels)
     return {"pixel_values": pixels}
 
 
-def _patches(vision: Any) -> dict[str, Tensor]:
+def _dummy_patches(vision: Any) -> dict[str, Tensor]:
     merge = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
@@ -313,7 +315,7 @@ def _patches(vision: Any) -> dict[str, Tensor]:
     }
 
 
-def _size(config: Any) -> int:
+def _image_side(config: Any) -> int:
     """Pixels along a side."""
     vision = config.vision_config
     if config.model_type == _TILES:
@@ -323,7 +325,7 @@ def _size(config: Any) -> int:
     return vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
 
 
-def _tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
+def _dummy_tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
     """A square image, which needs the fewest tiles: one, and a copy of the whole."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 

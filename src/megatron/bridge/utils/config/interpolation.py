@@ -95,7 +95,7 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
             OmegaConf.update(root, key, value, merge=False, force_add=True)
     except OmegaConfBaseException as error:
         key = error.full_key or ""
-        raise UserError(_sentence(key, raw.get(key), error, tree)) from None
+        raise UserError(_error_sentence(key, raw.get(key), error, tree)) from None
     for key, value in raw.items():
         try:
             selected: Any = OmegaConf.select(root, key)
@@ -105,15 +105,15 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
                 else selected
             )
         except OmegaConfBaseException as error:
-            problems.append(_sentence(key, value, error, tree))
+            problems.append(_error_sentence(key, value, error, tree))
     refuse(problems)
     return resolved
 
 
-def _sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -> str:
+def _error_sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -> str:
     reason = str(error).partition("\n")[0]
     if match := _NO_KEY.search(reason):
-        return f"{key}={value}: there is no {match[1]}{suggestion(nearest_keys(match[1], _keys(tree)))}"
+        return f"{key}={value}: there is no {match[1]}{suggestion(nearest_keys(match[1], _dotted_keys(tree)))}"
     if match := _NO_VARIABLE.search(reason):
         name = match[1]
         return (
@@ -123,8 +123,8 @@ def _sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -
     return f"{key}={value} cannot be resolved: {reason}; write the value itself, or \\${{ for a literal ${{"
 
 
-def _keys(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+def _dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
     for name, value in tree.items():
         yield f"{prefix}{name}"
         if isinstance(value, dict):
-            yield from _keys(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            yield from _dotted_keys(cast("dict[str, Any]", value), f"{prefix}{name}.")

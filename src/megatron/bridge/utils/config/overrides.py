@@ -89,7 +89,7 @@ def settle_types(config: Any) -> None:
 
 def _settle_types(config: Any, prefix: str) -> Iterator[str]:
     for key in dotted_keys(config):
-        slot = _find(config, key)
+        slot = _find_slot(config, key)
         value = slot.get()
         if is_group(value) or (value is None and slot.nullable):
             continue
@@ -114,7 +114,7 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
             f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it to {now!r}"
             for change in {change.key: change for change in changes}.values()
             if change.new is not None
-            and not _holds(now := _value_at(config, change.key), change.new)
+            and not _still_holds(now := _value_at(config, change.key), change.new)
         ]
     )
 
@@ -149,13 +149,15 @@ class _Transaction:
     def apply(self, layer: Layer) -> None:
         """Set the values of a layer, then resolve the references of all layers so far."""
         problems: list[str] = []
-        requests = [_Request(_dotted(key), value) for key, value in layer.values.items()]
+        requests = [_Request(_dotted_index(key), value) for key, value in layer.values.items()]
         requests += [
-            request for item in layer.overrides if (request := _parse(item, problems)) is not None
+            request
+            for item in layer.overrides
+            if (request := _parse_item(item, problems)) is not None
         ]
         for request in requests:
             self._create_groups(request.key.split(".")[:-1])
-        leaves = [leaf for request in requests for leaf in _leaves(self._config, request)]
+        leaves = [leaf for request in requests for leaf in _split_leaves(self._config, request)]
         keys = [leaf.key for leaf in leaves]
         problems += [
             f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1
@@ -172,19 +174,21 @@ class _Transaction:
         """Set the unset groups of a dotted key to their defaults."""
         owner: Any = self._config
         for depth, name in enumerate(names):
-            if (child := _child(owner, name)) is _MISSING:
+            if (child := _child_of(owner, name)) is _MISSING:
                 return
             if (
                 child is None
                 and is_group(owner)
                 and (kind := _class_of_unset(owner, name)) is not None
             ):
-                self._undo.append(_find(self._config, ".".join(names[: depth + 1])).set(kind()))
-            owner = _child(owner, name)
+                self._undo.append(
+                    _find_slot(self._config, ".".join(names[: depth + 1])).set(kind())
+                )
+            owner = _child_of(owner, name)
 
     def _set(self, leaf: _Request, origin: str, problems: list[str]) -> None:
         try:
-            slot = _find(self._config, leaf.key)
+            slot = _find_slot(self._config, leaf.key)
             with importing(leaf.trusted):
                 change = Change(leaf.key, slot.get(), slot.typed(leaf), origin)
         except UserError as error:
@@ -218,7 +222,7 @@ class _Transaction:
             return
         raw = {key: value for key, (value, _) in references.items()}
         try:
-            values = interpolation.resolve(raw, _tree(self._config))
+            values = interpolation.resolve(raw, _value_tree(self._config))
         except UserError as error:
             problems.append(str(error))
             return
@@ -228,13 +232,13 @@ class _Transaction:
             )
 
 
-def _dotted(key: str) -> str:
+def _dotted_index(key: str) -> str:
     return _INDEX.sub(r".\1", str(key))
 
 
-def _parse(item: str, problems: list[str]) -> _Request | None:
+def _parse_item(item: str, problems: list[str]) -> _Request | None:
     key, equals, text = item.partition("=")
-    key, text = _dotted(key.strip()), text.strip()
+    key, text = _dotted_index(key.strip()), text.strip()
     if not equals or not key:
         problems.append(f"override {item!r} is not of the form key.sub=value")
         return None
@@ -278,7 +282,7 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
     return None if any(required) else cast("type[Any]", kinds[0])
 
 
-def _leaves(config: Any, request: _Request) -> list[_Request]:
+def _split_leaves(config: Any, request: _Request) -> list[_Request]:
     """Split a mapping for a group into its members, unless it names another class; any other value is one leaf."""
     current = _value_at(config, request.key)
     value: Any = request.value
@@ -292,17 +296,21 @@ def _leaves(config: Any, request: _Request) -> list[_Request]:
         dataclasses.replace(request, key=f"{request.key}.{name}", value=value)
         for name, value in mapping.items()
     ]
-    return [leaf for part in parts for leaf in _leaves(config, part)]
+    return [leaf for part in parts for leaf in _split_leaves(config, part)]
 
 
-def _tree(owner: Any) -> Any:
+def _value_tree(owner: Any) -> Any:
     """Return the values of a config as nested mappings and lists, for references."""
     if is_group(owner):
-        return {entry.name: _tree(getattr(owner, entry.name)) for entry in config_fields(owner)}
+        return {
+            entry.name: _value_tree(getattr(owner, entry.name)) for entry in config_fields(owner)
+        }
     if isinstance(owner, dict):
-        return {str(key): _tree(value) for key, value in cast("dict[Any, Any]", owner).items()}
+        return {
+            str(key): _value_tree(value) for key, value in cast("dict[Any, Any]", owner).items()
+        }
     if isinstance(owner, (list, tuple)):
-        return [_tree(value) for value in cast("list[Any]", owner)]
+        return [_value_tree(value) for value in cast("list[Any]", owner)]
     if isinstance(owner, type):
         return name_of(owner)
     return interpolation.escape(owner) if isinstance(owner, str) else owner
@@ -327,18 +335,18 @@ class _Slot:
     parent: "_Slot | None"
 
     def get(self) -> Any:
-        value = _child(self.owner, self.name)
+        value = _child_of(self.owner, self.name)
         return None if value is _MISSING else value
 
     def set(self, value: Any) -> Callable[[], None]:
         """Set the value, and return a function that undoes it."""
-        old, owner = _child(self.owner, self.name), self.owner
+        old, owner = _child_of(self.owner, self.name), self.owner
         if is_group(owner):
             setattr(owner, self.name, value)
             return lambda: setattr(owner, self.name, old)
         if isinstance(owner, dict):
             owner[self.name] = value
-            return lambda: _restore(cast("dict[str, Any]", owner), self.name, old)
+            return lambda: _restore_member(cast("dict[str, Any]", owner), self.name, old)
         assert self.parent is not None, "a config is not a list"
         items = list(
             self.parent.get()
@@ -371,14 +379,14 @@ class _Slot:
         return _expand_home(coerce(value, self.annotation, text))
 
 
-def _restore(owner: dict[str, Any], name: str, old: Any) -> None:
+def _restore_member(owner: dict[str, Any], name: str, old: Any) -> None:
     if old is _MISSING:
         del owner[name]
     else:
         owner[name] = old
 
 
-def _find(config: Any, key: str) -> _Slot:
+def _find_slot(config: Any, key: str) -> _Slot:
     """Return the slot of ``key``, which must exist and be settable; an error names the nearest keys."""
     names = key.split(".")
     owner, slot = config, _Slot("", None, "", Any, False, None)
@@ -387,16 +395,16 @@ def _find(config: Any, key: str) -> _Slot:
             raise UserError(
                 f"{key} cannot be set: {slot.key} is {owner!r}, which has no members; set {slot.key} itself"
             )
-        child = _child(owner, name)
+        child = _child_of(owner, name)
         if child is _MISSING and not (isinstance(owner, dict) and depth == len(names) - 1):
-            raise _missing(config, key, slot.key, owner)
+            raise _missing_key(config, key, slot.key, owner)
         path = ".".join(names[: depth + 1])
-        slot = _Slot(path, owner, name, *_annotation(owner, name, slot.annotation), slot)
+        slot = _Slot(path, owner, name, *_member_annotation(owner, name, slot.annotation), slot)
         owner = child
     return slot
 
 
-def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
+def _member_annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
     """Return the type of a member from the ``annotation`` of its owner, and whether None is its default."""
     if is_group(owner):
         entry = next(entry for entry in config_fields(owner) if entry.name == name)
@@ -409,7 +417,7 @@ def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
     return Any, False
 
 
-def _child(owner: Any, name: str) -> Any:
+def _child_of(owner: Any, name: str) -> Any:
     if is_group(owner):
         return (
             getattr(owner, name)
@@ -424,7 +432,7 @@ def _child(owner: Any, name: str) -> Any:
     return _MISSING
 
 
-def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
+def _missing_key(config: Any, key: str, parent: str, owner: Any) -> UserError:
     group, _, last = key.rpartition(".")
     if isinstance(owner, (list, tuple)):
         count = len(cast("list[Any]", owner))
@@ -442,11 +450,11 @@ def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
 def _value_at(config: Any, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
-        value = _child(value, name)
+        value = _child_of(value, name)
     return value
 
 
-def _holds(now: Any, given: Any) -> bool:
+def _still_holds(now: Any, given: Any) -> bool:
     """Return whether ``now`` equals the given value; in a block that was set as a whole, a None may be derived."""
     if now is given or repr(now) == repr(given) or bool(now == given):
         return True
@@ -456,6 +464,6 @@ def _holds(now: Any, given: Any) -> bool:
         (getattr(now, entry.name), getattr(given, entry.name)) for entry in config_fields(given)
     ]
     return all(
-        given_value is None or _holds(current_value, given_value)
+        given_value is None or _still_holds(current_value, given_value)
         for current_value, given_value in pairs
     )

@@ -84,7 +84,7 @@ def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
 
     named = {f"layer {index}": layer for index, layer in enumerate(layers)}
     # the input of the first layer: some models scale the embedding's output
-    with layers[0].register_forward_pre_hook(keep_embedding), _recorded(named, hidden):
+    with layers[0].register_forward_pre_hook(keep_embedding), _recorded_outputs(named, hidden):
         logits = model(input_ids=ids, use_cache=False, **extra).logits
     return ModelOutputs(logits.cpu(), hidden)
 
@@ -100,8 +100,8 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Mode
         for index, layer in enumerate(chunk.get_submodule("decoder.layers").children()):
             layer_index = global_name(chunk, f"decoder.layers.{index}.").split(".")[2]
             modules[f"layer {layer_index}"] = layer
-    with _recorded(modules, hidden):
-        logits = _pipeline(chunks, ids, extra)
+    with _recorded_outputs(modules, hidden):
+        logits = _run_pipeline(chunks, ids, extra)
     config: Any = unwrap(chunks[0]).config
     layer_states = {name: _batch_first(state, config) for name, state in hidden.items()}
     stages = exchange.all_gather_stages((logits, layer_states))
@@ -111,7 +111,7 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Mode
     )
 
 
-def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
+def _run_pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
     """Run a forward pass through all stages; return the logits on the last stage."""
     local_logits: list[Tensor] = []
     ids = ids.to(torch.cuda.current_device())
@@ -150,7 +150,7 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -
 
 
 @contextmanager
-def _recorded(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
+def _recorded_outputs(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             into[name] = cast(Tensor, output[0] if isinstance(output, tuple) else output).detach()

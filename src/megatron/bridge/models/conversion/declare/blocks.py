@@ -69,7 +69,7 @@ def attention(
     """
     megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
     block: Block = (
-        *_qkv(f"{megatron_name}.linear_qkv", hf_name, fused, gated, grouped, turned),
+        *_qkv_mappings(f"{megatron_name}.linear_qkv", hf_name, fused, gated, grouped, turned),
         *linear(f"{megatron_name}.linear_proj", f"{layers}.{output}", turned),
     )
     if norm:
@@ -92,7 +92,7 @@ def attention(
     return (*block, *(mapping for pair in norms for mapping in pair))
 
 
-def _qkv(
+def _qkv_mappings(
     megatron_name: str,
     hf_name: str,
     fused: bool | str,
@@ -152,7 +152,7 @@ def mlp(
         fc1: Block = tuple(ConcatenatedGatedMLPMapping(*pair) for pair in pairs)
     else:
         fc1 = (
-            _gated(f"{megatron_name}.linear_fc1", gate, up)
+            _gated_mappings(f"{megatron_name}.linear_fc1", gate, up)
             if gated
             else linear(f"{megatron_name}.linear_fc1", up, turned)
         )
@@ -164,7 +164,7 @@ def mlp(
     return block
 
 
-def _gated(megatron_name: str, gate: str, up: str) -> Block:
+def _gated_mappings(megatron_name: str, gate: str, up: str) -> Block:
     return tuple(
         GatedMLPMapping(f"{megatron_name}.{name}", gate=f"{gate}.{name}", up=f"{up}.{name}")
         for name in ("weight", "bias")

@@ -159,7 +159,7 @@ KeyHint = Callable[
 ]  # (unknown key, known keys) -> end of the message about the unknown key
 
 
-def _hint(key: str, claimed: Iterable[str]) -> str:
+def _unknown_key_hint(key: str, claimed: Iterable[str]) -> str:
     return misspelling(key, claimed) or ", remove it if it changes nothing"
 
 
@@ -181,7 +181,7 @@ def read_all(
     fields: Iterable[Field],
     config: Mapping[str, Any],
     irrelevant: HarmlessKeys = IRRELEVANT,
-    hint: KeyHint = _hint,
+    hint: KeyHint = _unknown_key_hint,
 ) -> dict[str, Any]:
     """Return the provider's attributes that ``config`` sets.
 
@@ -246,7 +246,7 @@ def unknown_keys(
     fields: Iterable[Field],
     config: Mapping[str, Any],
     irrelevant: HarmlessKeys,
-    hint: KeyHint = _hint,
+    hint: KeyHint = _unknown_key_hint,
 ) -> dict[str, str]:
     """Return a phrase for each key that no field claims and that could change the computation."""
     claimed = {field.hf for field in fields}

@@ -22,7 +22,7 @@ from megatron.bridge.utils.errors import UserError
 _KINDS = ("full_attention", "linear_attention")
 
 
-def _linear(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
+def _linear_pattern(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for each gated delta net, or the period of attention layers if it is regular."""
     pattern = kind_indices("layer_types", kinds, _KINDS, config)
     layers = len(pattern)
@@ -51,7 +51,7 @@ SILU = replace(ACTIVATION, to=_only_silu)
 """Activation of feed-forward layers and of the convolutions of gated delta nets and Mamba-2 mixers."""
 
 DELTA_NET: tuple[Field, ...] = (
-    Field("layer_types", "linear_attention_freq", to=_linear, back=_linear_back),
+    Field("layer_types", "linear_attention_freq", to=_linear_pattern, back=_linear_back),
     *(
         Field(name, name)
         for name in (

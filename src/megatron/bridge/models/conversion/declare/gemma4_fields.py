@@ -24,12 +24,12 @@ _FULL = "full_attention"
 _WIDTHS = ("head_dim", "num_key_value_heads")
 
 
-def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Read rotary embeddings as in Gemma 3, except that ``proportional`` applies ``partial_rotary_factor`` itself."""
     assert LAYER_ROPE.to is not None
     ropes = parameters or {}
     scaling, base, share, local = LAYER_ROPE.to(
-        {kind: _whole(rope) for kind, rope in ropes.items()}, config
+        {kind: _without_partial_share(rope) for kind, rope in ropes.items()}, config
     )
     return (
         _own_share(scaling, ropes[_FULL]),
@@ -39,7 +39,7 @@ def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
     )
 
 
-def _whole(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _without_partial_share(rope: Mapping[str, Any]) -> dict[str, Any]:
     turns = rope.get("rope_type") == "proportional"
     return {
         key: value for key, value in rope.items() if not (turns and key == "partial_rotary_factor")
@@ -47,11 +47,11 @@ def _whole(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_share(read: Any, rope: Mapping[str, Any]) -> Any:
-    lost = {key: value for key, value in rope.items() if key not in _whole(rope)}
+    lost = {key: value for key, value in rope.items() if key not in _without_partial_share(rope)}
     return {**read, **lost} if lost else read
 
 
-def _unlike(
+def _read_full_layers(
     layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Return head width and number of key heads of the layers without a window."""
@@ -86,7 +86,7 @@ def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, 
     }  # the format of transformers
 
 
-def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
+def _sharing_pattern(count: int, config: Mapping[str, Any]) -> list[int] | None:
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
         raise UserError(
@@ -110,7 +110,7 @@ _DENSE: dict[str, Any] = {
 _SPARSE = {**DROPLESS, "experts_beside_mlp": True, "moe_router_load_balancing_type": "none"}
 
 
-def _experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
     if not has_some:
         return None, 2, None, *_DENSE.values()
     expert_values = [config.get(key) for key in _EXPERTS]
@@ -124,12 +124,12 @@ def _experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 SHARED_KV: tuple[Field, ...] = (
-    replace(LAYER_ROPE, to=_ropes),
+    replace(LAYER_ROPE, to=_read_ropes),
     Field(
         "per_layer_config",
         ("global_kv_channels", "global_query_groups"),
         None,
-        _unlike,
+        _read_full_layers,
         _unlike_back,
     ),
     Field("attention_k_eq_v", "attention_k_eq_v", default=False),
@@ -137,7 +137,7 @@ SHARED_KV: tuple[Field, ...] = (
         "num_kv_shared_layers",
         "shared_kv_layers",
         default=0,
-        to=_shared,
+        to=_sharing_pattern,
         back=lambda layers, _: sum(layers or ()),
     ),
     Field("use_double_wide_mlp", "shared_kv_wide_mlp", default=False),
@@ -161,7 +161,7 @@ EXPERTS_BESIDE: tuple[Field, ...] = (
         "enable_moe_block",
         (*_EXPERTS.values(), *_DENSE),
         default=False,
-        to=_experts,
+        to=_read_experts,
         back=lambda values, _: values[len(_EXPERTS)],
     ),
     *(

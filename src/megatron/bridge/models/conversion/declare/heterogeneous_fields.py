@@ -10,7 +10,9 @@ from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.bridge.utils.errors import UserError
 
 
-def _each(blocks: list[dict[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _one_block_a_layer(
+    blocks: list[dict[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     if len(blocks) != config["num_hidden_layers"]:
         raise UserError(
             f"block_configs has {len(blocks)} layers, num_hidden_layers={config['num_hidden_layers']}"
@@ -18,7 +20,7 @@ def _each(blocks: list[dict[str, Any]], config: Mapping[str, Any]) -> list[dict[
     return blocks
 
 
-BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_each)
+BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_one_block_a_layer)
 """Description of each layer: sizes and kinds of its parts."""
 
 

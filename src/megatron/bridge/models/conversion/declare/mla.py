@@ -26,7 +26,7 @@ from megatron.bridge.models.conversion.param_mapping import (
 from megatron.bridge.utils.errors import UserError
 
 
-def _rotated(width: Any, config: Mapping[str, Any]) -> int:
+def _rotated_width(width: Any, config: Mapping[str, Any]) -> int:
     """Return the rotated width of a head; keys that transformers derives from it must agree."""
     head_width = config["qk_nope_head_dim"] + width
     for key, derived in (("head_dim", width), ("qk_head_dim", head_width)):
@@ -51,7 +51,7 @@ def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
 _METHODS = ("greedy", "group_limited_greedy")
 
 
-def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _expert_groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return (groups of experts, groups that a token may choose from), or (None, None) for all."""
     method, groups, chosen = (
         config.get("topk_method", "greedy"),
@@ -71,7 +71,7 @@ def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _number_of_groups(_: Any, config: Mapping[str, Any]) -> int | None:
-    return _groups(config)[0]
+    return _expert_groups(config)[0]
 
 
 def _or_one(count: int | None, _: Any) -> int:
@@ -81,13 +81,13 @@ def _or_one(count: int | None, _: Any) -> int:
 _KINDS = ("dense", "sparse")
 
 
-def _listed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+def _listed_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with experts, 0 for each without."""
     return kind_indices("mlp_layer_types", kinds, _KINDS, config)
 
 
-def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    pattern, dense = _listed(kinds, config), config.get("first_k_dense_replace")
+def _sparse_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    pattern, dense = _listed_pattern(kinds, config), config.get("first_k_dense_replace")
     if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
         raise UserError(
             f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one"
@@ -131,7 +131,7 @@ LATENT: tuple[Field, ...] = (
     Field("q_lora_rank", "q_lora_rank", default=None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_nope_head_dim", "qk_head_dim"),
-    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated),
+    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated_width),
     Field("v_head_dim", "v_head_dim"),
 )
 """All settings of a decoder with latent attention, except its experts."""
@@ -139,7 +139,7 @@ LATENT: tuple[Field, ...] = (
 NOT_ROTATED = Field(
     "qk_rope_head_dim",
     "qk_pos_emb_head_dim",
-    to=lambda width, config: _rotated(width, {**config, "head_dim": width}),
+    to=lambda width, config: _rotated_width(width, {**config, "head_dim": width}),
 )
 """Width without rotation, in architectures without positions, in which ``head_dim`` has no effect."""
 
@@ -156,7 +156,7 @@ BEST_GROUPS: tuple[Field, ...] = (
         "topk_group",
         "moe_router_group_topk",
         default=None,
-        to=lambda _, config: _groups(config)[1],
+        to=lambda _, config: _expert_groups(config)[1],
         back=_or_one,
     ),
 )
@@ -176,13 +176,13 @@ BALANCING: tuple[Field, ...] = (
 SPARSE_LAYERS = Field(
     "mlp_layer_types",
     "moe_layer_freq",
-    to=_sparse,
+    to=_sparse_pattern,
     back=lambda _, it: [_KINDS[kind] for kind in moe_pattern(it)],
 )
 """Layers with experts, by name."""
 
 SPARSE_AFTER_DENSE: tuple[Field, ...] = (
-    replace(SPARSE_LAYERS, to=_listed),
+    replace(SPARSE_LAYERS, to=_listed_pattern),
     read_by_others("first_k_dense_replace", None, leading_dense),
 )
 """Layers with experts, by name, or by the number of dense layers, which is read if the names are missing."""
@@ -351,13 +351,13 @@ def mtp(
         return tuple(
             mapping
             for depth in depths
-            for mapping in _depth(layer, depth, layers, names(config, depth))
+            for mapping in _mtp_depth(layer, depth, layers, names(config, depth))
         )
 
     return of
 
 
-def _depth(layer: tuple[Block, ...], depth: int, layers: str, hf_names: MTPNames) -> Block:
+def _mtp_depth(layer: tuple[Block, ...], depth: int, layers: str, hf_names: MTPNames) -> Block:
     megatron_name = f"mtp.layers.{depth}"
     projection = SwappedInputMapping if hf_names.hidden_first else AutoMapping
     mtp_modules: Block = (

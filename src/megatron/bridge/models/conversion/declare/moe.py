@@ -35,7 +35,7 @@ def _of_all_layers(expert_count: int | list[int]) -> Any:
     )
 
 
-def _top(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> int:
+def _check_top_k(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> int:
     count = _of_all_layers(count)
     if count == 1 and config.get(normalized, True):
         switch = f" with {normalized}=True" if normalized in config else ""
@@ -46,7 +46,7 @@ def _top(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> in
     return count
 
 
-def _enough(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int:
+def _check_expert_count(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int:
     count, top = map(_of_all_layers, (count, config[chosen]))
     for name, value in ((key, count), (chosen, top)):
         if not isinstance(value, int):
@@ -58,11 +58,11 @@ def _enough(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int
     return count
 
 
-def _not(value: Any, _: Any) -> bool:
+def _negate(value: Any, _: Any) -> bool:
     return not value
 
 
-def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
+def _read_groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
     """Return (groups, groups per token, their score); a single group is no restriction."""
     chosen, experts = config["topk_group"], config["num_experts_per_tok"]
     check_groups(count or 1, chosen, config)
@@ -100,8 +100,8 @@ def _groups_back(values: tuple[Any, ...], provider: Any) -> int:
     return count or 1
 
 
-def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
-    return _groups(config["n_group"], config)[1]
+def _chosen_groups(_: Any, config: Mapping[str, Any]) -> int | None:
+    return _read_groups(config["n_group"], config)[1]
 
 
 def _as_frequency(pattern: list[int]) -> int | list[int]:
@@ -132,7 +132,7 @@ def dense_before_sparse(key: str) -> Field:
     return Field(key, "moe_layer_freq", default=0, to=after, back=before)
 
 
-def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
+def _interval_pattern(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for each layer with experts: every ``moe_layer_interval``-th from the start to the end index."""
     first, last, step = (
         config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval")
@@ -151,7 +151,7 @@ def _last_sparse(_: Any, provider: Any) -> int:
     return provider.num_layers - 1 - moe_pattern(provider)[::-1].index(1)
 
 
-def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
+def _sparse_step_pattern(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for every ``decoder_sparse_step``-th layer (with experts), unless ``mlp_only_layers`` names it."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
@@ -163,12 +163,12 @@ def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     return _as_frequency(pattern)
 
 
-def _step(_: Any, provider: Any) -> int:
+def _sparse_step(_: Any, provider: Any) -> int:
     return gcd(*(layer + 1 for layer, sparse in enumerate(moe_pattern(provider)) if sparse))
 
 
-def _exceptions(_: Any, provider: Any) -> list[int]:
-    step = _step(_, provider)
+def _dense_exceptions(_: Any, provider: Any) -> list[int]:
+    step = _sparse_step(_, provider)
     return [
         layer
         for layer, sparse in enumerate(moe_pattern(provider))
@@ -184,20 +184,34 @@ def expert_sizes(
 ) -> tuple[Field, ...]:
     """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalized``."""
     return (
-        Field(count, "num_moe_experts", to=partial(_enough, count, chosen)),
-        Field(chosen, "moe_router_topk", to=partial(_top, chosen, normalized)),
+        Field(count, "num_moe_experts", to=partial(_check_expert_count, count, chosen)),
+        Field(chosen, "moe_router_topk", to=partial(_check_top_k, chosen, normalized)),
         Field(width, "moe_ffn_hidden_size"),
     )
 
 
 AUX_LOSS = Field("router_aux_loss_coef", "moe_aux_loss_coeff", default=0.0)
 
-NORM_TOPK = Field("norm_topk_prob", "moe_router_pre_softmax", default=False, to=_not, back=_not)
+NORM_TOPK = Field(
+    "norm_topk_prob", "moe_router_pre_softmax", default=False, to=_negate, back=_negate
+)
 """Softmax over the chosen experts, which equals the normalized weights of a softmax over all experts."""
 
 DENSE_AMONG_SPARSE: tuple[Field, ...] = (
-    Field("decoder_sparse_step", "moe_layer_freq", default=1, to=_sparse, back=_step),
-    Field("mlp_only_layers", "moe_layer_freq", default=(), to=_sparse, back=_exceptions),
+    Field(
+        "decoder_sparse_step",
+        "moe_layer_freq",
+        default=1,
+        to=_sparse_step_pattern,
+        back=_sparse_step,
+    ),
+    Field(
+        "mlp_only_layers",
+        "moe_layer_freq",
+        default=(),
+        to=_sparse_step_pattern,
+        back=_dense_exceptions,
+    ),
 )
 """Dense layers, from a step and a list of exceptions."""
 
@@ -208,11 +222,11 @@ SPARSE_BETWEEN: tuple[Field, ...] = (
     Field(
         "moe_layer_start_index",
         "moe_layer_freq",
-        to=_between,
+        to=_interval_pattern,
         back=lambda _, it: moe_pattern(it).index(1),
     ),
-    Field("moe_layer_end_index", "moe_layer_freq", to=_between, back=_last_sparse),
-    Field("moe_layer_interval", "moe_layer_freq", to=_between, back=_step),
+    Field("moe_layer_end_index", "moe_layer_freq", to=_interval_pattern, back=_last_sparse),
+    Field("moe_layer_interval", "moe_layer_freq", to=_interval_pattern, back=_sparse_step),
 )
 """Experts in layers at an interval between two indices."""
 
@@ -236,8 +250,10 @@ SHARED_EXPERTS = Field(
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score")
 
 GROUPS: tuple[Field, ...] = (
-    Field("n_group", _GROUPS, to=_groups, back=_groups_back),
-    Field("topk_group", "moe_router_group_topk", to=_chosen, back=lambda count, _: count or 1),
+    Field("n_group", _GROUPS, to=_read_groups, back=_groups_back),
+    Field(
+        "topk_group", "moe_router_group_topk", to=_chosen_groups, back=lambda count, _: count or 1
+    ),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their two best experts."""
 
@@ -293,7 +309,10 @@ def experts(
     expert = f"{layers}.{names}"
     gates = gate and f"{expert}.{gate}.weight"
     return (
-        *(_fc1(name, gates, f"{expert}.{up}.weight") for name in expert_names("linear_fc1")),
+        *(
+            _fc1_mapping(name, gates, f"{expert}.{up}.weight")
+            for name in expert_names("linear_fc1")
+        ),
         *(AutoMapping(name, f"{expert}.{down}.weight") for name in expert_names("linear_fc2")),
     )
 
@@ -351,7 +370,7 @@ def as_stacked(
     )
 
 
-def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
+def _fc1_mapping(name: str, gate: str | None, up: str) -> MegatronParamMapping:
     return GatedMLPMapping(name, gate=gate, up=up) if gate else AutoMapping(name, up)
 
 
@@ -407,7 +426,7 @@ def shared_experts(
         )
     gates = f"{hf_name}.gate_proj.weight" if gated else None
     block: Block = (
-        _fc1(f"{parent}.linear_fc1.weight", gates, f"{hf_name}.up_proj.weight"),
+        _fc1_mapping(f"{parent}.linear_fc1.weight", gates, f"{hf_name}.up_proj.weight"),
         AutoMapping(f"{parent}.linear_fc2.weight", f"{hf_name}.down_proj.weight"),
     )
     if gate is None:

@@ -173,7 +173,7 @@ class VisionBridge(DecoderBridge):
         )
 
     def _check(self, config: Mapping[str, Any]) -> None:
-        unknown = _unknown(config, self.irrelevant)
+        unknown = _unknown_vision_keys(config, self.irrelevant)
         problems = list(unknown.values())
         kind = config[_TEXT].get("model_type")
         if kind not in self.texts:
@@ -239,7 +239,7 @@ class VisionBridge(DecoderBridge):
         mappings = [
             mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in replaced
         ]
-        mappings += [*self.extra_weights, *_tower(self.tower)]
+        mappings += [*self.extra_weights, *_tower_mappings(self.tower)]
         return renamed(mappings, self.names)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ class VisionBridge(DecoderBridge):
             return ()
         names = {**self.names, **self._names_of(entries)}
         parts = (part if part in _PARAMETERS else f"{part}.**" for part in self.tower)
-        return tuple(_begun(part, names) for part in parts)
+        return tuple(_with_stored_prefix(part, names) for part in parts)
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
@@ -269,7 +269,10 @@ class VisionBridge(DecoderBridge):
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
         module_prefixes = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
         module_prefixes |= {part: f"model.{part}" for part in self.tower}
-        stored = {_begun(name, self.names): module for name, module in module_prefixes.items()}
+        stored = {
+            _with_stored_prefix(name, self.names): module
+            for name, module in module_prefixes.items()
+        }
         return renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
@@ -297,7 +300,7 @@ LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
 """Names that transformers 4.52 to 4.57 wrote, and older names on the hub."""
 
 
-def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
+def _tower_mappings(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
     """Map each part both as a parameter and as a module; a model has one of the two."""
     part_mappings = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
     return [*part_mappings, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
@@ -307,14 +310,14 @@ def renamed(
     mappings: Iterable[MegatronParamMapping], prefixes: Prefixes
 ) -> MegatronMappingRegistry:
     def hf(name: str) -> str:
-        return _begun(name, prefixes)
+        return _with_stored_prefix(name, prefixes)
 
     return MegatronMappingRegistry(
         *(mapping.renamed(lambda name: name, hf) for mapping in mappings)
     )
 
 
-def _begun(name: str, prefixes: Prefixes) -> str:
+def _with_stored_prefix(name: str, prefixes: Prefixes) -> str:
     """Return ``name`` with its prefix in a checkpoint."""
     longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
     return prefixes.get(longest, "") + name[len(longest) :]
@@ -327,7 +330,7 @@ def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
     return text_rope
 
 
-def _unknown(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str]:
+def _unknown_vision_keys(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str]:
     """Return a phrase for each key of the config or its vision part that transformers' class does not have."""
     repeated = {key: config[key] for key in _TWICE if key in config}
     vision_config: dict[str, Any] = config[_VISION]

@@ -59,16 +59,18 @@ def stream(
     adapted = any(
         task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks
     )
-    for bucket in _buckets(
+    for bucket in _group_into_buckets(
         plan.tasks if tasks is None else tasks, bucket_bytes, exchange.any_rank(adapted)
     ):
-        exchanged: list[Any] = _exchanged(bucket)
+        exchanged: list[Any] = _exchange_bucket(bucket)
         for task in bucket:
             weights = exchanged.pop(0)
             if bridge.computes_on_export:
                 weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
             full_tensors = (
-                _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+                _fill_stacks(task, weights, stacks)
+                if task.mapping.is_stacked
+                else _take_tensors(weights)
             )
             for name, weight in full_tensors:
                 for alias in (name, *same_as.get(name, ())):
@@ -92,16 +94,18 @@ def to_first_rank(
         task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks
     )
     for bucket, exchanged in _one_ahead(
-        _buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))
+        _group_into_buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))
     ):
         for task in bucket:
             weights: Any = exchanged.pop(0)
             yield from (
-                _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+                _fill_stacks(task, weights, stacks)
+                if task.mapping.is_stacked
+                else _take_tensors(weights)
             )
 
 
-def _buckets(
+def _group_into_buckets(
     tasks: Iterable[WeightConversionTask], limit: int, merged: bool
 ) -> Iterator[list[WeightConversionTask]]:
     """Group tasks whose exchange needs at most ``limit`` bytes; a task with its own communication is alone.
@@ -113,7 +117,7 @@ def _buckets(
     for task in tasks:
         if task.is_copy:
             continue
-        task_bytes = _room(task, merged) if task.mapping.copies else limit
+        task_bytes = _bytes_of_task(task, merged) if task.mapping.copies else limit
         # joining frees shards one by one, so memory holds one tensor more than the bucket
         if bucket and held + task_bytes + max(largest, task_bytes) > limit:
             yield bucket
@@ -125,7 +129,7 @@ def _buckets(
         yield bucket
 
 
-def _room(task: WeightConversionTask, merged: bool) -> int:
+def _bytes_of_task(task: WeightConversionTask, merged: bool) -> int:
     """Return the bytes of a task's tensors, or of the shards to join; equal on all ranks."""
     size, shard = task.dtype.itemsize, task.shard
     joined = sum(math.prod(shape) for shape in task.hf_slice_shapes.values())
@@ -134,23 +138,23 @@ def _room(task: WeightConversionTask, merged: bool) -> int:
 
 
 @torch.no_grad()
-def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
+def _exchange_bucket(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
     """Return the tensors of each task on every rank: joined by their holders, then sent to other ranks."""
     if not tasks[0].mapping.copies:
         (task,) = tasks
         return [_by_itself(task)]
-    arriving = [_gathered(task) for task in tasks]
+    arriving = [_start_gather(task) for task in tasks]
     joined: list[Weights | None] = []
     for task in tasks:
         shards = arriving.pop(0)
         joined.append(None if shards is None else task.mapping.join(task.shard, shards.wait()))
     everywhere = [
-        exchange.start_among_experts(pending, _outline(task), task.owner)
+        exchange.start_among_experts(pending, _tensor_outline(task), task.owner)
         for task, pending in zip(tasks, joined, strict=True)
     ]
     in_stage = [pending.wait() for pending in everywhere]
     sent = [
-        exchange.start_among_stages(pending, _outline(task), task.owner)
+        exchange.start_among_stages(pending, _tensor_outline(task), task.owner)
         for task, pending in zip(tasks, in_stage, strict=True)
     ]
     return [pending.wait() for pending in sent]
@@ -201,10 +205,10 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
     """
     if not tasks[0].mapping.copies:
         yield None
-        yield _exchanged(tasks)
+        yield _exchange_bucket(tasks)
         return
     memory.start(torch.cuda.current_device())
-    gathered = [_gathered(task, memory) for task in tasks]
+    gathered = [_start_gather(task, memory) for task in tasks]
     if any(task.shard.parts > 1 for task in tasks):
         yield None
     shards = [
@@ -221,7 +225,7 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
         if not any(map(crosses, tasks)):
             continue
         sent = [
-            start(_contiguous(tensors), _outline(task), task.owner, memory.empty)
+            start(_make_contiguous(tensors), _tensor_outline(task), task.owner, memory.empty)
             if crosses(task) and is_on_way(task)
             else Pending(tensors)
             for task, tensors in zip(tasks, held, strict=True)
@@ -239,13 +243,13 @@ def _is_first_shard(task: WeightConversionTask) -> bool:
     return exchange.rank_and_size(exchange.shard_group(task.global_param_name))[0] == 0
 
 
-def _contiguous(weights: Parts | None) -> Weights | None:
+def _make_contiguous(weights: Parts | None) -> Weights | None:
     if weights is None:
         return None
     return {name: weight.contiguous() for name, weight in weights.items()}
 
 
-def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
+def _start_gather(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
     """Start to gather a parameter's shards: on all ranks that hold one, or in the ``memory`` of the first one."""
     if task.param_weight is None:
         return None
@@ -257,7 +261,7 @@ def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pend
     return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
 
 
-def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
+def _tensor_outline(task: WeightConversionTask) -> exchange.TensorSpecs:
     return {name: (shape, task.dtype) for name, shape in task.hf_slice_shapes.items()}
 
 
@@ -274,7 +278,7 @@ def _by_itself(task: WeightConversionTask) -> Weights:
     }
 
 
-def _taken(weights: Any) -> Iterator[tuple[str, Any]]:
+def _take_tensors(weights: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors; each one is released when the caller asks for the next."""
     for name in list(weights):
         yield name, weights.pop(name)
@@ -296,7 +300,7 @@ class _Stack:
     missing: int
 
 
-def _stacked(
+def _fill_stacks(
     task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]
 ) -> Iterator[tuple[str, Tensor]]:
     """Copy an expert's part into the tensors of all experts; yield the tensors that are now complete."""

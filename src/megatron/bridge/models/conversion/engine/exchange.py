@@ -27,18 +27,18 @@ def shard_group(megatron_param: str) -> Group:
     return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
-def _group(find: Callable[..., object]) -> Group:
+def _find_group(find: Callable[..., object]) -> Group:
     return cast(Group, find()) if parallel_state.model_parallel_is_initialized() else None
 
 
 def tensor_group() -> Group:
     """Return the tensor-parallel group of all parameters except those of experts."""
-    return _group(parallel_state.get_tensor_model_parallel_group)
+    return _find_group(parallel_state.get_tensor_model_parallel_group)
 
 
 def expert_tensor_group() -> Group:
     """Return the ranks that share each expert's matrices."""
-    return _group(parallel_state.get_expert_tensor_parallel_group)
+    return _find_group(parallel_state.get_expert_tensor_parallel_group)
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
@@ -58,12 +58,12 @@ def expert_rank() -> int:
 
 def expert_group() -> Group:
     """Return the ranks that hold the other experts of this rank's stage; their data-parallel ranks differ."""
-    return _group(parallel_state.get_expert_model_parallel_group)
+    return _find_group(parallel_state.get_expert_model_parallel_group)
 
 
 def pipeline_group() -> Group:
     """Return the ranks that hold the other pipeline stages of this rank's model replica."""
-    return _group(parallel_state.get_pipeline_model_parallel_group)
+    return _find_group(parallel_state.get_pipeline_model_parallel_group)
 
 
 def is_first_replica(megatron_param: str) -> bool:

@@ -186,20 +186,20 @@ def build_plan(
     config = cast(Any, chunks[0]).config
     if entries is not None and replaced:
         entries = {name: entry for name, entry in entries.items() if name not in replaced}
-    modules = _parameters(chunks)
-    located = _locate(registry, modules, config)
+    modules = _held_parameters(chunks)
+    located = _locate_parameters(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
     heads = {
         item.name
         for item in located
         if item.name.startswith(OUTPUT_LAYER) and item.kind == "replicated"
     }
-    tasks, problems = _match(registry, located, modules, config, tied)
+    tasks, problems = _match_parameters(registry, located, modules, config, tied)
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
-    ties = _ties(registry, tied, entries)
+    ties = _find_ties(registry, tied, entries)
     again = _stored_twice(entries or (), copies, claimed, ties)
     ties |= again
-    carried = _recomputed(entries or (), buffers, claimed)
+    carried = _recomputed_buffers(entries or (), buffers, claimed)
     of_heads = {
         name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names
     }
@@ -219,8 +219,8 @@ def build_plan(
         unread = tuple(find_unread(foreign)) if is_complete else ()
         carried += unread
         needed = {name: None for name in claimed if name in entries or name not in of_heads}
-        problems += _differences(registry, tasks, needed, entries, ties, carried)
-        problems += _incomplete(unbuilt, entries)
+        problems += _plan_differences(registry, tasks, needed, entries, ties, carried)
+        problems += _incomplete_layers(unbuilt, entries)
     if problems:
         raise UserError(f"the conversion plan is inconsistent: {first_problems(problems)}")
     return Plan(
@@ -242,7 +242,7 @@ HeldParameters = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]
 """(chunk, local name) -> name in the full model, owning module, parameter."""
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
+def _held_parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
     """Return this rank's parameters and persistent buffers, such as a router's correction bias."""
     held: HeldParameters = {}
     seen_ids: set[int] = set()
@@ -260,20 +260,22 @@ def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from sorted(module.named_parameters(recurse=False), key=lambda entry: _number(entry[0]))
+    yield from sorted(
+        module.named_parameters(recurse=False), key=lambda entry: _trailing_number(entry[0])
+    )
     recomputed = cast(set[str], vars(module)["_non_persistent_buffers_set"])
     for name, buffer in module.named_buffers(recurse=False):
         if name not in recomputed:
             yield name, buffer
 
 
-def _number(name: str) -> int:
+def _trailing_number(name: str) -> int:
     """Return the number at the end of a name; grouped experts are registered in reverse order."""
     digits = re.search(r"\d+$", name)
     return int(digits[0]) if digits else -1
 
 
-def _match(
+def _match_parameters(
     registry: MegatronMappingRegistry,
     located: Sequence[LocatedParameter],
     modules: HeldParameters,
@@ -286,21 +288,21 @@ def _match(
     tasks: list[WeightConversionTask] = []
     owner_of: dict[HFPart, str] = {}
     for item in located:
-        mapping = _lookup(registry, item.name, tied)
+        mapping = _find_mapping(registry, item.name, tied)
         if mapping is None:
             unmapped.append(item.name)
             continue
-        is_copy = _claim(mapping, item, owner_of, tied, problems)
-        tasks.append(_task(item, mapping, config, is_copy, modules))
+        is_copy = _claim_tensors(mapping, item, owner_of, tied, problems)
+        tasks.append(_make_task(item, mapping, config, is_copy, modules))
     known = [mapping.megatron_param for mapping in registry.get_all_mappings()]
     problems += [
         f"Megatron parameter {name} has no mapping{misspelling(kind, known)}{made_by(name)}{more}"
-        for kind, name, more in _kinds(unmapped)
+        for kind, name, more in _group_alike_names(unmapped)
     ]
     return tasks, problems
 
 
-def _locate(
+def _locate_parameters(
     registry: MegatronMappingRegistry, modules: HeldParameters, config: Any
 ) -> list[LocatedParameter]:
     owner = Owner(exchange.stage())
@@ -352,7 +354,7 @@ def _experts_of(name: str) -> str:
     return expert_match[1].rpartition(".")[0] if expert_match else ""
 
 
-def _lookup(
+def _find_mapping(
     registry: MegatronMappingRegistry, name: str, tied: bool
 ) -> MegatronParamMapping | None:
     if tied and name == OUTPUT:
@@ -362,7 +364,7 @@ def _lookup(
     return registry.megatron_to_hf_lookup(name)
 
 
-def _claim(
+def _claim_tensors(
     mapping: MegatronParamMapping,
     item: LocatedParameter,
     owner_of: dict[HFPart, str],
@@ -382,7 +384,7 @@ def _claim(
     return True
 
 
-def _task(
+def _make_task(
     item: LocatedParameter,
     mapping: MegatronParamMapping,
     config: Any,
@@ -414,7 +416,7 @@ def _layer_config(name: str, config: Any) -> Any:
     return config.get_config_for_layer(int(layer_match[2]) + 1)
 
 
-def _ties(
+def _find_ties(
     registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
 ) -> dict[str, str]:
     """Return the output layer of a tied model if the checkpoint stores it anyway."""
@@ -453,7 +455,7 @@ def _stored_twice(
     return duplicates
 
 
-def _recomputed(
+def _recomputed_buffers(
     names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]
 ) -> tuple[str, ...]:
     return tuple(
@@ -464,7 +466,7 @@ def _recomputed(
     )
 
 
-def _differences(
+def _plan_differences(
     registry: MegatronMappingRegistry,
     tasks: Sequence[WeightConversionTask],
     claimed: Mapping[str, None],
@@ -480,7 +482,7 @@ def _differences(
     problems = [
         f"tensor {name} is missing from the checkpoint, but Megatron parameter {needs[name]} needs it"
         f"{misspelling(name, left_over)}{made_by(needs[name])}{more}"
-        for _, name, more in _kinds(missing)
+        for _, name, more in _group_alike_names(missing)
     ]
     of_mtp = {name for name in claimed if needs[name].startswith("mtp.")}
     if not of_mtp.isdisjoint(missing):
@@ -492,7 +494,7 @@ def _differences(
     }
     problems += [
         f"tensor {name} of the checkpoint has no Megatron parameter{settings.get(name, '')}{more}"
-        for _, name, more in _kinds(left_over)
+        for _, name, more in _group_alike_names(left_over)
     ]
     prefixes = filter(None, map(wrapper_prefix, left_over))
     for prefix in dict.fromkeys(prefixes):
@@ -503,7 +505,7 @@ def _differences(
     return problems
 
 
-def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+def _group_alike_names(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Group names that differ only in layer and expert; yield pattern, first name and count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -512,7 +514,7 @@ def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
         yield kind, members[0], f" ({len(members)} like this: {kind})" if len(members) > 1 else ""
 
 
-def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
+def _incomplete_layers(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
     """Describe missing tensors if a checkpoint has only some of the layers that the model was built without."""
     missing = [name for name in unbuilt if name not in entries]
     if not missing or len(missing) == len(unbuilt):

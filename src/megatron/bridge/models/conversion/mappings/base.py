@@ -177,7 +177,7 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def _properties(group: str) -> tuple[Any, Any]:
+def _rank_properties(group: str) -> tuple[Any, Any]:
     """Return properties for this rank in the group of that name, and for the size of the group."""
     return (
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
@@ -423,9 +423,9 @@ class MegatronParamMapping:
         """The group over which the parameter is sharded."""
         return self._etp_group if self.is_expert else self._tp_group
 
-    tp_rank, tp_size = _properties("tp_group")
-    pp_rank, pp_size = _properties("pp_group")
-    ep_rank, ep_size = _properties("ep_group")
+    tp_rank, tp_size = _rank_properties("tp_group")
+    pp_rank, pp_size = _rank_properties("pp_group")
+    ep_rank, ep_size = _rank_properties("ep_group")
 
     def gather_from_tp_ranks(self, tensor: Tensor) -> list[Tensor]:
         """Return the shards of all ranks of ``tp_group`` in rank order; a collective."""
