@@ -271,7 +271,7 @@ def test_hf_path_is_another_name_of_hf_model(tmp_path):
             == recipe(hf_model=folder, hf_path=folder)
         )
         assert recipe(hf_path=None) == recipe()
-    another = builders.finetune_recipe("a/b", hf_model="c/d")
+    another = builders.finetune_recipe("HuggingFaceTB/SmolLM2-135M", hf_model="c/d")
     assert another(hf_path=folder) == another(hf_model=folder)
     with pytest.raises(UserError, match=r"hf_model=a/b and hf_path=c/d .*leave one out"):
         llama3_8b_pretrain_config(hf_model="a/b", hf_path="c/d")

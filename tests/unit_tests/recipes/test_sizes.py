@@ -9,6 +9,7 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.models.conversion.declare import vision
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT
+from megatron.bridge.recipes.builders import finetune_recipe
 from megatron.bridge.recipes.catalog import catalog
 from megatron.bridge.recipes.sizes import (
     ProviderSize,
@@ -18,6 +19,7 @@ from megatron.bridge.recipes.sizes import (
     size_of,
     sized,
 )
+from megatron.bridge.utils.errors import UserError
 from scripts.docs import recipe_configs
 from tests.families import configs
 
@@ -88,6 +90,11 @@ def test_a_size_that_was_never_published():
     )
     assert published_size("HuggingFaceTB/SmolLM2-135M").provider().num_layers == 30
     assert published_size("HuggingFaceTB/SmolLM2-136M") is None
+
+
+def test_a_model_whose_config_is_not_in_the_package():
+    with pytest.raises(UserError, match=r"SmolLM2-153M; did you mean \S*/SmolLM2-135M .*Size with"):
+        finetune_recipe("HuggingFaceTB/SmolLM2-153M")()
 
 
 def trimmed(values):

@@ -36,7 +36,7 @@ def pretrain_config(size: Size, options: dict[str, Any]) -> ConfigContainer:
 
     Args:
         size: The model.
-        options: Every option of ``PretrainOptions``, except those that have no default.
+        options: Values of ``PretrainOptions``, defaults included.
     """
     data_paths = options["data_paths"]
     with_images = isinstance(size, VisionSize)
@@ -58,7 +58,7 @@ def finetune_config(size: Size, options: dict[str, Any]) -> ConfigContainer:
 
     Args:
         size: The model.
-        options: Every option of ``FinetuneOptions``, except those that have no default.
+        options: Values of ``FinetuneOptions``, defaults included.
     """
     with_images = isinstance(size, VisionSize)
     mock = options["dataset_root"] is None and not with_images

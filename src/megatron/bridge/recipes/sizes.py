@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
+from megatron.bridge.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -100,8 +101,19 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
     """Return the size of the model ``hub_id``, whose config is in ``configs``.
 
     With ``changes`` of its entries, the size was never published and uses the tokenizer of ``hub_id``.
+
+    Raises:
+        UserError: the package has no config of ``hub_id``.
     """
-    numbers: dict[str, Any] = json.loads(_config_file(hub_id).read_text())
+    file = _config_file(hub_id)
+    if not file.is_file():
+        published = [path.stem.replace("--", "/") for path in _CONFIGS.glob("*.json")]
+        hint = did_you_mean(hub_id, published)
+        raise UserError(
+            f"the package has no config of {hub_id}{hint}; for another model, give a Size with the entries of its "
+            "config.json"
+        )
+    numbers: dict[str, Any] = json.loads(file.read_text())
     size_class = VisionSize if "vision_config" in numbers else Size
     return size_class(hub_id, {**numbers, **changes}, training or {}, published=not changes)
 
