@@ -136,7 +136,7 @@ def test_the_model_is_that_of_the_recipe(name, recipe, published):
     """``published`` names what the public script sets to another value than the model's own config."""
     ranks, command = COMMANDS[name]
     found, wanted = (
-        _comparable(model) for model in (_config(command, ranks).model, find(recipe).build().model)
+        _comparable(model) for model in (_config(command, ranks).model, find(recipe)().model)
     )
     assert {key for key in wanted if found[key] != wanted[key]} <= published
 

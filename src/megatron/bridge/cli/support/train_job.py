@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.model_sizes import follow_sizes
 from megatron.bridge.models.hf_pretrained import hub
-from megatron.bridge.recipes.catalog import Recipe, find
+from megatron.bridge.recipes import builders
+from megatron.bridge.recipes.catalog import find
+from megatron.bridge.recipes.options import DPO_ADAPTER_DEFAULTS, DPO_DEFAULTS
+from megatron.bridge.recipes.recipe import Recipe
+from megatron.bridge.recipes.sizes import CheckpointSize
 from megatron.bridge.training.config.early import check_early
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
@@ -246,31 +250,26 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
     becomes_dpo = args.mode == "dpo" and recipe.stage == "sft"
     if becomes_dpo:
         options = _dpo_options(options.get("peft") is not None) | options
-    config = recipe.build(**options)
+    config = recipe(**options)
     if becomes_dpo:
-        from megatron.bridge.recipes.builders import train_on_preferences
-
         root = options.get("dataset_root") or "preferences"
-        train_on_preferences(config, str(root), config.rng.seed)
+        builders.train_on_preferences(config, str(root), config.rng.seed)
     origins = Origins.of(config)
     if options:
-        origins.record_given(config, leaf_values(recipe.build()), "command line")
+        origins.record_given(config, leaf_values(recipe()), "command line")
     return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
 
 
 def _dpo_options(has_adapters: bool) -> dict[str, Any]:
     """Return the learning rate and warmup of preference tuning for a recipe of fine-tuning."""
-    from megatron.bridge.recipes.builders import DPO, DPO_ADAPTERS
-
-    values = {**DPO, **(DPO_ADAPTERS if has_adapters else {})}
+    values = {**DPO_DEFAULTS}
+    if has_adapters:
+        values.update(DPO_ADAPTER_DEFAULTS)
     return {name: values[name] for name in ("lr", "warmup_fraction")}
 
 
 def _from_model(args: argparse.Namespace) -> Job:
     """Pretraining of any model in the layout of one process, for commands that only measure or predict."""
-    from megatron.bridge.recipes import builders
-    from megatron.bridge.recipes.sizes import CheckpointSize
-
     size = CheckpointSize(args.hf_model, numbers={}, published=False)
     config = builders.pretrain(
         size, {"hf_model": args.hf_model, "seq_length": args.seq_length or 4096, "lr": 3e-4}
