@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, looking_ahead
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import Positions
-from megatron.bridge.data.media.processing import MediaProcessor, chat_template
+from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.media.references import MAX_PIXELS, MediaReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.encoding import expand

@@ -21,12 +21,12 @@ from megatron.bridge.data.records.encoding import (
     Draft,
     EncodedRecords,
     RecordEncoder,
-    shorten,
 )
 from megatron.bridge.data.records.formats import Record
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
+from megatron.bridge.data.records.truncation import shorten
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, appended_tokens
 from megatron.bridge.utils.errors import UserError
 

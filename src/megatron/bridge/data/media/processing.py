@@ -6,24 +6,28 @@ decode images in order to count tokens, and would lose which characters belong t
 """
 
 import hashlib
-import http.client
 import json
 import math
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
+from megatron.bridge.data.media.downloads import fetched
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
-from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
+from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
+from megatron.bridge.data.media.processor_files import (
+    REMOTE_MODELS,
+    chat_template,
+    load_image_processor,
+    read_config,
+    read_json_file,
+)
 from megatron.bridge.data.media.references import (
     ImageReference,
     MediaReference,
@@ -34,8 +38,6 @@ from megatron.bridge.data.media.references import (
 )
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video, zeros_without_memory
 from megatron.bridge.models.vision.media import share_out
-from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.atomic import published_file
 from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -43,131 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "downsample_ratio": 0.5}
-
-
-class TileProcessor:
-    """Splits an image into a grid of tiles with the closest aspect ratio, followed by the whole image as one tile.
-
-    This is what the remote code of Nemotron Nano VL v2 computes, which need not run.
-    """
-
-    def __init__(self, values: Mapping[str, Any], path: str) -> None:
-        self.values: dict[str, Any] = {
-            "image_size": values.get("force_image_size", 512),
-            **_DEFAULTS,
-        }
-        self.values |= {
-            key: values[key] for key in (*self.values, "norm_mean", "norm_std") if key in values
-        }
-        if missing := sorted({"norm_mean", "norm_std"} - self.values.keys()):
-            raise UserError(
-                f"{path}: preprocessor_config.json has no {missing[0]}: download it again"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def count(self, height: int, width: int) -> int:
-        """Tiles of an image of this size."""
-        rows, columns = self._grid(height, width)
-        return rows * columns + (self.values["use_thumbnail"] and rows * columns > 1)
-
-    @property
-    def tokens(self) -> int:
-        return int(
-            (
-                self.values["image_size"]
-                // self.values["patch_size"]
-                * self.values["downsample_ratio"]
-            )
-            ** 2
-        )
-
-    def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
-        (rows, columns), side = self._grid(image.height, image.width), self.values["image_size"]
-        grid = _resize_image(pixels, rows * side, columns * side)[0]
-        tiles = (
-            grid.unflatten(2, (columns, side))
-            .unflatten(1, (rows, side))
-            .permute(1, 3, 0, 2, 4)
-            .flatten(0, 1)
-        )
-        if len(tiles) < self.count(image.height, image.width):
-            tiles = torch.cat((tiles, _resize_image(pixels, side, side)))
-        mean, deviation = (
-            torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std")
-        )
-        return {"pixel_values": (tiles - mean) / deviation}
-
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns."""
-        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
-            get_optimal_tiled_canvas,
-        )
-
-        tile = (self.values["image_size"],) * 2
-        columns, rows = get_optimal_tiled_canvas(
-            (height, width), tile, 1, self.values["max_num_tiles"]
-        )
-        return rows, columns
-
-
-def _resize_image(image: Tensor, height: int, width: int) -> Tensor:
-    return interpolate(image, (height, width), mode="bicubic", align_corners=False, antialias=True)
-
-
-FOLDER = ".fetched"  # below the root of the media
-MAX_BYTES = 200_000_000
-_SECONDS = 30  # without an answer
-_SCHEMES = ("http://", "https://")
-
-
-def fetched(raw: Any, root: Path, location: str) -> Any:
-    """A record's image or video reference, with URLs replaced by downloaded paths below ``root``."""
-    if isinstance(raw, Mapping):
-        return {key: fetched(value, root, location) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [fetched(value, root, location) for value in raw]
-    if not isinstance(raw, str) or not raw.startswith(_SCHEMES):
-        return raw
-    name = (
-        hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
-        + Path(urlsplit(raw).path).suffix[:8]
-    )
-    path = root / FOLDER / name
-    if not path.is_file():
-        content = _download_media(raw, location)
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with published_file(path) as aside:
-                aside.write_bytes(content)
-        except OSError as error:
-            raise UserError(
-                f"{location}: {raw} cannot be kept in {path.parent} ({error}): set dataset.media_root"
-            ) from error
-    return f"{FOLDER}/{name}"
-
-
-def _download_media(address: str, location: str) -> bytes:
-    request = urllib.request.Request(address, headers={"User-Agent": "megatron-bridge"})
-    try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-            content: bytes = response.read(MAX_BYTES + 1)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(
-            f"{location}: {address} cannot be downloaded ({one_line(error)}): correct it, or remove the record"
-        ) from error
-    if len(content) > MAX_BYTES:
-        raise UserError(
-            f"{location}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path"
-        )
-    return content
-
-
-_REMOTE = ("NemotronH_Nano_VL_V2",)
-"""Models whose config and image processor are remote code, which need not run."""
 BY_SAMPLE = ("idefics3", "smolvlm")
 """Families in which transformers' tensors are [samples, tiles, ...]."""
 MAX_BLANKS = 1024  # cached tensors that stand for images of other ranks
@@ -189,15 +66,17 @@ class MediaProcessor:
         self.share: tuple[int, int] | None = (0, 1)
         """See ``DatasetRequest.image_share``."""
         path = rules.processor_path
-        config = _read_config(path)
+        config = read_config(path)
         kind = config.get("model_type", "")
         if kind not in EXPANSIONS:
             raise UserError(
                 f"dataset.hf_processor_path={path} is a {kind or 'model without model_type'}: images are "
                 f"supported for {', '.join(EXPANSIONS)}"
             )
-        self.hf_processor = _image_processor(path, rules, config if kind in _REMOTE else None)
-        processor_config = _read_json_file(path, "processor_config.json")
+        self.hf_processor = load_image_processor(
+            path, rules, config if kind in REMOTE_MODELS else None
+        )
+        processor_config = read_json_file(path, "processor_config.json")
         values = {
             **config,
             **{key: value for key, value in processor_config.items() if value is not None},
@@ -257,7 +136,7 @@ class MediaProcessor:
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
         rules, video_config = (
             self._rules,
-            _read_json_file(self._rules.processor_path, "video_preprocessor_config.json"),
+            read_json_file(self._rules.processor_path, "video_preprocessor_config.json"),
         )
         videos = (
             rules.fps,
@@ -462,85 +341,3 @@ def _unusable_image(image: ImageReference, error: Exception) -> UserError:
         f"{image.where}: the image {shown(image.source)} with {image.width}x{image.height} pixels cannot be used "
         f"({one_line(error)}): change its size, remove the record, or check the files of the image processor"
     )
-
-
-def _read_config(path: str) -> Mapping[str, Any]:
-    from transformers import AutoConfig
-
-    with loading(path, "config.json that can be read"):
-        raw = _read_json_file(path, "config.json")
-        return (
-            raw if raw.get("model_type") in _REMOTE else AutoConfig.from_pretrained(path).to_dict()
-        )
-
-
-def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | None) -> Any:
-    from transformers import AutoImageProcessor
-
-    with loading(path, "image processor that can be loaded"):
-        processor: Any = (
-            AutoImageProcessor.from_pretrained(path)
-            if remote is None
-            else TileProcessor(
-                {**remote, **_read_json_file(path, "preprocessor_config.json")}, path
-            )
-        )
-    _limit_pixels(processor, "shortest_edge", rules.min_pixels, "min_pixels")
-    _limit_pixels(processor, "longest_edge", rules.max_pixels, "max_pixels")
-    return processor
-
-
-def _limit_pixels(processor: Any, edge: str, value: int | None, name: str) -> None:
-    """Set the minimum or maximum number of pixels of an image, which Qwen's and GLM's processors call an edge."""
-    if value is None:
-        return
-    if not hasattr(processor, "merge_size"):
-        raise UserError(
-            f"dataset.{name}={value}: {type(processor).__name__} has no such limit, its images have fixed sizes: "
-            "leave it unset"
-        )
-    from transformers.image_utils import SizeDict
-
-    processor.size = SizeDict(**{**dict(processor.size), edge: value})
-    minimum, maximum = processor.size["shortest_edge"], processor.size["longest_edge"]
-    if minimum > maximum:
-        raise UserError(
-            f"dataset.{name}={value} contradicts the other limit: images would have {minimum} pixels at least and "
-            f"{maximum} at most: set dataset.min_pixels and dataset.max_pixels"
-        )
-
-
-def chat_template(path: str) -> str | None:
-    """The processor's template, which takes precedence over the tokenizer's; None if it has none."""
-    text = _read_text_file(path, "chat_template.jinja")
-    if text is not None:
-        return text
-    template = _read_json_file(path, "chat_template.json").get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-def _read_json_file(path: str, name: str) -> Mapping[str, Any]:
-    text = _read_text_file(path, name)
-    if text is None:
-        return {}
-    try:
-        content = strict_json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}/{name} is not valid JSON ({error}): download it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}/{name} is not a JSON object: download it again")
-    return content
-
-
-def _read_text_file(path: str, name: str) -> str | None:
-    """The content of a file of a checkpoint; None if there is no such file."""
-    from transformers.utils.hub import cached_file
-
-    file = cached_file(
-        path,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return Path(file).read_text(encoding="utf-8") if file else None

@@ -29,11 +29,11 @@ from megatron.bridge.data.records.media_parts import MARKS, text_of
 from megatron.bridge.data.records.record_config import (
     EncodingRules,
     ProcessExample,
-    TrainOnEOS,
-    Truncation,
 )
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord, TableRow, without_filled_nulls
+from megatron.bridge.data.records.truncation import shorten
+from megatron.bridge.data.records.turn_endings import TurnEndings
 from megatron.bridge.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -45,7 +45,7 @@ from megatron.bridge.utils import storage
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 # reasons to drop a sample
@@ -270,7 +270,7 @@ class RecordEncoder:
         if not rendered:
             return
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-        endings = _Endings(self.tokenizer.hf, self._end_tokens)
+        endings = TurnEndings(self.tokenizer.hf, self._end_tokens)
         encoded = encode_with_offsets(self.tokenizer.hf, [chat.text for chat in rendered])
         for chat, (tokens, offsets) in zip(rendered, encoded, strict=True):
             ids = np.array(tokens, dtype=np.int32)
@@ -386,61 +386,6 @@ def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(before, offsets[:, 0]), ends
 
 
-class _Endings:
-    """Finds the tokens that end a turn, which white space may follow."""
-
-    def __init__(self, hf: "PreTrainedTokenizerBase", end_tokens: frozenset[int]) -> None:
-        self._hf = hf
-        self._end_tokens = end_tokens
-        self._blank: dict[int, bool] = {}
-
-    def end(self, ids: np.ndarray) -> bool:
-        """Return whether the tokens end a turn; tokens of white space alone count as if they did."""
-        for token in ids[::-1].tolist():
-            if token in self._end_tokens:
-                return True
-            if not self._is_blank(token):
-                return False
-        return True
-
-    def after(self, ids: np.ndarray, answer: np.ndarray) -> np.ndarray:
-        """Return which of ``ids`` end the turn right after an answer that does not end itself.
-
-        ``answer`` is bool, true for its tokens.
-        """
-        ending = np.zeros(len(ids), dtype=np.bool_)
-        places = np.flatnonzero(answer)
-        if not len(places) or self.end(ids[answer]):
-            return ending
-        for position in range(int(places[-1]) + 1, len(ids)):
-            if int(ids[position]) in self._end_tokens:
-                ending[position] = True
-            elif self._is_blank(int(ids[position])):
-                continue
-            break
-        return ending
-
-    def choose(
-        self, ids: np.ndarray, trained: np.ndarray, train_on_eos: TrainOnEOS | None
-    ) -> np.ndarray:
-        """Return ``trained`` with all tokens that end turns, or with the last one alone, as ``train_on_eos`` says."""
-        if train_on_eos in (None, "turn"):
-            return trained
-        ends = np.isin(ids, list(self._end_tokens))
-        if train_on_eos == "all":
-            return trained | ends
-        chosen = trained & ~ends
-        places = np.flatnonzero(ends)
-        if len(places):
-            chosen[places[-1]] = True
-        return chosen
-
-    def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not str(self._hf.decode([token])).strip()
-        return self._blank[token]
-
-
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
@@ -496,45 +441,3 @@ def expand(
 
     spans = [(moved(first), moved(last)) for first, last in rendered.spans]
     return replace(rendered, text="".join(pieces), spans=spans, images=tuple(images))
-
-
-def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None) -> Sample:
-    """Truncate ``sample`` to at most ``limit`` tokens.
-
-    The ``policy`` ``right`` removes the end, ``left`` the beginning. ``keep_answer`` keeps the last run of trained
-    tokens and as many tokens directly before it as fit; it truncates the end of an answer that does not fit alone. If
-    the sample begins with ``opening``, such as BOS, the result does, too: the model has never seen a text without it.
-    """
-    assert policy in ("left", "right", "keep_answer"), policy
-    if policy == "right":
-        return _sample_window(sample, 0, limit)
-    opening_length = int(opening is not None and sample.tokens[0] == opening)
-    end = len(sample.tokens)
-    if policy == "keep_answer":
-        first, end = last_answer(sample.trained)
-        # the first token of the answer is predicted from the token before it, even if the answer does not fit
-        end = min(end, first + limit - min(first, opening_length + 1))
-    start = end - limit + opening_length
-    if start <= opening_length:
-        return _sample_window(sample, 0, end)
-    part = _sample_window(sample, start, end)
-    if not opening_length:
-        return part
-    tokens = np.concatenate((sample.tokens[:1], part.tokens))
-    return Sample(tokens, np.concatenate((sample.trained[:1], part.trained)))
-
-
-def last_answer(trained: np.ndarray) -> tuple[int, int]:
-    """Return the start and end of the last run of trained tokens, or of the whole sample if there is none."""
-    places = np.flatnonzero(trained)
-    if not len(places):
-        return 0, len(trained)
-    end = int(places[-1]) + 1
-    breaks = np.flatnonzero(~trained[:end])
-    return (int(breaks[-1]) + 1 if len(breaks) else 0), end
-
-
-def _sample_window(sample: Sample, start: int, end: int) -> Sample:
-    tokens, trained = sample.tokens[start:end], sample.trained[start:end].copy()
-    trained[:1] = False  # nothing predicts the first token
-    return Sample(tokens, trained)
