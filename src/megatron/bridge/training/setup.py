@@ -310,8 +310,8 @@ def build_data(
 __getattr__ = lazy_names(
     __name__,
     {
-        "_create_peft_pre_wrap_hook": "megatron.bridge.training.facade:create_peft_pre_wrap_hook",
-        "_update_model_config_funcs": "megatron.bridge.training.facade:update_model_config_funcs",
+        "_create_peft_pre_wrap_hook": "megatron.bridge.compat.training_calls:create_peft_pre_wrap_hook",
+        "_update_model_config_funcs": "megatron.bridge.compat.training_calls:update_model_config_funcs",
     },
 )
 
