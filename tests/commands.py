@@ -47,9 +47,9 @@ def _ours(arguments, processes=None):
     from megatron.bridge.cli import main
 
     name = arguments[0]
-    parser, _ = main._parsers(name)
+    parser, _ = main.make_parsers(name, main._load(name))
     args, extra = parser.parse_known_args(arguments)
-    assert not extra or main._take_overrides(args, extra), f"unrecognized arguments: {extra}"
+    assert not extra or main.take_overrides(args, extra), f"unrecognized arguments: {extra}"
     if name == "train" and args.list is None:
         validate(args, args.world_size or processes)
     elif name == "launch" and args.script == "run_recipe.py":

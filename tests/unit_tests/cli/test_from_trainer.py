@@ -11,7 +11,8 @@ from megatron.bridge.cli import from_trainer
 from megatron.bridge.cli.from_trainer import translate
 from megatron.bridge.cli.main import main
 from megatron.bridge.cli.migrate.trainer_defaults import TRAINER
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.cli.support.train_job import prepare
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
@@ -248,7 +249,7 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     command = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert command[:2] == ["megatron-bridge", "train"]
     parser = Parser()
-    add_shared(parser, "job")
+    add_recipe_options(parser)
     config = prepare(parser.parse_args(command[2:])).config
     assert (config.optimizer.lr, config.train.train_iters, config.checkpoint.save) == (
         2e-4,

@@ -7,7 +7,8 @@ import pytest
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.training.config import DistillConfig
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
@@ -21,7 +22,7 @@ FINETUNE = ("--recipe", "llama32_1b_finetune_config")
 
 def parsed(*arguments):
     parser = Parser()
-    add_shared(parser, "job")
+    add_recipe_options(parser)
     return parser.parse_args(arguments)
 
 

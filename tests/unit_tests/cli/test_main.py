@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -16,8 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from megatron.bridge.cli import main
+from megatron.bridge.cli import main, train
 from megatron.bridge.cli.support import exit_code as errors
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils import console, torchrun_env
 from megatron.bridge.utils.errors import UserError
 
@@ -36,7 +37,18 @@ def run(capsys, *arguments):
 def test_help_lists_the_subcommands(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(f"    {name} " in out for name in main.SUBCOMMANDS)
+    assert all(f"    {name} " in out for name in main.COMMANDS)
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_module_of_a_command_declares_its_options(name):
+    module = main._load(name)
+    assert f"``megatron-bridge {name}``" in module.__doc__.splitlines()[0]
+    parser = Parser()
+    module.add_arguments(parser)
+    assert parser.description
+    assert main.option_names(parser) - {"-h", "--help"}
+    assert callable(module.run)
 
 
 def test_nothing_to_do_shows_help_and_fails(capsys):
@@ -75,7 +87,9 @@ def test_wrong_usage_ends_with_2(capsys, arguments, message):
 
 
 def test_start_and_help_of_all_subcommands_need_no_torch():
-    code = "import sys; from megatron.bridge.cli.main import SUBCOMMANDS, main\nfor name in SUBCOMMANDS:\n"
+    code = (
+        "import sys; from megatron.bridge.cli.main import COMMANDS, main\nfor name in COMMANDS:\n"
+    )
     code += (
         "  try: main([name, '--help'])\n  except SystemExit as end: assert end.code == 0, name\n"
     )
@@ -203,9 +217,7 @@ def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
 
 
 def test_overrides_may_stand_behind_options(monkeypatch):
-    seen = ModuleType("seen")
-    seen.run = lambda args: len(args.overrides)  # pyright: ignore
-    monkeypatch.setattr(main, "_load", lambda name: seen)
+    monkeypatch.setattr(train, "run", lambda args: len(args.overrides))
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3
 
 

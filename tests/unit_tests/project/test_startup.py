@@ -39,9 +39,9 @@ def test_import_is_light():
 
 
 def test_help_of_the_command_is_light():
-    from megatron.bridge.cli.main import SUBCOMMANDS
+    from megatron.bridge.cli.main import COMMANDS
 
-    for command in ([], *([name] for name in SUBCOMMANDS)):
+    for command in ([], *([name] for name in COMMANDS)):
         modules, output = loaded_by(
             "from megatron.bridge.cli.main import main; sys.exit(main())",
             "megatron-bridge",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.migrate.trainer_defaults import (
@@ -25,9 +26,52 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     wrong_values,
 )
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.cli.support.parser import count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
+
+DESCRIPTION = (
+    "Translate a YAML or JSON file of TrainingArguments, TRL, axolotl or LLaMA-Factory to "
+    "settings for `train --recipe NAME --config`. Each key is listed with the setting that it "
+    "becomes, or with the reason why it has no counterpart. Where the file is silent, the "
+    "defaults of its framework are set. The last line is the command to run."
+)
+EXAMPLES = """example:
+  megatron-bridge from-trainer axolotl.yaml --recipe llama32_1b_finetune_config --output settings.yaml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "source", type=Path, metavar="FILE", help="YAML or JSON file of the other trainer"
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        default="RECIPE",
+        help="recipe for the command that is printed",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks, for the batch size (default: 1)",
+    )
+    parser.add_argument(
+        "--framework",
+        choices=list(FRAMEWORKS),
+        help=(
+            "whose file it is, and whose defaults are set where it is silent (default: found by "
+            "its keys)"
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import logits, model_options
+from megatron.bridge.cli.support.options import (
+    add_no_adapter,
+    add_no_progress,
+    add_parallel_sizes,
+    add_trust_checkpoint,
+)
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
@@ -18,6 +24,40 @@ if TYPE_CHECKING:
     from megatron.bridge.models.conversion.check.compare_logits import LogitComparison
 
 _SHOWN = 5
+
+
+DESCRIPTION = (
+    "Compare every tensor bit for bit, and the logits of both models on the same tokens. Write "
+    "the result, with a hash of each tensor, as a JSON certificate. The exit code is 1 if "
+    "anything differs."
+)
+EXAMPLES = """example:
+  megatron-bridge verify HuggingFaceTB/SmolLM2-135M checkpoints/smollm2 --certificate smollm2.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument("hf_model", metavar="HF_DIR", help="model directory or hub id")
+    parser.add_argument(
+        "megatron_path",
+        type=Path,
+        metavar="MEGATRON_DIR",
+        help="checkpoint directory, or one iteration in it",
+    )
+    add_no_adapter(parser)
+    parser.add_argument(
+        "--certificate", type=Path, metavar="FILE", help="write the certificate to this file"
+    )
+    parser.add_argument(
+        "--skip-logits",
+        action="store_true",
+        help="compare only the tensors, a few in memory at a time",
+    )
+    add_no_progress(parser)
+    add_parallel_sizes(parser)
+    add_trust_checkpoint(parser)
 
 
 def run(args: argparse.Namespace) -> int:
