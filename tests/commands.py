@@ -55,9 +55,7 @@ def _ours(arguments, processes=None):
     elif name == "launch" and args.script == "run_recipe.py":
         validate(args, args.nodes * args.devices)
     elif name == "data" and args.subcommand != "preprocess":
-        from megatron.bridge.cli.data import _as_training
-
-        validate(_as_training(args), args.world_size)
+        validate(args, args.world_size)
 
 
 def validate(args, processes=None):
@@ -272,7 +270,7 @@ def _small(arguments):
         if "--data" in arguments
         else {"tokenizer.vocab_size": 64}
     )
-    if "--seq_length" not in arguments:
+    if "--seq-length" not in arguments:
         toy |= {"model.seq_length": 128, "dataset.seq_length": 128}
     given = {word.partition("=")[0] for word in arguments}
     place = arguments.index(RUN_RECIPE if RUN_RECIPE in arguments else "train") + 1

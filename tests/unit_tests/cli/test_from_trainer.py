@@ -68,7 +68,7 @@ def test_axolotl():
         "hf-model": "m",
         "data": "d.jsonl",
         "mode": "lora",
-        "packed_sequence": "",
+        "packed-sequence": "",
     }
     assert json.loads(found.settings["train.num_epochs"]) == 1.5
     assert json.loads(found.settings["train.global_batch_size"]) == 2 * 4 * 8
@@ -190,7 +190,7 @@ def test_defaults_of_the_framework(case):
 
 def test_stage_and_adapter_are_both_kept():
     values = {"finetuning_type": "lora", "stage": "dpo", "pref_beta": 0.3}
-    assert translate(values, 1).options == {"mode": "dpo", "peft_scheme": "lora"}
+    assert translate(values, 1).options == {"mode": "dpo", "peft-scheme": "lora"}
     full = translate({"finetuning_type": "full", "lora_rank": 8, "stage": "sft"}, 1)
     assert full.options["mode"] == "sft"
     assert not any(key.startswith("peft.") for key in full.translation.settings)

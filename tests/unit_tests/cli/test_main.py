@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +75,7 @@ def test_version(capsys):
         (["plot", "run", "--smoth", "3"], "--smoth 3; did you mean --smooth"),
         (
             ["convert", "--hf-model", "x", "--megatron-path", ""],
-            "--megatron-path/--output-dir: the path is empty",
+            "argument --megatron-path: the path is empty",
         ),
         (["train", "--mode", "ppo"], "invalid choice: 'ppo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
@@ -219,6 +220,49 @@ def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
 def test_overrides_may_stand_behind_options(monkeypatch):
     monkeypatch.setattr(train, "run", lambda args: len(args.overrides))
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (
+            ["train", "--seq_length", "64", "--dry_run", "--peft_scheme=lora", "--world-size", "2"],
+            {"seq_length": 64, "dry_run": True, "peft_scheme": "lora", "world_size": 2},
+        ),
+        (
+            ["convert", "--hf_model=a_b", "--output-dir", "c_d", "--torch_dtype", "bfloat16"],
+            {"hf_model": "a_b", "megatron_path": Path("c_d"), "dtype": "bfloat16"},
+        ),
+        (
+            ["verify", "model", "checkpoint", "--skip_logits"],
+            {"hf_model": "model", "megatron_path": Path("checkpoint"), "skip_logits": True},
+        ),
+        (
+            ["verify", "--hf-model", "model", "--megatron_path", "checkpoint"],
+            {"hf_model": "model", "megatron_path": Path("checkpoint")},
+        ),
+        (
+            ["generate", "--hf-model", "a", "--prompts=in", "--out", "o", "--template", "t"],
+            {"model": "a", "output": Path("o"), "template": Path("t")},
+        ),
+        (["eval", "--megatron-path=run", "--tasks", "x"], {"model": "run"}),
+        (["inspect", "--hf_model", "a"], {"path": Path("a")}),
+        (["tune", "--world-size", "8", "--html", "p"], {"gpus": 8, "report": Path("p")}),
+        (
+            ["verify", "--skip-logits", "a", "--megatron-path", "b"],
+            {"hf_model": "a", "megatron_path": Path("b")},
+        ),
+        (["plot", "a", "--", "--x_y"], {"runs": [Path("a"), Path("--x_y")]}),
+        (["checkpoint", "inspect", "a", "--tensors"], {"tensors": ""}),
+    ],
+)
+def test_other_names_of_options(monkeypatch, words, options):
+    """Both spellings, and the names that earlier versions or other commands have."""
+    seen = {}
+    module = importlib.import_module(f"megatron.bridge.cli.{words[0]}")
+    monkeypatch.setattr(module, "run", lambda args: seen.update(vars(args)) or 0)
+    assert main.main(words) == 0
+    assert options == {name: seen[name] for name in options}
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,16 @@ def _add_adapter_and_base(
     base: str = "Hugging Face base model (default: as the adapter names it)",
 ) -> None:
     parser.add_argument(
-        "--adapter", type=Path, required=True, help="run, checkpoint or peft directory"
+        "--adapter",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="run, checkpoint or peft directory",
     )
-    parser.add_argument("--hf-model", required=base_required, help=base)
-    parser.add_argument("--hf-path", type=Path, required=True, help="directory to create")
+    parser.add_argument("--hf-model", required=base_required, metavar="ID", help=base)
+    parser.add_argument(
+        "--hf-path", type=Path, required=True, metavar="DIR", help="directory to create"
+    )
     add_trust_remote_code(parser)
     add_trust_checkpoint(parser)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.options import add_model_options, add_sampling_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
 
 DESCRIPTION = "Chat with a model in its own template. Answers are streamed; Ctrl-C stops an answer."
@@ -26,7 +27,7 @@ ends.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_model_options(parser, max_requests=1)

@@ -41,8 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspecting.add_argument("path", type=Path, help=one_checkpoint)
     inspecting.add_argument(
         "--tensors",
+        nargs="?",
+        const="",
         metavar="TEXT",
-        help="list the tensors whose names contain TEXT ('': all)",
+        help="list the tensors whose names contain TEXT (without TEXT: all)",
     )
     add_trust_checkpoint(inspecting)
 

@@ -13,6 +13,7 @@ from megatron.bridge.cli.support.options import (
     add_no_progress,
     add_strip_prefix,
 )
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -28,21 +29,21 @@ EXAMPLES = r"""examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
+    parser.add_hidden_names({"--output-dir": "--megatron-path", "--torch-dtype": "--dtype"})
     add_hf_model(parser)
     add_no_adapter(parser)
     parser.add_argument(
         "--megatron-path",
-        "--output-dir",
         type=Path,
         required=True,
+        metavar="DIR",
         help="checkpoint directory to create",
     )
     parser.add_argument(
         "--dtype",
-        "--torch-dtype",
         choices=DTYPES,
         help="dtype of the model (default: as in the checkpoint)",
     )

@@ -2,6 +2,7 @@
 """``megatron-bridge data``: prepare training data, and preview it."""
 
 import argparse
+import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,9 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support import train_job
 from megatron.bridge.cli.support.options import (
-    add_overrides,
     add_recipe_options,
-    add_trust_config,
     add_trust_remote_code,
 )
 from megatron.bridge.cli.support.parser import Parser, Refused, count, workers
@@ -30,16 +29,16 @@ PREPROCESS_EXAMPLE = r"""example:
       --output-prefix data/corpus --append-eod
 """
 PREVIEW_EXAMPLE = r"""example:
-  megatron-bridge data preview llama32_1b_finetune_config --data chats --html preview.html \
+  megatron-bridge data preview --recipe llama32_1b_finetune_config --data chats --html preview.html \
       dataset.train_on=last train.micro_batch_size=2
 """
 PREPARE_EXAMPLE = r"""example:
-  megatron-bridge data prepare llama32_1b_finetune_config --data chats dataset.prepared_dir=prepared \
+  megatron-bridge data prepare --recipe llama32_1b_finetune_config --data chats dataset.prepared_dir=prepared \
       dataset.workers=8
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = "Prepare training data, and preview it."
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
 
@@ -52,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog=PREPROCESS_EXAMPLE,
     )
     preprocessing.set_defaults(run_subcommand=preprocess_text)
+    preprocessing.add_hidden_names({"--tokenizer": "--tokenizer-model"})
     _add_preprocess_options(preprocessing)
 
     previewing = commands.add_parser(
@@ -82,22 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run_options(preparing)
 
 
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add the run whose data is built."""
-    parser.add_argument(
-        "source",
-        metavar="CONFIG",
-        help="YAML file with a complete config, or name of a recipe",
-    )
-    add_overrides(parser)
-    parser.add_argument("--data", metavar="DIR", help="folder of the data, for a recipe")
-    add_trust_config(parser)
-    parser.add_argument("--hf-model", metavar="ID", help="model to train instead of the recipe's")
+def _add_run_options(parser: Parser) -> None:
+    """Add the run whose data is built, as for ``train``."""
+    add_recipe_options(parser)
     parser.add_argument(
         "--world-size",
         type=count,
         metavar="N",
-        help="processes of the run (default: as many as the recipe names, or 1)",
+        help="processes of the run (default: as many as the recipe names or its layout needs)",
     )
 
 
@@ -233,7 +225,7 @@ def preview_data(args: argparse.Namespace) -> int:
     from megatron.bridge.data.preview.render import to_console, to_html
     from megatron.bridge.training.setup import build_data
 
-    config, tokenizer, ranks = _resolved(args)
+    config, tokenizer, ranks = _resolve(args)
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, ranks)
     data = build_data(config, tokenizer, place=(0, ranks))
     found = preview(config.dataset, data, tokenizer, sizes, args.samples)
@@ -249,7 +241,7 @@ def prepare_data(args: argparse.Namespace) -> int:
     from megatron.bridge.data.finetuning.builder import prepare_split
     from megatron.bridge.training.config.resolve.data import tuning_parts
 
-    config, tokenizer, _ = _resolved(args)
+    config, tokenizer, _ = _resolve(args)
     parts = [part for part in tuning_parts(config.dataset) if isinstance(part, SFTDatasetConfig)]
     if not parts or any(part.prepared_dir is None for part in parts):
         raise UserError(
@@ -265,31 +257,39 @@ def prepare_data(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resolved(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, int]":
-    """The config as a run would resolve it, its tokenizer, and the number of data-parallel ranks."""
+def _resolve(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, int]":
+    """Return the config as a run resolves it, its tokenizer, and the number of data-parallel ranks."""
     from megatron.bridge.training.setup import add_tokenizer
 
-    job = train_job.prepare(_as_training(args))
-    resolved = add_tokenizer(job.resolve(args.world_size or job.world_size or 1))
-    return (
-        resolved.config,
-        resolved.tokenizer,
-        resolved.config.data_parallel_size(resolved.world_size),
-    )
+    _take_source(args)
+    job = train_job.prepare(args)
+    resolved = add_tokenizer(job.resolve(args.world_size or _smallest_world_size(job)))
+    config = resolved.config
+    return config, resolved.tokenizer, config.data_parallel_size(resolved.world_size)
 
 
-def _as_training(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of ``train`` that give the same config, from its own parser."""
-    parser = Parser(prog="megatron-bridge data preview")
-    add_recipe_options(parser)
-    source = (
-        {"config": Path(args.source)}
-        if args.source.endswith((".yaml", ".yml"))
-        else {"recipe": args.source}
+def _take_source(args: argparse.Namespace) -> None:
+    """Accept the recipe or the config file as the first word, without ``--recipe`` or ``--config``."""
+    has_source = args.overrides and not train_job.is_override(args.overrides[0])
+    if not has_source or args.recipe is not None or args.config is not None:
+        return
+    source = args.overrides.pop(0)
+    if source.endswith((".yaml", ".yml")):
+        args.config = Path(source)
+    else:
+        args.recipe = source
+
+
+def _smallest_world_size(job: train_job.Job) -> int:
+    """Return the processes of the recipe, and more only if the layout of the model needs more."""
+    model = job.config.model
+    replica = (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
     )
-    data = [args.data] if args.data else None
-    same = {"hf_model": args.hf_model, "trust_config": args.trust_config}
-    return parser.parse_args(args.overrides, argparse.Namespace(data=data, **source, **same))
+    world_size = job.world_size or 1
+    return world_size if replica < 1 else math.ceil(world_size / replica) * replica
 
 
 def preprocess_text(args: argparse.Namespace) -> int:

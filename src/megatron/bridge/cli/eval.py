@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.options import add_model_options
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.utils.optional_imports import import_optional
 
@@ -18,14 +18,15 @@ DESCRIPTION = (
     "Local task files and local data need no network."
 )
 EXAMPLES = """example:
-  megatron-bridge eval checkpoints/smollm2 --tasks my_task --include-path tasks --out results.json
+  megatron-bridge eval checkpoints/smollm2 --tasks my_task --include-path tasks --output results.json
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_model_options(parser)
+    parser.add_hidden_names({"--out": "--output"})
     parser.add_argument(
         "--tasks",
         required=True,
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--few-shot", type=int, metavar="N", help="examples in each prompt")
     parser.add_argument("--chat", action="store_true", help="put prompts into the chat template")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write results and samples as JSON"
+        "--output", type=Path, metavar="FILE", help="write results and samples as JSON"
     )
 
 
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         results = harness.evaluate(llm, args.tasks.split(","), *options)
     if distributed.rank() == 0:
         sys.stdout.write(_table(results) + "\n")
-        if args.out is not None:
-            args.out.write_text(json.dumps(results, default=str, ensure_ascii=False) + "\n")
+        if args.output is not None:
+            args.output.write_text(json.dumps(results, default=str, ensure_ascii=False) + "\n")
     return 0
 
 

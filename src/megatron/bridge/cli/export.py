@@ -15,6 +15,7 @@ from megatron.bridge.cli.support.options import (
     add_strip_prefix,
     add_trust_checkpoint,
 )
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,9 +35,10 @@ EXAMPLES = r"""examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
+    parser.add_hidden_names({"--output-dir": "--hf-path", "--torch-dtype": "--dtype"})
     add_hf_model(
         parser,
         required=False,
@@ -58,9 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--megatron-path",
         type=Path,
         required=True,
+        metavar="DIR",
         help="checkpoint directory, or one iteration in it",
     )
-    parser.add_argument("--hf-path", type=Path, required=True, help="model directory to create")
+    parser.add_argument(
+        "--hf-path", type=Path, required=True, metavar="DIR", help="model directory to create"
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
 from megatron.bridge.cli.support.options import add_trust_checkpoint
+from megatron.bridge.cli.support.parser import POSITIONAL, Parser
 from megatron.bridge.utils.errors import UserError, first_few
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
+    parser.add_hidden_names({"--hf-model": POSITIONAL, "--megatron-path": POSITIONAL})
     parser.add_argument(
         "path", type=Path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint"
     )

@@ -321,7 +321,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
     program = [args.script] if own_script else ["-m", "megatron.bridge.cli.main", "train"]
     own = {
         "kind": args.kind or "jobset",
-        "program": (*program, *_forwarded(args)),
+        "program": (*program, *_forward_arguments(args)),
         "experiment_name": args.experiment_name
         or (args.recipe or Path(args.script).stem).replace("_", "-").lower(),
         "resource": dict(_variable(item, "--resource") for item in args.resource or ()),
@@ -343,7 +343,7 @@ def _options(args: argparse.Namespace) -> LaunchOptions:
     pairs = (_variable(item, "--executor") for item in args.executor)
     own = {
         "script": _script(args.script),
-        "arguments": tuple(_forwarded(args)),
+        "arguments": tuple(_forward_arguments(args)),
         "experiment_name": args.experiment_name or args.recipe or Path(args.script).stem,
         "detach": args.detach and not args.tail_logs,
         "packager": TARGETS[args.on].get("packager", args.packager),
@@ -383,16 +383,22 @@ def _variable(item: str, option: str = "--env") -> tuple[str, str]:
     return name, value
 
 
-def _forwarded(args: argparse.Namespace) -> Iterator[str]:
-    """The arguments that select and change the config, as the user typed them; options first."""
+UNDERSCORED = ("step_func", "seq_length", "peft_scheme", "packed_sequence")
+"""Options that the scripts of the Megatron Bridge API have with underscores."""
+
+
+def _forward_arguments(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the arguments that select and change the config; options first."""
     job = Parser(add_help=False)
     add_recipe_options(job)
     for action in job._actions:
         value = getattr(args, action.dest)
-        if value != action.default and action.option_strings:
-            yield action.option_strings[0]
-            if action.nargs != 0:
-                yield from map(str, value if isinstance(value, list) else [value])
+        if value == action.default or not action.option_strings:
+            continue
+        is_underscored = action.dest in UNDERSCORED
+        yield f"--{action.dest}" if is_underscored else action.option_strings[0]
+        if action.nargs != 0:
+            yield from map(str, value if isinstance(value, list) else [value])
     yield from args.overrides
 
 

@@ -20,7 +20,7 @@ from megatron.bridge.cli.support import output_files
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
 from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError, did_you_mean
-from megatron.bridge.utils.startup import skip_gc_at_exit
+from megatron.bridge.utils.startup import announce_slow_imports, skip_gc_at_exit
 from megatron.bridge.utils.storage_paths import split
 from megatron.bridge.utils.torchrun_env import adopt_slurm_step, read_number
 from megatron.bridge.version import __version__
@@ -64,7 +64,7 @@ URL_OPTIONS = {
 }
 """Options that can be URLs of object storage."""
 
-OUTPUT_FILES = {"out", "output", "timeline", "messages", "certificate"}
+OUTPUT_FILES = {"output", "timeline", "messages", "certificate"}
 """Options that name a file to write."""
 
 
@@ -91,6 +91,7 @@ def _run(arguments: list[str]) -> int:
     if module is None:
         parser.print_help()
         return 2
+    announce_slow_imports()
     _use_local_folders(args)
     _refuse_writing_over_inputs(args)
     output_files.refuse_unrelated_files(str(name), args)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support.parser import POSITIONAL, Parser
 from megatron.bridge.cli.support.text_format import say
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError, first_problems
@@ -22,8 +23,9 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
+    parser.add_hidden_names({"--hf-model": POSITIONAL})
     parser.add_argument(
         "model", metavar="MODEL_OR_CONFIG", help="model directory, hub id, or a config.json"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.options import add_model_options
-from megatron.bridge.cli.support.parser import NamedPaths, count
+from megatron.bridge.cli.support.parser import NamedPaths, Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import import_optional
@@ -30,7 +30,7 @@ The key can also be in the variable MEGATRON_BRIDGE_API_KEY. After SIGTERM, runn
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_model_options(parser)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import output_files, tune_probe, tune_rl
 from megatron.bridge.cli.support.options import TRAIN_MODES, add_recipe_options
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import Job, prepare
 from megatron.bridge.recipes import catalog
@@ -40,9 +40,10 @@ EXAMPLES = """examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
+    parser.add_hidden_names({"--world-size": "--gpus", "--html": "--report"})
     add_recipe_options(parser, modes=(*TRAIN_MODES, "rl"), model_alone=True)
     _add_hardware_options(parser)
     parser.add_argument(

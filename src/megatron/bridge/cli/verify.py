@@ -15,6 +15,7 @@ from megatron.bridge.cli.support.options import (
     add_parallel_sizes,
     add_trust_checkpoint,
 )
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
@@ -31,21 +32,23 @@ DESCRIPTION = (
     "the result, with a hash of each tensor, as a JSON certificate. The exit code is 1 if "
     "anything differs."
 )
-EXAMPLES = """example:
-  megatron-bridge verify HuggingFaceTB/SmolLM2-135M checkpoints/smollm2 --certificate smollm2.json
+EXAMPLES = r"""example:
+  megatron-bridge verify --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \
+      --certificate smollm2.json
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.add_argument("hf_model", metavar="HF_DIR", help="model directory or hub id")
+    parser.add_argument("--hf-model", metavar="ID", help="model directory or hub id")
     parser.add_argument(
-        "megatron_path",
+        "--megatron-path",
         type=Path,
-        metavar="MEGATRON_DIR",
+        metavar="DIR",
         help="checkpoint directory, or one iteration in it",
     )
+    parser.add_options_of_words("--hf-model", "--megatron-path")
     add_no_adapter(parser)
     parser.add_argument(
         "--certificate", type=Path, metavar="FILE", help="write the certificate to this file"
@@ -61,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.hf_model is None or args.megatron_path is None:
+        raise UserError(
+            "verify compares a model with a checkpoint: give --hf-model ID and --megatron-path DIR"
+        )
     # before anything slow is imported
     hub.refuse_adapter_beside_weights(args.hf_model, ignored=args.adapter == "none")
     paths.resolve(args.megatron_path)

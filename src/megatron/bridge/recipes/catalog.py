@@ -99,7 +99,7 @@ def find(name: str) -> Recipe:
     """Return the recipe ``name``; an error suggests the nearest names."""
     recipes = catalog()
     if name not in recipes:
-        hint = did_you_mean(name, recipes) or "; --list shows all of them"
+        hint = did_you_mean(name, recipes) or "; `megatron-bridge train --list` shows all of them"
         raise UserError(f"there is no recipe {name}{hint}")
     return recipes[name]
 

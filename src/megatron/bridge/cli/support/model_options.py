@@ -112,7 +112,7 @@ def check_paths(args: argparse.Namespace) -> None:
 
 
 def _template(args: argparse.Namespace) -> str | None:
-    return args.template and read_text(args.template, f"--template {args.template}")
+    return args.template and read_text(args.template, f"--chat-template {args.template}")
 
 
 def load(args: argparse.Namespace, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of ``LLM`` from the options of the table ``model``."""
+    """Return the keyword arguments of ``LLM`` from the options of ``add_model_options``."""
     names = (*_SAME, "window_rings", "graphs", "trust_remote_code", "trust_checkpoint")
     named = {"adapters": getattr(args, "adapters", None), "template": _template(args)}
     return {**named, **{name: getattr(args, name) for name in names}}

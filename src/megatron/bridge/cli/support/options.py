@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.bridge.cli.support.parser import OptionGroup, count, memory_size
+from megatron.bridge.cli.support.parser import POSITIONAL, OptionGroup, Parser, count, memory_size
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRAIN_MODES = ("pretrain", "sft", "lora", "dora", "distill", "cache-teacher", "dpo")
@@ -30,7 +30,9 @@ def add_recipe_options(
     """
     parser.set_defaults(model_alone=model_alone)
     add_overrides(parser)
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to run; --list shows all")
+    parser.add_argument(
+        "--recipe", metavar="NAME", help="recipe to run; `megatron-bridge train --list` shows all"
+    )
     parser.add_argument(
         "--config",
         type=Path,
@@ -57,7 +59,7 @@ def add_recipe_options(
     )
     parser.add_argument("--mode", choices=modes, help="stage of training (default: the recipe's)")
     parser.add_argument(
-        "--step_func",
+        "--step-func",
         metavar="NAME",
         help=(
             "gpt_step, vlm_step, head_step, or package.module.function of your own (default: "
@@ -66,15 +68,15 @@ def add_recipe_options(
         ),
     )
     parser.add_argument(
-        "--seq_length", type=int, metavar="N", help="tokens per sample, for data and model"
+        "--seq-length", type=int, metavar="N", help="tokens per sample, for data and model"
     )
     parser.add_argument(
-        "--peft_scheme",
+        "--peft-scheme",
         metavar="NAME",
         help="adapter to train, lora or dora; the same as --mode",
     )
     parser.add_argument(
-        "--packed_sequence",
+        "--packed-sequence",
         action="store_true",
         help="pack several fine-tuning samples into one row",
     )
@@ -111,7 +113,7 @@ def add_parallel_sizes(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--etp", type=int, help="tensor-parallel size of the experts")
 
 
-def add_model_options(parser: argparse.ArgumentParser, max_requests: int = 32) -> None:
+def add_model_options(parser: Parser, max_requests: int = 32) -> None:
     """Add any checkpoint that generates text, its layout and its memory.
 
     ``model_options.load`` builds the model from these options.
@@ -120,6 +122,15 @@ def add_model_options(parser: argparse.ArgumentParser, max_requests: int = 32) -
         parser: Parser of a command.
         max_requests: Default number of texts that are processed at the same time.
     """
+    parser.add_hidden_names(
+        {
+            "--hf-model": POSITIONAL,
+            "--megatron-path": POSITIONAL,
+            "--template": "--chat-template",
+            "--tokenizer-model": "--tokenizer",
+            "--torch-dtype": "--dtype",
+        }
+    )
     parser.add_argument(
         "model",
         metavar="PATH",
@@ -135,7 +146,8 @@ def add_model_options(parser: argparse.ArgumentParser, max_requests: int = 32) -
     )
     parser.add_argument("--tokenizer", metavar="ID", help="tokenizer to use instead of the model's")
     parser.add_argument(
-        "--template",
+        "--chat-template",
+        dest="template",
         type=Path,
         metavar="FILE",
         help="chat template to use instead of the tokenizer's",

@@ -3,11 +3,16 @@
 
 import argparse
 import re
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 type OptionGroup = argparse._ArgumentGroup
 """What ``parser.add_argument_group`` returns."""
+
+POSITIONAL = ""
+"""Stands for the positional argument of a command in ``Parser.add_hidden_names``."""
 
 MAX_COUNT = 1 << 20  # processes, which layouts and reports count one by one
 MAX_WORKERS = 1024
@@ -24,14 +29,75 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their full names only; parsers of subcommands are of this class, too.
+    """Takes options by their full names, with ``-`` or ``_`` between the words.
 
-    ``type=Path`` refuses an empty path.
+    ``type=Path`` refuses an empty path. Parsers of subcommands are of this class, too.
     """
 
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
         self.register("type", Path, _nonempty_path)
+        self._hidden_names: dict[str, str] = {}
+        self._options_of_words: tuple[str, ...] = ()
+
+    def add_hidden_names(self, names: Mapping[str, str]) -> None:
+        """Accept further names of options, which the help does not show.
+
+        Args:
+            names: Further name -> name of an option, or ``POSITIONAL`` if the value is the
+                positional argument.
+        """
+        self._hidden_names.update(names)
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = super().parse_known_args(self._replace_names(words), namespace)
+        if self._options_of_words and not any(word.startswith("-") for word in unknown):
+            unknown = self._set_options_of_words(parsed, unknown)
+        return parsed, unknown
+
+    def add_options_of_words(self, *names: str) -> None:
+        """Accept the values of these options, in this order, also without the names of the options."""
+        self._options_of_words = names
+
+    def _set_options_of_words(self, parsed: argparse.Namespace, words: list[str]) -> list[str]:
+        """Give words without an option to the options that are not set; return the words left over."""
+        remaining = list(words)
+        for name in self._options_of_words:
+            action = self._option_string_actions[name]
+            if remaining and getattr(parsed, action.dest) is None:
+                super().parse_known_args([name, remaining.pop(0)], parsed)
+        return remaining
+
+    def _replace_names(self, words: Sequence[str]) -> list[str]:
+        """Replace other spellings and hidden names of options by the names that argparse knows."""
+        replaced: list[str] = []
+        for position, word in enumerate(words):
+            if word == "--":
+                return [*replaced, *words[position:]]
+            name, equals, value = word.partition("=")
+            known_name = self._find_other_name(name)
+            if known_name is None:
+                replaced.append(word)
+            elif known_name != POSITIONAL:
+                replaced.append(f"{known_name}{equals}{value}")
+            elif equals:
+                replaced.append(value)
+        return replaced
+
+    def _find_other_name(self, name: str) -> str | None:
+        """Return the name that argparse knows for another name of an option, else None."""
+        if not name.startswith("--") or name in self._option_string_actions:
+            return None
+        dashed_name = name.replace("_", "-")
+        if dashed_name in self._hidden_names:
+            return self._hidden_names[dashed_name]
+        for option in self._option_string_actions:
+            if option.replace("_", "-") == dashed_name:
+                return option
+        return None
 
 
 def count(text: str) -> int:
