@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command starts without torch, ends with the right exit code, and names mistakes in one line."""
 
+import argparse
 import errno
 import importlib
 import os
@@ -50,6 +51,38 @@ def test_module_of_a_command_declares_its_options(name):
     assert parser.description
     assert main.option_names(parser) - {"-h", "--help"}
     assert callable(module.run)
+
+
+DIFFERENT = {
+    "--executor",  # of launch: a field of NeMo-Run's; of data preprocess: where shards are made
+    "--tensors",  # of checkpoint inspect: a part of their names
+    "--adapter",  # of convert and verify: only whether one is left out
+    "--mode",  # of tune: also rl
+    "--output",  # of port: a folder
+}
+"""Options that differ between commands, and why."""
+
+
+def declared_options(parser):
+    """Yield each option that the help shows, and how it is declared."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from declared_options(subparser)
+        elif action.option_strings and action.help != argparse.SUPPRESS:
+            yield action.option_strings[-1], (type(action), action.nargs, action.choices)
+
+
+def test_an_option_is_the_same_in_all_commands():
+    declared = {}
+    for command in main.COMMANDS:
+        module = main._load(command)
+        _, parsers = main.make_parsers(command, module)
+        for option, how in declared_options(parsers[command]):
+            declared.setdefault(option, []).append(how)
+    different = {option for option, hows in declared.items() if any(how != hows[0] for how in hows)}
+    assert different <= DIFFERENT
+    assert not [option for option in declared if "_" in option]
 
 
 def test_nothing_to_do_shows_help_and_fails(capsys):

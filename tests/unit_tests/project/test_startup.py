@@ -104,7 +104,10 @@ import torch
 from megatron.core.timers import Timers
 from torch.distributed import HashStore, init_process_group
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-assert not {"sympy", "tensorboard"} & sys.modules.keys()
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+LlamaConfig()
+assert "transformers.generation.continuous_batching.cache" in sys.modules
+assert not {"sympy", "tensorboard", "torch._dynamo"} & sys.modules.keys()
 
 init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 from torch.distributed.tensor._ops import _tensor_ops

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what is slow to import out of the import of Megatron-Core until it is used.
+"""Keep what is slow to import out of the imports of Megatron-Core and transformers until it is used.
 
-Importing Megatron-Core imports sympy (0.5 s of CPU time, through torch's DTensor) and TensorBoard (0.2 s), of which
-most processes call nothing. ``backends.cpu.import_hook`` calls the functions of this module around the two imports.
+Importing Megatron-Core imports sympy (0.5 s of CPU time, through torch's DTensor) and TensorBoard (0.2 s), and
+importing configs and tokenizers of transformers imports torch's compiler (0.8 s). Most processes call nothing of them.
+``backends.cpu.import_hook`` calls the functions of this module around these imports.
 """
 
 import functools
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+from megatron.bridge.utils.patching import patched
 
 type Execute = Callable[[ModuleType], None]
 """Runs the code of a module that is being imported."""
@@ -100,3 +103,32 @@ class _SymbolicShapes(ModuleType):
         if sys.modules.get(_SYMBOLIC_SHAPES) is self:
             del sys.modules[_SYMBOLIC_SHAPES]
         return importlib.import_module(_SYMBOLIC_SHAPES)
+
+
+def load_paged_cache(module: ModuleType, execute: Execute) -> None:
+    """Import transformers' paged cache; its decorator ``torch.compiler.disable`` imports the compiler."""
+    if "torch._dynamo" in sys.modules:
+        execute(module)
+        return
+    import torch
+
+    with patched(torch.compiler, disable=_disable_later):
+        execute(module)
+
+
+def _disable_later(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude a function from compilation once there is a compiler."""
+    import torch
+
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call

@@ -30,6 +30,7 @@ _AFTER = {
 _DEFERRED = {
     "megatron.core.timers": late_imports.load_timers,
     "torch.distributed.tensor._ops._tensor_ops": late_imports.load_tensor_ops,
+    "transformers.generation.continuous_batching.cache": late_imports.load_paged_cache,
 }
 
 
