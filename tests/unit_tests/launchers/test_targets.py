@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``launch --on``: what each target takes, what it needs, and the requests that NeMo-Run builds for it."""
 
-import argparse
 import json
 import subprocess
 from dataclasses import fields
@@ -11,6 +10,7 @@ import pytest
 import yaml
 
 from megatron.bridge.cli import launch, main
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.launchers.options import TARGETS, LaunchOptions
 from tests.unit_tests.project.tree import ROOT
 
@@ -27,7 +27,7 @@ NEMO_RUN = pytest.mark.skipif(
 
 def launch_options():
     """Option of ``launch`` without dashes -> its action."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     launch.add_arguments(parser)
     return {action.dest: action for action in parser._actions if action.option_strings}
 

@@ -12,6 +12,7 @@ from megatron.bridge.cli.support.options import (
     add_trust_checkpoint,
     add_trust_remote_code,
 )
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -33,7 +34,7 @@ UNMERGE = "subtract the adapter from a merged model; the result is its base up t
 EXPORT = "write the adapter of a run for peft.PeftModel.from_pretrained"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = (
         "Merge adapters into their base model, subtract them again, or write them for the peft "
         "library."

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import bucket, lock, manifest, paths
 from megatron.bridge.cli.support.options import add_trust_checkpoint
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.config import yaml_text
@@ -26,7 +27,7 @@ EXAMPLES = """examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = "List, inspect, verify, compare or convert Megatron checkpoints."
     parser.epilog = EXAMPLES
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format, train_job
 from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ EXAMPLES = """examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_recipe_options(parser)

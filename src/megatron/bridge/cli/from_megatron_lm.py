@@ -4,7 +4,7 @@
 import argparse
 from pathlib import Path
 
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 
@@ -20,7 +20,7 @@ EXAMPLES = r"""examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.add_argument(

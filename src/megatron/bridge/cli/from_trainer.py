@@ -26,7 +26,7 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     wrong_values,
 )
 from megatron.bridge.cli.migrate.translation import Translation
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
@@ -42,7 +42,7 @@ EXAMPLES = """example:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.add_argument(

@@ -34,7 +34,7 @@ EXAMPLES = r"""examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = (
         "Start a recipe, or a script of your own, on this machine or on a Slurm cluster, through "
         "NeMo-Run."

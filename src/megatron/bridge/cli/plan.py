@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.bridge.cli.support import model_options, text_format
 from megatron.bridge.cli.support.options import add_hf_model
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -29,7 +30,7 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = DESCRIPTION
     add_hf_model(parser, required=False)
     parser.add_argument(

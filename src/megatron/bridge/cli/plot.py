@@ -5,13 +5,14 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError
 
 PICTURE = "curves.png"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = (
         "Plot metrics of one or several runs, by default loss and throughput, from metrics.jsonl."
     )

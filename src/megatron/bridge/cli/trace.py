@@ -5,10 +5,11 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.profiler_traces import find_traces, merge
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = "Work with the traces that profiling.use_pytorch_profiler=true writes."
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     merging = commands.add_parser(

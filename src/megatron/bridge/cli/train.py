@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron.bridge.cli.support.options import add_recipe_options
-from megatron.bridge.cli.support.parser import count
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.cli.support.train_job import STEPS, Job, forward_step, prepare, step_function
 from megatron.bridge.recipes.catalog import search
@@ -25,7 +25,7 @@ EXAMPLES = r"""examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.description = "Pretrain or fine-tune a model from a recipe."
     parser.epilog = EXAMPLES
     add_recipe_options(parser)
