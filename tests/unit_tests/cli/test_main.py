@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command starts without torch, ends with the right exit code, and names mistakes in one line."""
 
+import argparse
 import errno
 import importlib
 import os
@@ -8,7 +9,8 @@ import re
 import resource
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -17,8 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from megatron.bridge.cli import main
+from megatron.bridge.cli import main, train
 from megatron.bridge.cli.support import exit_code as errors
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils import console, torchrun_env
 from megatron.bridge.utils.errors import UserError
 
@@ -37,7 +40,50 @@ def run(capsys, *arguments):
 def test_help_lists_the_subcommands(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(f"    {name} " in out for name in main.SUBCOMMANDS)
+    assert all(f"    {name} " in out for name in main.COMMANDS)
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_module_of_a_command_declares_its_options(name):
+    module = main._load(name)
+    assert f"``megatron-bridge {name}``" in module.__doc__.splitlines()[0]
+    parser = Parser()
+    module.add_arguments(parser)
+    assert parser.description
+    assert main.option_names(parser) - {"-h", "--help"}
+    assert callable(module.run)
+
+
+DIFFERENT = {
+    "--executor",  # of launch: a field of NeMo-Run's; of data preprocess: where shards are made
+    "--tensors",  # of checkpoint inspect: a part of their names
+    "--adapter",  # of convert and verify: only whether one is left out
+    "--mode",  # of tune: also rl
+    "--output",  # of port: a folder
+}
+"""Options that differ between commands, and why."""
+
+
+def declared_options(parser):
+    """Yield each option that the help shows, and how it is declared."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from declared_options(subparser)
+        elif action.option_strings and action.help != argparse.SUPPRESS:
+            yield action.option_strings[-1], (type(action), action.nargs, action.choices)
+
+
+def test_an_option_is_the_same_in_all_commands():
+    declared = {}
+    for command in main.COMMANDS:
+        module = main._load(command)
+        _, parsers = main.make_parsers(command, module)
+        for option, how in declared_options(parsers[command]):
+            declared.setdefault(option, []).append(how)
+    different = {option for option, hows in declared.items() if any(how != hows[0] for how in hows)}
+    assert different <= DIFFERENT
+    assert not [option for option in declared if "_" in option]
 
 
 def test_nothing_to_do_shows_help_and_fails(capsys):
@@ -63,7 +109,7 @@ def test_version(capsys):
         (["plot", "run", "--smoth", "3"], "--smoth 3; did you mean --smooth"),
         (
             ["convert", "--hf-model", "x", "--megatron-path", ""],
-            "--megatron-path/--output-dir: the path is empty",
+            "argument --megatron-path: the path is empty",
         ),
         (["train", "--mode", "ppo"], "invalid choice: 'ppo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
@@ -76,7 +122,9 @@ def test_wrong_usage_ends_with_2(capsys, arguments, message):
 
 
 def test_start_and_help_of_all_subcommands_need_no_torch():
-    code = "import sys; from megatron.bridge.cli.main import SUBCOMMANDS, main\nfor name in SUBCOMMANDS:\n"
+    code = (
+        "import sys; from megatron.bridge.cli.main import COMMANDS, main\nfor name in COMMANDS:\n"
+    )
     code += (
         "  try: main([name, '--help'])\n  except SystemExit as end: assert end.code == 0, name\n"
     )
@@ -246,10 +294,51 @@ def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
 
 
 def test_overrides_may_stand_behind_options(monkeypatch):
-    seen = ModuleType("seen")
-    seen.run = lambda args: len(args.overrides)  # pyright: ignore
-    monkeypatch.setattr(main, "_load", lambda name: seen)
+    monkeypatch.setattr(train, "run", lambda args: len(args.overrides))
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (
+            ["train", "--seq_length", "64", "--dry_run", "--peft_scheme=lora", "--world-size", "2"],
+            {"seq_length": 64, "dry_run": True, "peft_scheme": "lora", "world_size": 2},
+        ),
+        (
+            ["convert", "--hf_model=a_b", "--output-dir", "c_d", "--torch_dtype", "bfloat16"],
+            {"hf_model": "a_b", "megatron_path": Path("c_d"), "dtype": "bfloat16"},
+        ),
+        (
+            ["verify", "model", "checkpoint", "--skip_logits"],
+            {"hf_model": "model", "megatron_path": Path("checkpoint"), "skip_logits": True},
+        ),
+        (
+            ["verify", "--hf-model", "model", "--megatron_path", "checkpoint"],
+            {"hf_model": "model", "megatron_path": Path("checkpoint")},
+        ),
+        (
+            ["generate", "--hf-model", "a", "--prompts=in", "--out", "o", "--template", "t"],
+            {"model": "a", "output": Path("o"), "template": Path("t")},
+        ),
+        (["eval", "--megatron-path=run", "--tasks", "x"], {"model": "run"}),
+        (["inspect", "--hf_model", "a"], {"path": Path("a")}),
+        (["tune", "--world-size", "8", "--html", "p"], {"gpus": 8, "report": Path("p")}),
+        (
+            ["verify", "--skip-logits", "a", "--megatron-path", "b"],
+            {"hf_model": "a", "megatron_path": Path("b")},
+        ),
+        (["plot", "a", "--", "--x_y"], {"runs": [Path("a"), Path("--x_y")]}),
+        (["checkpoint", "inspect", "a", "--tensors"], {"tensors": ""}),
+    ],
+)
+def test_other_names_of_options(monkeypatch, words, options):
+    """Both spellings, and the names that earlier versions or other commands have."""
+    seen = {}
+    module = importlib.import_module(f"megatron.bridge.cli.{words[0]}")
+    monkeypatch.setattr(module, "run", lambda args: seen.update(vars(args)) or 0)
+    assert main.main(words) == 0
+    assert options == {name: seen[name] for name in options}
 
 
 @pytest.mark.parametrize(

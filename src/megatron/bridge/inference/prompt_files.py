@@ -139,7 +139,7 @@ class CompletionFile:
             self._file.truncate(len(complete_lines))
             self._file.seek(len(complete_lines))
         except OSError as error:
-            raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+            raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
         """Write one line and flush it to disk."""
@@ -168,14 +168,12 @@ def _check_done(
         if line_number > len(lines) or record.get("id") != lines[line_number - 1].id:
             raise UserError(
                 f"{path}:{line_number} has id={record.get('id')!r}, but the prompt of that line "
-                "has another id: remove the "
-                "file, or choose another --out"
+                "has another id: remove the file, or choose another --output"
             )
         if record.get(REQUEST) != request_digest(lines[line_number - 1], settings):
             raise UserError(
                 f"{path}:{line_number} with id={record.get('id')!r} was completed from another "
-                "prompt, with other sampling "
-                "parameters or by another model: remove the file, or choose another --out"
+                "prompt, with other sampling parameters or by another model: remove the file, or choose another --output"
             )
     return len(old)
 

@@ -19,7 +19,10 @@ def find(name: str) -> Recipe:
     """Return the recipe ``name``; an error suggests the nearest names."""
     recipes_by_name = catalog()
     if name not in recipes_by_name:
-        hint = did_you_mean(name, recipes_by_name) or "; --list shows all of them"
+        hint = (
+            did_you_mean(name, recipes_by_name)
+            or "; `megatron-bridge train --list` shows all of them"
+        )
         raise UserError(f"there is no recipe {name}{hint}")
     return recipes_by_name[name]
 

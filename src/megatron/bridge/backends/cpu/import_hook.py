@@ -4,7 +4,7 @@
 Megatron-Core binds much of CUDA at import: decorators compile, defaults name devices. The CPU device layer
 (`megatron.bridge.backends.cpu.device`) must therefore be installed before ``megatron.core`` runs, and some of its
 modules are patched right after they ran; if it was imported earlier, `backends.cpu.late_install` patches what is
-there. This module only watches imports. It imports no torch, so that
+there. This module only watches imports, also those that `late_imports` defers. It imports no torch, so that
 ``import megatron.bridge`` stays fast.
 """
 
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from megatron.bridge.backends import late_imports
 
 _CORE = "megatron.core"
 _PREPARED = "__prepared_by_megatron_bridge__"
@@ -25,6 +27,13 @@ _AFTER = {
     "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp": "patch_fsdp_device",
 }
 
+# module -> function that executes it without what is slow to import
+_DEFERRED = {
+    "megatron.core.timers": late_imports.load_timers,
+    "torch.distributed.tensor._ops._tensor_ops": late_imports.load_tensor_ops,
+    "transformers.generation.continuous_batching.cache": late_imports.load_paged_cache,
+}
+
 
 class _CoreFinder:
     """Takes the spec that another finder returns and adds a step around its execution."""
@@ -32,7 +41,7 @@ class _CoreFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _CORE and name not in _AFTER:
+        if name != _CORE and name not in _AFTER and name not in _DEFERRED:
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
@@ -51,6 +60,9 @@ def _watch_loader(name: str, spec: ModuleSpec) -> ModuleSpec:
     execute: Callable[[ModuleType], None] = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
+        if name in _DEFERRED:
+            _DEFERRED[name](module, execute)
+            return
         device = importlib.import_module("megatron.bridge.backends.cpu.device")
         if name == _CORE:
             device.install()

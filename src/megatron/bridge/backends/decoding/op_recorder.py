@@ -6,6 +6,7 @@ write the tensors that were there when they were recorded: inputs are tensors wh
 """
 
 import operator
+import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -33,6 +34,11 @@ def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 class _Recorder(TorchDispatchMode):
     """Writes each operator that runs in the context as a node of a graph."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether the first operator imports torch's compiler (0.8 s), to exclude this class from it."""
+        return "torch._dynamo" in sys.modules
 
     def __init__(self) -> None:
         super().__init__()

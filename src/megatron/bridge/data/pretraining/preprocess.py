@@ -15,14 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from megatron.bridge.data.pretraining.indexed_writer import (
     EncodedDocuments,
@@ -221,6 +213,15 @@ def _show_progress(
     if not terminal.is_terminal:
         yield from results
         return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("tokenizing"),
         BarColumn(),

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader, _IndexReader
-from rich.progress import track
 
 from megatron.bridge.data.pretraining.indexed_writer import (
     HEADER,
@@ -48,7 +47,7 @@ from megatron.bridge.data.tokenizer import tokenizer_key
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import published_file, refuse_unwritable, write_text
-from megatron.bridge.utils.console import console
+from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import installed, missing_message
 
@@ -282,13 +281,7 @@ def _run_rounds(
             suppress(UserError),
             ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as run_ordered,
         ):
-            shown = track(
-                run_ordered(missing),
-                "",
-                len(missing),
-                console=console(),
-                disable=not console().is_terminal,
-            )
+            shown = track(run_ordered(missing), "", len(missing), show=console().is_terminal)
             error_text = next(filter(None, shown), "")
     else:
         broken = _run_cluster(plan, missing, executor, sbatch)
