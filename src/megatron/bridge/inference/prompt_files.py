@@ -167,13 +167,13 @@ def _check_done(
         record = parse_record(raw, f"{path}:{line_number}")
         if line_number > len(lines) or record.get("id") != lines[line_number - 1].id:
             raise UserError(
-                f"{path}:{line_number} has id={record.get('id')!r}, but the prompt of that line "
-                "has another id: remove the file, or choose another --output"
+                f"{path}:{line_number} has id={record.get('id')!r}, but the prompt of that line has "
+                "another id: remove the file, or choose another --output"
             )
         if record.get(REQUEST) != request_digest(lines[line_number - 1], settings):
             raise UserError(
-                f"{path}:{line_number} with id={record.get('id')!r} was completed from another "
-                "prompt, with other sampling parameters or by another model: remove the file, or choose another --output"
+                f"{path}:{line_number} with id={record.get('id')!r} was completed from another prompt, "
+                "with other sampling parameters or by another model: remove the file, or choose another --output"
             )
     return len(old)
 
