@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up .venv first if it is missing or out of date. `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup launch-setup demo check lint unit functional test docs models vocabulary recipes recipe-configs parity examples rules pictures bench lock clean
+.PHONY: help setup launch-setup demo check lint unit functional test docs models vocabulary recipes recipe-configs parity examples figures rules pictures bench lock clean
 
 BIN := .venv/bin
 # pyright runs from its wheel; without this it asks a server whether a newer one exists.
@@ -66,6 +66,9 @@ parity: setup  ## compare all layouts with one process and write docs/parity.md 
 
 examples: setup  ## write the generated part of examples/models/<family>/README.md
 	$(BIN)/python -m scripts.docs.family_pages
+
+figures: setup  ## write docs/figures.tsv into README.md and docs/index.md
+	$(BIN)/python -m scripts.docs.figures
 
 rules: setup  ## write the table of rules into docs/command-line.md
 	$(BIN)/python -m scripts.docs.rules

@@ -152,7 +152,7 @@ def _plain(name: str) -> str:
 
 def _resolved(start: str) -> Any:
     recipe = catalog()[start + PRETRAIN]
-    return recipe.build().resolve(recipe.gpus).config
+    return recipe().resolve(recipe.gpus).config
 
 
 def _predict(line: dict[str, str], config: Any, card: str, verbose: bool) -> Row:

@@ -17,11 +17,12 @@ SIZES = (256, 1024, 4096, 16384, 65536)
 def measure(recipe: str, world_size: int) -> None:
     """Print the parts of one rank's set-up as JSON; each size has a process of its own."""
     from megatron.bridge.cli.rehearse.rank import rehearse_parts, resolved_config
-    from megatron.bridge.cli.support.parser import Parser, add_shared
+    from megatron.bridge.cli.support.options import add_recipe_options
+    from megatron.bridge.cli.support.parser import Parser
     from megatron.bridge.cli.support.train_job import prepare
 
     parser = Parser()
-    add_shared(parser, "job")
+    add_recipe_options(parser)
     # each data-parallel rank needs a sample
     job = prepare(parser.parse_args(["--recipe", recipe, f"train.global_batch_size={max(SIZES)}"]))
     parts: list[Any] = []

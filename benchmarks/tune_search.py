@@ -25,7 +25,7 @@ from megatron.bridge.autotune.search.explain import nearest_fit
 from megatron.bridge.autotune.search.price import Price
 from megatron.bridge.autotune.search.search import Search
 from megatron.bridge.autotune.time import simulate
-from megatron.bridge.recipes.catalog import search as recipes
+from megatron.bridge.recipes.catalog import find
 from megatron.bridge.utils.config.overrides import Layer, apply_layers
 
 GRIDS = {
@@ -91,14 +91,10 @@ OOMS: dict[str, dict[str, list[str]]] = {
 }
 
 
-def recipe(name: str) -> Any:
-    return next(each for each in recipes(name) if each.name == name)
-
-
 def searched(name: str, gpus: int, card: str, overrides: list[str] | None = None) -> Search:
     from megatron.bridge.autotune.gpus import gpu_name
 
-    config = recipe(name).build()
+    config = find(name)()
     apply_layers(config, [Layer("benchmark", overrides=overrides or [])])
     return Search(config.resolve(gpus).config, gpus, gpu_name(card), switches=False)
 
@@ -148,8 +144,8 @@ def ooms() -> int:
 
 
 def _repaired(name: str, kind: str, overrides: list[str]) -> bool:
-    entry = recipe(name)
-    search = searched(name, entry.gpus, entry.gpu_kind, overrides)
+    recipe = find(name)
+    search = searched(name, recipe.gpus, recipe.gpu_kind, overrides)
     start = search.current
     before = None if search.problems(start) else search.price(start)
     goal = nearest_fit(search)
@@ -247,7 +243,7 @@ def speed() -> int:
 
 
 def _milliseconds(step: Callable[[Candidate], Any], layouts: list[Candidate]) -> float:
-    simulate._end.cache_clear()
+    simulate._end_of_last_pass.cache_clear()
     start = time.process_time()
     for layout in layouts:
         step(layout)

@@ -47,17 +47,15 @@ def _ours(arguments, processes=None):
     from megatron.bridge.cli import main
 
     name = arguments[0]
-    parser, _ = main._parsers(name)
+    parser, _ = main.make_parsers(name, main._load(name))
     args, extra = parser.parse_known_args(arguments)
-    assert not extra or main._take_overrides(args, extra), f"unrecognized arguments: {extra}"
+    assert not extra or main.take_overrides(args, extra), f"unrecognized arguments: {extra}"
     if name == "train" and args.list is None:
         validate(args, args.world_size or processes)
     elif name == "launch" and args.script == "run_recipe.py":
         validate(args, args.nodes * args.devices)
     elif name == "data" and args.subcommand != "preprocess":
-        from megatron.bridge.cli.data import _as_training
-
-        validate(_as_training(args), args.world_size)
+        validate(args, args.world_size)
 
 
 def validate(args, processes=None):
@@ -272,7 +270,7 @@ def _small(arguments):
         if "--data" in arguments
         else {"tokenizer.vocab_size": 64}
     )
-    if "--seq_length" not in arguments:
+    if "--seq-length" not in arguments:
         toy |= {"model.seq_length": 128, "dataset.seq_length": 128}
     given = {word.partition("=")[0] for word in arguments}
     place = arguments.index(RUN_RECIPE if RUN_RECIPE in arguments else "train") + 1

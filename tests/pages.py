@@ -189,7 +189,7 @@ def _wrong(call, imported):
         return []
     parameters = inspect.signature(imported[call.func.id]).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return []  # the recipes' typed options: the builder refuses unknown ones when it is called
+        return []  # typed options, which are refused when a recipe is made
     return [
         f"{call.func.id}({item.arg}=)"
         for item in call.keywords

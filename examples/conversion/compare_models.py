@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import logits, model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import add_parallel_sizes
+from megatron.bridge.cli.support.parser import Parser
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,7 +97,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         metavar="ID",
         help="model directory or hub id",
     )
-    add_shared(parser, "parallel")
+    add_parallel_sizes(parser)
     parser.add_argument(
         "--megatron-path", type=Path, help="take Megatron's weights from this checkpoint instead"
     )

@@ -9,16 +9,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.script_options import add_script_options, load_of_script
 from megatron.bridge.utils.errors import UserError
 
 
 def main(argv: Sequence[str]) -> int:
     """Print both texts; the exit code is 1 if their tokens differ."""
     parser = Parser(description=__doc__)
-    add_shared(parser, "script")
+    add_script_options(parser)
     parser.add_argument("--prompt", default="Hello, how are you?")
     args = parser.parse_args(argv)
     if args.hf_model_path is None:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.inference.requests import Sampling
     from megatron.bridge.utils import distributed
 
-    with model_options.load_of_script(args) as llm:
+    with load_of_script(args) as llm:
         ours = llm.generate(args.prompt, Sampling(max_new_tokens=args.max_new_tokens))[0][0]
     if distributed.rank() != 0:
         return 0

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.bridge.cli import convert, export
-from megatron.bridge.cli.main import SUBCOMMANDS, describe
+from megatron.bridge.cli.main import COMMANDS
 from megatron.bridge.cli.support.exit_code import exit_code
 from megatron.bridge.cli.support.parser import Parser
 
@@ -21,8 +21,8 @@ def main(argv: Sequence[str]) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, module in (("import", "convert", convert), ("export", "export", export)):
-        subparser = commands.add_parser(name, help=SUBCOMMANDS[command]["help"])
-        describe(subparser, SUBCOMMANDS[command])
+        subparser = commands.add_parser(name, help=COMMANDS[command])
+        module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     arguments = list(argv)
     if arguments and arguments[0].startswith("--") and arguments[0] != "--help":

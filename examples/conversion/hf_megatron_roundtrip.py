@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron.bridge.cli.support import model_options, text_format
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import add_parallel_sizes
+from megatron.bridge.cli.support.parser import Parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="ID",
         help="model directory or hub id",
     )
-    add_shared(parser, "parallel")
+    add_parallel_sizes(parser)
     parser.add_argument(
         "--output-dir", type=Path, help="also write the Hugging Face model to this directory"
     )

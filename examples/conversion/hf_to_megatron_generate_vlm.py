@@ -7,15 +7,15 @@
 import sys
 from collections.abc import Sequence
 
-from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.script_options import add_script_options, load_of_script
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the answer."""
     parser = Parser(description=__doc__)
-    add_shared(parser, "script")
+    add_script_options(parser)
     parser.add_argument(
         "--image_path", "--image-path", action="append", required=True, help="may be repeated"
     )
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.inference.requests import Sampling
     from megatron.bridge.utils import distributed
 
-    with model_options.load_of_script(args) as llm:
+    with load_of_script(args) as llm:
         completion = llm.chat(
             as_messages(args.prompt, args.image_path), Sampling(max_new_tokens=args.max_new_tokens)
         )

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.cli.support import model_options
-from megatron.bridge.cli.support.parser import add_shared
+from megatron.bridge.cli.support.options import add_parallel_sizes
 from megatron.bridge.models.conversion.check import compare_logits
 from megatron.bridge.recipes.llama import llama32_1b_finetune_config
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/toy_roundtrip"), help="folder of the results"
     )
-    add_shared(parser, "parallel")
+    add_parallel_sizes(parser)
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -67,7 +67,7 @@ def train(runner: Runner, paths: Paths) -> None:
         runner.run(
             *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
             "--recipe", "smollm2_135m_finetune_config", "--mode", "lora", "--data", paths.out / "chats",
-            "--packed_sequence", "--seq_length", str(SEQ_LENGTH),
+            "--packed-sequence", "--seq-length", str(SEQ_LENGTH),
             *(f"{key}={value}" for key, value in overrides.items()),
             live=True,
         )  # fmt: skip

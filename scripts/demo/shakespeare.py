@@ -122,7 +122,7 @@ def training_command(paths: Paths, overrides: dict[str, object]) -> list[str | P
     return [
         *torchrun(), ROOT / "scripts" / "training" / "run_recipe.py",
         "--recipe", "smollm2_135m_pretrain_config", "--mode", "sft",
-        "--data", paths.out / "text" / "train", "--seq_length", str(SEQ_LENGTH),
+        "--data", paths.out / "text" / "train", "--seq-length", str(SEQ_LENGTH),
         *(f"{key}={value}" for key, value in overrides.items()),
     ]  # fmt: skip
 

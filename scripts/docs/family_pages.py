@@ -15,7 +15,7 @@ from scripts.docs.generated import ROOT, GeneratedPart
 from scripts.docs.supported_models import tested_layouts, what_it_is
 
 if TYPE_CHECKING:
-    from megatron.bridge.recipes.catalog import Recipe
+    from megatron.bridge.recipes.recipe import Recipe
 
 FOLDER = ROOT / "examples" / "models"
 START, END = (

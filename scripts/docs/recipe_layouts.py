@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.bridge.recipes.catalog import Recipe
+    from megatron.bridge.recipes.recipe import Recipe
 
 
 def compare(recipe: "Recipe") -> dict[str, Any]:
     """Seconds of a step of ``recipe`` as it is, and in the fastest layout that fits."""
     from megatron.bridge.autotune.search.search import Search
 
-    config = recipe.build().resolve(recipe.gpus).config
+    config = recipe().resolve(recipe.gpus).config
     search = Search(config, recipe.gpus, recipe.gpu_kind, switches=False)
     current, found = search.price(search.current), search.run(5)
     assert current is not None, "a recipe's layout is always possible"

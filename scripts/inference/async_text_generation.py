@@ -12,8 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
+from megatron.bridge.cli.support.script_options import script_engine, script_model
 from megatron.bridge.inference import llm
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
 from megatron.bridge.inference.workers import Workers
@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
     """Load the model in processes of its own and ask for all prompts at once."""
     args = text_generation.parsed(argv, __doc__)
     prompts, sampling = text_generation.prompts_of(args), text_generation.sampling_of(args)
-    path, options = model_options.script_model(args)
-    options |= model_options.script_engine(args)
+    path, options = script_model(args)
+    options |= script_engine(args)
     with Workers(llm.ranks_of(options), llm.LLM, path, options) as workers:
         try:
             asyncio.run(complete_all(workers, prompts, sampling))

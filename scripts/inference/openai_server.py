@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.bridge.cli import serve
-from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.script_options import (
+    add_engine_options,
+    add_script_options,
+    script_engine,
+    script_model,
+)
 from megatron.bridge.utils.optional_imports import import_optional
 
 WITHOUT_EFFECT = {
@@ -25,8 +30,8 @@ WITHOUT_EFFECT = {
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=__doc__)
-    add_shared(parser, "script")
-    add_shared(parser, "script engine")
+    add_script_options(parser)
+    add_engine_options(parser)
     parser.set_defaults(max_new_tokens=None)
     parser.add_argument(
         "--host", default="127.0.0.1", help="others than this machine's need --api-key-file"
@@ -44,13 +49,13 @@ def main(argv: Sequence[str]) -> int:
     for name, reason in WITHOUT_EFFECT.items():
         if getattr(args, name.strip("-").replace("-", "_")):
             sys.stderr.write(f"note: {name} has no effect: {reason}\n")
-    path, options = model_options.script_model(args)
+    path, options = script_model(args)
     for package in serve.PACKAGES:
         import_optional(package, "openai_server.py", "serve", is_setting=False)
     from megatron.bridge.inference.server.run import ServeConfig
     from megatron.bridge.inference.server.run import serve as run_server
 
-    options |= model_options.script_engine(args)
+    options |= script_engine(args)
     name = Path(args.hf_model_path or path).name
     key = serve.read_key(args.api_key_file)
     run_server(path, options, ServeConfig(name, args.host, args.port, key))

@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.cli.support import model_options
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared, count
+from megatron.bridge.cli.support.parser import Parser, count
+from megatron.bridge.cli.support.script_options import (
+    add_engine_options,
+    add_script_options,
+    load_of_script,
+    script_engine,
+)
 
 WITHOUT_EFFECT = {
     "--use-legacy-generation": "there is only one engine",
@@ -34,8 +39,8 @@ WITHOUT_EFFECT_OF_VALUE = {
 def parsed(argv: Sequence[str], description: str | None = __doc__) -> argparse.Namespace:
     """Read the options."""
     parser = Parser(description=description)
-    add_shared(parser, "script")
-    add_shared(parser, "script engine")
+    add_script_options(parser)
+    add_engine_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="may be repeated")
     source.add_argument(
@@ -110,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.bridge.utils import distributed
 
     prompts, sampling = prompts_of(args), sampling_of(args)
-    with model_options.load_of_script(args, **model_options.script_engine(args)) as llm:
+    with load_of_script(args, **script_engine(args)) as llm:
         for prompt, completions in zip(prompts, llm.generate_each(prompts, sampling), strict=True):
             if distributed.rank() == 0:
                 sys.stdout.write(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.exit_code import exit_code
-from megatron.bridge.cli.support.parser import Parser, add_shared, count
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.cli.support.train_job import Job, prepare
 from megatron.bridge.utils import strict_json
@@ -33,7 +34,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser, "job", {"defaults": {"model_alone": True}})
+    add_recipe_options(parser, model_alone=True)
     parser.add_argument(
         "--ops", nargs="+", default=[], metavar="NAME", help="operators (default: all of the model)"
     )

@@ -340,7 +340,12 @@ def test_health_metrics_and_page(client, address):
         ("chat/completions", {"messages": [{"role": "usr", "content": "x"}]}, 400, ["usr", "user"]),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, ["content"]),
         ("chat/completions", {"messages": MESSAGES, "tools": []}, 400, ["tools"]),
-        ("chat/completions", {"messages": MESSAGES, "chat_template": "x"}, 400, ["--template"]),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "chat_template": "x"},
+            400,
+            ["--chat-template"],
+        ),
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, ["logprobs"]),
         (
             "chat/completions",

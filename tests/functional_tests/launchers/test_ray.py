@@ -27,7 +27,7 @@ pytestmark = [
         not BESIDE.is_dir(), reason="Ray is not installed: run scripts/extra.sh shards"
     ),
 ]
-SLOW = ["--step_func", "tests.functional_tests.launchers.waiting_step.slow_forward_step"]
+SLOW = ["--step-func", "tests.functional_tests.launchers.waiting_step.slow_forward_step"]
 SLOW += [word.replace("save_interval=100", "save_interval=2") for word in TOY]
 
 

@@ -22,7 +22,7 @@ NEMO_RUN = pytest.mark.skipif(
 )
 STEPS = 6
 TOY = [
-    *("--recipe", "llama32_1b_pretrain_config", "--seq_length", "32"),
+    *("--recipe", "llama32_1b_pretrain_config", "--seq-length", "32"),
     "model.num_layers=2",
     "model.hidden_size=32",
     "model.num_attention_heads=4",
@@ -39,7 +39,7 @@ TOY = [
     "checkpoint.save_interval=100",
 ]
 
-WAITING = ["--step_func", "tests.functional_tests.launchers.waiting_step.forward_step"]
+WAITING = ["--step-func", "tests.functional_tests.launchers.waiting_step.forward_step"]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ RUN = [
     *(f"train.train_iters={STEPS}", "checkpoint.save_interval=2", "dist.hang_timeout_minutes=0.1"),
     *("model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"),
 ]
-SLOW = ["--step_func", "tests.functional_tests.launchers.waiting_step.slow_forward_step"]
+SLOW = ["--step-func", "tests.functional_tests.launchers.waiting_step.slow_forward_step"]
 NODES = ["--nodes=2"]
 
 

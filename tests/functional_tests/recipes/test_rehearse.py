@@ -58,7 +58,7 @@ def test_what_fails_is_named(folder, capfd, monkeypatch):
         "llama32_1b_pretrain_config",
         "--world-size",
         "1",
-        "--step_func",
+        "--step-func",
         "broken.step",
     )
     assert code == 1

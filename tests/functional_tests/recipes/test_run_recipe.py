@@ -24,7 +24,7 @@ ONE_PROCESS = [
     "model.context_parallel_size=1",
 ]
 TOY = [
-    *("--seq_length", "32"),
+    *("--seq-length", "32"),
     "model.num_layers=2",
     "model.hidden_size=32",
     "model.num_attention_heads=4",

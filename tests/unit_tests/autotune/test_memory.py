@@ -144,7 +144,7 @@ def estimated(model):
     config = config.resolve(1).config
     (chunk,) = meta_model.stage_chunks(model)[0]
     sizes = activations.sizes_of(config)
-    return activations._chunk(model, activations.chunk_counts(chunk, sizes), sizes)[0]
+    return activations._chunk_bytes(model, activations.chunk_counts(chunk, sizes), sizes)[0]
 
 
 def selective(*modules):

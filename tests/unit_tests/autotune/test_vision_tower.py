@@ -17,7 +17,7 @@ from megatron.bridge.autotune.search.search import candidate_of
 from megatron.bridge.autotune.vision_tower import (
     LiveBytes,
     _dropped_gradients,
-    _images,
+    _make_image,
     tower_counts,
     tower_flops,
 )
@@ -76,7 +76,7 @@ def real(media):
 def test_counts_are_those_of_a_real_tower(name):
     meta, tower = towers(name)
     counts = tower_counts(meta, TOKENS)
-    media = real(_images(meta, TOKENS))
+    media = real(_make_image(meta, TOKENS))
     with LiveBytes() as live, _dropped_gradients(tower):
         found = encode(tower, media)
         kept = live.now
@@ -89,7 +89,7 @@ def test_counts_are_those_of_a_real_tower(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_operations_are_those_of_a_real_tower(name):
     meta, tower = towers(name)
-    media = real(_images(meta, TOKENS))
+    media = real(_make_image(meta, TOKENS))
     # fused kernels of a CPU are not counted
     with (
         sdpa_kernel(SDPBackend.MATH),
@@ -144,7 +144,7 @@ def peak(config, stage):
             "labels": labels,
         }
         given["media_rows"] = media_rows(tokens, model.image_token_id, None)
-        given["media"] = real(_images(chunk.vision, length))
+        given["media"] = real(_make_image(chunk.vision, length))
 
         def step(_, chunk):
             output = chunk(input_ids=tokens, **given)

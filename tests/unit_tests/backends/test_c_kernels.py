@@ -150,7 +150,7 @@ def test_training_keeps_its_own_operators():
 )
 def test_a_machine_without_a_compiler_is_told_once(monkeypatch, caplog, command, word):
     monkeypatch.setenv("CC", command)
-    monkeypatch.setattr(c_kernels, "_library", c_kernels._library.__wrapped__)
+    monkeypatch.setattr(c_kernels, "_load_library", c_kernels._load_library.__wrapped__)
     with caplog.at_level(logging.WARNING):
         assert not c_kernels.is_supported(torch.zeros(1, 1, 8))
     assert word in caplog.text

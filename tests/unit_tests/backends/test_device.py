@@ -3,10 +3,10 @@
 
 import importlib
 import logging
+import pickle
 import queue
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -26,10 +26,38 @@ def test_package_imports_without_torch():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_megatron_core_first_is_told_to_swap_lines(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
-    with pytest.raises(ImportError, match=r"put `import megatron\.bridge` above"):
-        import_hook.register()
+CORE_FIRST = """
+import torch
+{first}
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+import megatron.core.dist_checkpointing
+import megatron.bridge
+from tests.toy_run import run_toy
+
+experts = {{"num_moe_experts": 4, "moe_router_topk": 2, "moe_grouped_gemm": True, "hidden_dropout": 0.1}}
+record = run_toy({{"train": {{"train_iters": 2}}, "model": experts}})
+swiglu = megatron.core.fusions.fused_bias_swiglu.swiglu
+print(record.losses, record.grad_norms, hasattr(swiglu, "_torchdynamo_orig_callable"))
+"""
+
+
+def test_order_of_imports_changes_nothing():
+    """Frameworks import Megatron-Core before the bridge."""
+    losses = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", CORE_FIRST.format(first=first)],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for first in ("", "import megatron.bridge")
+    ]
+    assert losses[0] == losses[1]
+    assert losses[0].endswith("False\n")  # its functions are not compiled
 
 
 def test_registered_once():
@@ -182,6 +210,31 @@ def test_tracker_continues_each_state(caplog):
     assert torch.equal(torch.cat(got["one"]), drawn(1, 3))
     assert torch.equal(torch.cat(got["two"]), drawn(2, 2))
     assert torch.equal(torch.cat(got["default"]), drawn(9, 5))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tracker_is_seeded_as_torch_if_nobody_has_seeded_it():
+    """Megatron-LM's ``_set_random_seed`` seeds the tracker only where it sees a CUDA device."""
+    torch.manual_seed(9)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tensor_parallel.model_parallel_cuda_manual_seed(9)
+    with tracker.fork():
+        expected = torch.rand(2)
+    torch.manual_seed(9)
+    tracker.reset()
+    with tracker.fork():
+        assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(torch.rand(1), drawn(9, 1))
+
+
+def test_torch_script_and_pickle_know_the_factories():
+    def script(x: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(3, device=x.device) + torch.zeros_like(x)
+        return x + zeros + torch.arange(3) + torch.full((3,), 2.0) + torch.tensor([1.0, 2.0, 3.0])
+
+    x = torch.ones(3)
+    assert torch.equal(torch.jit.script(script)(x), script(x))
+    assert pickle.loads(pickle.dumps(torch.zeros)) is torch.zeros
 
 
 def test_tracker_forks_nest():

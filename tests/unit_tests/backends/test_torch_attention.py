@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bridge.backends.attention import block_mask, torch_attention
 from megatron.bridge.backends.attention.torch_attention import TorchAttention
+from megatron.bridge.utils.errors import UserError
 from tests.fake_cuda import fake_cuda, fake_mode
 from tests.unit_tests.backends import naive
 
@@ -152,6 +153,30 @@ def test_arbitrary_mask(shape, softcap, monkeypatch):
         seen = ~hidden & naive.seen_by_position(40, 40, causal=mask_type is AttnMaskType.causal)
         expected = naive.attention(q, k, v, seen, scale=WIDTH**-0.5, softcap=softcap)
         assert_same(module, (q, k, v), module(q, k, v, hidden), expected)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_mask_of_valid_tokens_hides_nothing_from_causal_attention(batch):
+    """RL frameworks pass [b, s], true for valid tokens, which Transformer Engine ignores."""
+    module = build()
+    q, k, v = inputs(batch=batch)
+    valid = torch.ones(batch, 40, dtype=torch.bool)
+    valid[0, 30:] = False
+    expected = naive.attention(q, k, v, naive.seen_by_position(40, 40), scale=WIDTH**-0.5)
+    assert_same(module, (q, k, v), module(q, k, v, valid), expected)
+
+
+def test_mask_of_valid_tokens_with_padding_first_is_refused():
+    valid = torch.ones(BATCH, 40, dtype=torch.bool)
+    valid[0, :3] = False
+    with pytest.raises(UserError, match="put the padding at the end"):
+        build()(*inputs(), valid)
+
+
+def test_mask_of_valid_tokens_needs_causal_attention():
+    valid = torch.ones(BATCH, 40, dtype=torch.bool)
+    with pytest.raises(UserError, match=r"no_mask.*\[batch, 1, 1, sequence\]"):
+        build(mask_type=AttnMaskType.no_mask)(*inputs(), valid)
 
 
 def test_values_narrower_than_keys():

@@ -125,7 +125,9 @@ def test_a_gpu_is_filled_block_by_block(tmp_path, monkeypatch):
 def test_a_file_that_ends_early(tmp_path, copies, monkeypatch):
     _save(tmp_path, torch.randn(100, 100))
     (shard,) = tmp_path.glob("*.distcp")
-    monkeypatch.setattr(inplace_reader, "_start", lambda *args: shard.stat().st_size - 8)
+    monkeypatch.setattr(
+        inplace_reader, "_contiguous_offset", lambda *args: shard.stat().st_size - 8
+    )
     with pytest.raises(EOFError, match="39992 bytes of a tensor are missing"):
         _read(inplace_reader.InplaceReader, tmp_path, torch.zeros(100, 100))
 

@@ -75,7 +75,9 @@ def test_taking_it_twice_is_one_lock(tmp_path):
 def test_a_release_that_a_restart_interrupts_leaves_the_folder_free(tmp_path, monkeypatch):
     lock.acquire(tmp_path)
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(lock, "_remove", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        interrupted.setattr(
+            lock, "_remove_record", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             lock.release(tmp_path)
     assert lock.holder(tmp_path) == Process.current()

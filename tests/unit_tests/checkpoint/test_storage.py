@@ -288,7 +288,7 @@ def test_a_living_run_elsewhere_keeps_its_lock(files, monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
     _held_elsewhere(files)
     tags = iter(["1", "2"])
-    monkeypatch.setattr(lock, "_touched", lambda record: next(tags))
+    monkeypatch.setattr(lock, "_last_touch", lambda record: next(tags))
     with pytest.raises(
         UserError, match=f"{RUN} is being written by process 7 on elsewhere.*checkpoint.save"
     ):

@@ -11,7 +11,8 @@ from megatron.bridge.cli import from_trainer
 from megatron.bridge.cli.from_trainer import translate
 from megatron.bridge.cli.main import main
 from megatron.bridge.cli.migrate.trainer_defaults import TRAINER
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.cli.support.train_job import prepare
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError
@@ -67,7 +68,7 @@ def test_axolotl():
         "hf-model": "m",
         "data": "d.jsonl",
         "mode": "lora",
-        "packed_sequence": "",
+        "packed-sequence": "",
     }
     assert json.loads(found.settings["train.num_epochs"]) == 1.5
     assert json.loads(found.settings["train.global_batch_size"]) == 2 * 4 * 8
@@ -189,7 +190,7 @@ def test_defaults_of_the_framework(case):
 
 def test_stage_and_adapter_are_both_kept():
     values = {"finetuning_type": "lora", "stage": "dpo", "pref_beta": 0.3}
-    assert translate(values, 1).options == {"mode": "dpo", "peft_scheme": "lora"}
+    assert translate(values, 1).options == {"mode": "dpo", "peft-scheme": "lora"}
     full = translate({"finetuning_type": "full", "lora_rank": 8, "stage": "sft"}, 1)
     assert full.options["mode"] == "sft"
     assert not any(key.startswith("peft.") for key in full.translation.settings)
@@ -248,7 +249,7 @@ def test_the_printed_command_runs_with_the_written_file(tmp_path, capsys):
     command = shlex.split(capsys.readouterr().err.splitlines()[-1])
     assert command[:2] == ["megatron-bridge", "train"]
     parser = Parser()
-    add_shared(parser, "job")
+    add_recipe_options(parser)
     config = prepare(parser.parse_args(command[2:])).config
     assert (config.optimizer.lr, config.train.train_iters, config.checkpoint.save) == (
         2e-4,

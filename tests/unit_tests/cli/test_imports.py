@@ -20,6 +20,9 @@ HEAVY = [
         "networkx",
         "sklearn",
         "matplotlib",
+        "rich",
+        "sympy",
+        "tensorboard",
         "tensorstore",
         "wandb",
         "mlflow",
@@ -94,7 +97,7 @@ MISTYPED = [
             ["train.train_itres=5"],
             ["train.train_iters=many"],
             ["model.hidden_dropout=2"],
-            ["--step_func", "math.setp"],
+            ["--step-func", "math.setp"],
             ["--hf-model", "/nope"],
         )
     ),

@@ -7,7 +7,8 @@ import pytest
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.training.config import DistillConfig
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
@@ -21,14 +22,14 @@ FINETUNE = ("--recipe", "llama32_1b_finetune_config")
 
 def parsed(*arguments):
     parser = Parser()
-    add_shared(parser, "job")
+    add_recipe_options(parser)
     return parser.parse_args(arguments)
 
 
 def test_packed_rows_stay_as_they_were_asked_for(tmp_path):
     """A run resolves a copy: what is filled in there is no change of what was asked for."""
     base = ("--data", str(tmp_path), "checkpoint.pretrained_checkpoint=base")
-    ready = train_job.prepare(parsed(*FINETUNE, *base, "--packed_sequence"))
+    ready = train_job.prepare(parsed(*FINETUNE, *base, "--packed-sequence"))
     resolved = copy.deepcopy(ready.config)
     resolved.validate(1)
     check_sticks(resolved, ready.changes)
@@ -44,8 +45,8 @@ def test_any_recipe_can_train_a_student():
 
 
 def test_a_step_of_ones_own_is_not_ignored():
-    with pytest.raises(UserError, match=r"--step_func a.b cannot be used with --mode distill"):
-        train_job.prepare(parsed(*PRETRAIN, "--mode", "distill", "--step_func", "a.b"))
+    with pytest.raises(UserError, match=r"--step-func a.b cannot be used with --mode distill"):
+        train_job.prepare(parsed(*PRETRAIN, "--mode", "distill", "--step-func", "a.b"))
 
 
 def test_a_teacher_is_cached_and_learnt_from(tmp_path, capsys):

@@ -28,6 +28,17 @@ def test_a_dry_run_shows_what_would_run(capsys):
     assert "hf-megatron-bridge[launch]" in out
 
 
+def test_scripts_get_the_names_of_the_api(capsys, tmp_path):
+    """A script of the Megatron Bridge API has underscores, however the option was typed."""
+    script = tmp_path / "own.py"
+    script.write_text("")
+    words = ("--script", str(script), "--seq-length", "64", "--packed_sequence", "--hf_model", "a")
+    code, out, _ = run(capsys, *LAUNCH, "--dry-run", *words)
+    assert code == 0
+    recipe = "--recipe llama32_1b_pretrain_config"
+    assert f"own.py {recipe} --hf-model a --seq_length 64 --packed_sequence\n" in out
+
+
 def test_a_dry_run_checks_the_config(capsys):
     code, _, error = run(capsys, *LAUNCH, "--dry-run", "model.tensor_model_parallel_size=3")
     assert code == 1

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command starts without torch, ends with the right exit code, and names mistakes in one line."""
 
+import argparse
 import errno
 import importlib
 import os
 import re
+import resource
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -16,8 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from megatron.bridge.cli import main
+from megatron.bridge.cli import main, train
 from megatron.bridge.cli.support import exit_code as errors
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils import console, torchrun_env
 from megatron.bridge.utils.errors import UserError
 
@@ -36,7 +40,50 @@ def run(capsys, *arguments):
 def test_help_lists_the_subcommands(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
-    assert all(f"    {name} " in out for name in main.SUBCOMMANDS)
+    assert all(f"    {name} " in out for name in main.COMMANDS)
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_module_of_a_command_declares_its_options(name):
+    module = main._load(name)
+    assert f"``megatron-bridge {name}``" in module.__doc__.splitlines()[0]
+    parser = Parser()
+    module.add_arguments(parser)
+    assert parser.description
+    assert main.option_names(parser) - {"-h", "--help"}
+    assert callable(module.run)
+
+
+DIFFERENT = {
+    "--executor",  # of launch: a field of NeMo-Run's; of data preprocess: where shards are made
+    "--tensors",  # of checkpoint inspect: a part of their names
+    "--adapter",  # of convert and verify: only whether one is left out
+    "--mode",  # of tune: also rl
+    "--output",  # of port: a folder
+}
+"""Options that differ between commands, and why."""
+
+
+def declared_options(parser):
+    """Yield each option that the help shows, and how it is declared."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                yield from declared_options(subparser)
+        elif action.option_strings and action.help != argparse.SUPPRESS:
+            yield action.option_strings[-1], (type(action), action.nargs, action.choices)
+
+
+def test_an_option_is_the_same_in_all_commands():
+    declared = {}
+    for command in main.COMMANDS:
+        module = main._load(command)
+        _, parsers = main.make_parsers(command, module)
+        for option, how in declared_options(parsers[command]):
+            declared.setdefault(option, []).append(how)
+    different = {option for option, hows in declared.items() if any(how != hows[0] for how in hows)}
+    assert different <= DIFFERENT
+    assert not [option for option in declared if "_" in option]
 
 
 def test_nothing_to_do_shows_help_and_fails(capsys):
@@ -62,7 +109,7 @@ def test_version(capsys):
         (["plot", "run", "--smoth", "3"], "--smoth 3; did you mean --smooth"),
         (
             ["convert", "--hf-model", "x", "--megatron-path", ""],
-            "--megatron-path/--output-dir: the path is empty",
+            "argument --megatron-path: the path is empty",
         ),
         (["train", "--mode", "ppo"], "invalid choice: 'ppo'"),
         (["--bogus"], "unrecognized arguments: --bogus"),
@@ -75,7 +122,9 @@ def test_wrong_usage_ends_with_2(capsys, arguments, message):
 
 
 def test_start_and_help_of_all_subcommands_need_no_torch():
-    code = "import sys; from megatron.bridge.cli.main import SUBCOMMANDS, main\nfor name in SUBCOMMANDS:\n"
+    code = (
+        "import sys; from megatron.bridge.cli.main import COMMANDS, main\nfor name in COMMANDS:\n"
+    )
     code += (
         "  try: main([name, '--help'])\n  except SystemExit as end: assert end.code == 0, name\n"
     )
@@ -167,6 +216,48 @@ def test_a_lost_rank_is_one_sentence(capsys, monkeypatch, message, reason):
     assert "repeat the command" in line
 
 
+def test_too_few_open_files_are_one_sentence(capsys):
+    def fail():
+        raise RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:186] Too many open files")
+
+    assert errors.exit_code(fail) == 1
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert f"only {limit} files" in (message := capsys.readouterr().err)
+    assert "ulimit -n" in message
+
+
+def test_soft_limit_of_open_files_is_raised():
+    script = (
+        "import resource; from megatron.bridge.cli.support.exit_code import exit_code\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (32, 500))\n"
+        "exit_code(lambda: print(resource.getrlimit(resource.RLIMIT_NOFILE)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "(500, 500)\n"
+
+
+def test_too_little_address_space_is_one_sentence():
+    command = "ulimit -v 400000; exec $0 -m megatron.bridge.cli.main doctor"
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: this process may use only 0.4 GB of address space")
+    assert "ulimit -v unlimited" in line
+
+
+def test_full_disk_behind_standard_output_is_one_sentence():
+    command = "$0 -m megatron.bridge.cli.main train --list > /dev/full"
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
 def test_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         errors.exit_code(lambda: 1 // 0)
@@ -203,10 +294,51 @@ def test_other_distribution_is_refused(capsys, monkeypatch, tmp_path):
 
 
 def test_overrides_may_stand_behind_options(monkeypatch):
-    seen = ModuleType("seen")
-    seen.run = lambda args: len(args.overrides)  # pyright: ignore
-    monkeypatch.setattr(main, "_load", lambda name: seen)
+    monkeypatch.setattr(train, "run", lambda args: len(args.overrides))
     assert main.main(["train", "a.b=1", "--recipe", "x", "c.d=2", "--dry-run", "e.f=3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (
+            ["train", "--seq_length", "64", "--dry_run", "--peft_scheme=lora", "--world-size", "2"],
+            {"seq_length": 64, "dry_run": True, "peft_scheme": "lora", "world_size": 2},
+        ),
+        (
+            ["convert", "--hf_model=a_b", "--output-dir", "c_d", "--torch_dtype", "bfloat16"],
+            {"hf_model": "a_b", "megatron_path": Path("c_d"), "dtype": "bfloat16"},
+        ),
+        (
+            ["verify", "model", "checkpoint", "--skip_logits"],
+            {"hf_model": "model", "megatron_path": Path("checkpoint"), "skip_logits": True},
+        ),
+        (
+            ["verify", "--hf-model", "model", "--megatron_path", "checkpoint"],
+            {"hf_model": "model", "megatron_path": Path("checkpoint")},
+        ),
+        (
+            ["generate", "--hf-model", "a", "--prompts=in", "--out", "o", "--template", "t"],
+            {"model": "a", "output": Path("o"), "template": Path("t")},
+        ),
+        (["eval", "--megatron-path=run", "--tasks", "x"], {"model": "run"}),
+        (["inspect", "--hf_model", "a"], {"path": Path("a")}),
+        (["tune", "--world-size", "8", "--html", "p"], {"gpus": 8, "report": Path("p")}),
+        (
+            ["verify", "--skip-logits", "a", "--megatron-path", "b"],
+            {"hf_model": "a", "megatron_path": Path("b")},
+        ),
+        (["plot", "a", "--", "--x_y"], {"runs": [Path("a"), Path("--x_y")]}),
+        (["checkpoint", "inspect", "a", "--tensors"], {"tensors": ""}),
+    ],
+)
+def test_other_names_of_options(monkeypatch, words, options):
+    """Both spellings, and the names that earlier versions or other commands have."""
+    seen = {}
+    module = importlib.import_module(f"megatron.bridge.cli.{words[0]}")
+    monkeypatch.setattr(module, "run", lambda args: seen.update(vars(args)) or 0)
+    assert main.main(words) == 0
+    assert options == {name: seen[name] for name in options}
 
 
 @pytest.mark.parametrize(

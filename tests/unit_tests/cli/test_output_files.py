@@ -11,7 +11,7 @@ NOTES = "my notes of a year\n"
 SCRIPT = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4\n"
 TUNE = ["tune", "--recipe", "llama32_1b_pretrain_config", "--gpus", "1", "--gpu", "h100"]
 COMMANDS = {
-    "eval": (["eval", "model", "--tasks", "arc"], "--out"),
+    "eval": (["eval", "model", "--tasks", "arc"], "--output"),
     "verify": (["verify", "hf", "megatron"], "--certificate"),
     "tune": (TUNE, "--output"),
     "tune page": (TUNE, "--report"),

@@ -44,7 +44,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("size", ["49b", "253b"])
 def test_layers_that_are_described_one_by_one_keep_their_kinds(size):
     recipe = find(f"llama_nemotron_{size}_pretrain_config")
-    config = recipe.build()
+    config = recipe()
     config = config.resolve(recipe.gpus).config
     small = toy_config.shrink(config, recipe.gpus, steps=1)
     small.config.validate(small.dimensions.ranks)
@@ -75,7 +75,7 @@ def test_layers_without_attention_stay_beside_those_with_it(tmp_path, name, fiel
     (tmp_path / "config.json").write_text(
         (Path(published.__path__[0]) / f"{name}.json").read_text()
     )
-    config = find("olmoe_7b_pretrain_config").build()
+    config = find("olmoe_7b_pretrain_config")()
     config.model = AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider(load_weights=False)
     config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size = 2, 4
     config.model.sequence_parallel = True
@@ -92,7 +92,7 @@ def test_layers_without_attention_stay_beside_those_with_it(tmp_path, name, fiel
 
 def test_layers_of_no_operations_have_a_time_under_selective_recomputation():
     """Architecture search took attention and MLP from them."""
-    config = find("llama_nemotron_253b_finetune_config").build().resolve(144).config
+    config = find("llama_nemotron_253b_finetune_config")().resolve(144).config
     small = toy_config.shrink(config, 144, steps=1)
     small.config.model.recompute_granularity = "selective"
     assert predict(small.config, small.dimensions.ranks, "H100 80GB").seconds > 0
@@ -101,7 +101,7 @@ def test_layers_of_no_operations_have_a_time_under_selective_recomputation():
 def test_a_toy_to_tune_predicts_one_token():
     """Transformers makes it."""
     recipe = find("deepseek_v3_finetune_config")
-    config = recipe.build()
+    config = recipe()
     job = Job(config, Origins.of(config), recipe.name, "sft", recipe.gpus, recipe)
     small = command._toy_of(job, recipe.gpus, 1)
     assert small.config.model.mtp_num_layers is None
@@ -110,7 +110,7 @@ def test_a_toy_to_tune_predicts_one_token():
 
 
 def test_heads_that_are_normed_together_are_as_wide_as_the_model():
-    config = find("olmoe_7b_pretrain_config").build()
+    config = find("olmoe_7b_pretrain_config")()
     config = config.resolve(8).config
     model = toy_config.shrink(config, 8, 1).config.model
     assert model.kv_channels * model.num_attention_heads == model.hidden_size
@@ -124,7 +124,7 @@ def test_a_toy_of_every_architecture_computes_what_transformers_does(model, tmp_
     leave()  # an earlier test in this process may have left its group
     row = ONE_FOR_EACH[model]
     kind = model_class(row.model)
-    config = find("llama32_1b_pretrain_config").build()
+    config = find("llama32_1b_pretrain_config")()
     source = kind.config_class(**row.config, architectures=[kind.__name__])
     config.model = AutoBridge.from_hf_config(source).to_megatron_provider(load_weights=False)
     config.model.seq_length = config.dataset.seq_length = 64
@@ -169,14 +169,12 @@ RECIPES = [
 @pytest.mark.parametrize("name", RECIPES)
 def test_toys_keep_what_the_recipe_has(name):
     recipe = find(name)
-    config = recipe.build()
+    config = recipe()
     config = config.resolve(recipe.gpus).config
     small = toy_config.shrink(config, recipe.gpus, steps=2)
     small.config.validate(small.dimensions.ranks)
     assert meta_model.parameter_count(small.config.model) < 1_100_000
-    assert recipe.build().model.num_layers == config.model.num_layers, (
-        "the real config is left as it is"
-    )
+    assert recipe().model.num_layers == config.model.num_layers, "the real config is left as it is"
     before, after = config.model, small.config.model
     for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
         was, size = (getattr(model, f"{key}_parallel_size") for model in (before, after))

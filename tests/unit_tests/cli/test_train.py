@@ -262,7 +262,7 @@ def test_references_are_resolved_behind_the_command_line(capsys, tmp_path):
 
 
 def test_seq_length_sets_data_and_model(capsys):
-    config, out = dry_run(capsys, *RECIPE, "--seq_length", "512")
+    config, out = dry_run(capsys, *RECIPE, "--seq-length", "512")
     assert (config.dataset.seq_length, config.model.seq_length) == (512, 512)
     assert out.count("seq_length: 512  # command line\n") == 2
 
@@ -304,7 +304,7 @@ def test_a_dry_run_reads_what_the_run_reads(capsys, tmp_path):
     (refused,) = [line for line in out.splitlines() if "would be refused" in line]
     assert "model.num_layers=16" in refused
     assert f"--hf-model {tmp_path / 'model'}" in refused
-    short = ("--hf-model", str(tmp_path / "model"), "--seq_length", "32")
+    short = ("--hf-model", str(tmp_path / "model"), "--seq-length", "32")
     code, out, _ = run(capsys, *FINETUNE, *given, *short)
     assert "would be refused" not in out
     assert code == int("does NOT fit" in out)
@@ -342,7 +342,7 @@ def test_a_dry_run_tries_the_sample_prompts(capsys, tmp_path):
         "--data",
         str(tmp_path),
         f"tokenizer.tokenizer_model={TOKENIZER}",
-        "--seq_length",
+        "--seq-length",
         "32",
         *splits,
     )
@@ -387,10 +387,10 @@ def test_data_of_a_fine_tuning_is_a_folder(capsys):
     assert "one folder" in run(capsys, *recipe, "--data", "a", "b", "--dry-run")[2]
 
 
-@pytest.mark.parametrize(("adapter", "lr"), [([], 5e-7), (["--peft_scheme", "lora"], 5e-6)])
+@pytest.mark.parametrize(("adapter", "lr"), [([], 5e-7), (["--peft-scheme", "lora"], 5e-6)])
 def test_any_recipe_of_fine_tuning_can_tune_preferences(capsys, adapter, lr):
     """Its config is the one of the recipe with dpo in its name, at the length of the recipe."""
-    words = ["--mode", "dpo", "--data", "pairs", "dpo.beta=0.3", "--seq_length", "512"]
+    words = ["--mode", "dpo", "--data", "pairs", "dpo.beta=0.3", "--seq-length", "512"]
     words.append("checkpoint.pretrained_checkpoint=meta-llama/Llama-3.2-1B")
     recipes = ("llama32_1b_finetune_config", "llama32_1b_dpo_config")
     made, expected = (
@@ -422,12 +422,12 @@ def test_list_takes_a_stage(capsys, stage):
 
 
 def test_list_shows_what_each_recipe_builds(capsys):
-    """The table is read from source text; the configs that the recipes return say the same."""
+    """The table shows recommended values; the configs that the recipes build have them."""
     _, out, _ = run(capsys, "train", "--list")
     rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     assert set(rows) == set(catalog())
     for name, cells in rows.items():
-        config = find(name).build()
+        config = find(name)()
         assert cells[-2] == str(config.dataset.seq_length), name
         precision = str(config.mixed_precision).removesuffix("_mixed").removeprefix("bf16_with_")
         assert cells[-1] == precision, name
@@ -454,8 +454,14 @@ BAD = [
         ["--recipe", "llama32_1b_pretrain"],
         "there is no recipe llama32_1b_pretrain; did you mean llama32_1b_pretrain_c",
     ),
-    (["--recipe", "zzz"], "there is no recipe zzz; --list shows all of them"),
-    ([], "there is nothing to run: give --recipe NAME (--list shows the names)"),
+    (
+        ["--recipe", "zzz"],
+        "there is no recipe zzz; `megatron-bridge train --list` shows all of them",
+    ),
+    (
+        [],
+        "there is nothing to run: give --recipe NAME (`megatron-bridge train --list` shows the names)",
+    ),
     (["--list", "zzz"], "no recipe contains 'zzz'; --list alone shows all of them"),
     (
         [*RECIPE[1:], "train.train_itres=5"],
@@ -483,7 +489,7 @@ BAD = [
     ),
     ([*RECIPE[1:], "--world-size", "7"], "train.global_batch_size=512 is not a multiple of"),
     (
-        [*RECIPE[1:], "--seq_length", "64", "dataset.seq_length=32"],
+        [*RECIPE[1:], "--seq-length", "64", "dataset.seq_length=32"],
         "dataset.seq_length is given twice",
     ),
     (
@@ -495,13 +501,13 @@ BAD = [
         "model.bf16=False from the command line has no effect: another setting changed it to True",
     ),
     ([*RECIPE[1:], "comm_overlap=1"], "comm_overlap must be a CommOverlapConfig or null, not 1"),
-    ([*RECIPE[1:], "--peft_scheme", "lora"], "use a finetune recipe"),
+    ([*RECIPE[1:], "--peft-scheme", "lora"], "use a finetune recipe"),
     (
         [*FINETUNE[1:], "--mode", "dora"],
         "peft needs checkpoint.pretrained_checkpoint: give the weights",
     ),
     (
-        [*FINETUNE[1:], "--mode", "lora", "--peft_scheme", "dora"],
+        [*FINETUNE[1:], "--mode", "lora", "--peft-scheme", "dora"],
         "contradict each other: leave one out",
     ),
     (
@@ -510,11 +516,11 @@ BAD = [
     ),
     ([*FINETUNE[1:], "--mode", "dora", "peft=null"], "has no peft: change its peft"),
     (
-        [*FINETUNE[1:], "--peft_scheme", "lroa"],
+        [*FINETUNE[1:], "--peft-scheme", "lroa"],
         "peft=lroa is not known; did you mean lora or dora?",
     ),
     (
-        [*RECIPE[1:], "--packed_sequence"],
+        [*RECIPE[1:], "--packed-sequence"],
         "is a MockGPTDatasetConfig: use a finetune recipe, or leave it out",
     ),
     (
@@ -544,11 +550,11 @@ def test_a_setting_without_a_dot_behind_data_is_a_setting_and_a_folder_of_that_n
 
 def test_packed_rows_are_as_long_as_those_of_the_model(capsys, tmp_path):
     base = ("--data", str(tmp_path), "checkpoint.pretrained_checkpoint=base")
-    config, out = dry_run(capsys, *FINETUNE, *base, "--packed_sequence", "--seq_length", "512")
+    config, out = dry_run(capsys, *FINETUNE, *base, "--packed-sequence", "--seq-length", "512")
     assert config.dataset.packed_sequence_specs.packed_sequence_size == 512
     assert "  packed_sequence_specs:" in out
     assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 128)
-    _, out = dry_run(capsys, *SMALL_MODEL, *base, "--packed_sequence")
+    _, out = dry_run(capsys, *SMALL_MODEL, *base, "--packed-sequence")
     assert "train.micro_batch_size=16 -> 1" in out
 
 
@@ -647,16 +653,16 @@ def test_wrong_values_in_a_whole_config_are_named(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vlm_stepp", "--step_func vlm_stepp does not exist: use gpt_step"),
+        ("vlm_stepp", "--step-func vlm_stepp does not exist: use gpt_step"),
         (
             "no_such_module.step",
-            "--step_func no_such_module.step: there is no module named 'no_such_module'",
+            "--step-func no_such_module.step: there is no module named 'no_such_module'",
         ),
-        ("math.pi", "--step_func math.pi is not a function"),
+        ("math.pi", "--step-func math.pi is not a function"),
     ],
 )
 def test_wrong_step_function_is_named(capsys, name, message):
-    code, _, err = run(capsys, *RECIPE, "--step_func", name)
+    code, _, err = run(capsys, *RECIPE, "--step-func", name)
     assert code == 1
     assert message in err
 
@@ -733,9 +739,9 @@ def test_a_vision_model_is_trained_by_its_own_step(capsys):
     code, text, _ = run(capsys, "train", "--recipe", "qwen25_vl_3b_finetune_config", "--dry-run")
     assert code == 0
     assert "tokens of images at once" in text
-    code, _, errors = run(capsys, *RECIPE, "--step_func", "vlm_step", "--dry-run")
+    code, _, errors = run(capsys, *RECIPE, "--step-func", "vlm_step", "--dry-run")
     assert code == 1
-    assert "--step_func vlm_step" in errors
+    assert "--step-func vlm_step" in errors
 
 
 SIZES = {

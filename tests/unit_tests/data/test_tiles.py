@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from megatron.bridge.data.media.media_rules import MediaRules
-from megatron.bridge.data.media.processing import TileProcessor
 from megatron.bridge.data.media.references import decode
+from megatron.bridge.data.media.tile_processor import TileProcessor
 from megatron.bridge.data.records.encoding import RecordEncoder
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer

@@ -316,7 +316,7 @@ def test_completions_of_another_command_are_refused(model_dir, tmp_path, capsys,
     assert generate(model_dir, tmp_path, lines, *options) == 1
     error = capsys.readouterr().err
     assert "out.jsonl:1 with id='a'" in error
-    assert "another --out" in error
+    assert "another --output" in error
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
@@ -342,7 +342,7 @@ def test_without_a_file_completions_are_printed(model_dir, tmp_path, capsys):
         del record["request"]
     assert printed == stored
     assert main(["generate", str(model_dir), "--prompt", "a", "--out", str(tmp_path / "o")]) == 1
-    assert "--out is for --prompts" in capsys.readouterr().err
+    assert "--output is for --prompts" in capsys.readouterr().err
 
 
 def test_prompts_are_not_overwritten(model_dir, tmp_path, capsys):

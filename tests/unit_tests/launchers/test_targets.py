@@ -9,7 +9,8 @@ from importlib import util
 import pytest
 import yaml
 
-from megatron.bridge.cli import main
+from megatron.bridge.cli import launch, main
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.launchers.options import LaunchOptions
 from megatron.bridge.launchers.targets import TARGETS
 from tests.unit_tests.project.tree import ROOT
@@ -23,9 +24,16 @@ WITH_KUBERNETES = pytest.mark.skipif(
 NEMO_RUN = pytest.mark.skipif(
     not LAUNCHER.exists(), reason="no .venv-launch: run `make launch-setup`"
 )
-GROUPS = [
-    group for group in main.SUBCOMMANDS["launch"]["options"].values() if isinstance(group, dict)
-]
+
+
+def launch_options():
+    """Option of ``launch`` without dashes -> its action."""
+    parser = Parser()
+    launch.add_arguments(parser)
+    return {action.dest: action for action in parser._actions if action.option_strings}
+
+
+OPTIONS = launch_options()
 
 
 @pytest.fixture
@@ -38,13 +46,11 @@ def with_modules(monkeypatch):
 
 
 def test_rows_name_options_that_exist():
-    known = {name.strip("-").replace("-", "_") for group in GROUPS for name in group}
     refused = {name for target in TARGETS.values() for name in target.refused}
-    assert refused <= known
+    assert refused <= OPTIONS.keys()
     mapped = {name for target in TARGETS.values() for name in target.options}
     assert mapped <= {"gpus", *(field.name for field in fields(LaunchOptions))}
-    [on] = [group["--on"] for group in GROUPS if "--on" in group]
-    assert on["choices"] == list(TARGETS)
+    assert OPTIONS["on"].choices == list(TARGETS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 
 from transformers import AutoTokenizer
 
-from megatron.bridge.data.media.processing import chat_template
+from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.models.conversion.engine.side_files import write_chat_template
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 

@@ -7,7 +7,11 @@ from transformers import Gemma4TextConfig
 
 from megatron.bridge import AutoBridge
 from megatron.bridge.backends.specs.kv_sharing import SharedKVAttention, connect_shared_kv
-from megatron.bridge.models.conversion.declare.gemma4_fields import _experts, _shared, _unlike
+from megatron.bridge.models.conversion.declare.gemma4_fields import (
+    _read_experts,
+    _read_full_layers,
+    _sharing_pattern,
+)
 from megatron.bridge.utils.errors import UserError
 from tests.families import configs, harness
 from tests.families.rows import ROWS
@@ -70,11 +74,11 @@ def test_sharded_parameters_of_layers_that_differ_are_refused():
 @pytest.mark.parametrize(
     ("read", "value", "said"),
     [
-        (_shared, 3, "num_kv_shared_layers=3"),
-        (_unlike, {"0": {"head_dim": 8}}, "per_layer_config"),
-        (_unlike, {"1": {"head_dim": 8}, "3": {"head_dim": 9}}, "per_layer_config"),
-        (_unlike, {"1": {"hidden_size": 8}, "3": {"hidden_size": 8}}, "per_layer_config"),
-        (_experts, True, "num_experts"),
+        (_sharing_pattern, 3, "num_kv_shared_layers=3"),
+        (_read_full_layers, {"0": {"head_dim": 8}}, "per_layer_config"),
+        (_read_full_layers, {"1": {"head_dim": 8}, "3": {"head_dim": 9}}, "per_layer_config"),
+        (_read_full_layers, {"1": {"hidden_size": 8}, "3": {"hidden_size": 8}}, "per_layer_config"),
+        (_read_experts, True, "num_experts"),
     ],
 )
 def test_configs_that_cannot_be_meant(read, value, said):
@@ -97,7 +101,7 @@ def test_configs_of_many_layers_come_back(layers):
 
 def test_more_experts_than_there_are():
     with pytest.raises(UserError, match="top_k_experts=5"):
-        _experts(True, {"num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8})
+        _read_experts(True, {"num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8})
 
 
 def test_attention_both_ways_is_refused():

@@ -37,7 +37,7 @@ def packed(*lengths, padded=None):
 
 def positions(rows, keys=None, segments=None, where=None):
     query, key = torch.empty(rows, 1, 1, 1), torch.empty(keys or rows, 1, 1, 1)
-    return multipliers._positions(query, key, segments, where).tolist()
+    return multipliers._query_positions(query, key, segments, where).tolist()
 
 
 def test_positions():

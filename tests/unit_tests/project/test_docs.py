@@ -74,11 +74,12 @@ def test_yaml_is_settings(block, tmp_path):
 
 def apply(file, whole):
     """Settings that need a package or a GPU that is not here are applied, and not validated."""
-    from megatron.bridge.cli.support.parser import Parser, add_shared
+    from megatron.bridge.cli.support.options import add_recipe_options
+    from megatron.bridge.cli.support.parser import Parser
     from megatron.bridge.cli.support.train_job import prepare
 
     parser = Parser()
-    add_shared(parser, "job")
+    add_recipe_options(parser)
     recipe = [] if whole else ["--recipe", "smollm2_135m_pretrain_config"]
     job = prepare(parser.parse_args([*recipe, "--config", str(file)]))
     assert job.changes or whole

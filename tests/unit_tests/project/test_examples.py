@@ -43,9 +43,7 @@ def test_recipe_trains_the_model_that_is_named(page):
     from megatron.bridge.recipes.catalog import find
 
     stem, model = family_pages.START.search(page.read_text()).groups()
-    assert (
-        find(f"{stem}_finetune_config").build(dataset_root="x").tokenizer.tokenizer_model == model
-    )
+    assert find(f"{stem}_finetune_config")(dataset_root="x").tokenizer.tokenizer_model == model
 
 
 def test_every_architecture_of_transformers_has_a_toy():

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Iterator
 
 from megatron.bridge.cli import main
+from megatron.bridge.cli.support.parser import Parser
+from megatron.bridge.cli.support.script_options import add_engine_options, add_script_options
 from megatron.bridge.data.energon import EnergonProvider  # noqa: F401 - keys of a dataset
 from megatron.bridge.models.vision.provider import VisionHybridModelProvider  # noqa: F401 - and of models
 from megatron.bridge.peft.dora import DoRA  # noqa: F401 - and of adapters
@@ -116,12 +118,25 @@ def test_every_key_in_a_message_is_one_of_the_config():
 
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*[a-z0-9](?![\w*]|-\0)")
-OPTIONS = {
-    command: main._options(main._parsers(command)[1][command]) for command in main.SUBCOMMANDS
-}
-SHARED = ROOT / "src/megatron/bridge/cli/support/parser.yaml"
-OF_SCRIPTS = set(re.findall(r"--[\w-]+", SHARED.read_text()))
-"""Options of the scripts of the inference API, whose tables are those of the commands."""
+
+
+def options_of_command(name: str) -> set[str]:
+    _, parsers = main.make_parsers(name, main._load(name))
+    return main.option_names(parsers[name])
+
+
+OPTIONS = {command: options_of_command(command) for command in main.COMMANDS}
+
+
+def options_of_scripts() -> set[str]:
+    """Options of the scripts of the inference API."""
+    parser = Parser()
+    add_script_options(parser)
+    add_engine_options(parser)
+    return main.option_names(parser)
+
+
+OF_SCRIPTS = options_of_scripts()
 
 
 def options_for(file: str) -> set[str]:
@@ -149,7 +164,7 @@ COMMAND = re.compile(r"`megatron-bridge ([a-z][a-z-]+)")
 def test_every_command_in_a_message_is_there():
     named = {(file, match[1]) for file, text in SENTENCES for match in COMMAND.finditer(text)}
     assert named
-    assert not {(file, name) for file, name in named if name not in main.SUBCOMMANDS}
+    assert not {(file, name) for file, name in named if name not in main.COMMANDS}
 
 
 def test_no_message_names_a_file_of_the_checkout():

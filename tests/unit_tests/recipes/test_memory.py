@@ -44,7 +44,7 @@ def recipes():
 
 def taught(**options):
     """Memory with and without the teacher, of the stages of a run that distills SmolLM2 135M."""
-    config, world_size = find("smollm2_50m_distill_config").build(**options), 2
+    config, world_size = find("smollm2_50m_distill_config")(**options), 2
     config = config.resolve(world_size).config
     teacher = teacher_of(config, world_size)
     assert teacher.num_layers == 30
@@ -75,7 +75,7 @@ def test_a_teacher_has_its_logits_on_the_last_stage():
 
 
 def test_what_is_known_of_teachers(tmp_path):
-    config = find("smollm2_50m_distill_config").build()
+    config = find("smollm2_50m_distill_config")()
     config = config.resolve(1).config
     config.distill.teacher = "nobody/knows"
     assert teacher_of(config, 1) is None
@@ -93,7 +93,7 @@ UNCERTAIN = 0.08  # of the activations: as far from live storages as a count may
 
 def used(recipe, activations=1.0, **options):
     """Bytes of tensors, and whether they fit, if activations take ``activations`` times what is counted."""
-    config = recipe.build(**options)
+    config = recipe(**options)
     config = config.resolve(recipe.gpus).config
     fullest = fullest_stage(memory_per_rank(config, recipe.gpus, teacher_of(config, recipe.gpus)))
     total = fullest.total + (activations - 1) * fullest.activations
@@ -107,12 +107,12 @@ class TestMemory:
     def test_is_what_the_catalog_says_and_fits(self, recipe):
         """`make recipes` writes the number."""
         total, fits = used(recipe)
-        assert math.ceil(total / 1e9) == recipe.memory
+        assert math.ceil(total / 1e9) == recipe.memory_gb
         assert fits
 
     def test_half_of_any_size_does_not_fit(self, recipe):
         """A layout may leave room for what the count of activations can miss, and for the images of a tower."""
-        if recipe.layout == "no model parallelism" or has_tower(recipe.build()):
+        if recipe.layout == "no model parallelism" or has_tower(recipe()):
             return
         for name, size in layout(recipe):
             try:
@@ -126,7 +126,7 @@ def layout(recipe):
     """The sizes in the catalog, which are those of the config."""
     parts = recipe.layout.split()
     found = [(part[:2], int(part[2:])) for part in parts]
-    model = recipe.build().model
+    model = recipe().model
     assert dict(found) == {
         name: getattr(model, key) for name, key in SIZES.items() if getattr(model, key) > 1
     }

@@ -4,6 +4,7 @@
 After a wanted change: ``UPDATE_GOLDEN=1 pytest tests/unit_tests/recipes``, then review the difference.
 """
 
+import copy
 import importlib
 import inspect
 import operator
@@ -14,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,18 @@ import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bridge import recipes
+from megatron.bridge.autotune.gpus import gpu
 from megatron.bridge.data.config import MockVLMConversationProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.recipes import builders
 from megatron.bridge.recipes.catalog import catalog, find, search
 from megatron.bridge.recipes.llama import llama3_8b_finetune_config, llama3_8b_pretrain_config
-from megatron.bridge.recipes.options import FinetuneOptions, PretrainOptions
+from megatron.bridge.recipes.options import (
+    FINETUNE_DEFAULTS,
+    PRETRAIN_DEFAULTS,
+    FinetuneOptions,
+    PretrainOptions,
+)
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.config.resolve.requirements import RECOMPUTED_BY_ENGINE
 from megatron.bridge.utils.config.origins import Origins, annotated_yaml, leaf_values
@@ -38,6 +46,7 @@ from tests.toy_run import save_llama
 from tests.unit_tests.recipes import public_names
 
 GOLDEN = Path(__file__).parent / "golden"
+DPO = "llama32_1b_dpo_config"
 
 
 def text_of(config):
@@ -112,7 +121,7 @@ class TestEveryRecipe:
     def test_builds_offline_without_a_tensor_what_its_golden_file_shows(self, recipe, monkeypatch):
         monkeypatch.setattr(socket.socket, "connect", refused)
         with NoTensors():
-            first, second = recipe.build(), recipe.build()
+            first, second = recipe(), recipe()
         path = GOLDEN / f"{recipe.name}.yaml"
         text = text_of(first)
         if os.environ.get("UPDATE_GOLDEN"):
@@ -128,7 +137,7 @@ class TestEveryRecipe:
 
     @pytest.mark.sampled
     def test_validates_on_the_gpus_that_it_names(self, recipe):
-        resolved = recipe.build().resolve(recipe.gpus)
+        resolved = recipe().resolve(recipe.gpus)
         config, notes = resolved.config, resolved.notes
         modules = [
             name for name in config.model.recompute_modules or () if name in RECOMPUTED_BY_ENGINE
@@ -150,58 +159,62 @@ class TestEveryRecipe:
     @pytest.mark.sampled
     def test_every_option_has_an_effect(self, recipe):
         options = OPTIONS[recipe.mode]
-        config = recipe.build(**{name: value for name, (value, _) in options.items()})
+        config = recipe(**{name: value for name, (value, _) in options.items()})
         assert {name: at(config, path) for name, (_, path) in options.items()} == {
             name: value for name, (value, _) in options.items()
         }
         assert at(config, "dataset.seq_length") == 1021
-        assert recipe.build(
-            embedding_and_loss_are_layers=True
-        ).model.account_for_loss_in_pipeline_split
+        assert recipe(embedding_and_loss_are_layers=True).model.account_for_loss_in_pipeline_split
 
     @pytest.mark.sampled
     def test_adapters(self, recipe):
         if recipe.mode == "pretrain":
             return
         for scheme, kind in (("lora", "LoRA"), ("dora", "DoRA")):
-            config = recipe.build(peft=scheme, pretrained_checkpoint="p")
+            config = recipe(peft=scheme, pretrained_checkpoint="p")
             rate = 5e-6 if recipe.stage == "dpo" else 1e-4
             assert (type(config.peft).__name__, config.optimizer.lr) == (kind, rate)
             config = config.resolve(recipe.gpus).config
 
     def test_is_exported_and_documented(self, recipe):
         family = importlib.import_module(recipe.module)
-        function = getattr(family, recipe.name)
-        assert getattr(recipes, recipe.name) is function is recipe.function()
-        assert (function.__name__, pickle.loads(pickle.dumps(function))) == (recipe.name, function)
-        assert inspect.getdoc(function).startswith(
-            f"{recipe.what}, {recipe.gpus} x {recipe.gpu_kind}: "
-        )
-        assert "options" in inspect.signature(function).parameters
+        assert getattr(family, recipe.name) is getattr(recipes, recipe.name) is recipe
+        assert pickle.loads(pickle.dumps(recipe)) is copy.deepcopy(recipe) is recipe
+        assert (recipe.__module__, recipe.__name__) == (recipe.module, recipe.name)
+        assert recipe.__qualname__ == recipe.name
+        assert inspect.getdoc(recipe) == recipe.summary
+        parameters = inspect.signature(recipe).parameters
+        recommended = {option: parameters[option].default for option in recipe.recommended}
+        assert recommended == recipe.recommended
+
+    def test_is_described(self, recipe):
+        """What it trains, the GPUs that it is made for, and its name say the same stage."""
+        phrase = {"pretrain": "pretraining", "sft": "full fine-tuning", "dpo": "DPO"}
+        assert phrase.get(recipe.stage, "distilled") in recipe.what
+        suffix = {"sft": "finetune"}.get(recipe.stage, recipe.stage)
+        assert f"_{suffix}_config" in recipe.name
+        assert recipe.gpus >= 1
+        assert recipe.memory_gb is not None
+        assert gpu(recipe.gpu_kind).memory > recipe.memory_gb * 1e9
 
 
 def test_recipes_build_in_50_ms():
     """Each of them, of CPU time: other work on the machine does not count. The best of three does."""
-    functions = {name: recipe.function() for name, recipe in catalog().items()}
-    times = {name: min(timed(function) for _ in range(3)) for name, function in functions.items()}
+    times = {name: min(timed(recipe) for _ in range(3)) for name, recipe in catalog().items()}
     assert {name: seconds for name, seconds in times.items() if seconds >= 0.05} == {}
 
 
-def timed(function):
+def timed(recipe):
     start = time.process_time()
-    function()
+    recipe()
     return time.process_time() - start
 
 
-def test_every_recipe_of_a_module_is_in_the_catalog():
-    for module in {recipe.module for recipe in catalog().values()}:
-        functions = vars(importlib.import_module(module))
-        names = {
-            name
-            for name in functions
-            if re.match(r"[a-z0-9]\w*_(pretrain|finetune|distill|dpo)_config", name)
-        }
-        assert names <= set(catalog())
+def test_every_recipe_of_every_module_is_in_the_catalog():
+    assigned = re.compile(r"^(\w+) = \w+_recipe\(", re.MULTILINE)
+    sources = [path.read_text() for path in Path(recipes.__path__[0]).glob("*.py")]
+    names = [name for source in sources for name in assigned.findall(source)]
+    assert sorted(names) == list(catalog())
 
 
 def test_no_golden_file_is_left_over():
@@ -221,7 +234,7 @@ def test_the_options_tested_are_all_there_are():
         (OPTIONS["pretrain"], PretrainOptions),
         (OPTIONS["sft"], FinetuneOptions),
     ):
-        assert set(options) | {"embedding_and_loss_are_layers", "hf_model"} == set(
+        assert set(options) | {"embedding_and_loss_are_layers", "hf_model", "hf_path"} == set(
             kind.__annotations__
         )
 
@@ -248,9 +261,25 @@ def test_another_model_takes_the_place_of_the_recipes(tmp_path):
     assert config.tokenizer.vocab_size == config.model.vocab_size  # made-up data has no other
 
 
+def test_hf_path_is_another_name_of_hf_model(tmp_path):
+    """The name in scripts written for Megatron Bridge."""
+    folder = str(save_llama(tmp_path / "model"))
+    for recipe in (llama3_8b_pretrain_config, llama3_8b_finetune_config, find(DPO)):
+        assert (
+            recipe(hf_path=folder)
+            == recipe(hf_model=folder)
+            == recipe(hf_model=folder, hf_path=folder)
+        )
+        assert recipe(hf_path=None) == recipe()
+    another = builders.finetune_recipe("HuggingFaceTB/SmolLM2-135M", hf_model="c/d")
+    assert another(hf_path=folder) == another(hf_model=folder)
+    with pytest.raises(UserError, match=r"hf_model=a/b and hf_path=c/d .*leave one out"):
+        llama3_8b_pretrain_config(hf_model="a/b", hf_path="c/d")
+
+
 def test_data_is_made_up_only_where_there_is_none():
-    assert find("llama3_8b_pretrain_config").build(data_paths=["a"]).dataset.blend == (["a"], None)
-    config = find("llama3_8b_finetune_config").build(dataset_root="d")
+    assert find("llama3_8b_pretrain_config")(data_paths=["a"]).dataset.blend == (["a"], None)
+    config = find("llama3_8b_finetune_config")(dataset_root="d")
     assert (config.dataset.dataset_root, config.tokenizer.tokenizer_model) == (
         "d",
         "meta-llama/Meta-Llama-3-8B",
@@ -267,7 +296,7 @@ def test_data_is_made_up_only_where_there_is_none():
     ],
 )
 def test_recompute(recompute, fields):
-    model = find("deepseek_v2_pretrain_config").build(recompute=recompute).model
+    model = find("deepseek_v2_pretrain_config")(recompute=recompute).model
     names = (
         "recompute_granularity",
         "recompute_modules",
@@ -279,9 +308,13 @@ def test_recompute(recompute, fields):
 
 def test_low_precision():
     recipe = find("llama3_8b_low_precision_pretrain_config")
-    assert recipe.build() == find("llama3_8b_fp8_pretrain_config").build()
-    config = recipe.function()("bf16_with_mxfp8_mixed", train_iters=7)
+    assert recipe() == find("llama3_8b_fp8_pretrain_config")()
+    config = recipe("bf16_with_mxfp8_mixed", train_iters=7)
     assert (config.mixed_precision, config.train.train_iters) == ("bf16_with_mxfp8_mixed", 7)
+    assert recipe(mixed_precision_recipe="bf16_with_mxfp8_mixed", train_iters=7) == config
+    config = recipe("bf16_with_mxfp8_mixed", precision="bf16_with_nvfp4_mixed")
+    assert config.mixed_precision == "bf16_with_nvfp4_mixed"
+    assert next(iter(inspect.signature(recipe).parameters)) == "mixed_precision_recipe"
 
 
 @pytest.mark.parametrize("recipe", [llama3_8b_pretrain_config, llama3_8b_finetune_config])
@@ -310,16 +343,14 @@ def test_adapters():
 
 
 def test_defaults_have_only_known_keys_and_complete_ones():
-    assert set(builders.FINETUNE) == set(FinetuneOptions.__annotations__) - {"sequence_parallel"}
-    assert set(PretrainOptions.__annotations__) - set(builders.PRETRAIN) == {
-        "sequence_parallel",
-        "seq_length",
-        "lr",
-    }
+    without = {"sequence_parallel", "hf_path"}
+    assert set(FinetuneOptions.__annotations__) - set(FINETUNE_DEFAULTS) == without
+    without |= {"seq_length", "lr"}
+    assert set(PretrainOptions.__annotations__) - set(PRETRAIN_DEFAULTS) == without
 
 
 def test_catalog_finds_by_name_and_words():
-    assert find("llama3_8b_pretrain_config").function() is llama3_8b_pretrain_config
+    assert find("llama3_8b_pretrain_config") is llama3_8b_pretrain_config
     assert [recipe.gpus for recipe in search("405b h100 pretrain 128k")] == [1024]
     with pytest.raises(
         UserError, match=r"there is no recipe llama3_8b_pretrain; did you mean llama3_8b_pretrain_c"
@@ -327,9 +358,103 @@ def test_catalog_finds_by_name_and_words():
         find("llama3_8b_pretrain")
 
 
-def test_listing_imports_no_torch():
-    code = "import sys; from megatron.bridge.recipes.catalog import catalog; catalog(); print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from megatron.bridge.recipes.catalog import catalog; [*map(help_of, catalog().values())]",
+        "from megatron.bridge.recipes.llama import llama3_8b_pretrain_config as r; help_of(r)",
+        "from megatron.bridge.recipes.builders import pretrain_recipe; pretrain_recipe('a/b')",
+    ],
+)
+def test_recipes_are_listed_made_and_explained_without_torch(statement):
+    code = "import inspect, sys\n"
+    code += "help_of = lambda recipe: (recipe.layout, recipe.__doc__, inspect.signature(recipe))\n"
+    code += (
+        f"{statement}\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+class TestOwnRecipe:
+    """A recipe of a user's module, which says only what it trains."""
+
+    SOURCE = """
+from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
+from megatron.bridge.recipes.options import layout
+
+tiny = pretrain_recipe("HuggingFaceTB/SmolLM2-135M", layout(tp=2), seq_length=64)
+tuned = finetune_recipe("HuggingFaceTB/SmolLM2-135M", what="Tiny tuning", gpus=2, memory_gb=3)
+"""
+
+    @pytest.fixture
+    def module(self, tmp_path, monkeypatch):
+        (tmp_path / "a_users_recipes.py").write_text(self.SOURCE)
+        monkeypatch.syspath_prepend(tmp_path)
+        yield importlib.import_module("a_users_recipes")
+        del sys.modules["a_users_recipes"]
+
+    def test_knows_its_name_and_is_pickled_by_it(self, module):
+        assert (module.tiny.name, module.tiny.__module__) == ("tiny", "a_users_recipes")
+        assert pickle.loads(pickle.dumps(module.tiny)) is module.tiny
+        assert module.tiny not in catalog().values()
+
+    def test_describes_itself(self, module):
+        assert module.tiny.summary == "pretraining, TP2."
+        assert module.tuned.__doc__ == (
+            "Tiny tuning, 2 x H100 80GB: 3 GB each, no model parallelism."
+        )
+
+    def test_needs_options_that_have_no_default(self, module):
+        with pytest.raises(UserError, match=r"no default of lr: .*pass one"):
+            module.tiny()
+        assert module.tiny(lr=1e-3).optimizer.lr == 1e-3
+
+    def test_without_a_name_it_builds_but_has_none(self):
+        recipe = builders.finetune_recipe("HuggingFaceTB/SmolLM2-135M")
+        assert recipe(train_iters=3).train.train_iters == 3
+        assert repr(recipe) == f"<{__name__}.<recipe>: full fine-tuning, no model parallelism.>"
+        with pytest.raises(pickle.PicklingError, match=f"lookup <recipe> on {__name__} failed"):
+            pickle.dumps(recipe)
+
+    def test_recommends_only_options_that_exist(self):
+        with pytest.raises(UserError, match=r"no recipe option train_itres; did you mean train_it"):
+            builders.finetune_recipe("HuggingFaceTB/SmolLM2-135M", train_itres=5)
+
+    def test_cannot_be_changed(self, module):
+        with pytest.raises(FrozenInstanceError):
+            module.tiny.gpus = 4
+        with pytest.raises(TypeError):
+            module.tiny.recommended["lr"] = 1.0
+
+
+ROWS = """
+one_pretrain_config = pretrain_recipe("a/b", what="One: memory_gb=1, größer", memory_gb=7, lr=3e-4)
+two_pretrain_config = pretrain_recipe(
+    "a/b",
+    gpus=8,
+    memory_gb=7,
+)
+three_pretrain_config = pretrain_recipe("a/b", gpus=8)
+"""
+
+
+class TestMemoryIsWritten:
+    """`make recipes` edits the row of a recipe in its module."""
+
+    @pytest.mark.parametrize("name", ["one_pretrain_config", "two_pretrain_config"])
+    def test_in_its_row_and_nowhere_else(self, name):
+        text = recipes_page.with_memory(ROWS, name, 123)
+        before, row = ROWS.split(f"{name} = ")
+        assert text == f"{before}{name} = " + row.replace("memory_gb=7", "memory_gb=123", 1)
+
+    def test_where_the_row_has_a_number(self):
+        with pytest.raises(SystemExit, match=r"three_pretrain_config: write memory_gb=0"):
+            recipes_page.with_memory(ROWS, "three_pretrain_config", 5)
+
+    @pytest.mark.parametrize("recipe", catalog().values(), ids=lambda recipe: recipe.name)
+    def test_of_every_recipe(self, recipe):
+        source = Path(sys.modules[recipe.module].__file__).read_text()
+        assert recipes_page.with_memory(source, recipe.name, recipe.memory_gb) == source
 
 
 @pytest.mark.slow
@@ -379,7 +504,7 @@ def test_pyright_knows_the_options(module, call, accepted, tmp_path):
 @pytest.mark.parametrize("name", ["llama31_405b_pretrain_config", "llama32_1b_finetune_config"])
 def test_every_value_can_be_typed_on_the_command_line(name):
     """What the dry run prints for a key is also what an override takes for it."""
-    config = find(name).build()
+    config = find(name)()
     for key, value in leaf_values(config).items():
         text = (
             yaml.safe_dump(to_plain(value), default_flow_style=True, width=10**6)
@@ -424,5 +549,5 @@ USUAL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     ],
 )
 def test_adapters_are_where_the_model_has_linear_layers(name, targets):
-    assert find(name).build(peft="lora").peft.target_modules == targets
+    assert find(name)(peft="lora").peft.target_modules == targets
     assert recipes.default_peft_config("lora", dim=8).dim == 8

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of a size are the published ones, and its name, its place on the hub and its recipes agree."""
 
-import importlib
-import inspect
 import re
 
 import pytest
@@ -11,16 +9,17 @@ from megatron.bridge import AutoBridge
 from megatron.bridge.autotune.meta_model import parameter_count
 from megatron.bridge.models.conversion.declare import vision
 from megatron.bridge.models.conversion.declare.fields import IRRELEVANT
+from megatron.bridge.recipes.builders import finetune_recipe
 from megatron.bridge.recipes.catalog import catalog
 from megatron.bridge.recipes.sizes import (
     ProviderSize,
-    Size,
     VisionSize,
     hf_config,
     published_size,
     size_of,
     sized,
 )
+from megatron.bridge.utils.errors import UserError
 from scripts.docs import recipe_configs
 from tests.families import configs
 
@@ -36,20 +35,13 @@ VARIANT = "16k|64k|128k|fp8|fp8_blockwise|mxfp8|nvfp4|low_precision"
 STAGE = re.compile(rf"(_({VARIANT}))?_(pretrain|finetune|distill|dpo)_config\w*$")
 
 
-def size_of_recipe(recipe):
-    """What a recipe trains; one that is a function, and not made by a builder, names a constant."""
-    function = inspect.getclosurevars(getattr(importlib.import_module(recipe.module), recipe.name))
-    constants = (value for value in function.globals.values() if isinstance(value, Size | str))
-    return sized(function.nonlocals.get("size") or next(constants))
-
-
 def key(recipe):
     """What a recipe is named after; Ministral 3 has the same name with images and without them."""
-    with_images = isinstance(size_of_recipe(recipe), VisionSize)
+    with_images = isinstance(sized(recipe.size), VisionSize)
     return STAGE.sub("", recipe.name).upper() + (" with images" if with_images else "")
 
 
-SIZES = {key(recipe): size_of_recipe(recipe) for recipe in catalog().values()}
+SIZES = {key(recipe): sized(recipe.size) for recipe in catalog().values()}
 
 
 @pytest.mark.sampled
@@ -100,6 +92,11 @@ def test_a_size_that_was_never_published():
     assert published_size("HuggingFaceTB/SmolLM2-136M") is None
 
 
+def test_a_model_whose_config_is_not_in_the_package():
+    with pytest.raises(UserError, match=r"SmolLM2-153M; did you mean \S*/SmolLM2-135M .*Size with"):
+        finetune_recipe("HuggingFaceTB/SmolLM2-153M")()
+
+
 def trimmed(values):
     """Without what a layer of ``block_configs`` says that it has not."""
     blocks = values.get("block_configs")
@@ -126,7 +123,7 @@ def test_name_description_and_tokenizer_agree(recipe):
     assert words(recipe.what).startswith(words(STAGE.sub("", recipe.name)))
     data = {"data_paths": ["x"]} if recipe.mode == "pretrain" else {"dataset_root": "x"}
     size = SIZES[key(recipe)]
-    assert recipe.build(**data).tokenizer.tokenizer_model == size.hub_id
+    assert recipe(**data).tokenizer.tokenizer_model == size.hub_id
 
 
 @pytest.mark.sampled

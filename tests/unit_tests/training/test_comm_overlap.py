@@ -143,11 +143,11 @@ def test_layers_of_torch_do_it_nowhere(monkeypatch):
 
 def test_settings_of_products_must_be_a_mapping(tmp_path):
     (tmp_path / "buffers.yaml").write_text("qkv_fprop: {method: ring_exchange}\n")
-    assert user_buffers._read(str(tmp_path / "buffers.yaml")) == {
+    assert user_buffers._read_settings(str(tmp_path / "buffers.yaml")) == {
         "qkv_fprop": {"method": "ring_exchange"}
     }
     with pytest.raises(UserError, match="cannot be read"):
-        user_buffers._read(str(tmp_path / "none.yaml"))
+        user_buffers._read_settings(str(tmp_path / "none.yaml"))
     (tmp_path / "buffers.yaml").write_text("- a\n")
     with pytest.raises(UserError, match="must be a mapping"):
-        user_buffers._read(str(tmp_path / "buffers.yaml"))
+        user_buffers._read_settings(str(tmp_path / "buffers.yaml"))

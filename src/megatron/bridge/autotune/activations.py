@@ -157,7 +157,7 @@ def stage_moments(
     model: ModelProvider, chunks: list[ChunkCounts], sizes: Sizes, pipeline: Pipeline, stage: int
 ) -> list[Moment]:
     """Return the peak of each kind on a rank of ``stage``, given the counts of its chunks."""
-    kept, working = zip(*(_chunk(model, chunk, sizes) for chunk in chunks), strict=True)
+    held_sizes, working = zip(*(_chunk_bytes(model, chunk, sizes) for chunk in chunks), strict=True)
     # those of multi-token prediction are computed first and keep their gradients
     ahead = (model.mtp_num_layers or 0) * max(sizes.number, sizes.logit - sizes.number)
     loss = logits_of(model, sizes) * (sizes.logit + ahead)
@@ -175,11 +175,11 @@ def stage_moments(
         if kind == "forward" and not losses[index]:
             continue
         name = "loss" if kind == "forward" else f"backward of chunk {index}"
-        held = sum(count * size for count, size in zip(counts, kept, strict=True))
-        beside = losses if kind == "forward" else working
-        found = Moment(name, held, beside[index] + received)
-        if name not in fullest or found.total > fullest[name].total:
-            fullest[name] = found
+        held = sum(count * size for count, size in zip(counts, held_sizes, strict=True))
+        temporary = losses if kind == "forward" else working
+        moment = Moment(name, held, temporary[index] + received)
+        if name not in fullest or moment.total > fullest[name].total:
+            fullest[name] = moment
     return list(fullest.values())
 
 
@@ -221,36 +221,36 @@ def sizes_of(config: ConfigContainer) -> Sizes:
     tokens = (
         config.train.micro_batch_size * config.dataset.seq_length // model.context_parallel_size
     )
-    between = tokens // tensor if model.sequence_parallel else tokens
+    sp_tokens = tokens // tensor if model.sequence_parallel else tokens
     gathers = not _uses_engine(model) and model.cp_comm_type in (None, "all_gather")
     selective = model.recompute_granularity == "selective"
-    number = 2 if model.bf16 or model.fp16 else _FP32
+    bytes_per_element = 2 if model.bf16 or model.fp16 else _FP32
     quantized = _is_quantized(model)
     return Sizes(
         tokens=tokens,
         images=_image_tokens(config),
-        between=between,
-        number=number,
-        saved=MXFP8_BYTES if quantized else number,
+        between=sp_tokens,
+        number=bytes_per_element,
+        saved=MXFP8_BYTES if quantized else bytes_per_element,
         copied=(INTO_RESIDUAL if model.fp8_recipe == "delayed" else ("out_proj",))
         if quantized
         else (),
         tensor=tensor,
         hidden=model.hidden_size,
-        chosen=between * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
+        chosen=sp_tokens * (model.moe_router_topk or 0) * model.expert_tensor_ranks,
         experts=(experts := (model.num_moe_experts or 1) // model.expert_model_parallel_size),
         together=experts if model.moe_grouped_gemm else 1,
         activation=_of_activation(model),
         weighting=0 if _is_fused(model) else 1,
         wide=model.moe_router_dtype is not None,
-        norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else number,
+        norm=_FP32 if model.layernorm_zero_centered_gamma and not has_cuda() else bytes_per_element,
         rotates=model.multi_latent_attention
         or model.position_embedding_type in ("rope", "mrope", "yarn"),
         separate_gradients=not model.gradient_accumulation_fusion,
-        logit=_FP32 + number * _uses_engine(model),
+        logit=_FP32 + bytes_per_element * _uses_engine(model),
         masks=model.hidden_dropout > 0,
         scores=_scores_of_tile(config, tokens),
-        joined=_joined(model),
+        joined=_layers_copied_for_rotation(model),
         gathered=model.context_parallel_size if gathers else 1,
         recomputed=tuple(model.recompute_modules or ("core_attn",)) if selective else (),
     )
@@ -284,12 +284,13 @@ def _image_tokens(config: ConfigContainer) -> int:
     model: Any = config.model
     if getattr(model, "vision", None) is None:
         return 0
-    most = images_of_row(config)
+    images_per_row = images_of_row(config)
     ranks = (
         model.tensor_model_parallel_size * model.context_parallel_size if model.share_images else 1
     )
     return max(
-        -(-config.train.micro_batch_size * most // ranks), min(most, _tokens_of_image(config))
+        -(-config.train.micro_batch_size * images_per_row // ranks),
+        min(images_per_row, _tokens_of_image(config)),
     )
 
 
@@ -315,7 +316,7 @@ def _uses_engine(model: ModelProvider) -> bool:
     return resolve_backend(model.backend) == "transformer_engine"
 
 
-def _joined(model: Any) -> tuple[str, ...]:
+def _layers_copied_for_rotation(model: Any) -> tuple[str, ...]:
     """Return the layers whose outputs attention copies to append rotated parts; values are views unless padded."""
     if not model.multi_latent_attention:
         return ()
@@ -338,7 +339,7 @@ def chunk_counts(chunk: Any, sizes: Sizes) -> ChunkCounts:
     layers = layers_of(chunk)
     # nothing needs a gradient before the first trained parameters
     parts = [chunk.embedding, *layers] if chunk.pre_process and not hasattr(chunk, "vision") else []
-    frozen = [not any(each.requires_grad for each in part.parameters()) for part in parts]
+    frozen = [not any(parameter.requires_grad for parameter in part.parameters()) for part in parts]
     idle = max(0, [*frozen, False].index(False) - 1)
     counts = [LayerCounts(0, 0, 0)] * idle + [
         counts_of_layer(layer, sizes) for layer in layers[idle:]
@@ -364,12 +365,12 @@ def counts_of_layer(layer: nn.Module, sizes: Sizes) -> LayerCounts:
     )
 
 
-def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
+def _chunk_bytes(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int, int]:
     """Return the bytes that a chunk saves for one microbatch, and the temporary bytes of its backward pass."""
     last = 2 * sizes.stream * chunk.has_loss  # inputs of the final norm and of the output layer
-    ends = last + _output(model, sizes) + chunk.tower.kept
+    ends = last + _output_bytes(model, sizes) + chunk.tower.kept
     held = peak = freed = 0
-    for saved, again, working in reversed(_pieces(model, chunk.layers, sizes)):
+    for saved, again, working in reversed(_recomputed_pieces(model, chunk.layers, sizes)):
         peak = max(peak, again + working - freed)
         held += saved
         # later layers have freed their tensors; with full recomputation, an output replaces them
@@ -380,7 +381,7 @@ def _chunk(model: ModelProvider, chunk: ChunkCounts, sizes: Sizes) -> tuple[int,
     return ends + held, max(norm, max(peak, chunk.tower.working - held) - last)
 
 
-def _pieces(
+def _recomputed_pieces(
     model: ModelProvider, layers: list[LayerCounts], sizes: Sizes
 ) -> list[tuple[int, int, int]]:
     """Return the saved, the recomputed and the temporary bytes of layers that are recomputed together."""
@@ -392,12 +393,16 @@ def _pieces(
         return first + [(layer.full, 0, layer.working) for layer in layers[count:]]
     parts = [layers[start : start + count] for start in range(0, len(layers), count)]
     return [
-        (sizes.stream, sum(each.full for each in part), max(each.working for each in part))
+        (
+            sizes.stream,
+            sum(layer_counts.full for layer_counts in part),
+            max(layer_counts.working for layer_counts in part),
+        )
         for part in parts
     ]
 
 
-def _output(model: ModelProvider, sizes: Sizes) -> int:
+def _output_bytes(model: ModelProvider, sizes: Sizes) -> int:
     """Return the bytes of a chunk's output, which is held until its backward pass unless it is deallocated."""
     if model.pipeline_model_parallel_size == 1 or model.deallocate_pipeline_outputs:
         return 0
@@ -413,14 +418,16 @@ def _kept_bytes(layer: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> 
     total = 2 * sizes.between * sizes.hidden if sizes.masks else 0
     for name, part in layer.named_children():
         if name in _BLOCKS and not isinstance(part, IdentityOp):
-            own = sizes.number if hasattr(part, "router") else sizes.saved
+            bytes_per_element = sizes.number if hasattr(part, "router") else sizes.saved
             keeps = "layernorm" not in recomputed and _keeps_own_input(part, sizes)
-            total += int(sizes.between * sizes.hidden * own) * keeps
-            whole = (
+            total += int(sizes.between * sizes.hidden * bytes_per_element) * keeps
+            block_name = (
                 "moe" if hasattr(part, "router") else name
             )  # saves nothing inside if it is recomputed
             total += (
-                0 if name == "mlp" and whole in recomputed else _inside(part, sizes, recomputed)
+                0
+                if name == "mlp" and block_name in recomputed
+                else _bytes_inside_block(part, sizes, recomputed)
             )
         elif name == "mtp_model_layer":
             total += _kept_bytes(part, sizes, recomputed)
@@ -443,7 +450,7 @@ def kept_inside(path: str, block: nn.Module, sizes: Sizes) -> int:
     return sum(_of_module(name, module, sizes) for name, module in block.named_modules(prefix=path))
 
 
-def _inside(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
+def _bytes_inside_block(block: nn.Module, sizes: Sizes, recomputed: tuple[str, ...]) -> int:
     total = 0
     for path, module in block.named_modules():
         name = path.rpartition(".")[2]
@@ -483,14 +490,18 @@ def _of_module(path: str, module: Any, sizes: Sizes) -> int:
         )
     if type(module).__name__.endswith("Router"):
         return sizes.between * shape[0] * 12
-    beside = _tokens(path, sizes) * _of_adapter(module, shape[0] * (1 + is_dispatched(path)))
-    inputs, others = _linear(path, shape, sizes, keeps_input(module))
-    return int(inputs * sizes.saved) + (others + beside) * sizes.number
+    adapter_elements = _tokens_of_path(path, sizes) * _of_adapter(
+        module, shape[0] * (1 + is_dispatched(path))
+    )
+    inputs, other_elements = _linear_elements(path, shape, sizes, keeps_input(module))
+    return int(inputs * sizes.saved) + (other_elements + adapter_elements) * sizes.number
 
 
-def _linear(path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool) -> tuple[int, int]:
+def _linear_elements(
+    path: str, shape: tuple[int, ...], sizes: Sizes, keeps: bool
+) -> tuple[int, int]:
     """Return the input elements that a linear layer saves, and its other elements; its weight is [out, in]."""
-    tokens, dispatched = _tokens(path, sizes), is_dispatched(path)
+    tokens, dispatched = _tokens_of_path(path, sizes), is_dispatched(path)
     if path.endswith("linear_fc2"):
         return tokens * shape[1] * keeps, tokens * shape[1] * (
             sizes.activation + sizes.weighting * dispatched
@@ -521,7 +532,7 @@ def _has_parts(module: Any) -> bool:
     return isinstance(adapter, nn.ModuleDict) and len(adapter) > 1
 
 
-def _tokens(path: str, sizes: Sizes) -> int:
+def _tokens_of_path(path: str, sizes: Sizes) -> int:
     if "local_experts" in path:  # experts run one after another
         return sizes.chosen // sizes.experts
     if is_dispatched(path):
@@ -529,7 +540,7 @@ def _tokens(path: str, sizes: Sizes) -> int:
     return sizes.between if is_undivided(path) else sizes.tokens
 
 
-def _attention(attention: Any, sizes: Sizes) -> int:
+def _attention_bytes(attention: Any, sizes: Sizes) -> int:
     """Return the bytes that attention saves in addition to the inputs and outputs of its linear layers."""
     config = attention.config
     heads = attention.num_attention_heads_per_partition
@@ -555,23 +566,25 @@ def _attention(attention: Any, sizes: Sizes) -> int:
     sums = heads
     if config.qk_layernorm:
         sums += heads + groups
-    return _tiles(attention, sizes) + sizes.tokens * (numbers * sizes.number + sums * _FP32)
+    return _attention_tile_bytes(attention, sizes) + sizes.tokens * (
+        numbers * sizes.number + sums * _FP32
+    )
 
 
-def _tiles(attention: Any, sizes: Sizes) -> int:
+def _attention_tile_bytes(attention: Any, sizes: Sizes) -> int:
     """Return the bytes of the mask of attention's tiles on a CPU, and of their outputs before they are joined."""
     window, skipped = attention.config.window_size, attention.config.window_attn_skip_freq
-    seen = keys = sizes.tokens * sizes.gathered
+    visible_keys = keys = sizes.tokens * sizes.gathered
     if is_layer_window_attention(window, skipped, attention.layer_number):
-        seen = min(seen, window[0] + 1)
-    if has_cuda() or (seen == keys and sizes.gathered == 1):
+        visible_keys = min(visible_keys, window[0] + 1)
+    if has_cuda() or (visible_keys == keys and sizes.gathered == 1):
         return 0
-    rows = min(MASKED_ROWS, sizes.tokens // 2 if seen == keys else max(128, seen))
+    rows = min(MASKED_ROWS, sizes.tokens // 2 if visible_keys == keys else max(128, visible_keys))
     outputs = attention.num_attention_heads_per_partition * attention.hidden_size_per_attention_head
-    return (rows * min(keys, rows + seen) + sizes.tokens * outputs) * sizes.number
+    return (rows * min(keys, rows + visible_keys) + sizes.tokens * outputs) * sizes.number
 
 
-def _mamba(mixer: Any, sizes: Sizes) -> int:
+def _mamba_bytes(mixer: Any, sizes: Sizes) -> int:
     """Return the bytes of the scan's output and its gated output; convolution and states are recomputed."""
     return sizes.tokens * 2 * mixer.d_inner_local_tp * sizes.number
 
@@ -586,15 +599,15 @@ def _delta_net(net: Any, sizes: Sizes) -> int:
     )
 
 
-def _dispatcher(layer: Any, sizes: Sizes) -> int:
+def _dispatcher_bytes(layer: Any, sizes: Sizes) -> int:
     """Return the bytes of the token-to-expert map, the permutation, and the router's probabilities."""
     return sizes.between * (layer.router.weight.size(0) * 8 + layer.router.topk * 16)
 
 
 _BY_ATTRIBUTE = {
-    "token_dispatcher": _dispatcher,
-    "core_attention": _attention,
-    "d_inner_local_tp": _mamba,
+    "token_dispatcher": _dispatcher_bytes,
+    "core_attention": _attention_bytes,
+    "d_inner_local_tp": _mamba_bytes,
     "num_v_heads_local_tp": _delta_net,
 }
 """Modules that save more than inputs and outputs of linear layers, by an attribute that only they have."""
@@ -604,7 +617,7 @@ def _working_bytes(layer: nn.Module, sizes: Sizes) -> int:
     """Return the bytes of the gathered input and of the gradients of the residual stream and the widest layer."""
     stream = (sizes.tokens + sizes.between) * sizes.hidden * sizes.number
     return stream + max(
-        (_gradients(path, module, sizes) for path, module in layer.named_modules()), default=0
+        (_gradient_bytes(path, module, sizes) for path, module in layer.named_modules()), default=0
     )
 
 
@@ -638,30 +651,32 @@ def _summed_bytes(layer: Any, sizes: Sizes) -> int:
     return int(sizes.chosen * sizes.hidden * ((2 + 2 / ranks) * sizes.number + copies * size))
 
 
-def _gradients(path: str, module: nn.Module, sizes: Sizes) -> int:
+def _gradient_bytes(path: str, module: nn.Module, sizes: Sizes) -> int:
     """Return the bytes of a linear layer's gradients: of output, weight and, for experts, input."""
-    shape, tokens = weight_shape(module), _tokens(path, sizes)
+    shape, tokens = weight_shape(module), _tokens_of_path(path, sizes)
     if shape is None:
         return 0
-    own = math.prod(shape) * sizes.separate_gradients * trained(module)
+    weight_gradient = math.prod(shape) * sizes.separate_gradients * trained(module)
     if not is_dispatched(
         path
-    ):  # after linear_fc1: the activation's output and one factor of it, freed before ``own``
+    ):  # after linear_fc1: the activation's output and one factor of it, freed before ``weight_gradient``
         factor = tokens * shape[0] // 2 * path.endswith("linear_fc1")
         scaled = tokens * shape[0] // 2 if _has_parts(module) else 0
-        return (tokens * shape[0] + max(own - factor, factor) + scaled) * sizes.number
+        return (tokens * shape[0] + max(weight_gradient - factor, factor) + scaled) * sizes.number
     inner = (
         1 + sizes.activation + sizes.weighting
     )  # saved after linear_fc1 and freed before its backward pass
     freed = 0 if path.endswith("linear_fc2") else tokens * (shape[0] // 2) * inner
-    beside = (
+    adapter_gradient = (
         tokens * shape[1] * hasattr(module, "adapter")
     )  # the adapter's input gradient before the sum
-    found = (tokens * sum(shape) + beside + own * sizes.together - freed) * sizes.number
+    gradient_bytes = (
+        tokens * sum(shape) + adapter_gradient + weight_gradient * sizes.together - freed
+    ) * sizes.number
     # in fp32: the gradient of the product with probabilities and of both factors; the input of linear_fc2 is freed
     weighting = (
         tokens * shape[1] * 3 * _FP32 * sizes.weighting
         if path.endswith("linear_fc2") and sizes.wide
         else 0
     )
-    return max(found, weighting)
+    return max(gradient_bytes, weighting)

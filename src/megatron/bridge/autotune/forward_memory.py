@@ -17,7 +17,7 @@ def forward_bytes(model: Any, layers: list[nn.Module], sizes: Sizes) -> int:
     )
 
 
-def _gathered(sizes: Sizes) -> int:
+def _gathered_elements(sizes: Sizes) -> int:
     """Return the elements per token that sequence parallelism gathers before a matrix product."""
     return sizes.hidden * (sizes.between < sizes.tokens)
 
@@ -47,7 +47,7 @@ def _forward_of_attention(attention: Any, sizes: Sizes) -> int:
     if config.qk_layernorm:  # computed in fp32
         normed = queries * (2 + 8 // sizes.number)
     attended = (queries + keys) * sizes.rotates + queries + sizes.hidden
-    return projected + max(_gathered(sizes), normed, attended)
+    return projected + max(_gathered_elements(sizes), normed, attended)
 
 
 def _forward_of_mlp(mlp: nn.Module, sizes: Sizes) -> int:
@@ -62,5 +62,7 @@ def _forward_of_mlp(mlp: nn.Module, sizes: Sizes) -> int:
         elif "shared_experts" in path:  # their output, while the routed experts run
             total += sizes.between * sizes.hidden
         else:
-            total += sizes.tokens * max(_gathered(sizes) + first, activated, inner + sizes.hidden)
+            total += sizes.tokens * max(
+                _gathered_elements(sizes) + first, activated, inner + sizes.hidden
+            )
     return total

@@ -25,38 +25,38 @@ def layer_shape(layer: nn.Module, hidden: int, length: int) -> LayerShape:
     pairs = list(matrices(layer))
     dense = [matrix for path, matrix in pairs if not is_dispatched(path) and not is_undivided(path)]
     experts = [matrix for path, matrix in pairs if is_dispatched(path)]
-    attention = next((each for each in layer.modules() if hasattr(each, "core_attention")), None)
+    attention = next((item for item in layer.modules() if hasattr(item, "core_attention")), None)
     numbers = [
         (path, parameter.numel(), parameter.requires_grad)
         for path, parameter in layer.named_parameters()
     ]
-    whole = sum(count for _, count, _ in numbers)
+    parameter_count = sum(count for _, count, _ in numbers)
     dispatched = sum(count for path, count, _ in numbers if is_dispatched(path))
     return LayerShape(
         matrices=tuple(dense),
         router=tuple(matrix for path, matrix in pairs if is_undivided(path)),
         experts=tuple(experts),
         between=sum(operations_between(module, length) for module in layer.modules()),
-        states=sum(map(_states, layer.modules())),
+        states=sum(map(_scan_state_bytes, layer.modules())),
         quadratic=attention is not None,
         norms=sum(weight_shape(module) == (hidden,) for module in layer.modules()),
-        inner=sum(each.columns if each.name in INTO_RESIDUAL else each.rows for each in dense),
-        blocks=sum(each.name in INTO_RESIDUAL for each in dense),
-        keys=_keys(attention),
-        weights=whole - dispatched,
+        inner=sum(item.columns if item.name in INTO_RESIDUAL else item.rows for item in dense),
+        blocks=sum(item.name in INTO_RESIDUAL for item in dense),
+        keys=_key_width(attention),
+        weights=parameter_count - dispatched,
         expert_weights=dispatched // _local_experts(layer),
         seen=keys_seen(attention, length) if attention is not None else 1.0,
         head=head_widths(attention.config)[1] if attention is not None else 0,
         expert_biases=any(is_dispatched(path) and "bias" in path for path, _, _ in numbers),
-        clamped=any(_clamp(module) is not None for module in layer.modules()),
-        trained=sum(count for _, count, trained in numbers if trained) / max(whole, 1),
+        clamped=any(_clamp_of(module) is not None for module in layer.modules()),
+        trained=sum(count for _, count, trained in numbers if trained) / max(parameter_count, 1),
     )
 
 
 def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
     """Yield all two-dimensional weights with their paths; for experts, only those of the first expert."""
     for path, module in layer.named_modules():
-        weight = _weight(module)
+        weight = _weight_of(module)
         if (
             weight is None
             or weight.dim() != 2
@@ -68,7 +68,7 @@ def matrices(layer: nn.Module) -> Iterator[tuple[str, Matrix]]:
 
 def weight_shape(module: Any) -> tuple[int, ...] | None:
     """Return the shape of the weight; for grouped experts, the shape of each expert's weight."""
-    weight = _weight(module)
+    weight = _weight_of(module)
     return None if weight is None else tuple(weight.shape)
 
 
@@ -78,11 +78,11 @@ def keeps_input(module: Any) -> bool:
 
 
 def trained(module: Any) -> bool:
-    weight = _weight(module)
+    weight = _weight_of(module)
     return weight is None or weight.requires_grad
 
 
-def _weight(module: Any) -> Tensor | None:
+def _weight_of(module: Any) -> Tensor | None:
     return getattr(module, "weight0", getattr(module, "weight", None))
 
 
@@ -99,14 +99,14 @@ def _local_experts(layer: nn.Module) -> int:
     return next(
         (
             int(count)
-            for each in layer.modules()
-            if (count := getattr(each, "num_local_experts", None))
+            for module in layer.modules()
+            if (count := getattr(module, "num_local_experts", None))
         ),
         1,
     )
 
 
-def _states(module: Any) -> float:
+def _scan_state_bytes(module: Any) -> float:
     """Return the bytes per token of a scan's states: fp32 four times (mamba-ssm), or bf16 twice (fla), for a chunk."""
     if isinstance(module, MambaMixer):
         states = getattr(module, "state_size", module.d_state)
@@ -118,11 +118,11 @@ def _states(module: Any) -> float:
     return 0.0
 
 
-def _clamp(module: Any) -> float | None:
+def _clamp_of(module: Any) -> float | None:
     return getattr(getattr(module, "config", None), "activation_func_clamp_value", None)
 
 
-def _keys(attention: Any) -> int:
+def _key_width(attention: Any) -> int:
     if attention is None:
         return 0
     config = attention.config

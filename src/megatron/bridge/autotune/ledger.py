@@ -46,26 +46,26 @@ class Entry:
 
 def read_entries(places: Sequence[Path], profile: Profile | None) -> Iterator[Entry | str]:
     """Yield the runs below ``places``, sorted by name, or a message for each run that cannot be compared."""
-    folders = sorted({path.parent for place in places for path in place.rglob(loss_curves.METRICS)})
+    folders = sorted({path.parent for root in places for path in root.rglob(loss_curves.METRICS)})
     if not folders:
         raise UserError(
             f"--ledger {places[0]} holds no runs: give a folder that logger.log_dir named"
         )
     for folder in folders:
         try:
-            yield _entry(folder, profile)
+            yield _read_entry(folder, profile)
         except UserError as error:
             yield f"{folder}: {error}"
 
 
-def _entry(folder: Path, profile: Profile | None) -> Entry:
+def _read_entry(folder: Path, profile: Profile | None) -> Entry:
     rows = loss_curves.read_metrics(folder)
     steps = [
         row for row in rows if row["kind"] == "train" and "step time" in row and row["step"] > _WARM
     ]
     if not steps:
         raise UserError(f"it has no steps after the first {_WARM}")
-    environment = _environment(folder)
+    environment = _read_environment(folder)
     device = environment["gpu"]["name"] if environment["gpu"] else ""
     if not device and profile is None:
         raise UserError("it ran on a CPU: give --profile")
@@ -91,7 +91,7 @@ def _entry(folder: Path, profile: Profile | None) -> Entry:
     )
 
 
-def _environment(folder: Path) -> dict[str, Any]:
+def _read_environment(folder: Path) -> dict[str, Any]:
     files = sorted(folder.rglob(ENVIRONMENT))
     if not files or not (folder / CONFIG).is_file():
         raise UserError(f"it has no {CONFIG} or {ENVIRONMENT}")

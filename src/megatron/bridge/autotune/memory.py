@@ -66,12 +66,16 @@ def memory_per_rank(
     """
     # quantization keeps the weights in bf16, and Megatron-Core can build such layers only with Transformer Engine
     stages = meta_model.stage_chunks(without_quantization(config.model), config.peft)
-    found = [_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)]
+    ranks = [
+        _stage_memory(config, chunks, stage, world_size) for stage, chunks in enumerate(stages)
+    ]
     if teacher is None:
-        return found
-    beside = enumerate(meta_model.stage_chunks(teacher))
-    taught = [_of_teacher(config, teacher, chunks, stage, world_size) for stage, chunks in beside]
-    return [replace(rank, teacher=more) for rank, more in zip(found, taught, strict=True)]
+        return ranks
+    teacher_stages = enumerate(meta_model.stage_chunks(teacher))
+    taught = [
+        _of_teacher(config, teacher, chunks, stage, world_size) for stage, chunks in teacher_stages
+    ]
+    return [replace(rank, teacher=more) for rank, more in zip(ranks, taught, strict=True)]
 
 
 def fullest_stage(memory: Sequence[RankMemory]) -> RankMemory:
@@ -99,7 +103,7 @@ class _Replicas:
         return cls(max(dense // instances, 1), max(expert // instances, 1))
 
 
-def _memory(
+def _stage_memory(
     config: ConfigContainer, chunks: list[MegatronModule], stage: int, world_size: int
 ) -> RankMemory:
     model, replicas = (
@@ -125,7 +129,9 @@ def _memory(
         weights, gradients, optimizer = _megatron_fsdp(config, chunks, replicas.dense)
     else:
         for index, chunk in enumerate(chunks):
-            padding, reduced = _distributed(config, chunk, stage == index == 0, replicas, stepped)
+            padding, reduced = _distributed_bytes(
+                config, chunk, stage == index == 0, replicas, stepped
+            )
             weights += padding
             gradients += reduced
         optimizer = int(stepped.max())
@@ -154,7 +160,7 @@ def _fully_sharded(
         frozen += 0 if parameter.requires_grad else share * parameter.element_size()
     decoders = [cast(Any, chunk).decoder for chunk in chunks]
     layers = [
-        sum(each.nbytes for each in layer.parameters())
+        sum(weight.nbytes for weight in layer.parameters())
         for decoder in decoders
         for layer in decoder.layers
     ]
@@ -174,16 +180,16 @@ def _megatron_fsdp(
     buffers = [
         buffer for chunk in chunks for buffer in megatron_fsdp.flat_buffers(chunk, ddp, replicas)
     ]
-    whole = sum(buffer.size for buffer in buffers)
-    share, most = whole // replicas, megatron_fsdp.temporary_elements(ddp, buffers)
+    full_size = sum(buffer.size for buffer in buffers)
+    share, temporary = full_size // replicas, megatron_fsdp.temporary_elements(ddp, buffers)
     cuts_weights = ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_WEIGHTS
     cuts_gradients = (
         cuts_weights or ddp.data_parallel_sharding_strategy == megatron_fsdp.SHARD_GRADIENTS
     )
     element_size = next(chunks[0].parameters()).element_size()
     return (
-        (share + most.gathered if cuts_weights else whole) * element_size,
-        _FP32 * (share + most.reduced if cuts_gradients else whole),
+        (share + temporary.gathered if cuts_weights else full_size) * element_size,
+        _FP32 * (share + temporary.reduced if cuts_gradients else full_size),
         share * (_FP32 + optimizer_bytes(config, torch.float32)),
     )
 
@@ -198,8 +204,10 @@ def _of_teacher(
     for chunk in chunks:
         chunk.to(teacher.resolved().params_dtype)
     tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-    beside = activations.teacher_bytes(replace(config, model=teacher), chunks, stage, world_size)
-    return sum(tensor.nbytes for tensor in tensors) + beside
+    activation_bytes = activations.teacher_bytes(
+        replace(config, model=teacher), chunks, stage, world_size
+    )
+    return sum(tensor.nbytes for tensor in tensors) + activation_bytes
 
 
 def quantized_bytes(model: Any) -> int:
@@ -220,7 +228,7 @@ def _quantized_numbers(chunk: nn.Module) -> int:
     )
 
 
-def _distributed(
+def _distributed_bytes(
     config: ConfigContainer,
     chunk: nn.Module,
     bucketed: bool,
@@ -245,7 +253,7 @@ def _distributed(
         )
         padded = {key: part.bucket_indices[-1][1] for key, part in layout.layouts.items()}
         owned = {
-            key: _owned(
+            key: _owned_parameters(
                 part, replicas.expert if key.is_expert_parallel else replicas.dense, len(stepped)
             )
             for key, part in layout.layouts.items()
@@ -258,14 +266,14 @@ def _distributed(
     )
 
 
-def _owned(part: Any, shards: int, ranks: int) -> np.ndarray:
+def _owned_parameters(part: Any, shards: int, ranks: int) -> np.ndarray:
     """Return the parameters that each of ``ranks`` owns: those in its part of the buckets, which end with padding."""
-    found = np.zeros(shards, dtype=np.int64)
+    owned = np.zeros(shards, dtype=np.int64)
     for start, end, bucket in part.param_index_map.values():
         first, last = part.bucket_indices[bucket]
         edges = np.linspace(first, last, shards + 1, dtype=np.int64)
-        found += np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
-    return np.resize(np.repeat(found, max(ranks // shards, 1)), ranks)
+        owned += np.clip(np.minimum(end, edges[1:]) - np.maximum(start, edges[:-1]), 0, None)
+    return np.resize(np.repeat(owned, max(ranks // shards, 1)), ranks)
 
 
 def bucket_size(config: ConfigContainer, replicas: int) -> int:

@@ -64,7 +64,7 @@ def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronMo
 
     All ranks of a stage hold the same number of parameters; these are the chunks of the first. ``peft`` adds adapters.
     """
-    stages = [_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
+    stages = [_build_chunks(model, stage) for stage in range(model.pipeline_model_parallel_size)]
     if peft is not None:
         with as_stage(model, stage=0, several=False), torch.device("meta"):
             peft([chunk for chunks in stages for chunk in chunks])
@@ -73,7 +73,7 @@ def stage_chunks(model: ModelProvider, peft: Any = None) -> list[list[MegatronMo
 
 def whole_model(model: ModelProvider) -> MegatronModule:
     """Build the full model as one rank on the meta device, without padding of vocabulary and heads."""
-    (chunk,) = _chunks(unsplit(model), stage=0)
+    (chunk,) = _build_chunks(unsplit(model), stage=0)
     return chunk
 
 
@@ -99,7 +99,7 @@ def parameter_count(model: ModelProvider) -> int:
     return sum(parameter.numel() for parameter in whole_model(model).parameters())
 
 
-def _chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
+def _build_chunks(model: ModelProvider, stage: int) -> list[MegatronModule]:
     with as_stage(model, stage), silenced(language_module), nothing_random(), torch.device("meta"):
         config = copy.copy(model.resolved())
         config.perform_initialization = False  # meta tensors have no values
@@ -112,15 +112,15 @@ def as_stage(model: ModelProvider, stage: int, several: bool = True) -> Iterator
 
     ``several`` tells whether the pipeline has other stages.
     """
-    values = {name: _neutral(name) for name in vars(parallel_state) if _GLOBAL.match(name)}
-    for name, value in _state(model, stage, several).items():
+    values = {name: _neutral_group(name) for name in vars(parallel_state) if _GLOBAL.match(name)}
+    for name, value in _parallel_state_of(model, stage, several).items():
         assert name in values, f"parallel_state has no {name} in this version of Megatron-Core"
         values[name] = value
     with _default_group(), _readable_groups(), patched(parallel_state, **values):
         yield
 
 
-def _neutral(name: str) -> Any:
+def _neutral_group(name: str) -> Any:
     """Return a group of one rank, or none for embeddings, so that tied weights are not communicated."""
     if name.endswith("_GROUPS"):
         return {} if name == "_HYBRID_DP_CP_GROUPS" else None
@@ -128,7 +128,7 @@ def _neutral(name: str) -> Any:
     return _Group(1) if is_group and "EMBEDDING" not in name else None
 
 
-def _state(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
+def _parallel_state_of(model: ModelProvider, stage: int, several: bool) -> dict[str, Any]:
     tensor, pipeline = (
         model.tensor_model_parallel_size,
         model.pipeline_model_parallel_size if several else 1,

@@ -62,11 +62,11 @@ def roofline_of(
         return MeasuredKernels(profile.card(), profile=profile, world_size=world_size)
     model = config.model
     precision: Precision = "fp8" if model.fp8 else "fp4" if model.fp4 else "bf16"
-    found = gpu(card)
-    if not {"bf16": found.bf16, "fp8": found.fp8, "fp4": found.fp4}[precision]:
+    gpu_row = gpu(card)
+    if not {"bf16": gpu_row.bf16, "fp8": gpu_row.fp8, "fp4": gpu_row.fp4}[precision]:
         precision = "bf16"
     attention = model.fp8_dot_product_attention or model.fp8_multi_head_attention
-    return Roofline(found, precision, fp8_attention=precision == "fp8" and attention)
+    return Roofline(gpu_row, precision, fp8_attention=precision == "fp8" and attention)
 
 
 def setting_of(config: ConfigContainer, world_size: int) -> Setting:
@@ -124,7 +124,7 @@ def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
     if model.recompute_granularity == "selective":
         modules = tuple(model.recompute_modules or ("core_attn",))
         run = run_of(config)
-        return lambda layer, index: _selected(layer, modules, run)
+        return lambda layer, index: _recomputed_share(layer, modules, run)
     if model.recompute_granularity != "full":
         return lambda layer, index: 0.0
     if model.recompute_method == "block":
@@ -134,19 +134,23 @@ def recompute_of(config: ConfigContainer) -> Callable[[LayerShape, int], float]:
 
 
 @lru_cache(maxsize=4096)
-def _selected(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
-    whole = operations_per_token(layer, run)
+def _recomputed_share(layer: LayerShape, modules: tuple[str, ...], run: Run) -> float:
+    all_operations = operations_per_token(layer, run)
     again = 0.0
     for module in modules:
         names = _MODULES.get(module, ())
-        again += sum(2 * each.rows * each.columns for each in layer.matrices if each.name in names)
+        again += sum(
+            2 * matrix.rows * matrix.columns for matrix in layer.matrices if matrix.name in names
+        )
         if module == "core_attn" and layer.quadratic:
             again += layer.between
         if module == "moe":
             again += (
-                sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k / run.tensor
+                sum(2 * matrix.rows * matrix.columns for matrix in layer.experts)
+                * run.top_k
+                / run.tensor
             )
-        again += _SMALL.get(module, 0.0) * whole
+        again += _SMALL.get(module, 0.0) * all_operations
     return (
-        min(1.0, again / whole) if whole else 0.0
+        min(1.0, again / all_operations) if all_operations else 0.0
     )  # architecture search may remove all operations of a layer

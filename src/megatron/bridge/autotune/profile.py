@@ -55,16 +55,16 @@ class Profile:
         rate = max(2.0 * math.prod(shape) / seconds for shape, seconds in self.shapes)
         bandwidth = max(amount / seconds for amount, seconds in self.kernels["moved"])
         link = max(
-            (size / seconds for found in self.messages.values() for size, seconds in found),
+            (size / seconds for samples in self.messages.values() for size, seconds in samples),
             default=bandwidth,
         )
         return Gpu(self.memory, rate, 0.0, 0.0, bandwidth, link, link, domain=1 << 20)
 
 
 def read(path: Path) -> Profile:
-    found = strict_json.read(path)
+    content = strict_json.read(path)
     try:
-        profile = Profile(**found)
+        profile = Profile(**content)
         profile.shapes = [
             ((int(shape[0]), int(shape[1]), int(shape[2])), float(took))
             for shape, took in profile.shapes
@@ -162,7 +162,7 @@ class MeasuredLinks(AlphaBeta):
             raise UserError(
                 f"the profile has no messages between {ranks} ranks: measure under torchrun"
             )
-        nearest = min(known, key=lambda each: abs(math.log(each / ranks)))
+        nearest = min(known, key=lambda measured_ranks: abs(math.log(measured_ranks / ranks)))
         return interpolated(self.messages[f"{kind} of {nearest}"], size)
 
 

@@ -49,12 +49,12 @@ def time_lines(prediction: Prediction, steps: int, gpus: str) -> Iterator[str]:
     )
     yield "where the time of the busiest stage goes: " + ", ".join(
         f"{KINDS[kind]} {part / seconds:.0%}"
-        for kind, part in _largest(prediction.split)
+        for kind, part in _largest_first(prediction.split)
         if part / seconds >= 0.005
     )
 
 
-def _largest(split: dict[str, float]) -> list[tuple[str, float]]:
+def _largest_first(split: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(split.items(), key=lambda item: -item[1])
 
 
@@ -79,7 +79,7 @@ def split_table(prediction: Prediction) -> str:
     """Return a table of seconds by kind, which add up to the step."""
     rows = [
         (KINDS[kind], f"{part:.4f}", f"{part / prediction.seconds:.1%}")
-        for kind, part in _largest(prediction.split)
+        for kind, part in _largest_first(prediction.split)
         if part
     ]
     return table(
@@ -118,7 +118,7 @@ def timeline(prediction: Prediction) -> str:
     shown = sorted(spans, key=lambda span: span.start)[:_SPANS]
     end = max(span.end for span in shown)
     height = _ROW * prediction.pipeline.stages
-    boxes = "".join(_box(span, _WIDTH / end) for span in shown)
+    boxes = "".join(_span_box(span, _WIDTH / end) for span in shown)
     cut = f"<p>The first {_SPANS} of {len(spans)} passes.</p>" if len(shown) < len(spans) else ""
     legend = (
         f"<p>Blue: forward, orange: backward; a lighter color marks every other virtual stage. {end:.3f} s "
@@ -127,7 +127,7 @@ def timeline(prediction: Prediction) -> str:
     return f"<svg width='{_WIDTH}' height='{height}' viewBox='0 0 {_WIDTH} {height}'>{boxes}</svg>{cut}{legend}"
 
 
-def _box(span: Span, scale: float) -> str:
+def _span_box(span: Span, scale: float) -> str:
     work = span.work
     color = _COLORS[work.kind][work.chunk % 2]
     words = f"stage {span.stage}, {work.kind} of microbatch {work.microbatch}, chunk {work.chunk}: "

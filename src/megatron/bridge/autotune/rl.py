@@ -91,13 +91,13 @@ def shares(lengths: np.ndarray, ranks: int, balance: bool) -> list[np.ndarray]:
     """Assign samples to data-parallel ranks: in order, or with ``balance`` the longest first to the least loaded."""
     if not balance:
         return [lengths[rank::ranks] for rank in range(ranks)]
-    found: list[list[int]] = [[] for _ in range(ranks)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for length in sorted(lengths.tolist(), reverse=True):
         load, rank = heapq.heappop(loads)
-        found[rank].append(length)
+        assigned[rank].append(length)
         heapq.heappush(loads, (load + length, rank))
-    return [np.array(share, dtype=int) for share in found]
+    return [np.array(share, dtype=int) for share in assigned]
 
 
 def rows(lengths: np.ndarray, ranks: int, capacity: int, balance: bool = True) -> list[int]:
@@ -134,8 +134,8 @@ class RLSearch:
         return pricer
 
     def run(self, top: int) -> list[Step]:
-        found = [self.step(price) for price in self.search.run(4 * top).best if self.fits(price)]
-        return sorted(found, key=lambda step: step.seconds)[:top]
+        steps = [self.step(price) for price in self.search.run(4 * top).best if self.fits(price)]
+        return sorted(steps, key=lambda step: step.seconds)[:top]
 
     def rows(self, candidate: Candidate, capacity: int, balance: bool = True) -> int:
         """Return the microbatches of a step on the rank with the most rows."""
@@ -148,10 +148,10 @@ class RLSearch:
 
     def fits(self, price: Price) -> bool:
         """Return whether a GPU has memory for each of training, scoring and generation, with what stays on the GPU."""
-        memory, kept = gpu(self.card).memory, set(OFFLOADS) - set(self.job.offload)
+        memory, resident_parts = gpu(self.card).memory, set(OFFLOADS) - set(self.job.offload)
         weights, gradients, optimizer = self.search.pricer.parts(price.candidate)
         models = 1 + self.job.critic
-        frozen = weights * (self.job.reference and "reference" in kept)
+        frozen = weights * (self.job.reference and "reference" in resident_parts)
         reserve = self.search.pricer.reserve(price.candidate)
         training = (
             reserve.inside(price.fullest)
@@ -159,11 +159,11 @@ class RLSearch:
             + (models - 1) * (weights + gradients + optimizer)
         )
         resting = models * (
-            weights * ("params" in kept)
-            + gradients * ("grads" in kept)
-            + optimizer * ("optimizer" in kept)
+            weights * ("params" in resident_parts)
+            + gradients * ("grads" in resident_parts)
+            + optimizer * ("optimizer" in resident_parts)
         )
-        scoring = resting + frozen + weights * ("params" not in kept)
+        scoring = resting + frozen + weights * ("params" not in resident_parts)
         scoring += self._log_prob_pricer.forward_only(price.candidate)
         generating = reserve.around(resting + frozen) + self.job.engine * memory
         return max(reserve.around(training), reserve.around(scoring), generating) <= memory

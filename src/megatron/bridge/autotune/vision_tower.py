@@ -44,14 +44,14 @@ def tower_counts(tower: Any, tokens: int) -> TowerCounts:
     """
     if not tokens:
         return NO_TOWER
-    media = _images(tower, tokens)
+    media = _make_image(tower, tokens)
     with LiveBytes() as live, _HostSizes(tower), _fused_attention(tower), _dropped_gradients(tower):
-        found = encode(tower, media)
-        kept = live.now
-        if found.rows.requires_grad:
-            found.rows.backward(torch.empty_like(found.rows))
-    scale = tokens / sum(found.counts)
-    return TowerCounts(round(kept * scale), round((live.peak - kept) * scale))
+        features = encode(tower, media)
+        held_bytes = live.now
+        if features.rows.requires_grad:
+            features.rows.backward(torch.empty_like(features.rows))
+    scale = tokens / sum(features.counts)
+    return TowerCounts(round(held_bytes * scale), round((live.peak - held_bytes) * scale))
 
 
 def tower_flops(tower: Any, tokens: int) -> float:
@@ -59,13 +59,13 @@ def tower_flops(tower: Any, tokens: int) -> float:
     if not tokens:
         return 0.0
     with FlopCounterMode(display=False) as counter, _HostSizes(tower), _dropped_gradients(tower):
-        found = encode(tower, _images(tower, tokens))
-        if found.rows.requires_grad:
-            found.rows.backward(torch.empty_like(found.rows))
-    return counter.get_total_flops() * tokens / sum(found.counts)
+        features = encode(tower, _make_image(tower, tokens))
+        if features.rows.requires_grad:
+            features.rows.backward(torch.empty_like(features.rows))
+    return counter.get_total_flops() * tokens / sum(features.counts)
 
 
-def _images(tower: Any, tokens: int) -> dict[str, Tensor]:
+def _make_image(tower: Any, tokens: int) -> dict[str, Tensor]:
     """Create one image of about ``tokens`` tokens, or the smallest image if all images have the same size."""
     dtype, height = next(tower.parameters()).dtype, math.isqrt(tokens)
     width = -(-tokens // height)
@@ -108,10 +108,12 @@ def _fused_attention(tower: nn.Module) -> Iterator[None]:
     name = (
         f"{_NAME}_flash" if hasattr(tower, "visual") else _NAME
     )  # transformers passes no mask to "flash"
-    transformers.AttentionInterface.register(name, _attend)  # type: ignore[arg-type]
-    found = [getattr(part, "config", None) for part in tower.modules()]
+    transformers.AttentionInterface.register(name, _attend_as_fused)  # type: ignore[arg-type]
+    part_configs = [getattr(part, "config", None) for part in tower.modules()]
     configs = {
-        id(config): config for config in found if isinstance(config, transformers.PreTrainedConfig)
+        id(config): config
+        for config in part_configs
+        if isinstance(config, transformers.PreTrainedConfig)
     }
     before = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
@@ -123,7 +125,7 @@ def _fused_attention(tower: nn.Module) -> Iterator[None]:
             config._attn_implementation = before[key]
 
 
-def _attend(
+def _attend_as_fused(
     _: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -190,18 +192,18 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for storage in {storage._cdata: storage for storage in _storages(found)}.values():
+        given = {storage._cdata for storage in _storages_in((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in {storage._cdata: storage for storage in _storages_in(result)}.values():
             if storage._cdata not in given:  # views and in-place results use existing storages
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self._freed, storage.nbytes())
-        return found
+        return result
 
     def _freed(self, size: int) -> None:
         self.now -= size
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def _storages_in(tree: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

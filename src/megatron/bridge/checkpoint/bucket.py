@@ -51,8 +51,8 @@ def begin(directory: Path) -> None:
 
 def publish(directory: Path, sizes: Mapping[str, int]) -> None:
     """Make ``directory`` visible to readers, after checking that all files were uploaded."""
-    found = {name: entry.size for name, entry in storage.listing(directory, deep=True).items()}
-    lost = sorted(name for name, size in sizes.items() if found.get(name) != size)
+    uploaded = {name: entry.size for name, entry in storage.listing(directory, deep=True).items()}
+    lost = sorted(name for name, size in sizes.items() if uploaded.get(name) != size)
     if lost:
         raise storage.StorageError(
             f"{directory} was not uploaded: {lost[0]} is missing or has another size; try again"
@@ -95,14 +95,16 @@ def refresh(root: Path) -> None:
     """Update the local folder of a run or a checkpoint: which checkpoints exist, and their small files."""
     if url_of(root) is None:
         return
-    found = storage.listing(root)
+    entries = storage.listing(root)
     is_hidden = root.name.startswith(ITERATION) and root.name + STAGING_SUFFIX in storage.listing(
         root.parent
     )
-    if not found or is_hidden:
+    if not entries or is_hidden:
         return
-    hidden = {name.removesuffix(STAGING_SUFFIX) for name in found if name.endswith(STAGING_SUFFIX)}
-    folders = {name for name, entry in found.items() if entry.is_folder} - hidden - {LOCK}
+    hidden = {
+        name.removesuffix(STAGING_SUFFIX) for name in entries if name.endswith(STAGING_SUFFIX)
+    }
+    folders = {name for name, entry in entries.items() if entry.is_folder} - hidden - {LOCK}
     root.mkdir(parents=True, exist_ok=True)
     forget(
         path

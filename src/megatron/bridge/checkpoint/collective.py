@@ -16,7 +16,7 @@ from megatron.bridge.utils.torchrun_env import read_number
 
 def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None) -> T:
     """Run ``action`` on rank 0 and return its result on all ranks; an error is raised on all ranks of ``group``."""
-    value, error = _attempt(action) if distributed.rank() == 0 else (None, None)
+    value, error = _attempt_action(action) if distributed.rank() == 0 else (None, None)
     value, carried = distributed.broadcast_object((value, portable(error)), group=group)
     if carried is not None:
         raise carried from error
@@ -25,9 +25,9 @@ def on_first_rank[T](action: Callable[[], T], group: ProcessGroup | None = None)
 
 def on_every_rank[T](action: Callable[[], T]) -> T:
     """Run ``action`` on every rank and return this rank's result; if one fails, an error is raised on all."""
-    value, error = _attempt(action)
+    value, error = _attempt_action(action)
     failures = [
-        found for found in distributed.all_gather_object(portable(error)) if found is not None
+        failure for failure in distributed.all_gather_object(portable(error)) if failure is not None
     ]
     if failures:
         raise failures[0] from error  # the same message on all ranks
@@ -36,14 +36,14 @@ def on_every_rank[T](action: Callable[[], T]) -> T:
 
 def naming_node[T](action: Callable[[], T]) -> T:
     """Run ``action`` on this rank; errors of the operating system get the name of the node."""
-    value, error = _attempt(action)
+    value, error = _attempt_action(action)
     if error is not None:
         forget_frames(error)
         raise portable(error) or error
     return value  # type: ignore[return-value]
 
 
-def _attempt[T](action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _attempt_action[T](action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
         return action(), None
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
@@ -75,12 +75,12 @@ def root_cause(error: BaseException) -> BaseException:
 
     Torch's zip writer reports a full disk as a RuntimeError; the OSError is only its context.
     """
-    found = _chain(error)
+    chain = _error_chain(error)
     for kind in (UserError, OSError):
-        for one in found:
-            if isinstance(one, kind):
-                return one
-    plain = [one for one in found if not isinstance(one, CheckpointException)]
+        for link in chain:
+            if isinstance(link, kind):
+                return link
+    plain = [link for link in chain if not isinstance(link, CheckpointException)]
     return plain[0] if plain else error
 
 
@@ -89,23 +89,23 @@ def forget_frames(error: BaseException) -> None:
 
     They hold a view of torch's buffer, and CPython 3.12.1 crashes where the garbage collector ends such a view.
     """
-    for one in _chain(error):
-        traceback.clear_frames(one.__traceback__)
+    for link in _error_chain(error):
+        traceback.clear_frames(link.__traceback__)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def _error_chain(error: BaseException) -> list[BaseException]:
     """The error and all errors in its chain of causes and contexts."""
-    seen: list[BaseException] = []
+    chain: list[BaseException] = []
     queue = [error]
     while queue:
-        found = queue.pop(0)
-        if found in seen:
+        current = queue.pop(0)
+        if current in chain:
             continue
-        seen.append(found)
-        if isinstance(found, CheckpointException):
-            queue += [wrapped[0] for wrapped in found.failures.values()]
-        queue += [inner for inner in (found.__cause__, found.__context__) if inner is not None]
-    return seen
+        chain.append(current)
+        if isinstance(current, CheckpointException):
+            queue += [wrapped[0] for wrapped in current.failures.values()]
+        queue += [inner for inner in (current.__cause__, current.__context__) if inner is not None]
+    return chain
 
 
 def out_of_space(error: OSError) -> bool:

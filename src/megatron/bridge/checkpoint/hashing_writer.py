@@ -69,10 +69,11 @@ class HashingWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The same as torch's, but shards on object storage get unique names."""
-        found = super().prepare_global_plan(plans)
-        prefixes = [_StoragePrefix(plan.storage_data.prefix + self._token) for plan in found]
+        global_plans = super().prepare_global_plan(plans)
+        prefixes = [_StoragePrefix(plan.storage_data.prefix + self._token) for plan in global_plans]
         return [
-            replace(plan, storage_data=prefix) for plan, prefix in zip(found, prefixes, strict=True)
+            replace(plan, storage_data=prefix)
+            for plan, prefix in zip(global_plans, prefixes, strict=True)
         ]
 
 
@@ -126,10 +127,10 @@ class PreparedSave:
 
     def copy_to(self, memory: HostBuffer) -> None:
         """Copy the data to write, so that training can change the original."""
-        found = {id(item): self.planner.resolve_data(item) for item in self.plan.items}
-        tensors = {name: data for name, data in found.items() if isinstance(data, torch.Tensor)}
-        found |= zip(tensors, memory.copy_tensors(list(tensors.values())), strict=True)
-        self.planner = _ResolvedPlanner(lambda item: found[id(item)])
+        resolved = {id(item): self.planner.resolve_data(item) for item in self.plan.items}
+        tensors = {name: data for name, data in resolved.items() if isinstance(data, torch.Tensor)}
+        resolved |= zip(tensors, memory.copy_tensors(list(tensors.values())), strict=True)
+        self.planner = _ResolvedPlanner(lambda item: resolved[id(item)])
 
     def cancel(self) -> None:
         """Make ``write_files``, which runs in another thread, fail soon."""
@@ -155,8 +156,8 @@ def prepare_save(
         return writer.prepare_global_plan(together)
 
     with gc_paused():
-        mine = collective_steps().reduce_scatter("plan", plan_mine, plan_all)
-    plan = planner.finish_plan(mine)
+        local_plan = collective_steps().reduce_scatter("plan", plan_mine, plan_all)
+    plan = planner.finish_plan(local_plan)
     return PreparedSave(directory, writer, plan, _ResolvedPlanner(planner.resolve_data), metadata)
 
 
@@ -174,12 +175,14 @@ def gc_paused() -> Iterator[None]:
 
 def check_objects(metadata: Metadata) -> None:
     """Assert that every part of each sharded object is written; torch's planner checks tensors and duplicates."""
-    found: Counter[tuple[str, int]] = Counter()
+    written_parts: Counter[tuple[str, int]] = Counter()
     for name, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata) and "/shard_" in name:
-            key, _, place = name.rpartition("/shard_")
-            found[key, prod(int(size) for size in place.partition("_")[2].split("."))] += 1
-    missing = {key: parts - written for (key, parts), written in found.items() if written != parts}
+            key, _, shard = name.rpartition("/shard_")
+            written_parts[key, prod(int(size) for size in shard.partition("_")[2].split("."))] += 1
+    missing = {
+        key: parts - written for (key, parts), written in written_parts.items() if written != parts
+    }
     assert not missing, f"objects of which parts are missing, and how many: {missing}"
 
 

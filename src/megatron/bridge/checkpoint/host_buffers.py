@@ -53,8 +53,8 @@ class HostBuffer:
         self._grow(sum(sizes))
         copies, start = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            place = self._memory[start : start + tensor.nbytes]
-            copies.append(_like(tensor, place).copy_(tensor, non_blocking=True))
+            memory = self._memory[start : start + tensor.nbytes]
+            copies.append(_tensor_in_memory(tensor, memory).copy_(tensor, non_blocking=True))
             start += size
         torch.cuda.synchronize()
         return copies
@@ -65,8 +65,8 @@ class HostBuffer:
         if self._is_pinned:
             cast(Any, torch.cuda.cudart()).cudaHostUnregister(self._memory.ctypes.data)
         self._memory = np.empty(0, dtype=np.uint8)  # free it before there is more
-        self._memory = _touched(size)
-        self._is_pinned = has_cuda() and _pin(self._memory)
+        self._memory = _map_memory(size)
+        self._is_pinned = has_cuda() and _pin_memory(self._memory)
 
 
 def copy_size(tensor: torch.Tensor) -> int:
@@ -84,17 +84,17 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
         or tensor.untyped_storage().nbytes() == tensor.nbytes
     ):
         return tensor
-    return _like(tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
+    return _tensor_in_memory(tensor, tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
-def _like(tensor: torch.Tensor, place: np.ndarray) -> torch.Tensor:
-    """A tensor of the same shape and dtype in the bytes of ``place``."""
+def _tensor_in_memory(tensor: torch.Tensor, memory: np.ndarray) -> torch.Tensor:
+    """A tensor of the same shape and dtype in the bytes of ``memory``."""
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return torch.frombuffer(place, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
-def _pin(memory: np.ndarray) -> bool:
+def _pin_memory(memory: np.ndarray) -> bool:
     """Pin ``memory`` if CUDA accepts it; PyTorch rounds its own pinned memory up to a power of two, and keeps it."""
     error = int(
         cast(Any, torch.cuda.cudart()).cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
@@ -106,7 +106,7 @@ def _pin(memory: np.ndarray) -> bool:
     return not error
 
 
-def _touched(size: int) -> np.ndarray:
+def _map_memory(size: int) -> np.ndarray:
     """Memory mapped from the system, which is returned to it at the end; the allocator would keep freed heap memory."""
     memory = np.frombuffer(
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8

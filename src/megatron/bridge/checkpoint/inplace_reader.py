@@ -36,15 +36,15 @@ class InplaceReader(FileSystemReader):
         """Read everything in ``plan`` into the tensors of ``planner``."""
         needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
         storage.pull(Path(self.path), needed)
-        others: list[ReadItem] = []
+        other_items: list[ReadItem] = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 self._read_object(item, planner)
             elif self._is_large(item):
                 self._read_large(item, planner)
             else:
-                others.append(item)
-        return super().read_data(replace(plan, items=others), planner)
+                other_items.append(item)
+        return super().read_data(replace(plan, items=other_items), planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The same as torch's own reader, but the file cannot run code."""
@@ -57,12 +57,12 @@ class InplaceReader(FileSystemReader):
 
     def _read_object(self, item: ReadItem, planner: LoadPlanner) -> None:
         """Check the bytes of an object before the planner unpickles them."""
-        place = self.storage_data[item.storage_index]
-        path = self.fs.concat_path(self.path, place.relative_path)
+        storage_info = self.storage_data[item.storage_index]
+        path = self.fs.concat_path(self.path, storage_info.relative_path)
         with self.fs.create_stream(path, "rb") as stream:
-            part = self._slice_file(cast(Any, stream), place)
+            part = self._slice_file(cast(Any, stream), storage_info)
             content = self.transforms.transform_load_stream(
-                item, place.transform_descriptors or (), part
+                item, storage_info.transform_descriptors or (), part
             ).read(-1)
         unpickling.read_torch(
             io.BytesIO(content), f"{path} ({item.storage_index.fqn})", map_location="cpu"
@@ -70,28 +70,31 @@ class InplaceReader(FileSystemReader):
         planner.load_bytes(item, io.BytesIO(content))
 
     def _is_large(self, item: ReadItem) -> bool:
-        place = self.storage_data[item.storage_index]
+        storage_info = self.storage_data[item.storage_index]
         return (
             item.type == LoadItemType.TENSOR
-            and place.length >= LARGE
-            and not place.transform_descriptors
+            and storage_info.length >= LARGE
+            and not storage_info.transform_descriptors
         )
 
     def _read_large(self, item: ReadItem, planner: LoadPlanner) -> None:
-        place, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
-        path = self.fs.concat_path(self.path, place.relative_path)
+        storage_info, target = (
+            self.storage_data[item.storage_index],
+            planner.resolve_tensor(item).detach(),
+        )
+        path = self.fs.concat_path(self.path, storage_info.relative_path)
         with self.fs.create_stream(path, "rb") as stream:
-            part = self._slice_file(cast(Any, stream), place)
-            start = _start(part, item, target)
+            part = self._slice_file(cast(Any, stream), storage_info)
+            start = _contiguous_offset(part, item, target)
             part.seek(start or 0)
             if start is None:
-                _copy(part, item, target)
+                _copy_through_memory(part, item, target)
             else:
-                _fill(target, part)
+                _fill_from_file(target, part)
         planner.commit_tensor(item, target)
 
 
-def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
+def _contiguous_offset(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
     """The offset of ``target`` in ``part`` if its bytes are contiguous there; else None."""
     stored = cast(Tensor, torch.load(part, map_location="meta", weights_only=True))
     begin: int | None = getattr(stored.untyped_storage(), "_checkpoint_offset", None)
@@ -104,7 +107,7 @@ def _start(part: IO[bytes], item: ReadItem, target: Tensor) -> int | None:
     return begin + int(first) * stored.element_size()
 
 
-def _fill(target: Tensor, part: IO[bytes]) -> None:
+def _fill_from_file(target: Tensor, part: IO[bytes]) -> None:
     """Read the bytes of ``target`` from the current position of ``part``."""
     flat = target.view(-1).view(torch.uint8)
     (_read_into if target.is_cpu else _read_in_blocks)(flat, part)
@@ -129,19 +132,19 @@ def _read_into(flat: Tensor, part: IO[bytes]) -> None:
         left = left[count:]
 
 
-def _copy(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
+def _copy_through_memory(part: IO[bytes], item: ReadItem, target: Tensor) -> None:
     """Copy through memory, like torch's own reader."""
     stored = cast(Tensor, torch.load(part, map_location="cpu", weights_only=True))
-    wanted = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
-    assert wanted.shape == target.shape, (
-        f"{item.storage_index} is {wanted.shape}, {target.shape} is wanted"
+    requested = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+    assert requested.shape == target.shape, (
+        f"{item.storage_index} is {requested.shape}, {target.shape} is wanted"
     )
-    target.copy_(wanted)
+    target.copy_(requested)
 
 
-def _open(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> InplaceReader:
+def _open_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> InplaceReader:
     return InplaceReader(checkpoint_dir)
 
 
 # Megatron-Core takes no reader as an argument; several threads may read at once, so it is never set back.
-strategy._get_filesystem_reader = serialization._get_filesystem_reader = _open
+strategy._get_filesystem_reader = serialization._get_filesystem_reader = _open_reader

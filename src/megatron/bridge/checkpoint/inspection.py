@@ -45,10 +45,10 @@ def is_weight(name: str) -> bool:
 
 
 def read_tensors(
-    directory: Path, wanted: Iterable[StoredTensor]
+    directory: Path, tensors: Iterable[StoredTensor]
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
     """Read whole tensors, one after another."""
-    for tensor in wanted:
+    for tensor in tensors:
         state: dict[str, Any] = {
             tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         }
@@ -78,9 +78,9 @@ def unstack_layers(
         yield f"{prefix}{index}.{name.removeprefix(prefix)}", value[index]
 
 
-def stacked_layers(found: dict[str, StoredTensor]) -> int | None:
+def stacked_layers(tensors: dict[str, StoredTensor]) -> int | None:
     """The number of layers if the checkpoint stacks the tensors of all layers, else None."""
-    sizes = {tensor.shape[0] for name, tensor in found.items() if _stack_of(name)}
+    sizes = {tensor.shape[0] for name, tensor in tensors.items() if _stack_of(name)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -106,17 +106,17 @@ def convert_checkpoint(source: Path, root: Path, run_config: dict[str, Any] | No
     distributed.initialize(
         "gloo"
     )  # Megatron-Core asks for the rank even where there is one process
-    found = {
+    stored_tensors = {
         name.removeprefix(model_io.NEMO_PREFIX): tensor
         for name, tensor in list_tensors(source).items()
         if is_weight(name)
     }
-    layers = stacked_layers(found)
+    layers = stacked_layers(stored_tensors)
     state: dict[str, Any] = {
         name: ShardedTensor.from_rank_offsets(name, value.contiguous())
-        for tensor, whole in read_tensors(source, found.values())
+        for tensor, full_tensor in read_tensors(source, stored_tensors.values())
         for name, value in unstack_layers(
-            tensor.name.removeprefix(model_io.NEMO_PREFIX), whole, layers
+            tensor.name.removeprefix(model_io.NEMO_PREFIX), full_tensor, layers
         )
     }
     state[model_io.CONTENT_METADATA] = dict(model_io.MODEL_METADATA)

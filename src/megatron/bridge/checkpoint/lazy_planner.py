@@ -61,13 +61,19 @@ class LazySavePlanner(MCoreSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Record the order of the plan, in which the writer asks for values."""
         plan = super().finish_plan(new_plan)
-        found = ((item, super(LazySavePlanner, self).resolve_data(item)) for item in plan.items)
+        items_and_data = (
+            (item, super(LazySavePlanner, self).resolve_data(item)) for item in plan.items
+        )
         sources = [
-            self._source(item, data) for item, data in found if isinstance(data, torch.Tensor)
+            self._source(item, data)
+            for item, data in items_and_data
+            if isinstance(data, torch.Tensor)
         ]
         order = [source for source, _ in groupby(sources)]
-        made = prefetch([(source.size, source.make) for source in order], self._limit, THREADS)
-        self._made = track(made, "Converting", total=len(order), show=self._show_progress)
+        prefetched = prefetch(
+            [(source.size, source.make) for source in order], self._limit, THREADS
+        )
+        self._made = track(prefetched, "Converting", total=len(order), show=self._show_progress)
         return plan
 
     def _source(self, item: WriteItem, data: torch.Tensor) -> LazyParameter:

@@ -50,12 +50,14 @@ class StateMismatch:
         return bool(self.missing or self.left_over or self.shapes)
 
     def __str__(self) -> str:
-        found = {
+        names_by_title = {
             "it lacks": self.missing,
             "it also holds": self.left_over,
             "shapes differ:": self.shapes,
         }
-        return "; ".join(f"{title} {first_few(names)}" for title, names in found.items() if names)
+        return "; ".join(
+            f"{title} {first_few(names)}" for title, names in names_by_title.items() if names
+        )
 
 
 def load(
@@ -71,7 +73,7 @@ def load(
     """
     check(state, directory, strict, known)
     try:
-        return on_every_rank(lambda: _read(state, directory))
+        return on_every_rank(lambda: _read_state(state, directory))
     except BaseException as error:
         raise unreadable(error, directory) from error
 
@@ -92,12 +94,12 @@ def check(
 def read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Load a part of a checked state, without communication; raises a ``DamagedError`` if it cannot be read."""
     try:
-        return _read(state, directory)
+        return _read_state(state, directory)
     except BaseException as error:
         raise unreadable(error, directory) from error
 
 
-def _read(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _read_state(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     storage.pull(directory, bucket.is_small)  # on other machines than the first rank's
     # Under another layout ranks share one object of the old one, which Megatron-Core takes for a mistake: what is
     # wanted was compared with what there is, so its own check of the wish can go.
@@ -142,16 +144,16 @@ def check_files(directory: Path) -> Metadata:
     if save_id.startswith(manifest.SAVE_ID_PREFIX) and not (directory / manifest.NAME).is_file():
         raise DamagedError.of(directory, f"{manifest.NAME} is missing")
     needed: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        needed[place.relative_path] = max(
-            needed.get(place.relative_path, 0), place.offset + place.length
+    for storage_info in metadata.storage_data.values():
+        needed[storage_info.relative_path] = max(
+            needed.get(storage_info.relative_path, 0), storage_info.offset + storage_info.length
         )
     for name, size in sorted(needed.items()):
-        found = size_of(name)
-        if found is None:
+        file_size = size_of(name)
+        if file_size is None:
             raise DamagedError.of(directory, f"{name} is missing")
-        if found < size:
-            raise DamagedError.of(directory, f"{name} has {found} of {size} bytes")
+        if file_size < size:
+            raise DamagedError.of(directory, f"{name} has {file_size} of {size} bytes")
     return metadata
 
 
@@ -169,16 +171,16 @@ def _check_format(directory: Path) -> None:
         )
     try:
         values = strict_json.loads(file.read_bytes())
-        found = values[
+        stored_format = values[
             "sharded_backend"
         ]  # earlier versions of Megatron-Core write the common state's, too
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedError.of(
-            directory, f"{file.name} cannot be read ({_reason(error)})"
+            directory, f"{file.name} cannot be read ({_short_reason(error)})"
         ) from error
-    if found != FORMAT.sharded_backend:
+    if stored_format != FORMAT.sharded_backend:
         raise UserError(
-            f"checkpoint {directory} has the format {found!r}; only {FORMAT.sharded_backend!r} can be loaded"
+            f"checkpoint {directory} has the format {stored_format!r}; only {FORMAT.sharded_backend!r} can be loaded"
         )
 
 
@@ -191,7 +193,9 @@ def _read_metadata(directory: Path) -> Metadata:
     except UserError:
         raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise DamagedError.of(directory, f".metadata cannot be read ({_reason(error)})") from error
+        raise DamagedError.of(
+            directory, f".metadata cannot be read ({_short_reason(error)})"
+        ) from error
     if not isinstance(metadata, Metadata) or not metadata.storage_data:
         raise DamagedError.of(directory, ".metadata is of something else")
     return metadata
@@ -212,45 +216,51 @@ def wanted_keys(state: dict[str, Any]) -> dict[str, ShardedTensor | ShardedObjec
     """The keys that all ranks together load, with their descriptions without data."""
     expanded, _, _ = load_preprocess(state)
     sharded, _ = extract_sharded_base(expanded)
-    mine = {entry.key: entry.without_data() for entry in nested_values(sharded)}
-    return united(mine)
+    local_entries = {entry.key: entry.without_data() for entry in nested_values(sharded)}
+    return united(local_entries)
 
 
-def united[T](mine: dict[str, T]) -> dict[str, T]:
+def united[T](local_entries: dict[str, T]) -> dict[str, T]:
     """The entries of all ranks: the first rank that has a key sends its entry, all others only a hash of the key."""
-    keys = {digest(key): key for key in mine}
+    keys = {digest(key): key for key in local_entries}
     everyone = distributed.all_gather_object(np.array(list(keys), dtype=np.int64))
-    found, places = np.unique(np.concatenate(everyone), return_index=True)
+    unique_digests, places = np.unique(np.concatenate(everyone), return_index=True)
     start = sum(len(part) for part in everyone[: distributed.rank()])
     sent = [
-        keys[number]
-        for number, place in zip(found.tolist(), places, strict=True)
-        if 0 <= place - start < len(keys)
+        keys[digest_value]
+        for digest_value, position in zip(unique_digests.tolist(), places, strict=True)
+        if 0 <= position - start < len(keys)
     ]
-    parts = distributed.all_gather_object({key: mine[key] for key in sent})
+    parts = distributed.all_gather_object({key: local_entries[key] for key in sent})
     return {key: entry for part in parts for key, entry in part.items()}
 
 
 def compare(
-    wanted: dict[str, ShardedTensor | ShardedObject], stored: StoredShapes, known: tuple[str, ...]
+    requested: dict[str, ShardedTensor | ShardedObject],
+    stored: StoredShapes,
+    known: tuple[str, ...],
 ) -> StateMismatch:
     """The names and shapes that do not match; ``known`` are prefixes of names that may be unused."""
-    missing = sorted(key for key in wanted if key not in stored)
+    missing = sorted(key for key in requested if key not in stored)
     left_over = sorted(
         key
         for key in stored
-        if key not in wanted and not _is_extra_state(key) and not key.startswith(known)
+        if key not in requested and not _is_extra_state(key) and not key.startswith(known)
     )
     shapes = []
-    for key, entry in wanted.items():
-        if isinstance(entry, ShardedTensor) and key in stored and not _fits(entry, stored[key]):
+    for key, entry in requested.items():
+        if (
+            isinstance(entry, ShardedTensor)
+            and key in stored
+            and not _fits_stored_shape(entry, stored[key])
+        ):
             shapes.append(
-                f"{key} is {_shape(stored[key])}, the model's is {_shape(entry.global_shape)}"
+                f"{key} is {_shape_text(stored[key])}, the model's is {_shape_text(entry.global_shape)}"
             )
     return StateMismatch(tuple(missing), tuple(left_over), tuple(sorted(shapes)))
 
 
-def _fits(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
+def _fits_stored_shape(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
     if stored is None:
         return False
     # The vocabulary's padding depends on the layout: only the first dimension of such tensors may differ.
@@ -258,7 +268,7 @@ def _fits(entry: ShardedTensor, stored: tuple[int, ...] | None) -> bool:
     return tuple(entry.global_shape)[skipped:] == stored[skipped:]
 
 
-def _shape(shape: Iterable[int] | None) -> str:
+def _shape_text(shape: Iterable[int] | None) -> str:
     return "an object" if shape is None else "x".join(map(str, shape))
 
 
@@ -279,7 +289,7 @@ def _drop_extra_state(state: dict[str, Any], stored: StoredShapes) -> None:
             del state[name]
 
 
-def _reason(error: BaseException) -> str:
+def _short_reason(error: BaseException) -> str:
     """The first line of an error message, shortened for verbose errors of torch."""
     if isinstance(error, pickle.UnpicklingError):
         return "it is not a tensor"
@@ -293,4 +303,4 @@ def unreadable(error: BaseException, directory: Path) -> BaseException:
         error, (Exception, CheckpointException)
     ):
         return cause
-    return DamagedError.of(directory, f"its content cannot be read ({_reason(cause)})")
+    return DamagedError.of(directory, f"its content cannot be read ({_short_reason(cause)})")

@@ -60,7 +60,7 @@ def acquire(root: str | Path) -> bool:
         if key in _held and _held[key].owner == Process.current():
             return False
         existed = key.is_dir()
-        record = _take(key)
+        record = _take_lock(key)
     except UserError:
         raise
     except (
@@ -77,8 +77,8 @@ def acquire(root: str | Path) -> bool:
 def check(root: str | Path) -> None:
     """Refuse to continue if another process has taken over the lock."""
     key = storage.local(root).resolve()
-    if key in _held and not _exists(_held[key].record):
-        raise _refusal(key, holder(root))
+    if key in _held and not _record_exists(_held[key].record):
+        raise _make_refusal(key, holder(root))
 
 
 def release(root: str | Path) -> None:
@@ -101,25 +101,25 @@ def held(root: str | Path) -> Iterator[None]:
 
 def holder(root: str | Path) -> Process | None:
     """The process that holds the lock of ``root`` according to its file, dead or alive."""
-    record = _record(storage.local(root).resolve())
-    return None if record is None else _read(record)
+    record = _find_record(storage.local(root).resolve())
+    return None if record is None else _read_holder(record)
 
 
-def _take(root: Path) -> Path:
+def _take_lock(root: Path) -> Path:
     """Claim the lock of ``root``; returns the file that names its holder."""
     until = time.monotonic() + PATIENCE
-    while (mine := _claim(root)) is None:
-        record = _record(root)
+    while (claimed := _claim_lock(root)) is None:
+        record = _find_record(root)
         if record is not None:
             _remove_if_dead(record, root)
         elif time.monotonic() > until:  # something else lies there
-            raise _refusal(root, None)
+            raise _make_refusal(root, None)
         else:
             time.sleep(0.01)
-    return mine
+    return claimed
 
 
-def _claim(root: Path) -> Path | None:
+def _claim_lock(root: Path) -> Path | None:
     """Publish a file that names this process as the holder, atomically; None if another process has the lock."""
     token = uuid4().hex
     if url_of(root) is not None:
@@ -130,12 +130,12 @@ def _claim(root: Path) -> Path | None:
     aside.mkdir(parents=True)
     try:
         (aside / name).write_text(json.dumps(asdict(Process.current())))
-        return root / NAME / name if _renamed(aside, root / NAME) else None
+        return root / NAME / name if _rename_if_free(aside, root / NAME) else None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _renamed(aside: Path, path: Path) -> bool:
+def _rename_if_free(aside: Path, path: Path) -> bool:
     try:
         aside.rename(path)
     except OSError as error:
@@ -149,7 +149,7 @@ def _renamed(aside: Path, path: Path) -> bool:
     return True
 
 
-def _record(root: Path) -> Path | None:
+def _find_record(root: Path) -> Path | None:
     """The file that says who holds the lock of ``root``."""
     path = root / NAME
     if url_of(root) is not None:
@@ -162,7 +162,7 @@ def _record(root: Path) -> Path | None:
         return path
 
 
-def _read(record: Path) -> Process | None:
+def _read_holder(record: Path) -> Process | None:
     try:
         text = record.read_text() if url_of(record) is None else storage.read(record) or ""
         return Process(**json.loads(text))
@@ -171,28 +171,30 @@ def _read(record: Path) -> Process | None:
 
 
 def _remove_if_dead(record: Path, root: Path) -> None:
-    other = _read(record)
-    if other == Process.current():  # a restart within the process interrupted a claim or a release
-        _remove(record, root)
+    lock_holder = _read_holder(record)
+    if (
+        lock_holder == Process.current()
+    ):  # a restart within the process interrupted a claim or a release
+        _remove_record(record, root)
         return
-    if _is_alive(other, record):
-        raise _refusal(root, other)
-    if _remove(record, root):
-        who = other or "an unknown process"
+    if _is_alive(lock_holder, record):
+        raise _make_refusal(root, lock_holder)
+    if _remove_record(record, root):
+        who = lock_holder or "an unknown process"
         console().print(f"removed the lock of {who}, which is gone, from {root}", markup=False)
 
 
-def _is_alive(other: Process | None, record: Path) -> bool:
-    if other is not None and other.is_here:
-        return other.is_alive
-    return _exists(record) and _beats(record)
+def _is_alive(lock_holder: Process | None, record: Path) -> bool:
+    if lock_holder is not None and lock_holder.is_here:
+        return lock_holder.is_alive
+    return _record_exists(record) and _has_heartbeat(record)
 
 
-def _exists(record: Path) -> bool:
+def _record_exists(record: Path) -> bool:
     return record.exists() if url_of(record) is None else storage.read(record) is not None
 
 
-def _remove(record: Path, root: Path) -> bool:
+def _remove_record(record: Path, root: Path) -> bool:
     if url_of(record) is not None:
         storage.delete(record)
         return True
@@ -205,29 +207,29 @@ def _remove(record: Path, root: Path) -> bool:
     return True
 
 
-def _refusal(root: Path, other: Process | None) -> UserError:
-    who = other or "another process"
+def _make_refusal(root: Path, lock_holder: Process | None) -> UserError:
+    who = lock_holder or "another process"
     return UserError(
         f"{root} is being written by {who}: stop that run, or give this one another checkpoint.save"
     )
 
 
-def _beats(record: Path) -> bool:
+def _has_heartbeat(record: Path) -> bool:
     """Whether a holder on another machine still touches its file; does not compare clocks of two machines."""
     console().print(
         f"{record.parent} is held by a run elsewhere: waiting up to {PATIENCE:.0f} s for a sign of life",
         markup=False,
     )
-    before, until = _touched(record), time.monotonic() + PATIENCE
+    before, until = _last_touch(record), time.monotonic() + PATIENCE
     while time.monotonic() < until:
         time.sleep(min(1.0, PATIENCE / 10))
-        now = _touched(record)
+        now = _last_touch(record)
         if now != before:
             return now is not None
     return False
 
 
-def _touched(record: Path) -> int | str | None:
+def _last_touch(record: Path) -> int | str | None:
     if url_of(record) is not None:
         return next(
             (
@@ -274,7 +276,7 @@ class _Lock:
             with suppress(
                 storage.StorageError
             ):  # another run waits until it takes this one for dead
-                _remove(self.record, root)
+                _remove_record(self.record, root)
             if not self._root_existed:
                 with suppress(OSError):  # something is in it
                     root.rmdir()

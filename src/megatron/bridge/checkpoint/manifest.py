@@ -49,9 +49,9 @@ class DamagedError(UserError):
     """A checkpoint that was damaged after it was saved; another one may still be usable."""
 
     @classmethod
-    def of(cls, directory: Path, what: str) -> "DamagedError":
+    def of(cls, directory: Path, damage: str) -> "DamagedError":
         return cls(
-            f"checkpoint {directory} is damaged: {what}; restore it or load another iteration"
+            f"checkpoint {directory} is damaged: {damage}; restore it or load another iteration"
         )
 
 
@@ -199,7 +199,7 @@ def read(directory: Path) -> Manifest | None:
         return None
     except OSError as error:
         raise DamagedError.of(directory, f"{NAME} cannot be read ({error.strerror})") from error
-    content = _content(directory, text)
+    content = _parse_content(directory, text)
     if (content["format"], content["algorithm"]) != (FORMAT, ALGORITHM):
         raise UserError(
             f"{directory / NAME} has the format {content['format']} with {content['algorithm']}, this version "
@@ -209,12 +209,12 @@ def read(directory: Path) -> Manifest | None:
     return Manifest(content["iteration"], content["save_id"], files)
 
 
-def _content(directory: Path, text: bytes) -> dict[str, Any]:
+def _parse_content(directory: Path, text: bytes) -> dict[str, Any]:
     try:
         content = strict_json.loads(text)
         # Every byte counts: JSON would forgive changed white space.
-        whole = json.dumps(content, indent=1).encode() + b"\n" == text
-        if not whole or content.pop("hash") != _own_hash(content):
+        is_unchanged = json.dumps(content, indent=1).encode() + b"\n" == text
+        if not is_unchanged or content.pop("hash") != _own_hash(content):
             raise ValueError("its own hash differs")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError.of(directory, f"{NAME} is not what was written ({error})") from error
@@ -238,14 +238,14 @@ def problem(
             return f"{name} is missing"
         if size != record.size:
             return f"{name} has {size} of {record.size} bytes"
-        if content and record.hash not in _hashes(path):
+        if content and record.hash not in _block_hashes(path):
             return f"the content of {name} is not what was written"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror or error})"
     return None
 
 
-def _hashes(path: Path) -> Iterator[str]:
+def _block_hashes(path: Path) -> Iterator[str]:
     yield hash_file(path).hash
     if (
         url_of(path) is not None
@@ -263,10 +263,10 @@ def problems(
     read = {name for name, record in records.items() if mode == "full" or record.size <= SMALL}
     storage.pull(directory, read, deep=True)
     size_of = storage.sizes(directory)
-    found = (
+    sentences = (
         problem(directory, name, record, name in read, size_of) for name, record in records.items()
     )
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in sentences if sentence]
 
 
 def check_identity(directory: Path, manifest: Manifest, iteration: int | None) -> None:

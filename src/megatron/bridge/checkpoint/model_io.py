@@ -249,10 +249,10 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> 
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
         with sharded_rows.as_whole_parameters(bare) as parameters:
-            whole = bare.sharded_state_dict(metadata=dict(metadata))
-        forgotten = {name for name, _ in bare.named_parameters()} - whole.keys()
+            sharded_state = bare.sharded_state_dict(metadata=dict(metadata))
+        forgotten = {name for name, _ in bare.named_parameters()} - sharded_state.keys()
         assert not forgotten, f"modules that do not say how they are sharded: {sorted(forgotten)}"
-        states[key] = sharded_rows.keep_local_rows(whole, parameters)
+        states[key] = sharded_rows.keep_local_rows(sharded_state, parameters)
         add_prefix_for_sharding(states[key], metadata.get(_PREFIX, ""))
     return states
 
@@ -262,8 +262,8 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
     for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
         bare = unwrap(chunk)
         in_place = sharded_rows.sharded_names(bare)
-        others = {name: value for name, value in loaded[key].items() if name not in in_place}
-        outcome = bare.load_state_dict(others, strict=False)
+        remaining = {name: value for name, value in loaded[key].items() if name not in in_place}
+        outcome = bare.load_state_dict(remaining, strict=False)
         differing = {*outcome.missing_keys, *outcome.unexpected_keys} - in_place
         wrong = [name for name in sorted(differing) if "_extra_state" not in name]
         assert not wrong, f"not loaded after the checkpoint was read: {wrong}"
@@ -272,8 +272,8 @@ def set_model_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -
 
 def stored_metadata(common: dict[str, Any]) -> dict[str, Any]:
     """The metadata for the names of a checkpoint's tensors, from its common state; the default is stacked layers."""
-    found = common.get(CONTENT_METADATA) or {}
-    return {key: found[key] for key in MODEL_METADATA if key in found}
+    content_metadata = common.get(CONTENT_METADATA) or {}
+    return {key: content_metadata[key] for key in MODEL_METADATA if key in content_metadata}
 
 
 def check_vocabulary(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
@@ -282,14 +282,14 @@ def check_vocabulary(chunks: Sequence[torch.nn.Module], directory: Path) -> None
     Raises:
         UserError: the model's and the checkpoint's vocabulary differ.
     """
-    wanted = getattr(getattr(unwrap(chunks[0]), "config", None), "vocab_size", None)
+    model_size = getattr(getattr(unwrap(chunks[0]), "config", None), "vocab_size", None)
     file = directory / paths.RUN_CONFIG
-    if wanted is None or not on_first_rank(file.is_file):
+    if model_size is None or not on_first_rank(file.is_file):
         return
     saved = on_first_rank(lambda: read_run_config(directory))["model"]
-    found = saved.get("vocab_size") if isinstance(saved, dict) else None
-    if found is not None and found != wanted:
+    stored_size = saved.get("vocab_size") if isinstance(saved, dict) else None
+    if stored_size is not None and stored_size != model_size:
         raise UserError(
-            f"checkpoint {directory} has a vocabulary of {found}, the model has vocab_size={wanted}; "
-            f"set vocab_size to {found}"
+            f"checkpoint {directory} has a vocabulary of {stored_size}, the model has vocab_size={model_size}; "
+            f"set vocab_size to {stored_size}"
         )

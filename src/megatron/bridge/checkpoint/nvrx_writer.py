@@ -46,10 +46,10 @@ class NvrxAsyncSaver(AsyncSaver):
         if filesystem_async._results_queue is None:
             # the package would start a process for its queue that dies with SIGTERM, and outlives a killed rank
             manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-            manager.start(_settle)
+            manager.start(_end_with_parent)
             filesystem_async._results_queue = manager.Queue()
         self._calls = core.AsyncCallsQueue(cpu_shm_mode=True, sigterm_timeout=1.0)
-        self._calls.schedule_async_request(core.AsyncRequest(_settle, (), []))
+        self._calls.schedule_async_request(core.AsyncRequest(_end_with_parent, (), []))
 
     def begin(self, prepared: PreparedSave) -> WriteHandle:
         if self._calls is None:  # after ``abort``
@@ -86,7 +86,7 @@ class _NvrxWrite:
         self._writer: Any = FileSystemWriterAsync(
             prepared.directory,
             thread_count=1,
-            open_file=_open,
+            open_file=_open_hashing,
             use_cached_data_structure=True,
             use_cpu_shm_for_gpu_tensors=True,
         )
@@ -95,9 +95,9 @@ class _NvrxWrite:
         if write is None:  # all of this rank's state is written by others
             self._alive = False
             return
-        _empty(self._writer.results_queue)
+        _empty_queue(self._writer.results_queue)
         calls.schedule_async_request(
-            AsyncRequest(_write, (write, stage, arguments[0], arguments[2]), [])
+            AsyncRequest(_write_shards, (write, stage, arguments[0], arguments[2]), [])
         )
 
     def is_alive(self) -> bool:
@@ -140,19 +140,21 @@ def _is_running(calls: Any) -> bool:
     return calls.persistent_caller is not None and calls.persistent_caller.process.is_alive()
 
 
-def _empty(queue: Any) -> None:
+def _empty_queue(queue: Any) -> None:
     """Drop the results of an aborted save."""
     while not queue.empty():
         queue.get()
 
 
-def _settle() -> None:
+def _end_with_parent() -> None:
     """End when the training process ends, but not by SIGTERM to the process group: the run then finishes saves."""
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _write(write: Callable[..., None], stage: Callable[[], Any], rank: int, results: Any) -> None:
+def _write_shards(
+    write: Callable[..., None], stage: Callable[[], Any], rank: int, results: Any
+) -> None:
     """Write as the package does; the records of the files follow its results."""
     _records.clear()
     _failures.clear()
@@ -162,7 +164,7 @@ def _write(write: Callable[..., None], stage: Callable[[], Any], rank: int, resu
 
 
 @contextmanager
-def _open(path: str, mode: str) -> Iterator[manifest.HashingStream]:
+def _open_hashing(path: str, mode: str) -> Iterator[manifest.HashingStream]:
     assert mode == "wb", mode
     try:
         with manifest.hashing(Path(path), _records, Path(path).name) as stream:

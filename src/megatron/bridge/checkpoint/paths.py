@@ -67,9 +67,9 @@ def published_iterations(root: str | Path) -> list[int]:
     if not root.is_dir():
         return []
     return sorted(
-        number
+        iteration
         for path in root.iterdir()
-        if (number := iteration_of(path)) is not None and path.is_dir()
+        if (iteration := iteration_of(path)) is not None and path.is_dir()
     )
 
 
@@ -91,11 +91,12 @@ def latest_iteration(root: str | Path) -> int | None:
         ) from error
     if not text.isdecimal():
         raise DamagedError(
-            f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices(root)}"
+            f"{tracker} holds {text[:40]!r}, not an iteration number; {_choices_phrase(root)}"
         )
     if not iteration_dir(root, int(text)).is_dir():
         raise DamagedError(
-            f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; {_choices(root)}"
+            f"{tracker} names iteration {text}, but {iteration_dir(root, int(text))} is missing; "
+            f"{_choices_phrase(root)}"
         )
     return int(text)
 
@@ -112,7 +113,7 @@ def refuse_used(root: str | Path) -> None:
     bucket.refresh(folder)
     if not folder.is_dir():
         return
-    iterations = [iteration_dir("", number).name for number in published_iterations(folder)]
+    iterations = [iteration_dir("", iteration).name for iteration in published_iterations(folder)]
     markers = (TRACKER, RELEASE, NEMO_CONTEXT, NEMO_WEIGHTS, RUN_CONFIG, "config.json")
     contents = [*iterations, *(name for name in markers if (folder / name).exists())]
     if contents:
@@ -128,12 +129,12 @@ def resolve(path: str | Path) -> Path:
     Raises:
         UserError: nothing there can be loaded; the message names what is missing.
     """
-    found = _resolve(storage.local(path))
-    storage.pull(found, bucket.is_small, deep=True)
-    return found
+    directory = _resolve_local(storage.local(path))
+    storage.pull(directory, bucket.is_small, deep=True)
+    return directory
 
 
-def _resolve(path: Path) -> Path:
+def _resolve_local(path: Path) -> Path:
     bucket.refresh(path)
     if not path.exists():
         raise UserError(
@@ -156,7 +157,7 @@ def _resolve(path: Path) -> Path:
     iteration = latest_iteration(path)
     if iteration is None:
         raise UserError(
-            f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices(path)}"
+            f"{path} holds no {TRACKER}, so no checkpoint was published there; {_choices_phrase(path)}"
         )
     return iteration_dir(path, iteration)
 
@@ -205,9 +206,9 @@ def write_tracker(root: str | Path, iteration: int) -> None:
         bucket.push_beside(tracker.parent)
 
 
-def _choices(root: str | Path) -> str:
-    found = published_iterations(root)
-    if not found:
+def _choices_phrase(root: str | Path) -> str:
+    iterations = published_iterations(root)
+    if not iterations:
         return "no iter_* directory is there either: give another directory"
-    names = ", ".join(iteration_dir("", number).name for number in found[-3:])
+    names = ", ".join(iteration_dir("", iteration).name for iteration in iterations[-3:])
     return f"give one of its directories instead ({names})"

@@ -34,33 +34,35 @@ ORIGIN = "origin.json"
 
 def state_values(state: dict[str, Any]) -> dict[str, Any]:
     """The values in Megatron's sharded state dict, without their descriptions; tensors share memory."""
-    return _each(lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state)
+    return _change_each(
+        lambda entry: entry.data if isinstance(entry, ShardedBase) else entry, state
+    )
 
 
-def copy_into(state: Any, content: Any, place: Path, name: str = "the state") -> Any:
+def copy_into(state: Any, content: Any, directory: Path, name: str = "the state") -> Any:
     """Copy ``content`` into the tensors that ``state`` describes, and return the whole state."""
     if isinstance(state, dict):
         if not isinstance(content, dict) or state.keys() - content.keys():
-            raise _foreign(place, name)
+            raise _foreign_checkpoint(directory, name)
         return {
-            key: copy_into(entry, content[key], place, str(key)) for key, entry in state.items()
+            key: copy_into(entry, content[key], directory, str(key)) for key, entry in state.items()
         }
     if isinstance(state, (ShardedTensor, ShardedTensorFactory)):
         assert state.data is not None, f"{name} describes nothing"
         if not isinstance(content, torch.Tensor) or content.shape != state.data.shape:
-            raise _foreign(place, name)
+            raise _foreign_checkpoint(directory, name)
         state.data.detach().copy_(content)
         return state.data
     return copy.deepcopy(content)  # what is kept in memory may be needed again
 
 
-def _each(change: Callable[[Any], Any], content: dict[str, Any]) -> dict[str, Any]:
+def _change_each(change: Callable[[Any], Any], content: dict[str, Any]) -> dict[str, Any]:
     return cast(dict[str, Any], dict_list_map_outplace(change, content))
 
 
-def _foreign(place: Path, name: str) -> UserError:
+def _foreign_checkpoint(directory: Path, name: str) -> UserError:
     return UserError(
-        f"checkpoint {place} is not of this model: {name} differs; undo the change, or remove it to go on from "
+        f"checkpoint {directory} is not of this model: {name} differs; undo the change, or remove it to go on from "
         "the persistent checkpoint before"
     )
 
@@ -91,18 +93,18 @@ class DiskStore:
                 manifest.hashing(staging / STATE, records, STATE) as stream,
                 without_zip_checksums(),
             ):
-                torch.save(_each(_on_host, content), cast(Any, stream))
+                torch.save(_change_each(_on_host, content), cast(Any, stream))
             write_origin(staging, origin)
             manifest.write(staging, iteration, manifest.new_save_id(), records)
 
     def verify(self, iteration: int, mode: VerifyMode) -> None:
         """Raise a ``DamagedError`` unless it is what was saved."""
         directory = self.place(iteration)
-        found = manifest.read(directory)
-        if found is None:
+        stored_manifest = manifest.read(directory)
+        if stored_manifest is None:
             raise DamagedError.of(directory, f"{manifest.NAME} is missing")
-        manifest.check_identity(directory, found, iteration)
-        if sentences := manifest.problems(directory, found, found.files, mode):
+        manifest.check_identity(directory, stored_manifest, iteration)
+        if sentences := manifest.problems(directory, stored_manifest, stored_manifest.files, mode):
             raise DamagedError.of(directory, ", ".join(sentences))
 
     def load(self, iteration: int) -> dict[str, Any]:
@@ -110,9 +112,9 @@ class DiskStore:
         return unpickling.read_torch(file, str(file), map_location="cpu", mmap=True)
 
     def keep_only(self, iteration: int | None) -> None:
-        for other in self.iterations():
-            if other != iteration:
-                paths.remove(self._root, other)
+        for stored_iteration in self.iterations():
+            if stored_iteration != iteration:
+                paths.remove(self._root, stored_iteration)
         if iteration is None:
             shutil.rmtree(self._root, ignore_errors=True)
 
@@ -154,12 +156,12 @@ class MemoryStore:
         memory = self._free.pop() if self._free else HostBuffer()
         tensors = [entry for entry in nested_values(content) if isinstance(entry, torch.Tensor)]
         copies = iter(memory.copy_tensors(tensors))
-        kept = _each(
+        copied_content = _change_each(
             lambda entry: next(copies) if isinstance(entry, torch.Tensor) else copy.deepcopy(entry),
             content,
         )
         self._kept[iteration] = _MemoryCopy(
-            kept, origin, memory
+            copied_content, origin, memory
         )  # only now: a copy that broke off is not there
 
     def verify(self, iteration: int, mode: VerifyMode) -> None:
@@ -169,8 +171,8 @@ class MemoryStore:
         return self._kept[iteration].content
 
     def keep_only(self, iteration: int | None) -> None:
-        for other in [number for number in self._kept if number != iteration]:
-            self._free.append(self._kept.pop(other).memory)
+        for stored_iteration in [key for key in self._kept if key != iteration]:
+            self._free.append(self._kept.pop(stored_iteration).memory)
         if iteration is None:
             self._free.clear()
 

@@ -39,34 +39,41 @@ def distribute_replicas(state: dict[str, Any]) -> None:
     """
     group = _data_parallel_group()
     entries = [entry for entry in nested_values(state) if isinstance(entry, ShardedTensor)]
-    shards = [
-        (digest(repr((it.key, tuple(it.global_offset), it.flattened_range))), it) for it in entries
-    ]
-    main = {number: shard for number, shard in shards if is_main_replica(shard.replica_id)}
-    others = np.array(sorted({number for number, _ in shards} - main.keys()), dtype=np.int64)
-    holders = shard_holders(distributed.all_gather_object(others, group))
-    sizes = {
-        number: math.prod(shard.local_shape) * shard.dtype.itemsize
-        for number, shard in main.items()
+    shards = [(_digest_of(entry), entry) for entry in entries]
+    main = {
+        shard_digest: shard for shard_digest, shard in shards if is_main_replica(shard.replica_id)
     }
-    shared = {number: size for number, size in sizes.items() if number in holders}
-    mine = MainShards(sum(sizes.values()) - sum(shared.values()), shared)
-    writers = assign_writers(distributed.all_gather_object(mine, group), holders)
+    replica_digests = np.array(
+        sorted({shard_digest for shard_digest, _ in shards} - main.keys()), dtype=np.int64
+    )
+    holders = shard_holders(distributed.all_gather_object(replica_digests, group))
+    sizes = {
+        shard_digest: math.prod(shard.local_shape) * shard.dtype.itemsize
+        for shard_digest, shard in main.items()
+    }
+    shared = {shard_digest: size for shard_digest, size in sizes.items() if shard_digest in holders}
+    main_shards = MainShards(sum(sizes.values()) - sum(shared.values()), shared)
+    writers = assign_writers(distributed.all_gather_object(main_shards, group), holders)
     rank = distributed.group_rank(group)
-    for number, shard in shards:
-        is_mine = writers[number] == rank if number in writers else number in main
+    for shard_digest, shard in shards:
+        is_mine = writers[shard_digest] == rank if shard_digest in writers else shard_digest in main
         shard.replica_id = 0 if is_mine else 1
 
 
-def shard_holders(others: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
-    """Shard -> the ranks that hold a replica besides the main one; ``others`` are their digests, by rank."""
-    digests = np.concatenate(others)
-    ranks = np.repeat(np.arange(len(others)), [len(part) for part in others])
+def _digest_of(shard: ShardedTensor) -> int:
+    return digest(repr((shard.key, tuple(shard.global_offset), shard.flattened_range)))
+
+
+def shard_holders(digests_by_rank: Sequence[np.ndarray]) -> dict[int, tuple[int, ...]]:
+    """Shard -> the ranks that hold a replica besides the main one; ``digests_by_rank`` are their digests, by rank."""
+    digests = np.concatenate(digests_by_rank)
+    ranks = np.repeat(np.arange(len(digests_by_rank)), [len(part) for part in digests_by_rank])
     order = np.argsort(digests, kind="stable")
-    found, starts = np.unique(digests[order], return_index=True)
+    unique_digests, starts = np.unique(digests[order], return_index=True)
     parts = np.split(ranks[order], starts[1:])
     return {
-        number: tuple(part.tolist()) for number, part in zip(found.tolist(), parts, strict=False)
+        shard_digest: tuple(part.tolist())
+        for shard_digest, part in zip(unique_digests.tolist(), parts, strict=False)
     }
 
 
@@ -77,16 +84,16 @@ def assign_writers(
     written = [rank.unshared for rank in main]
     together: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, part in enumerate(main):
-        for number, size in part.shared.items():
-            together[rank, *holders[number]].append((-size, number))
+        for shard_digest, size in part.shared.items():
+            together[rank, *holders[shard_digest]].append((-size, shard_digest))
     writers: dict[int, int] = {}
     for ranks, shards in sorted(together.items(), key=lambda entry: len(entry[0])):
-        least = [(written[rank], rank) for rank in ranks]
-        heapq.heapify(least)
-        for size, number in sorted(shards):
-            total, rank = least[0]
-            writers[number], written[rank] = rank, total - size
-            heapq.heapreplace(least, (written[rank], rank))
+        loads = [(written[rank], rank) for rank in ranks]
+        heapq.heapify(loads)
+        for size, shard_digest in sorted(shards):
+            total, rank = loads[0]
+            writers[shard_digest], written[rank] = rank, total - size
+            heapq.heapreplace(loads, (written[rank], rank))
     return writers
 
 

@@ -194,8 +194,8 @@ def torch_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def _distribute_replicas(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sharded part of a state, and the rest; the first rank checks the plan, so no rank checks all shards here."""
-    whole = cast(Any, save_preprocess(state, validate_access_integrity=False))
-    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], whole)
+    preprocessed = cast(Any, save_preprocess(state, validate_access_integrity=False))
+    sharded, common = cast(tuple[dict[str, Any], dict[str, Any]], preprocessed)
     if distributed.world_size() > 1:
         distribute_replicas(sharded)
     return sharded, common

@@ -22,11 +22,15 @@ def verify(directory: Path, mode: VerifyMode = "full") -> None:
         DamagedError: naming what is damaged; the same on all ranks.
         UserError: the directory is not a checkpoint.
     """
-    found = on_first_rank(lambda: _look_over(directory, mode))
-    if found is None or mode == "fast":
+    manifest_of_directory = on_first_rank(lambda: _look_over(directory, mode))
+    if manifest_of_directory is None or mode == "fast":
         return
-    mine = manifest.shares(found, distributed.world_size())[distributed.rank()]
-    sentences = on_every_rank(lambda: manifest.problems(directory, found, mine, "full"))
+    local_share = manifest.shares(manifest_of_directory, distributed.world_size())[
+        distributed.rank()
+    ]
+    sentences = on_every_rank(
+        lambda: manifest.problems(directory, manifest_of_directory, local_share, "full")
+    )
     raise_if_damaged(
         directory,
         sorted(sentence for part in distributed.all_gather_object(sentences) for sentence in part),
@@ -40,12 +44,14 @@ def raise_if_damaged(directory: Path, sentences: list[str]) -> None:
 
 
 def _look_over(directory: Path, mode: VerifyMode) -> Manifest | None:
-    found = manifest.read(directory)
-    if found is None:
+    stored_manifest = manifest.read(directory)
+    if stored_manifest is None:
         loading.check_files(directory)
         return None
-    manifest.check_identity(directory, found, paths.iteration_of(directory))
-    raise_if_damaged(directory, manifest.problems(directory, found, found.files, "fast"))
+    manifest.check_identity(directory, stored_manifest, paths.iteration_of(directory))
+    raise_if_damaged(
+        directory, manifest.problems(directory, stored_manifest, stored_manifest.files, "fast")
+    )
     if mode == "fast":
         loading.check_files(directory)
-    return found
+    return stored_manifest

@@ -3,9 +3,16 @@
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
+from megatron.bridge.cli.support.options import (
+    DTYPES,
+    add_trust_checkpoint,
+    add_trust_remote_code,
+)
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
@@ -14,10 +21,71 @@ if TYPE_CHECKING:
     from megatron.bridge import AutoBridge
 
 
+EXAMPLES = """examples:
+  megatron-bridge adapter merge --adapter runs/lora --hf-path merged
+  megatron-bridge adapter export --adapter runs/lora --hf-path adapter
+  megatron-bridge adapter unmerge --adapter adapter --hf-model merged --hf-path base
+
+--adapter is the folder of a run, one of its checkpoints, or a directory written by
+the peft library.
+"""
+MERGE = "add the adapter to its base, in fp32, and write the sum as a Hugging Face model"
+UNMERGE = "subtract the adapter from a merged model; the result is its base up to rounding"
+EXPORT = "write the adapter of a run for peft.PeftModel.from_pretrained"
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = (
+        "Merge adapters into their base model, subtract them again, or write them for the peft "
+        "library."
+    )
+    parser.epilog = EXAMPLES
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+
+    merging = commands.add_parser("merge", help=MERGE, description=MERGE)
+    merging.set_defaults(run_subcommand=merge)
+    _add_adapter_and_base(merging)
+    merging.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=(
+            "dtype of the merged weights; float32 keeps even a small adapter (default: the base's)"
+        ),
+    )
+
+    unmerging = commands.add_parser("unmerge", help=UNMERGE, description=UNMERGE)
+    unmerging.set_defaults(run_subcommand=unmerge)
+    _add_adapter_and_base(unmerging, base_required=True, base="the merged model")
+
+    exporting = commands.add_parser("export", help=EXPORT, description=EXPORT)
+    exporting.set_defaults(run_subcommand=export)
+    _add_adapter_and_base(exporting)
+
+
+def _add_adapter_and_base(
+    parser: argparse.ArgumentParser,
+    base_required: bool = False,
+    base: str = "Hugging Face base model (default: as the adapter names it)",
+) -> None:
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="run, checkpoint or peft directory",
+    )
+    parser.add_argument("--hf-model", required=base_required, metavar="ID", help=base)
+    parser.add_argument(
+        "--hf-path", type=Path, required=True, metavar="DIR", help="directory to create"
+    )
+    add_trust_remote_code(parser)
+    add_trust_checkpoint(parser)
+
+
 def run(args: argparse.Namespace) -> int:
     if not hub.is_peft_adapter(args.adapter):
         paths.resolve(args.adapter)  # before anything slow is imported
-    {"merge": merge, "unmerge": unmerge, "export": export}[args.subcommand](args)
+    args.run_subcommand(args)
     return 0
 
 

@@ -13,11 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.options import add_model_options, add_sampling_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
+
+DESCRIPTION = "Chat with a model in its own template. Answers are streamed; Ctrl-C stops an answer."
+EXAMPLES = """example:
+  megatron-bridge chat HuggingFaceTB/SmolLM2-135M-Instruct --system "Answer briefly."
+
+/image FILE shows an image with the next question, /reset starts again, /undo takes back the
+last question, /seed N sets the seed, /save FILE writes the messages as JSON, /quit or Ctrl-D
+ends.
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_model_options(parser, max_requests=1)
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the chat")
+    add_sampling_options(
+        parser, max_new_tokens=512, temperature=0.7, temperature_help="0 is greedy (0.7)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-
     from megatron.bridge.inference.requests import Sampling
 
     if "RANK" in os.environ:

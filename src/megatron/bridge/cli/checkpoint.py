@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import bucket, lock, manifest, paths
+from megatron.bridge.cli.support.options import add_trust_checkpoint
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.cli.support.text_format import folder_size, many, say, shape, size
 from megatron.bridge.utils import storage
 from megatron.bridge.utils.config import yaml_text
@@ -17,18 +19,81 @@ if TYPE_CHECKING:
     from megatron.bridge.checkpoint.inspection import StoredTensor
 
 
+EXAMPLES = """examples:
+  megatron-bridge checkpoint list runs/llama
+  megatron-bridge checkpoint verify runs/llama --all
+  megatron-bridge checkpoint diff runs/llama/iter_0000100 runs/llama/iter_0000200 --values
+  megatron-bridge checkpoint convert megatron_lm/iter_0005000 runs/converted
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "List, inspect, verify, compare or convert Megatron checkpoints."
+    parser.epilog = EXAMPLES
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    one_checkpoint = "run folder, or one iter_* directory in it"
+
+    listing = commands.add_parser("list", help="list the checkpoints of a run, newest last")
+    listing.set_defaults(run_subcommand=list_checkpoints)
+    listing.add_argument("path", type=Path, help="run folder")
+
+    inspecting = commands.add_parser("inspect", help="show files, sizes and tensors")
+    inspecting.set_defaults(run_subcommand=inspect_checkpoint)
+    inspecting.add_argument("path", type=Path, help=one_checkpoint)
+    inspecting.add_argument(
+        "--tensors",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="list the tensors whose names contain TEXT (without TEXT: all)",
+    )
+    add_trust_checkpoint(inspecting)
+
+    verifying = commands.add_parser(
+        "verify", help="compare every byte with what was saved; exit code 1 if any differs"
+    )
+    verifying.set_defaults(run_subcommand=verify_checkpoints)
+    verifying.add_argument("path", type=Path, help=one_checkpoint)
+    verifying.add_argument(
+        "--fast",
+        action="store_true",
+        help="compare only sizes and the content of small files",
+    )
+    verifying.add_argument(
+        "--all",
+        action="store_true",
+        help="verify every checkpoint of the folder, not only the newest",
+    )
+
+    comparing = commands.add_parser(
+        "diff", help="compare two checkpoints; exit code 1 if they differ"
+    )
+    comparing.set_defaults(run_subcommand=compare_checkpoints)
+    comparing.add_argument("first", type=Path, help=one_checkpoint)
+    comparing.add_argument("second", type=Path, help=one_checkpoint)
+    comparing.add_argument("--values", action="store_true", help="also compare the values")
+    add_trust_checkpoint(comparing)
+
+    converting = commands.add_parser(
+        "convert", help="write foreign weights, such as Megatron-LM's, in this package's format"
+    )
+    converting.set_defaults(run_subcommand=convert_weights)
+    converting.add_argument("path", type=Path, help=one_checkpoint)
+    converting.add_argument("target", type=Path, help="folder to write to")
+    converting.add_argument(
+        "--run-config",
+        type=Path,
+        metavar="FILE",
+        help="run_config.yaml to store with the weights",
+    )
+    add_trust_checkpoint(converting)
+
+
 def run(args: argparse.Namespace) -> int:
-    commands = {
-        "list": _list,
-        "inspect": _inspect,
-        "verify": _verify,
-        "diff": _diff,
-        "convert": _convert,
-    }
-    return commands[args.subcommand](args)
+    return args.run_subcommand(args)
 
 
-def _list(args: argparse.Namespace) -> int:
+def list_checkpoints(args: argparse.Namespace) -> int:
     root: Path = args.path
     bucket.refresh(root)
     if not root.is_dir():
@@ -76,7 +141,7 @@ def _state(directory: Path) -> str:
     return "damaged" if manifest.problems(directory, found, found.files, "fast") else "whole"
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def inspect_checkpoint(args: argparse.Namespace) -> int:
     directory = paths.resolve(args.path)  # before anything slow is imported
     from megatron.bridge.checkpoint.inspection import is_weight, list_tensors
 
@@ -94,7 +159,7 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def verify_checkpoints(args: argparse.Namespace) -> int:
     directories, damaged = _to_verify(args), 0  # before anything slow is imported
     from megatron.bridge.checkpoint.verification import verify
 
@@ -123,7 +188,7 @@ def _to_verify(args: argparse.Namespace) -> list[Path]:
     return found
 
 
-def _diff(args: argparse.Namespace) -> int:
+def compare_checkpoints(args: argparse.Namespace) -> int:
     lines = 0
     for line in _differences(paths.resolve(args.first), paths.resolve(args.second), args.values):
         lines += 1
@@ -155,7 +220,7 @@ def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
             yield f"{tensor.name}: {int((a != b).sum()):,} of {a.numel():,} values differ, by at most {most:.3g}"
 
 
-def _convert(args: argparse.Namespace) -> int:
+def convert_weights(args: argparse.Namespace) -> int:
     source = paths.resolve(args.path)  # before anything slow is imported
     kept = args.run_config or source / paths.RUN_CONFIG
     if args.run_config is not None and not kept.is_file():

@@ -2,12 +2,53 @@
 """``megatron-bridge convert``: Hugging Face to Megatron."""
 
 import argparse
+from pathlib import Path
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.options import (
+    DTYPES,
+    add_hf_model,
+    add_no_adapter,
+    add_no_progress,
+    add_strip_prefix,
+)
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console
 from megatron.bridge.utils.errors import UserError
+
+DESCRIPTION = (
+    "Convert a Hugging Face model to a Megatron checkpoint, bit for bit. Only a few parameters "
+    "are in memory at a time, so the model may be larger than the machine's memory."
+)
+EXAMPLES = r"""examples:
+  megatron-bridge convert --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
+  torchrun --nproc-per-node 2 --module megatron.bridge.cli.main convert --tp 2 \
+      --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_hidden_names({"--output-dir": "--megatron-path", "--torch-dtype": "--dtype"})
+    add_hf_model(parser)
+    add_no_adapter(parser)
+    parser.add_argument(
+        "--megatron-path",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint directory to create",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the model (default: as in the checkpoint)",
+    )
+    add_strip_prefix(parser)
+    add_no_progress(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,13 +2,18 @@
 """``megatron-bridge data``: prepare training data, and preview it."""
 
 import argparse
+import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.bridge.cli.support import train_job
-from megatron.bridge.cli.support.parser import Parser, add_shared
+from megatron.bridge.cli.support.options import (
+    add_recipe_options,
+    add_trust_remote_code,
+)
+from megatron.bridge.cli.support.parser import Parser, Refused, count, workers
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils.console import console, ensure_width
 from megatron.bridge.utils.errors import UserError
@@ -19,19 +24,208 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 
+PREPROCESS_EXAMPLE = r"""example:
+  megatron-bridge data preprocess --input corpus.jsonl --tokenizer-model HuggingFaceTB/SmolLM2-135M \
+      --output-prefix data/corpus --append-eod
+"""
+PREVIEW_EXAMPLE = r"""example:
+  megatron-bridge data preview --recipe llama32_1b_finetune_config --data chats --html preview.html \
+      dataset.train_on=last train.micro_batch_size=2
+"""
+PREPARE_EXAMPLE = r"""example:
+  megatron-bridge data prepare --recipe llama32_1b_finetune_config --data chats dataset.prepared_dir=prepared \
+      dataset.workers=8
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "Prepare training data, and preview it."
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+
+    preprocessing = commands.add_parser(
+        "preprocess",
+        help="tokenize text into an indexed dataset",
+        description=(
+            "Tokenize JSONL or plain text into Megatron-Core's indexed format (.bin and .idx)."
+        ),
+        epilog=PREPROCESS_EXAMPLE,
+    )
+    preprocessing.set_defaults(run_subcommand=preprocess_text)
+    preprocessing.add_hidden_names({"--tokenizer": "--tokenizer-model"})
+    _add_preprocess_options(preprocessing)
+
+    previewing = commands.add_parser(
+        "preview",
+        help="show what a run will train on",
+        description=(
+            "Show samples with their loss masks, counts, lengths, packing and the first batches."
+        ),
+        epilog=PREVIEW_EXAMPLE,
+    )
+    previewing.set_defaults(run_subcommand=preview_data)
+    _add_run_options(previewing)
+    previewing.add_argument(
+        "--samples", type=count, default=3, metavar="N", help="samples to show (default: 3)"
+    )
+    previewing.add_argument("--html", type=Path, metavar="FILE", help="also write a web page")
+
+    preparing = commands.add_parser(
+        "prepare",
+        help="tokenize the records of a run once, for later runs",
+        description=(
+            "Tokenize the records of a run into dataset.prepared_dir. Repeat an interrupted "
+            "command to continue where it stopped."
+        ),
+        epilog=PREPARE_EXAMPLE,
+    )
+    preparing.set_defaults(run_subcommand=prepare_data)
+    _add_run_options(preparing)
+
+
+def _add_run_options(parser: Parser) -> None:
+    """Add the run whose data is built, as for ``train``."""
+    add_recipe_options(parser)
+    parser.add_argument(
+        "--world-size",
+        type=count,
+        metavar="N",
+        help="processes of the run (default: as many as the recipe names or its layout needs)",
+    )
+
+
+def _add_preprocess_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the tokenization; names follow Megatron-LM's tool where it has the same."""
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        nargs="+",
+        required=True,
+        metavar="INPUT",
+        help=(
+            "files or URLs (.jsonl, .txt, .parquet; also .gz and .zst), patterns, or "
+            "hub:ID?revision=COMMIT, in order"
+        ),
+    )
+    parser.add_argument(
+        "--output-prefix",
+        type=Path,
+        required=True,
+        help="output path without .bin and .idx",
+    )
+    parser.add_argument(
+        "--tokenizer-model",
+        required=True,
+        help="directory or hub id of a Hugging Face tokenizer",
+    )
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--json-key", default="text", help="key of the text in a line of JSONL (default: text)"
+    )
+    keys.add_argument(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="one dataset for each of these keys, named PREFIX_KEY_document as by Megatron-LM",
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=["HuggingFaceTokenizer"],
+        default="HuggingFaceTokenizer",
+        help="the only type; other tokenizers are converted to Hugging Face's format first",
+    )
+    parser.add_argument(
+        "--partitions",
+        type=workers,
+        metavar="N",
+        help="Megatron-LM's groups of workers; multiplied by --workers",
+    )
+    parser.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="accepted for Megatron-LM; the output always has the order of the input",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["jsonl", "text", "chat"],
+        help=(
+            "format of the input (default: by file name); chat: conversations, one per line of "
+            "JSONL"
+        ),
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="template for --format chat (default: the tokenizer's)",
+    )
+    parser.add_argument(
+        "--text-document",
+        choices=["file", "line"],
+        default="file",
+        help="what counts as a document in plain text (default: the whole file)",
+    )
+    parser.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end each document with the end-of-sequence token",
+    )
+    parser.add_argument(
+        "--add-special-tokens",
+        action="store_true",
+        help="let the tokenizer add its special tokens, such as BOS",
+    )
+    parser.add_argument("--workers", type=workers, help="worker processes (default: all cores)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    shards = parser.add_argument_group("shards, for terabytes")
+    shards.add_argument(
+        "--executor",
+        choices=["local", "slurm", "ray"],
+        help="where shards are made (default: no shards)",
+    )
+    shards.add_argument(
+        "--shard-mb",
+        type=count,
+        metavar="N",
+        help="megabytes of input per shard (default: 256)",
+    )
+    shards.add_argument(
+        "--sbatch", nargs="+", metavar="KEY=VALUE", help="options of sbatch, without --"
+    )
+    add_trust_remote_code(parser, "run Python code that the tokenizer's repository contains")
+    for name, reason in MEGATRON_LM_ONLY.items():
+        parser.add_argument(name, action=Refused, reason=reason)
+
+
+_NO_SEARCH = "this tool does not search for a number of workers: give --workers"
+_HF_TOKENIZER = "give a tokenizer in Hugging Face's format with --tokenizer-model"
+MEGATRON_LM_ONLY = {
+    "--split-sentences": "GPT models take whole documents: remove it",
+    "--keep-newlines": "newlines are always kept: remove it",
+    "--lang": "GPT models take whole documents: remove it",
+    "--find-optimal-num-workers": _NO_SEARCH,
+    "--workers-to-check": _NO_SEARCH,
+    "--max-documents": (
+        "it limits the search for a number of workers, which this tool does not do: give --workers"
+    ),
+    "--performance-dir": _NO_SEARCH,
+    "--log-interval": "a terminal shows a progress bar in bytes: remove it",
+    "--vocab-file": _HF_TOKENIZER,
+    "--merge-file": _HF_TOKENIZER,
+}
+"""Arguments of Megatron-LM's tool without a counterpart, and what to do instead."""
+
+
 def run(args: argparse.Namespace) -> int:
-    commands = {"preprocess": _run_preprocess, "preview": _run_preview, "prepare": _run_prepare}
-    return commands[args.subcommand](args)
+    return args.run_subcommand(args)
 
 
-def _run_preview(args: argparse.Namespace) -> int:
+def preview_data(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron.bridge.data.preview.collect import preview
     from megatron.bridge.data.preview.render import to_console, to_html
     from megatron.bridge.training.setup import build_data
 
-    config, tokenizer, ranks = _resolved(args)
+    config, tokenizer, ranks = _resolve(args)
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, ranks)
     data = build_data(config, tokenizer, place=(0, ranks))
     found = preview(config.dataset, data, tokenizer, sizes, args.samples)
@@ -42,12 +236,12 @@ def _run_preview(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_prepare(args: argparse.Namespace) -> int:
+def prepare_data(args: argparse.Namespace) -> int:
     from megatron.bridge.data.config import SPLITS, SFTDatasetConfig
     from megatron.bridge.data.finetuning.builder import prepare_split
     from megatron.bridge.training.config.resolve.data import tuning_parts
 
-    config, tokenizer, _ = _resolved(args)
+    config, tokenizer, _ = _resolve(args)
     parts = [part for part in tuning_parts(config.dataset) if isinstance(part, SFTDatasetConfig)]
     if not parts or any(part.prepared_dir is None for part in parts):
         raise UserError(
@@ -63,34 +257,42 @@ def _run_prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resolved(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, int]":
-    """The config as a run would resolve it, its tokenizer, and the number of data-parallel ranks."""
+def _resolve(args: argparse.Namespace) -> "tuple[ConfigContainer, Tokenizer, int]":
+    """Return the config as a run resolves it, its tokenizer, and the number of data-parallel ranks."""
     from megatron.bridge.training.setup import add_tokenizer
 
-    job = train_job.prepare(_as_training(args))
-    resolved = add_tokenizer(job.resolve(args.world_size or job.world_size or 1))
-    return (
-        resolved.config,
-        resolved.tokenizer,
-        resolved.config.data_parallel_size(resolved.world_size),
+    _take_source(args)
+    job = train_job.prepare(args)
+    resolved = add_tokenizer(job.resolve(args.world_size or _smallest_world_size(job)))
+    config = resolved.config
+    return config, resolved.tokenizer, config.data_parallel_size(resolved.world_size)
+
+
+def _take_source(args: argparse.Namespace) -> None:
+    """Accept the recipe or the config file as the first word, without ``--recipe`` or ``--config``."""
+    has_source = args.overrides and not train_job.is_override(args.overrides[0])
+    if not has_source or args.recipe is not None or args.config is not None:
+        return
+    source = args.overrides.pop(0)
+    if source.endswith((".yaml", ".yml")):
+        args.config = Path(source)
+    else:
+        args.recipe = source
+
+
+def _smallest_world_size(job: train_job.Job) -> int:
+    """Return the processes of the recipe, and more only if the layout of the model needs more."""
+    model = job.config.model
+    replica = (
+        model.tensor_model_parallel_size
+        * model.pipeline_model_parallel_size
+        * model.context_parallel_size
     )
+    world_size = job.world_size or 1
+    return world_size if replica < 1 else math.ceil(world_size / replica) * replica
 
 
-def _as_training(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of ``train`` that give the same config, from its own parser."""
-    parser = Parser(prog="megatron-bridge data preview")
-    add_shared(parser, "job")
-    source = (
-        {"config": Path(args.source)}
-        if args.source.endswith((".yaml", ".yml"))
-        else {"recipe": args.source}
-    )
-    data = [args.data] if args.data else None
-    same = {"hf_model": args.hf_model, "trust_config": args.trust_config}
-    return parser.parse_args(args.overrides, argparse.Namespace(data=data, **source, **same))
-
-
-def _run_preprocess(args: argparse.Namespace) -> int:
+def preprocess_text(args: argparse.Namespace) -> int:
     from megatron.bridge.data.pretraining.preprocess import PreprocessConfig, preprocess
 
     args.workers = (args.workers or os.cpu_count() or 1) * (args.partitions or 1)

@@ -10,13 +10,40 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import text_format, train_job
-from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.bridge.models.model_provider import ModelProvider
 
-_EXTRAS = yaml_text.tables_beside(__file__)
+OPTIONAL_PACKAGES = {
+    "transformer_engine": "FP8 layers, and the layer spec that runs use by default",
+    "apex": "matrix products that accumulate gradients",
+    "fla": "gated delta nets in Triton",
+    "mamba_ssm": "Mamba layers in Triton",
+    "causal_conv1d": "convolutions of Mamba layers",
+    "triton": "compiled norms, rotary embeddings, SwiGLU and cross entropy",
+}
+"""Modules of optional packages, and what they bring."""
+
+DESCRIPTION = (
+    "Print hardware, versions, and the layers and kernels that a run would use here, with the "
+    "reason of each choice; then measure matrix products, copies and, under torchrun, "
+    "all-reduces. Takes less than a minute."
+)
+EXAMPLES = """examples:
+  megatron-bridge doctor
+  megatron-bridge doctor --recipe qwen3_30b_a3b_pretrain_config
+  torchrun --nproc-per-node 8 --no-python megatron-bridge doctor    (also measures all-reduces)
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_recipe_options(parser)
+    parser.add_argument("--no-measure", action="store_true", help="skip the measurements")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +100,7 @@ def _machine() -> Iterator[str]:
 
 
 def _packages() -> Iterator[str]:
-    for name, brings in _EXTRAS.items():
+    for name, brings in OPTIONAL_PACKAGES.items():
         yield f"{name}: {'installed' if find_spec(name) else 'not installed'} ({brings})"
 
 

@@ -4,11 +4,46 @@
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.options import add_model_options
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.utils.optional_imports import import_optional
+
+DESCRIPTION = (
+    "Evaluate a model with lm-evaluation-harness (the extra eval), which runs in this process. "
+    "Local task files and local data need no network."
+)
+EXAMPLES = """example:
+  megatron-bridge eval checkpoints/smollm2 --tasks my_task --include-path tasks --output results.json
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_model_options(parser)
+    parser.add_hidden_names({"--out": "--output"})
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        metavar="NAMES",
+        help="tasks, groups or YAML files, separated by commas",
+    )
+    parser.add_argument(
+        "--include-path", type=Path, metavar="DIR", help="folder with further tasks"
+    )
+    parser.add_argument(
+        "--limit", type=count, metavar="N", help="maximum number of examples of each task"
+    )
+    parser.add_argument("--few-shot", type=int, metavar="N", help="examples in each prompt")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the chat template")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write results and samples as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         results = harness.evaluate(llm, args.tasks.split(","), *options)
     if distributed.rank() == 0:
         sys.stdout.write(_table(results) + "\n")
-        if args.out is not None:
-            args.out.write_text(json.dumps(results, default=str, ensure_ascii=False) + "\n")
+        if args.output is not None:
+            args.output.write_text(json.dumps(results, default=str, ensure_ascii=False) + "\n")
     return 0
 
 

@@ -8,10 +8,84 @@ from typing import TYPE_CHECKING
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.options import (
+    DTYPES,
+    add_hf_model,
+    add_no_progress,
+    add_strip_prefix,
+    add_trust_checkpoint,
+)
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+DESCRIPTION = (
+    "Convert a Megatron checkpoint to a complete Hugging Face model. The other files (tokenizer, "
+    "chat template, ...) come from --hf-model; a model that was trained from scratch needs none. "
+    "Only a few parameters are in memory at a time, so the model may be larger than the machine's "
+    "memory."
+)
+EXAMPLES = r"""examples:
+  megatron-bridge export --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \
+      --hf-path exported
+  megatron-bridge export --megatron-path runs/pretrain --hf-path exported
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_hidden_names({"--output-dir": "--hf-path", "--torch-dtype": "--dtype"})
+    add_hf_model(
+        parser,
+        required=False,
+        description=(
+            "model directory or hub id (without it, config and tokenizer are made from the "
+            "Megatron checkpoint)"
+        ),
+    )
+    parser.add_argument(
+        "--architecture",
+        metavar="NAME",
+        help=(
+            "without --hf-model: the transformers class, such as LlamaForCausalLM (default: the "
+            "only class with the same computation)"
+        ),
+    )
+    add_trust_checkpoint(parser)
+    parser.add_argument(
+        "--megatron-path",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint directory, or one iteration in it",
+    )
+    parser.add_argument(
+        "--hf-path", type=Path, required=True, metavar="DIR", help="model directory to create"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=(
+            "dtype of the weights to write (default: as in --hf-model, to which weights of a "
+            "float32 run are rounded)"
+        ),
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the weights that an earlier export wrote to --hf-path",
+    )
+    add_no_progress(parser, "show no progress bar and no summary")
+    add_strip_prefix(parser)
+    parser.add_argument(
+        "--not-strict",
+        action="store_true",
+        help="export even if the tensors do not match --hf-model's",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,8 +4,42 @@
 import argparse
 from pathlib import Path
 
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
+
+DESCRIPTION = (
+    "Translate a command line of Megatron-LM's pretrain_gpt.py to a config for `train --config`. "
+    "Each argument is listed with the setting that it becomes, or with the reason why it has no "
+    "counterpart."
+)
+EXAMPLES = r"""examples:
+  megatron-bridge from-megatron-lm "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ..." \
+      --output run.yaml
+  megatron-bridge train --config run.yaml --dry-run
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "source", metavar="COMMAND", help="the command line as one word, or a file with it"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)"
+    )
+    parser.add_argument(
+        "--overrides",
+        action="store_true",
+        help="print dotted overrides for a recipe, one per line, instead of a whole config",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=count,
+        metavar="N",
+        help="processes of the run (default: those of torchrun)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

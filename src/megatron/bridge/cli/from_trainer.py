@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron.bridge.cli.migrate.trainer_defaults import (
@@ -25,10 +26,53 @@ from megatron.bridge.cli.migrate.trainer_defaults import (
     wrong_values,
 )
 from megatron.bridge.cli.migrate.translation import Translation
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.training.config.ranges import EARLY_RANGES
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.errors import UserError, misspelling, refuse
+
+DESCRIPTION = (
+    "Translate a YAML or JSON file of TrainingArguments, TRL, axolotl or LLaMA-Factory to "
+    "settings for `train --recipe NAME --config`. Each key is listed with the setting that it "
+    "becomes, or with the reason why it has no counterpart. Where the file is silent, the "
+    "defaults of its framework are set. The last line is the command to run."
+)
+EXAMPLES = """example:
+  megatron-bridge from-trainer axolotl.yaml --recipe llama32_1b_finetune_config --output settings.yaml
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "source", type=Path, metavar="FILE", help="YAML or JSON file of the other trainer"
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        default="RECIPE",
+        help="recipe for the command that is printed",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="YAML file to write (default: print it)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks, for the batch size (default: 1)",
+    )
+    parser.add_argument(
+        "--framework",
+        choices=list(FRAMEWORKS),
+        help=(
+            "whose file it is, and whose defaults are set where it is silent (default: found by "
+            "its keys)"
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +106,33 @@ _TARGETS = [
     for key, name in pairs.items()
 ]
 _SETTINGS = {key: [target for name, target in _TARGETS if name == key] for key, _ in _TARGETS}
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+_OPTIMIZERS = {
+    "adamw_torch": "adam",
+    "adamw_torch_fused": "adam",
+    "adamw_hf": "adam",
+    "adamw": "adam",
+    "paged_adamw_32bit": "adam",
+    "paged_adamw": "adam",
+    "sgd": "sgd",
+}
+_STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "ipo": "dpo", "kto": "dpo"}
+"""Kinds of training; a kind of preferences, such as ipo, is also a loss."""
+_ADAPTERS = {"full": None, "lora": "lora", "qlora": "lora"}
+_LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "hinge": "hinge"}
+_TRUNCATIONS = {
+    "drop": "drop",
+    "truncate": "right",
+    "raise": "refuse",
+    "keep_start": "right",
+    "keep_end": "left",
+}
 _REASONS = {name: reason for reason, names in _TABLES["missing"].items() for name in names}
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _CADENCES = ("save_steps", "eval_steps", "logging_steps")
@@ -162,7 +233,7 @@ def _add_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
     if run.adapter is not None:
         _add_adapter_defaults(given, run)
     settings = {**run.framework.dataset} if run.stage != "pretrain" else {}
-    if run.framework.dataset and "packed_sequence" not in run.options and settings:
+    if run.framework.dataset and "packed-sequence" not in run.options and settings:
         settings["dataset.packed_sequence_specs"] = "null"
     if run.stage == "dpo":
         settings.pop("dataset.train_on", None)
@@ -262,7 +333,7 @@ def _set_mode(run: TrainerRun) -> None:
     if run.stage == "dpo":
         run.options["mode"] = "dpo"
         if run.adapter is not None:
-            run.options["peft_scheme"] = run.adapter
+            run.options["peft-scheme"] = run.adapter
     elif run.framework is not FRAMEWORKS["trainer"] or run.adapter is not None:
         run.options["mode"] = run.adapter or run.stage
 
@@ -277,17 +348,15 @@ def _choose(target: str, known: Mapping[str, str], value: Any, run: TrainerRun) 
 
 
 def _schedule(value: Any, run: TrainerRun) -> str | None:
-    return _choose("scheduler.lr_decay_style", _TABLES["schedules"], value, run)
+    return _choose("scheduler.lr_decay_style", _SCHEDULES, value, run)
 
 
 def _stage(value: Any, run: TrainerRun) -> str | None:
     if value is False:
         return None
-    if str(value) not in _TABLES["stages"]:
-        raise UserError(
-            f"stage={value} has no counterpart: this package has {', '.join(_TABLES['stages'])}"
-        )
-    run.stage = _TABLES["stages"][value]
+    if str(value) not in _STAGES:
+        raise UserError(f"stage={value} has no counterpart: this package has {', '.join(_STAGES)}")
+    run.stage = _STAGES[value]
     if run.stage == "dpo" and value != "dpo":
         run.translation.set("dpo.loss_type", value, "stage")
     return None
@@ -296,11 +365,11 @@ def _stage(value: Any, run: TrainerRun) -> str | None:
 def _finetuning_type(value: Any, run: TrainerRun) -> str | None:
     if value is False:
         return None
-    if str(value) not in _TABLES["adapters"]:
-        names = ", ".join(_TABLES["adapters"])
+    if str(value) not in _ADAPTERS:
+        names = ", ".join(_ADAPTERS)
         raise UserError(f"{value} is not a way to fine-tune here: use one of {names}")
-    if _TABLES["adapters"][value] is not None and run.adapter is None:
-        run.adapter = _TABLES["adapters"][value]
+    if _ADAPTERS[value] is not None and run.adapter is None:
+        run.adapter = _ADAPTERS[value]
     if value == "qlora":
         return "the base model is not quantized here: LoRA trains on its weights in full precision"
     return None
@@ -333,12 +402,12 @@ def _loss_type(value: Any, run: TrainerRun) -> str | None:
     if run.stage == "sft" and names == ["nll"]:
         return None
     if len(names) != 1:
-        return f"{value}: choose one of {', '.join(_TABLES['losses'])} for dpo.loss_type"
-    return _choose("dpo.loss_type", _TABLES["losses"], names[0], run)
+        return f"{value}: choose one of {', '.join(_LOSSES)} for dpo.loss_type"
+    return _choose("dpo.loss_type", _LOSSES, names[0], run)
 
 
 def _truncation(value: Any, run: TrainerRun) -> str | None:
-    return _choose("dataset.truncation", _TABLES["truncations"], value, run)
+    return _choose("dataset.truncation", _TRUNCATIONS, value, run)
 
 
 def _scheduler_options(value: Any, run: TrainerRun) -> str | None:
@@ -351,7 +420,7 @@ def _scheduler_options(value: Any, run: TrainerRun) -> str | None:
 
 def _packing(value: Any, run: TrainerRun) -> None:
     if value:
-        run.options["packed_sequence"] = ""
+        run.options["packed-sequence"] = ""
 
 
 def _recompute(value: Any, run: TrainerRun) -> None:
@@ -394,7 +463,7 @@ def _model(value: Any, run: TrainerRun) -> None:
 _SPECIAL: dict[str, Callable[[Any, TrainerRun], str | None]] = {
     "lr_scheduler_type": _schedule,
     "lr_scheduler_kwargs": _scheduler_options,
-    "optim": partial(_choose, "optimizer.optimizer", _TABLES["optimizers"]),
+    "optim": partial(_choose, "optimizer.optimizer", _OPTIMIZERS),
     "stage": _stage,
     "finetuning_type": _finetuning_type,
     "use_peft": _use_peft,

@@ -5,10 +5,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.options import add_model_options, add_sampling_options
+from megatron.bridge.cli.support.parser import NamedPaths, Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError
 
@@ -16,10 +19,78 @@ if TYPE_CHECKING:
     from megatron.bridge.inference.prompt_files import PromptLine
 
 
+DESCRIPTION = (
+    "Continue prompts. With --prompts and --output, completions are written one a line, in the order "
+    "of the prompts; the same command resumes where a killed one stopped."
+)
+EXAMPLES = """examples:
+  megatron-bridge generate checkpoints/smollm2 --prompt "The capital of France is" --max-new-tokens 20
+  megatron-bridge generate HuggingFaceTB/SmolLM2-135M-Instruct --prompts in.jsonl --output out.jsonl --chat
+
+  megatron-bridge generate Qwen/Qwen2.5-VL-3B-Instruct --image chart.png --prompt "What does it show?"
+
+A line of a .jsonl file is an object with prompt, text or input (a text or token ids) or
+messages, with images as in training data; an id; and sampling parameters of its own. A line
+of another file is a prompt.
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_model_options(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt; its completion is printed")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="FILE",
+        help="image that --prompt asks about; repeatable",
+    )
+    parser.add_argument(
+        "--media-root",
+        metavar="DIR",
+        help="folder of the images of --prompts (default: its own)",
+    )
+    parser.add_hidden_names({"--out": "--output"})
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="JSONL file of completions (default: print them)",
+    )
+    parser.add_argument("--chat", action="store_true", help="send each text as a user's message")
+    add_sampling_options(parser)
+    parser.add_argument(
+        "--adapters",
+        action=NamedPaths,
+        metavar="NAME=DIR",
+        help="adapter and its name, which selects it as adapter_name in a line; repeatable",
+    )
+    parser.add_argument(
+        "--adapter-name",
+        metavar="NAME",
+        help="name from --adapters for lines without adapter_name",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("-n", type=int, default=1, metavar="N", help="completions of each prompt")
+    output.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="log-probabilities of each token and of the K most likely tokens",
+    )
+    output.add_argument(
+        "--prompt-logprobs", type=int, metavar="K", help="the same for the prompt's tokens"
+    )
+    output.add_argument("--ignore-eos", action="store_true", help="continue after end tokens")
+
+
 def run(args: argparse.Namespace) -> int:
-    if args.prompts is None and args.out is not None:
+    if args.prompts is None and args.output is not None:
         raise UserError(
-            "--out is for --prompts: leave it out, the completion of --prompt is printed"
+            "--output is for --prompts: leave it out, the completion of --prompt is printed"
         )
     if args.media_root and args.prompts is None:
         raise UserError(
@@ -60,7 +131,7 @@ def _settings(args: argparse.Namespace) -> str:
 
 
 def _print_all(args: argparse.Namespace, lines: Sequence["PromptLine"]) -> int:
-    """Print what ``--out`` would hold, a line as soon as it is complete."""
+    """Print what ``--output`` would hold, a line as soon as it is complete."""
     from megatron.bridge.inference.prompt_files import as_record
     from megatron.bridge.utils import distributed
 
@@ -83,13 +154,13 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
     from megatron.bridge.utils import distributed
 
     lines = read_prompts(args.prompts, values, args.chat)
-    if args.out is None:
+    if args.output is None:
         return _print_all(args, lines)
-    if not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out} cannot be written: create its folder first")
+    if not args.output.parent.is_dir():
+        raise UserError(f"--output {args.output} cannot be written: create its folder first")
     with model_options.load(args, media_root=args.media_root or str(args.prompts.parent)) as llm:
         first = distributed.rank() == 0
-        file = CompletionFile(args.out, lines, _settings(args)) if first else None
+        file = CompletionFile(args.output, lines, _settings(args)) if first else None
         done = on_first_rank(lambda: file.done if file else 0)
         left = lines[done:]
         found = llm.generate_each(
@@ -101,5 +172,5 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
         if file is not None:
             file.close()
             resumed = f", {done} of them before" if done else ""
-            sys.stdout.write(f"{len(lines)} completions: {args.out}{resumed}\n")
+            sys.stdout.write(f"{len(lines)} completions: {args.output}{resumed}\n")
     return 0

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.options import add_trust_checkpoint
+from megatron.bridge.cli.support.parser import POSITIONAL, Parser
 from megatron.bridge.utils.errors import UserError, first_few
 
 if TYPE_CHECKING:
@@ -19,6 +21,23 @@ if TYPE_CHECKING:
 
 PARALLEL_SIZES = ("tensor", "pipeline", "context", "expert")
 _MEGATRON = (paths.TRACKER, "metadata.json")
+
+
+DESCRIPTION = (
+    "Show parameters, dtypes, files, parallel layout and iteration of a checkpoint in either "
+    "format. Only headers are read."
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_hidden_names({"--hf-model": POSITIONAL, "--megatron-path": POSITIONAL})
+    parser.add_argument(
+        "path", type=Path, metavar="DIR", help="Hugging Face model, or Megatron checkpoint"
+    )
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_trust_checkpoint(parser)
 
 
 @dataclass(frozen=True)

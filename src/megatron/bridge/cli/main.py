@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``megatron-bridge`` command.
 
-Each subcommand has its texts and options in ``main.yaml``, and a module of this package with ``run(args) -> int``.
-Only the requested module is imported, so ``--help`` is quick, and a module that cannot be imported does not break the
-others.
+A command is a module of this package with ``add_arguments(parser)``, which declares its options, and
+``run(args) -> int``, which returns the exit code. Only the module of the given command is imported, and it imports
+torch and what needs torch inside its functions. So ``--help`` and errors in arguments are quick, and a module that
+cannot be imported does not break the other commands.
 """
 
 import argparse
@@ -17,19 +18,40 @@ from typing import Any
 
 from megatron.bridge.cli.support import output_files
 from megatron.bridge.cli.support.exit_code import exit_code, refuse_other_distribution
-from megatron.bridge.cli.support.parser import Parser, add_options
-from megatron.bridge.utils.config import yaml_text
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.errors import UserError, did_you_mean
-from megatron.bridge.utils.startup import skip_gc_at_exit
+from megatron.bridge.utils.startup import announce_slow_imports, skip_gc_at_exit
 from megatron.bridge.utils.storage_paths import split
 from megatron.bridge.utils.torchrun_env import adopt_slurm_step, read_number
 from megatron.bridge.version import __version__
 
-SUBCOMMANDS = yaml_text.tables_beside(__file__)
+COMMANDS = {
+    "train": "pretrain or fine-tune a model from a recipe",
+    "launch": "start a recipe on this machine or on a Slurm cluster, or write it for Kubernetes",
+    "tune": "find the fastest parallel layout that fits, without a GPU",
+    "generate": "continue prompts with any checkpoint",
+    "chat": "chat with any checkpoint",
+    "serve": "serve any checkpoint with OpenAI's endpoints",
+    "eval": "evaluate any checkpoint with lm-evaluation-harness",
+    "convert": "convert a Hugging Face model to a Megatron checkpoint",
+    "export": "convert a Megatron checkpoint to a Hugging Face model",
+    "plan": "show which tensor becomes which parameter, without reading weights",
+    "port": "draft the bridge of an architecture that is not supported yet",
+    "inspect": "show the contents of a Hugging Face or Megatron checkpoint",
+    "verify": "prove that a Megatron checkpoint equals a Hugging Face model",
+    "checkpoint": "list, inspect, verify, compare or convert Megatron checkpoints",
+    "from-megatron-lm": "translate a command line of Megatron-LM to a config",
+    "from-trainer": "translate settings of the Trainer, axolotl or LLaMA-Factory",
+    "adapter": "merge adapters, subtract them again, or write them for peft",
+    "data": "prepare training data, and preview it",
+    "watch": "show a run in the terminal while it trains: curves, speed, expected end, checkpoints",
+    "plot": "plot loss and throughput of one or several runs",
+    "doctor": "show what this machine has, which kernels a run uses on it, and how fast it is",
+    "trace": "merge the profiler traces of all ranks into one",
+}
+"""Each command with its line in ``--help``, in that order. ``from-trainer`` is the module ``from_trainer``."""
 
-
-# the options that can be URLs of object storage
-URLS = {
+URL_OPTIONS = {
     "megatron_path",
     "hf_path",
     "hf_model",
@@ -40,9 +62,10 @@ URLS = {
     "second",
     "target",
 }
+"""Options that can be URLs of object storage."""
 
-# the options that name a file to write
-OUTPUT_FILES = {"out", "output", "timeline", "messages", "certificate"}
+OUTPUT_FILES = {"output", "timeline", "messages", "certificate"}
+"""Options that name a file to write."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,23 +79,19 @@ def _run(arguments: list[str]) -> int:
     adopt_slurm_step()
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         read_number(variable, 0)
-    name = next((item for item in arguments if not item.startswith("-")), None)
-    module = _load(name) if name in SUBCOMMANDS else None
-    parser, commands = _parsers(name)
-    if name is not None and name not in SUBCOMMANDS:
-        parser.error(
-            f"there is no command {name}{did_you_mean(name, SUBCOMMANDS) or '; --help lists them'}"
-        )
-    args, extra = parser.parse_known_args(arguments)
-    if extra and not _take_overrides(args, extra):
-        command = commands.get(name, parser)
-        hint = _without_dashes(extra[0]) or did_you_mean(
-            extra[0], _options(command) - {"-h", "--help"}
-        )
-        command.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+    name = next((word for word in arguments if not word.startswith("-")), None)
+    module = _load(name) if name in COMMANDS else None
+    parser, command_parsers = make_parsers(name, module)
+    if name is not None and name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or "; --help lists them"
+        parser.error(f"there is no command {name}{hint}")
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown and not take_overrides(args, unknown):
+        _refuse_unknown(command_parsers.get(name, parser), unknown)
     if module is None:
         parser.print_help()
         return 2
+    announce_slow_imports()
     _use_local_folders(args)
     _refuse_writing_over_inputs(args)
     output_files.refuse_unrelated_files(str(name), args)
@@ -87,12 +106,15 @@ def _run(arguments: list[str]) -> int:
 def _use_local_folders(args: argparse.Namespace) -> None:
     """Replace URLs of object storage in the arguments, and refuse those that are not read or written there."""
     for name, value in vars(args).items():
-        if not isinstance(value, (str, Path)) or (found := split(value)) is None:
+        if not isinstance(value, (str, Path)):
+            continue
+        url_parts = split(value)
+        if url_parts is None:
             continue
         from megatron.bridge.utils import storage
 
-        if name in URLS:
-            setattr(args, name, type(value)(storage.local("://".join(found))))
+        if name in URL_OPTIONS:
+            setattr(args, name, type(value)(storage.local("://".join(url_parts))))
         elif storage.is_url(value):
             raise UserError(f"{name}={value} cannot be a URL: give a local path")
 
@@ -132,64 +154,64 @@ def _load(name: str) -> ModuleType:
         ) from error
 
 
-def _parsers(
-    name: str | None,
+def make_parsers(
+    name: str | None, module: ModuleType | None
 ) -> tuple[argparse.ArgumentParser, dict[str | None, argparse.ArgumentParser]]:
-    """Return the parser of the command and the parsers of its subcommands; only subcommand ``name`` gets options."""
+    """Return the parser of ``megatron-bridge``, and those of all commands by name.
+
+    Args:
+        name: Command whose options are added; the other commands have none.
+        module: Module of this command, or None without a command.
+    """
     parser = Parser(
         prog="megatron-bridge",
         description="Convert Hugging Face models to Megatron-Core and back, and train them under any layout.",
-        formatter_class=_formatter,
+        formatter_class=_format_commands,
     )
     parser.add_argument("--version", action="version", version=f"megatron-bridge {__version__}")
     subparsers: Any = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command, entry in SUBCOMMANDS.items():
-        chosen = subparsers.add_parser(command, help=entry["help"])
-        if command == name:
-            describe(chosen, entry)
+    for command, summary in COMMANDS.items():
+        subparsers.add_parser(command, help=summary)
+    if module is not None:
+        module.add_arguments(subparsers.choices[name])
     return parser, subparsers.choices
 
 
-def describe(parser: argparse.ArgumentParser, entry: dict[str, Any]) -> None:
-    """Give ``parser`` the texts, options and subcommands of a command."""
-    parser.description, parser.epilog = entry.get("description"), entry.get("epilog")
-    add_options(parser, entry.get("options", {}))
-    if "subcommands" in entry:
-        subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-        for name, each in entry["subcommands"].items():
-            describe(subparsers.add_parser(name, help=each["help"]), each)
-
-
-def _options(parser: argparse.ArgumentParser) -> set[str]:
-    found = set(parser._option_string_actions)
-    deeper = (
-        action.choices
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return found.union(*(_options(child) for choices in deeper for child in choices.values()))
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
+def _format_commands(prog: str) -> argparse.HelpFormatter:
     """One line per command: argparse does not count the indentation of their names."""
     formatter = argparse.HelpFormatter(prog)
-    formatter._action_max_length = max(map(len, SUBCOMMANDS)) + 4
+    formatter._action_max_length = max(map(len, COMMANDS)) + 4
     return formatter
 
 
-def _without_dashes(word: str) -> str:
-    """A hint for an override that was written like an option."""
-    found = re.fullmatch(r"--?([a-z_]\w*(?:\.\w+)+=.*)", word)
-    return f"; write an override without dashes: {found[1]}" if found else ""
-
-
-def _take_overrides(args: argparse.Namespace, extra: list[str]) -> bool:
-    """Add ``key=value`` items that follow an option; argparse accepts only one uninterrupted group of them."""
+def take_overrides(args: argparse.Namespace, unknown: list[str]) -> bool:
+    """Add ``key=value`` words that follow an option; argparse accepts only one uninterrupted group of them."""
     overrides = getattr(args, "overrides", None)
-    if overrides is None or any(item.startswith("-") for item in extra):
+    if overrides is None or any(word.startswith("-") for word in unknown):
         return False
-    overrides.extend(extra)
+    overrides.extend(unknown)
     return True
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> None:
+    """End the command, and name the option that the first of the unknown words may mean."""
+    word = unknown[0]
+    override = re.fullmatch(r"--?([a-z_]\w*(?:\.\w+)+=.*)", word)
+    if override is not None:
+        hint = f"; write an override without dashes: {override[1]}"
+    else:
+        hint = did_you_mean(word, option_names(parser) - {"-h", "--help"})
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+
+def option_names(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the options of a command and of its subcommands, with their dashes."""
+    names = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                names |= option_names(subparser)
+    return names
 
 
 if __name__ == "__main__":

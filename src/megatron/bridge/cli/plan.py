@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.bridge.cli.support import model_options, text_format
+from megatron.bridge.cli.support.options import add_hf_model
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.errors import UserError, did_you_mean
 
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(
     r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$"
 )  # of a layer or an expert
+
+
+DESCRIPTION = (
+    "Print the conversion plan of a model: which Hugging Face tensors become which Megatron "
+    "parameter, and how it is split. No weights are read, and the model is built without memory. "
+    "With --family, print what an architecture's bridge declares instead: its config keys and its "
+    "tensors."
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    add_hf_model(parser, required=False)
+    parser.add_argument(
+        "--family",
+        metavar="NAME",
+        help=(
+            "print the map of an architecture or of a family, such as LlamaForCausalLM or llama; "
+            "needs no model"
+        ),
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="one line per parameter, not per kind of parameter",
+    )
 
 
 class Kind(NamedTuple):

@@ -5,10 +5,48 @@ import argparse
 from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError
 
 PICTURE = "curves.png"
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = (
+        "Plot metrics of one or several runs, by default loss and throughput, from metrics.jsonl."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="a run's folder, or its metrics.jsonl",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=PICTURE,
+        metavar="FILE",
+        help="picture (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--metric", action="append", metavar="NAME", help="metric to plot; repeatable"
+    )
+    parser.add_argument(
+        "--smooth",
+        type=int,
+        default=1,
+        metavar="N",
+        help="plot means of N points; the points stay visible",
+    )
+    parser.add_argument(
+        "--x",
+        choices=["step", "tokens", "time"],
+        default="step",
+        help="horizontal axis (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

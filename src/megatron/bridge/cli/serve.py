@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from megatron.bridge.cli.support import model_options
+from megatron.bridge.cli.support.options import add_model_options
+from megatron.bridge.cli.support.parser import NamedPaths, Parser, count
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import import_optional
@@ -13,6 +15,67 @@ from megatron.bridge.utils.optional_imports import import_optional
 KEY_VARIABLE = "MEGATRON_BRIDGE_API_KEY"
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _SHORTEST_KEY = 16
+
+
+DESCRIPTION = (
+    "Serve a model with OpenAI's endpoints and a chat page (the extra serve). Without a key, only "
+    "this machine can reach it."
+)
+EXAMPLES = """examples:
+  megatron-bridge serve HuggingFaceTB/SmolLM2-135M-Instruct
+  megatron-bridge serve meta-llama/Llama-3.2-1B --adapters math=runs/lora-math --adapters chat=adapters/chat
+  megatron-bridge serve runs/sft --tp 2 --host 0.0.0.0 --api-key-file key.txt
+
+The key can also be in the variable MEGATRON_BRIDGE_API_KEY. After SIGTERM, running requests finish first.
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_model_options(parser)
+    parser.add_argument(
+        "--adapters",
+        action=NamedPaths,
+        metavar="NAME=DIR",
+        help="adapter and its name, which selects it as model in a request; repeatable",
+    )
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (127.0.0.1); others need a key",
+    )
+    server.add_argument(
+        "--port", type=int, default=8000, help="port to listen on (8000); 0 takes a free one"
+    )
+    server.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with the key of every request"
+    )
+    server.add_argument(
+        "--name", help="name of the model in requests (default: the last part of PATH)"
+    )
+    server.add_argument(
+        "--max-queue",
+        type=count,
+        default=256,
+        metavar="N",
+        help="texts that may wait in the queue (256)",
+    )
+    server.add_argument(
+        "--request-timeout",
+        type=count,
+        default=600,
+        metavar="S",
+        help="seconds until a request is aborted (600)",
+    )
+    server.add_argument(
+        "--drain-timeout",
+        type=count,
+        default=600,
+        metavar="S",
+        help="seconds to finish after SIGTERM (600)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

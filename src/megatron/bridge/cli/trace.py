@@ -2,9 +2,47 @@
 """``megatron-bridge trace``: the traces of PyTorch's profiler."""
 
 import argparse
+from pathlib import Path
 
 from megatron.bridge.cli.support import text_format
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.utils.profiler_traces import find_traces, merge
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "Work with the traces that profiling.use_pytorch_profiler=true writes."
+    commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    merging = commands.add_parser(
+        "merge",
+        help="merge the traces of all ranks into one",
+        description=(
+            "Merge the traces of all ranks into one. Open it at https://ui.perfetto.dev or in "
+            "chrome://tracing."
+        ),
+    )
+    merging.add_argument(
+        "folder",
+        type=Path,
+        metavar="RUN_DIR",
+        help="a run's folder, or a folder of traces in it",
+    )
+    merging.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: merged.json.gz beside the traces",
+    )
+    merging.add_argument(
+        "--clock",
+        choices=["wall", "barrier"],
+        default="wall",
+        help=(
+            "how to align the ranks. wall: by the clocks of the machines; barrier: by the barrier "
+            "before the first profiled step, for machines whose clocks differ (default: "
+            "%(default)s)"
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:

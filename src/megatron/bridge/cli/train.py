@@ -4,13 +4,88 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 
+from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.cli.support.train_job import STEPS, Job, forward_step, prepare, step_function
 from megatron.bridge.recipes.catalog import search
 from megatron.bridge.utils.config.overrides import check_sticks
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.startup import without_gc
+
+EXAMPLES = r"""examples:
+  megatron-bridge train --list llama pretrain
+  megatron-bridge train --recipe llama32_1b_pretrain_config --dry-run model.tensor_model_parallel_size=2
+  megatron-bridge train --recipe llama3_70b_pretrain_config --rehearse
+  megatron-bridge train --recipe llama31_405b_pretrain_config --rehearse-rank 517 --world-size 16384
+  torchrun --nproc-per-node=8 -m megatron.bridge.cli.main train --recipe llama32_1b_pretrain_config \
+      --data corpus/text checkpoint.save=runs/llama train.train_iters=5000
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "Pretrain or fine-tune a model from a recipe."
+    parser.epilog = EXAMPLES
+    add_recipe_options(parser)
+    parser.add_argument(
+        "--list",
+        nargs="*",
+        metavar="WORD",
+        help="list the recipes that contain all words, and exit",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help=(
+            "print the resolved config with its memory and compute, check data and weights, and "
+            "exit"
+        ),
+    )
+    parser.add_argument(
+        "--summary",
+        action="store_true",
+        help="with --dry-run: print the summary without the config",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="with --dry-run: write an HTML page with the predicted pipeline of a step",
+    )
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        type=count,
+        const=2,
+        metavar="STEPS",
+        help=(
+            "run the same layout at toy size on this machine (steps, checkpoint, resume, export), "
+            "and exit"
+        ),
+    )
+    parser.add_argument(
+        "--rehearse-rank",
+        type=int,
+        metavar="RANK",
+        help=(
+            "run the set-up and a step of one rank of a large job in this process, without "
+            "memory, print each part's cost and the messages, and exit"
+        ),
+    )
+    parser.add_argument(
+        "--messages",
+        type=Path,
+        metavar="FILE",
+        help="with --rehearse-rank, write each message in order as JSON lines",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=count,
+        metavar="N",
+        help="processes to assume in a dry run or a rehearsal",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

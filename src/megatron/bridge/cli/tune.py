@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support import output_files, tune_probe, tune_rl
+from megatron.bridge.cli.support.options import TRAIN_MODES, add_recipe_options
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import Job, prepare
 from megatron.bridge.recipes import catalog
@@ -23,6 +25,132 @@ if TYPE_CHECKING:
     from megatron.bridge.autotune.search.explain import Reason, Step
     from megatron.bridge.autotune.search.price import Price
     from megatron.bridge.autotune.search.search import Found, Search
+
+
+DESCRIPTION = (
+    "Search the parallel layouts of a run for the fastest ones that fit, without a GPU. The global "
+    "batch, the sequence length, the precision and the data stay as they are."
+)
+EXAMPLES = """examples:
+  megatron-bridge tune --recipe llama3_70b_pretrain_config --gpus 64 --gpu h100
+  megatron-bridge tune --recipe deepseek_v3_pretrain_config --gpus 1024 --gpu h100 --output tuned.yaml
+  megatron-bridge tune --recipe llama3_8b_pretrain_config --explain tensor=4 pipeline=2
+  megatron-bridge tune --recipe llama3_8b_pretrain_config --fix-oom train.micro_batch_size=8
+  megatron-bridge tune --hf-model Qwen/Qwen3-8B --gpus 8 --gpu h100 --mode rl
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_hidden_names({"--world-size": "--gpus", "--html": "--report"})
+    add_recipe_options(parser, modes=(*TRAIN_MODES, "rl"), model_alone=True)
+    _add_hardware_options(parser)
+    parser.add_argument(
+        "--fixed",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="dimensions that keep a value, such as tensor=8",
+    )
+    parser.add_argument(
+        "--free",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help=(
+            "search dimensions that change the numbers of a run, too: gradients (in bf16) and "
+            "batch (two and four times the global batch; layouts are ranked by the time of a "
+            "token)"
+        ),
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="tokens of the busiest expert rank over the average (default: 1, balanced)",
+    )
+    parser.add_argument(
+        "--top", type=count, default=10, metavar="N", help="layouts to list (default: 10)"
+    )
+    parser.add_argument(
+        "--explain",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help=(
+            "explain why other layouts are slower: all that differ in one dimension, or the one "
+            "with these values"
+        ),
+    )
+    parser.add_argument(
+        "--fix-oom",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help=(
+            "change a layout that does not fit as little as possible; FILE is the output of a run "
+            "that ran out of memory, or a memory snapshot"
+        ),
+    )
+    parser.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="JSON with the GPUs, links and memory of a cluster",
+    )
+    parser.add_argument(
+        "--probe",
+        type=count,
+        metavar="N",
+        help="run the N best layouts on this machine, half of them longer each time",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    tune_rl.add_rl_options(parser)
+
+
+def _add_hardware_options(parser: argparse.ArgumentParser) -> None:
+    """Add the GPUs, and what is known about their speed and memory."""
+    parser.add_argument(
+        "--gpus", type=count, metavar="N", help="number of GPUs (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="type of the GPUs, such as h100 (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="KEY=SIZE",
+        help="memory of a GPU to use, such as memory=72GB; seconds=120 for --measure",
+    )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="time this machine, with collectives under torchrun, into a profile",
+    )
+    parser.add_argument(
+        "--ledger",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="compare the runs below folders with their predictions",
+    )
+    parser.add_argument(
+        "--calibrated",
+        action="store_true",
+        help="scale predictions by what the runs of --ledger took",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="predict with the times of a profile"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

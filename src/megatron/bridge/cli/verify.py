@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.cli.support import logits, model_options
+from megatron.bridge.cli.support.options import (
+    add_no_adapter,
+    add_no_progress,
+    add_parallel_sizes,
+    add_trust_checkpoint,
+)
+from megatron.bridge.cli.support.parser import Parser
 from megatron.bridge.models.hf_pretrained import hub
 from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
@@ -20,7 +27,47 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
+DESCRIPTION = (
+    "Compare every tensor bit for bit, and the logits of both models on the same tokens. Write "
+    "the result, with a hash of each tensor, as a JSON certificate. The exit code is 1 if "
+    "anything differs."
+)
+EXAMPLES = r"""example:
+  megatron-bridge verify --hf-model HuggingFaceTB/SmolLM2-135M --megatron-path checkpoints/smollm2 \
+      --certificate smollm2.json
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument("--hf-model", metavar="ID", help="model directory or hub id")
+    parser.add_argument(
+        "--megatron-path",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint directory, or one iteration in it",
+    )
+    parser.add_options_of_words("--hf-model", "--megatron-path")
+    add_no_adapter(parser)
+    parser.add_argument(
+        "--certificate", type=Path, metavar="FILE", help="write the certificate to this file"
+    )
+    parser.add_argument(
+        "--skip-logits",
+        action="store_true",
+        help="compare only the tensors, a few in memory at a time",
+    )
+    add_no_progress(parser)
+    add_parallel_sizes(parser)
+    add_trust_checkpoint(parser)
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.hf_model is None or args.megatron_path is None:
+        raise UserError(
+            "verify compares a model with a checkpoint: give --hf-model ID and --megatron-path DIR"
+        )
     # before anything slow is imported
     hub.refuse_adapter_beside_weights(args.hf_model, ignored=args.adapter == "none")
     paths.resolve(args.megatron_path)

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.utils import loss_curves
 from megatron.bridge.utils.errors import UserError, did_you_mean
@@ -25,6 +26,45 @@ from megatron.bridge.utils.run_status import RunStatus, read_status
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
+
+
+EXAMPLES = """examples:
+  megatron-bridge watch runs/llama
+  megatron-bridge watch runs/llama --once --metric "grad norm"
+  megatron-bridge watch runs/llama --once --html llama.html
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = (
+        "Show curves, speed, the expected end and the newest checkpoint of a run, until it ends."
+    )
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run's folder, or its metrics.jsonl"
+    )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="curve to show; repeatable (default: loss and throughput)",
+    )
+    parser.add_argument(
+        "--interval",
+        type=count,
+        default=5,
+        metavar="SECONDS",
+        help="time between two updates (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print the current state, and exit (as in a pipe)"
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write an HTML page, which needs no network",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -98,23 +98,23 @@ class DatasetConfig(ABC):
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the values, as one sentence each."""
-        found = [
+        problems = [
             *too_small(self, "seq_length"),
             *unknown(self, "dataloader_type", get_args(DataloaderType)),
         ]
         if self.num_workers < 0:
-            found.append(f"dataset.num_workers={self.num_workers}: it cannot be negative")
+            problems.append(f"dataset.num_workers={self.num_workers}: it cannot be negative")
         if self.data_sharding and self.dataloader_type != "cyclic":
-            found.append(
+            problems.append(
                 f"dataset.data_sharding=True has no effect with dataset.dataloader_type={self.dataloader_type}: "
                 f"set dataset.dataloader_type=cyclic"
             )
-        return found
+        return problems
 
     def finalize(self) -> None:
         """Check the values; one error has all problems."""
-        if found := self.problems():
-            raise UserError("; ".join(found))
+        if problems := self.problems():
+            raise UserError("; ".join(problems))
 
 
 @dataclass(kw_only=True)

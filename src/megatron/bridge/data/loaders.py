@@ -123,7 +123,7 @@ class BatchIterator:
             return PrefetchIterator(batches, keep_thread=True)
         located = _LocatedSamples(self.dataset)
         batches = (collate([located[index] for index in ids]) for ids in self.make_sampler())
-        return PrefetchIterator(map(_pinned, batches)) if self.read_ahead else batches
+        return PrefetchIterator(map(_pin_batch, batches)) if self.read_ahead else batches
 
     def _loader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -148,7 +148,7 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
     """The indices of the samples, and one batch. Other keys, such as ``dataset_id`` of a blend, are dropped."""
     ids, rows = [index for index, _ in samples], [row for _, row in samples]
     if "cu_seqlens" in rows[0]:
-        return ids, _concatenate(rows) | _media(rows)
+        return ids, _concatenate_rows(rows) | _collect_media(rows)
     # before the sequence: positions may have three axes in front
     batch: Batch = {
         key: torch.stack([row[key] for row in rows], dim=rows[0][key].dim() - 1)
@@ -156,7 +156,7 @@ def collate(samples: list[LocatedSample]) -> tuple[list[int], Batch]:
     }
     masks = [row.get("attention_mask") for row in rows]
     batch["attention_mask"] = None if masks[0] is None else default_collate(masks)
-    return ids, batch | _media(rows)
+    return ids, batch | _collect_media(rows)
 
 
 def _keys_of(row: Batch) -> list[str]:
@@ -164,21 +164,23 @@ def _keys_of(row: Batch) -> list[str]:
     return [*BATCH_KEYS, *(key for key in OPTIONAL_KEYS if key in row)]
 
 
-def _media(rows: list[Batch]) -> Batch:
+def _collect_media(rows: list[Batch]) -> Batch:
     """The tensors of the images, which are decoded here: in a worker or a thread, ahead of the step."""
-    found = [row["images"] for row in rows if "images" in row]
-    if not found:
+    row_images = [row["images"] for row in rows if "images" in row]
+    if not row_images:
         return {}
-    if isinstance(found[0], dict):  # decoded by the process that read them
-        return {"media": join_media(found)}
-    if found[0].media.share is None:
+    if isinstance(row_images[0], dict):  # decoded by the process that read them
+        return {"media": join_media(row_images)}
+    if row_images[0].media.share is None:
         return {}
     return {
-        "media": found[0].media.pixels([image for images in found for image in images.references])
+        "media": row_images[0].media.pixels(
+            [image for images in row_images for image in images.references]
+        )
     }
 
 
-def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
+def _pin_batch(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
     """The batch in pinned memory, from which a GPU copies asynchronously."""
     return (
         tree_map_only(torch.Tensor, torch.Tensor.pin_memory, drawn)
@@ -187,7 +189,7 @@ def _pinned(drawn: tuple[list[int], Batch]) -> tuple[list[int], Batch]:
     )
 
 
-def _concatenate(rows: list[Batch]) -> Batch:
+def _concatenate_rows(rows: list[Batch]) -> Batch:
     batch: Batch = {
         key: torch.cat([row[key] for row in rows], dim=-1).unsqueeze(-2)
         for key in _keys_of(rows[0])
@@ -272,7 +274,7 @@ def make_iterator(
     balance: bool = True,
 ) -> BatchIterator:
     """The microbatches of a rank after the first ``consumed`` samples; ``prefetch=False`` reads nothing ahead."""
-    micro, whole, rank, ranks = shard
+    micro, global_size, rank, ranks = shard
     common = (len(dataset), consumed, micro, rank, ranks)
 
     def make_sampler() -> Sampler:
@@ -283,20 +285,20 @@ def make_iterator(
             and getattr(dataset, "has_images", False)
         ):
             return BalancedSampler(
-                dataset.image_tokens, len(dataset), consumed, micro, whole, rank, ranks
+                dataset.image_tokens, len(dataset), consumed, micro, global_size, rank, ranks
             )
         if config.dataloader_type == "single":
             return MegatronPretrainingSampler(*common)
         if config.dataloader_type == "batch":
             return MegatronPretrainingBatchSampler(
-                len(dataset), consumed, micro, whole, rank, ranks
+                len(dataset), consumed, micro, global_size, rank, ranks
             )
         return MegatronPretrainingRandomSampler(
             dataset,
             *common,
             data_sharding=config.data_sharding,
             seed=config.shuffle_seed,
-            global_batch_size=whole,
+            global_batch_size=global_size,
         )
 
     workers, read_ahead = config.num_workers * prefetch, config.read_ahead and prefetch

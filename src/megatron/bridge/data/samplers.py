@@ -90,9 +90,9 @@ class MegatronPretrainingBatchSampler(_Sampler):
     def __iter__(self) -> Iterator[list[int]]:
         last = self.total_samples - self.global_batch_size
         for first in range(self.consumed_samples, last + 1, self.global_batch_size):
-            mine = self._dealt(range(first, first + self.global_batch_size))
-            for place in range(0, len(mine), self.micro_batch_size):
-                yield list(mine[place : place + self.micro_batch_size])
+            local_ids = self._dealt(range(first, first + self.global_batch_size))
+            for start in range(0, len(local_ids), self.micro_batch_size):
+                yield list(local_ids[start : start + self.micro_batch_size])
 
     def _dealt(self, ids: range) -> Sequence[int]:
         """This rank's samples of a global batch."""
@@ -114,15 +114,15 @@ class BalancedSampler(MegatronPretrainingBatchSampler):
         self.cost = cost
 
     def _dealt(self, ids: range) -> list[int]:
-        room = len(ids) // self.data_parallel_size
+        capacity = len(ids) // self.data_parallel_size
         held: list[list[int]] = [[] for _ in range(self.data_parallel_size)]
         work = [0] * self.data_parallel_size
-        costs = {number: self.cost(number) for number in ids}
-        for number in sorted(ids, key=lambda number: (-costs[number], number)):
-            free = (rank for rank in range(len(held)) if len(held[rank]) < room)
+        costs = {sample_id: self.cost(sample_id) for sample_id in ids}
+        for sample_id in sorted(ids, key=lambda sample_id: (-costs[sample_id], sample_id)):
+            free = (rank for rank in range(len(held)) if len(held[rank]) < capacity)
             rank = min(free, key=lambda rank: (work[rank], rank))
-            held[rank].append(number)
-            work[rank] += costs[number]
+            held[rank].append(sample_id)
+            work[rank] += costs[sample_id]
         return sorted(held[self.data_parallel_rank])
 
 

@@ -63,11 +63,11 @@ class StreamingBatchIterator:
                 f"{self.name}: resume with the dataset of the checkpoint, or load only its weights "
                 f"(checkpoint.load with checkpoint.finetune)"
             )
-        self.sample_ids = [self._drawn + rank + place * ranks for place in range(micro)]
+        self.sample_ids = [self._drawn + rank + index * ranks for index in range(micro)]
         self._drawn += micro * ranks
         opened = self._opened()
         _, batch = collate(
-            [(place, next(opened[place % self.readers])) for place in self.sample_ids]
+            [(index, next(opened[index % self.readers])) for index in self.sample_ids]
         )
         return batch
 
@@ -87,21 +87,21 @@ class StreamingBatchIterator:
         return {
             "fingerprint": self.fingerprint,
             "drawn": self._drawn,
-            "readers": {number: reader.state() for number, reader in self._opened().items()},
+            "readers": {index: reader.state() for index, reader in self._opened().items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; ``readers`` must include this rank's."""
         assert not self._drawn, "load the state before drawing samples"
         self._check(state["fingerprint"])
-        for number, reader in self._opened().items():
-            reader.restore(state["readers"][number])
+        for index, reader in self._opened().items():
+            reader.restore(state["readers"][index])
         self._drawn = state["drawn"]
 
     def _opened(self) -> dict[int, StreamReader]:
         if not self._mine:
             numbers = range(self.shard.dp_rank, self.readers, self.shard.dp_size)
-            self._mine = {number: self.open_reader(number) for number in numbers}
+            self._mine = {index: self.open_reader(index) for index in numbers}
         return self._mine
 
     def _check(self, saved: dict[str, Any]) -> None:

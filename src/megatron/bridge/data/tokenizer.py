@@ -233,9 +233,11 @@ def load_hf_tokenizer(
 
     folder = storage.local(path).expanduser()
     storage.pull(folder, lambda name: name.endswith(_ENDINGS))
-    place = str(folder) if folder.is_dir() else path
+    path_or_id = str(folder) if folder.is_dir() else path
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
+        return AutoTokenizer.from_pretrained(
+            path_or_id, trust_remote_code=trust_remote_code, **options
+        )
     except Exception as error:  # for damaged files, transformers raises almost anything
         if folder.is_dir():
             _name_damaged_file(folder)
@@ -266,7 +268,7 @@ def encode_beginning(hf: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """
     special = not _begins_with_bos(hf, text)
     ids = hf.encode(text, add_special_tokens=special)
-    return _without(ids, appended_tokens(hf)) if special else ids
+    return _without_appended(ids, appended_tokens(hf)) if special else ids
 
 
 def appended_tokens(hf: "PreTrainedTokenizerBase") -> list[int]:
@@ -309,7 +311,7 @@ def _begins_with_bos(hf: "PreTrainedTokenizerBase", text: str) -> bool:
     return isinstance(hf.bos_token, str) and bool(hf.bos_token) and text.startswith(hf.bos_token)
 
 
-def _without(ids: list[int], appended: list[int]) -> list[int]:
+def _without_appended(ids: list[int], appended: list[int]) -> list[int]:
     has_them = bool(appended) and ids[-len(appended) :] == appended
     return ids[: -len(appended)] if has_them else ids
 
@@ -330,15 +332,17 @@ def encode_many(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[l
     ]
     hf = _hf_of(tokenizer)
     if not special:
-        return _continuations(hf, backend, texts) if has_dummy_prefix(hf) else encoded
+        return _encode_continuations(hf, backend, texts) if has_dummy_prefix(hf) else encoded
     appended = appended_tokens(hf)
     return [
-        encode_beginning(hf, text) if _begins_with_bos(hf, text) else _without(ids, appended)
+        encode_beginning(hf, text)
+        if _begins_with_bos(hf, text)
+        else _without_appended(ids, appended)
         for text, ids in zip(texts, encoded, strict=True)
     ]
 
 
-def _continuations(
+def _encode_continuations(
     hf: "PreTrainedTokenizerBase", backend: Any, texts: list[str]
 ) -> list[list[int]]:
     """``encode_continuation`` of each text, of a tokenizer with a dummy prefix."""

@@ -30,7 +30,7 @@ def ordered_map[T, R](
     global _function  # noqa: PLW0603
     _function = function
     with ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), initializer=_start
+        workers, multiprocessing.get_context("fork"), initializer=_use_one_thread
     ) as pool:
         try:
             yield lambda items: _in_order(pool, items, 2 * workers)
@@ -43,12 +43,12 @@ def ordered_map[T, R](
             _function = None
 
 
-def _call(item: Any) -> Any:
+def _call_function(item: Any) -> Any:
     assert _function is not None
     return _function(item)
 
 
-def _start() -> None:
+def _use_one_thread() -> None:
     """The processes are the parallelism; threads within each would compete for the same cores."""
     die_with_parent(signal.SIGKILL)  # it would wait for work forever
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -58,7 +58,7 @@ def _in_order(pool: ProcessPoolExecutor, items: Iterable[Any], ahead: int) -> It
     """Results in the order of the items, at most ``ahead`` of them in memory."""
     waiting: deque[Future[Any]] = deque()
     for item in items:
-        waiting.append(pool.submit(_call, item))
+        waiting.append(pool.submit(_call_function, item))
         if len(waiting) >= ahead:
             yield waiting.popleft().result()
     while waiting:

@@ -42,13 +42,13 @@ class AdapterNames:
             rows.setdefault(work.text.adapter, []).extend(range(work.row, work.row + work.count))
         alone = len(rows) == 1
         self.parts = [
-            (name, None if alone else _padded(found, device), len(found))
-            for name, found in rows.items()
+            (name, None if alone else _pad_rows(row_indices, device), len(row_indices))
+            for name, row_indices in rows.items()
             if name is not None
         ]
 
 
-def _padded(rows: list[int], device: torch.device) -> Tensor:
+def _pad_rows(rows: list[int], device: torch.device) -> Tensor:
     """Pad the rows to a number for which matrix products compute each row identically in any batch."""
     return torch.tensor(rows + [0] * (padded_rows(len(rows)) - len(rows)), device=device)
 
@@ -86,7 +86,7 @@ def add_adapters(
 ) -> AdapterNames:
     """Attach several adapters (directories by name) to this rank's chunks; ``add`` attaches and loads one."""
     names = AdapterNames(tuple(adapters))
-    found: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
+    adapters_by_module: dict[Any, dict[str, tuple[Any, nn.Module]]] = {}
     for name, path in adapters.items():
         add(Path(path))
         for chunk in bare_chunks(list(chunks)):
@@ -98,12 +98,15 @@ def add_adapters(
                 )
             for module in list(layers.adapted(chunk)):
                 _refuse_alone(name, module)
-                found.setdefault(module, {})[name] = (module.adapted_site, module.adapter)
+                adapters_by_module.setdefault(module, {})[name] = (
+                    module.adapted_site,
+                    module.adapter,
+                )
                 layers.detach(module)
-    for one in found.values():
-        site = next(iter(one.values()))[0]
+    for by_name in adapters_by_module.values():
+        site = next(iter(by_name.values()))[0]
         layers.attach(
-            site, AdapterBank(names, {name: adapter for name, (_, adapter) in one.items()})
+            site, AdapterBank(names, {name: adapter for name, (_, adapter) in by_name.items()})
         )
     return names
 
@@ -117,8 +120,9 @@ def _refuse_alone(name: str, module: Any) -> None:
         or site.name.startswith(TOWER)
         or biased
     ):
-        what = "experts" if site.experts is not None else "this layer"
+        layer_kind = "experts" if site.experts is not None else "this layer"
         raise UserError(
-            f"adapter {name} changes {site.name}, and {what} cannot have a different adapter for each text: load it "
+            f"adapter {name} changes {site.name}, and {layer_kind} cannot have a different "
+            "adapter for each text: load it "
             "alone with --adapter, or merge it"
         )

@@ -92,7 +92,7 @@ class _Graph:
         self._numbers = torch.zeros(3, rows, dtype=torch.long, device=state.device)
         self._numbers[2] = self._spare = state.spare
         self._host = torch.empty(3, rows, dtype=torch.long, pin_memory=self._numbers.is_cuda)
-        self._replay = capture(lambda: _forward(chunk, state, self._numbers, longest))
+        self._replay = capture(lambda: _run_chunk(chunk, state, self._numbers, longest))
 
     def run(self, plan: Plan) -> Tensor:
         texts = [(work.text.tokens[work.start], work.start, work.text.extent) for work in plan.work]
@@ -102,7 +102,7 @@ class _Graph:
         return self._replay()
 
 
-def _forward(chunk: nn.Module, state: DecodingState, numbers: Tensor, longest: int) -> Tensor:
+def _run_chunk(chunk: nn.Module, state: DecodingState, numbers: Tensor, longest: int) -> Tensor:
     ids, positions, keys = numbers.unbind()
     step = SingleTokens(positions, keys, longest)
     state.begin(step, None)

@@ -76,12 +76,14 @@ class DecodingState:
         self.bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         check_layers(self.bare)
         device = torch.device(torch.cuda.current_device())
-        kept = Kept.of(self.bare, rings)
-        self._cores = [it.replaces for it in kept if it.replaces is not None]
+        cache_specs = Kept.of(self.bare, rings)
+        self._cores = [item.replaces for item in cache_specs if item.replaces is not None]
         self.spare = tokens  # a cache slot that no text uses, for idle ranks
-        made = [(it.modules, it.make(tokens + 1, requests, device)) for it in kept]
-        self._caches = [(module, cache) for modules, cache in made for module in modules]
-        self._rotary = [(it, _Angles(it, self)) for it in _modules(self.bare, RotaryEmbedding)]
+        caches = [(item.modules, item.make(tokens + 1, requests, device)) for item in cache_specs]
+        self._caches = [(module, cache) for modules, cache in caches for module in modules]
+        self._rotary = [
+            (item, _Angles(item, self)) for item in _modules_of_kind(self.bare, RotaryEmbedding)
+        ]
         self.device = device
         config: Any = self.bare[0].config
         self._vocabulary: int = config.padded_vocab_size // config.tensor_model_parallel_size
@@ -105,12 +107,12 @@ class DecodingState:
                 changes.set(module, "cache", cache)
             for module, angles in self._rotary:
                 changes.set(module, "forward", angles)
-            for module in _modules(self.bare, GroupedLinear):
+            for module in _modules_of_kind(self.bare, GroupedLinear):
                 changes.set(module, "row_multiple", ROW_MULTIPLE)
             changes.set(self, "_is_attached", True)
             if self._pack:
                 self._pack_weights(self._packing)
-            for module in _modules(self.bare, SharedExpertMLP):
+            for module in _modules_of_kind(self.bare, SharedExpertMLP):
                 plain = module.use_shared_expert_gate and not isinstance(
                     module.gate_weight, DTensor
                 )
@@ -144,21 +146,21 @@ class DecodingState:
         self._packing.callback(action)
 
     def _pack_weights(self, changes: "_Changes") -> None:
-        kept = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
+        not_packed = {id(layer.linear_kv_up_proj) for layer in _latent_layers(self.bare)}
         for chunk in self.bare:
             output = getattr(chunk, "output_layer", None)
             if output is not None and output.weight is None:  # it uses the embedding's weight
                 weight = chunk.shared_embedding_or_output_weight()
-                kept.add(id(output))
+                not_packed.add(id(output))
                 if can_pack(weight):
                     _set_packed(changes, output, weight)
                     changes.move_to_file(weight)
-        for module in _modules(self.bare, _PARALLEL_LINEAR):
-            if id(module) not in kept and can_pack(module.weight):
+        for module in _modules_of_kind(self.bare, _PARALLEL_LINEAR):
+            if id(module) not in not_packed and can_pack(module.weight):
                 packed = _set_packed(changes, module, module.weight)
                 if _is_plain(module):  # an adapter may need the unpacked weight
                     changes.empty(module.weight, packed)
-        for module in _modules(self.bare, GroupedLinear):
+        for module in _modules_of_kind(self.bare, GroupedLinear):
             if _is_plain(module) and all(can_pack(weight) for weight in module.weights()):
                 packed = [pack_weight(weight) for weight in module.weights()]
                 changes.set(module, "packed", packed)
@@ -207,23 +209,27 @@ class DecodingState:
 
     def _select_rows(self, module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Select the hidden states of the rows whose logits are needed; most rows of a prompt are not needed."""
-        hidden, *others = args
+        hidden, *other_args = args
         if module.config.sequence_parallel and module.tp_group.size() > 1:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, group=module.tp_group
             )
-        return hidden if self._rows is None else hidden[self._rows], *others
+        return hidden if self._rows is None else hidden[self._rows], *other_args
 
 
 class _Changes(ExitStack):
     """Changes to modules, which closing undoes."""
 
-    def set(self, thing: Any, name: str, value: Any) -> None:
+    def set(self, instance: Any, name: str, value: Any) -> None:
         """Set an attribute of the instance; closing restores the old value, or removes the attribute if it was new."""
-        had, old = name in vars(thing), vars(thing).get(name)
-        object.__setattr__(thing, name, value)
+        had, old = name in vars(instance), vars(instance).get(name)
+        object.__setattr__(instance, name, value)
         self.callback(
-            lambda: object.__setattr__(thing, name, old) if had else object.__delattr__(thing, name)
+            lambda: (
+                object.__setattr__(instance, name, old)
+                if had
+                else object.__delattr__(instance, name)
+            )
         )
 
     def empty(self, weight: nn.Parameter, packed: PackedWeight) -> None:
@@ -233,14 +239,14 @@ class _Changes(ExitStack):
 
     def move_to_file(self, weight: nn.Parameter) -> None:
         """Map a weight from a temporary file, so that only rows that are looked up need memory."""
-        kept = weight.data
+        in_memory = weight.data
         try:
             with tempfile.NamedTemporaryFile() as file:
-                file.write(kept.contiguous().view(torch.uint8).numpy())
+                file.write(in_memory.contiguous().view(torch.uint8).numpy())
                 file.flush()
                 mapped = torch.from_file(
-                    file.name, shared=True, size=kept.numel(), dtype=kept.dtype
-                ).view_as(kept)
+                    file.name, shared=True, size=in_memory.numel(), dtype=in_memory.dtype
+                ).view_as(in_memory)
         except OSError:  # the disk is full
             return
         weight.data = mapped
@@ -286,10 +292,10 @@ class _Angles:
 
     def _compute(self, step: Step) -> Any:
         if self._unit is None:
-            found = self._module.get_emb(
+            embedding = self._module.get_emb(
                 1, 1
             )  # [1, 1, 1, d], including YaRN's factor if there is one
-            self._unit = found if isinstance(found, tuple) else (found, None)
+            self._unit = embedding if isinstance(embedding, tuple) else (embedding, None)
         unit, factor = self._unit
         positions = step.positions.float().view(-1, 1, 1, 1)
         angles = positions * unit
@@ -329,76 +335,76 @@ class Kept:
     def of(cls, chunks: Sequence[nn.Module], rings: bool = False) -> "list[Kept]":
         """Return the caches of this rank's layers; with ``rings``, a layer with a window caches only the window."""
         bare = [unwrap(chunk) for chunk in chunks]
-        latent = [_latent(layer) for layer in _latent_layers(bare)]
-        absorbed = {id(module) for kept in latent for module in kept.modules}
+        latent = [_latent_cache(layer) for layer in _latent_layers(bare)]
+        absorbed = {id(module) for latent_cache in latent for module in latent_cache.modules}
         foreign = [(layer, _torch_core(layer)) for layer in _foreign_layers(bare)]
-        own = [
+        layers_and_cores = [
             (layer, getattr(layer, "core_attention", None))
             for chunk in bare
             for layer in chunk.modules()
         ]
         return [
-            *(_attention(layer, core, rings, (layer, core)) for layer, core in foreign),
+            *(_attention_cache(layer, core, rings, (layer, core)) for layer, core in foreign),
             *latent,
             *(
-                _plain(layer, (1, (layer.linear_wk.out_features, 0)))
-                for layer in _modules(bare, Indexer)
+                _plain_cache(layer, (1, (layer.linear_wk.out_features, 0)))
+                for layer in _modules_of_kind(bare, Indexer)
             ),
             *(
-                _attention(layer, core, rings)
-                for layer, core in own
+                _attention_cache(layer, core, rings)
+                for layer, core in layers_and_cores
                 if isinstance(core, TorchAttention) and id(core) not in absorbed
             ),
-            *(_recurrent(layer) for layer in _modules(bare, _RECURRENT)),
+            *(_recurrent_cache(layer) for layer in _modules_of_kind(bare, _RECURRENT)),
         ]
 
 
-def _attention(layer: Any, core: TorchAttention, rings: bool, replaces: Any = None) -> Kept:
+def _attention_cache(layer: Any, core: TorchAttention, rings: bool, replaces: Any = None) -> Kept:
     if not rings or core.window_size is None:
-        return _plain(core, _shape(layer), replaces)
-    length, shape, dtype = core.window_size[0] + 1, _shape(layer), core.config.params_dtype
+        return _plain_cache(core, _cache_shape(layer), replaces)
+    length, shape, dtype = core.window_size[0] + 1, _cache_shape(layer), core.config.params_dtype
     size = length * AttentionCache.bytes_per_token(*shape, dtype)
     make: Any = lambda _, requests, device: WindowCache(requests, length, *shape, dtype, device)  # noqa: E731
     return Kept((core,), make, per_request=size, replaces=replaces)
 
 
-def _plain(module: Any, shape: tuple[int, tuple[int, int]], replaces: Any = None) -> Kept:
+def _plain_cache(module: Any, shape: tuple[int, tuple[int, int]], replaces: Any = None) -> Kept:
     dtype = module.config.params_dtype
     make: Any = lambda tokens, _, device: AttentionCache(tokens, *shape, dtype, device)  # noqa: E731
     return Kept((module,), make, AttentionCache.bytes_per_token(*shape, dtype), replaces=replaces)
 
 
-def _latent(layer: Any) -> Kept:
+def _latent_cache(layer: Any) -> Kept:
     config = layer.config
     size = (config.kv_lora_rank + config.qk_pos_emb_head_dim) * config.params_dtype.itemsize
     make: Any = lambda tokens, _, device: LatentCache(tokens, layer, config.params_dtype, device)  # noqa: E731
     return Kept((layer, layer.core_attention), make, size)
 
 
-def _recurrent(layer: Any) -> Kept:
+def _recurrent_cache(layer: Any) -> Kept:
     shapes = layer.state_shapes()
     make: Any = lambda _, requests, device: RecurrentCache(requests, shapes, device)  # noqa: E731
-    return Kept((layer,), make, per_request=sum(it.bytes for it in shapes))
+    return Kept((layer,), make, per_request=sum(state_shape.bytes for state_shape in shapes))
 
 
-def _modules(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
-    seen: set[int] = set()
+def _modules_of_kind(chunks: Sequence[nn.Module], kinds: Any) -> Iterator[Any]:
+    seen_ids: set[int] = set()
     for chunk in chunks:
         for module in chunk.modules():
-            if isinstance(module, kinds) and id(module) not in seen:
-                seen.add(id(module))
+            if isinstance(module, kinds) and id(module) not in seen_ids:
+                seen_ids.add(id(module))
                 yield module
 
 
 def _latent_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield layers that cache latents; layers with a sharded or adapted up projection cache keys instead."""
-    for layer in _modules(chunks, TorchLatentAttention):
+    for layer in _modules_of_kind(chunks, TorchLatentAttention):
         up = layer.linear_kv_up_proj
         if _is_plain(up) and not isinstance(up.weight, DTensor):
             yield layer
 
 
-def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
+def _cache_shape(layer: Any) -> tuple[int, tuple[int, int]]:
     if isinstance(layer, TorchLatentAttention):
         return layer.num_attention_heads_per_partition, (layer.q_head_dim, layer.config.v_head_dim)
     width = layer.hidden_size_per_attention_head
@@ -407,7 +413,7 @@ def _shape(layer: Any) -> tuple[int, tuple[int, int]]:
 
 def check_layers(chunks: Sequence[Any]) -> None:
     config = chunks[0].config
-    recurrent = any(True for _ in _modules(chunks, _RECURRENT))
+    recurrent = any(True for _ in _modules_of_kind(chunks, _RECURRENT))
     if config.context_parallel_size > 1 and recurrent:
         raise UserError(
             f"context_parallel_size={config.context_parallel_size} splits recurrent layers by heads, which decoding "
@@ -418,7 +424,7 @@ def check_layers(chunks: Sequence[Any]) -> None:
             f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} drops tokens depending on the rest of the "
             "batch: set it to None to generate"
         )
-    for module in _modules(chunks, (MambaMixer, MultiLatentAttention)):
+    for module in _modules_of_kind(chunks, (MambaMixer, MultiLatentAttention)):
         if not isinstance(module, (TorchMambaMixer, TorchLatentAttention)):
             raise UserError(
                 f"backend={config.backend!r} has {type(module).__name__}, which has no cache: set "
@@ -428,28 +434,28 @@ def check_layers(chunks: Sequence[Any]) -> None:
 
 def _foreign_layers(chunks: Sequence[nn.Module]) -> Iterator[Any]:
     """Yield the layers with Megatron-Core's or Transformer Engine's attention."""
-    for layer in _modules(chunks, SelfAttention):
+    for layer in _modules_of_kind(chunks, SelfAttention):
         if not isinstance(layer.core_attention, TorchAttention):
             yield layer
 
 
 def _torch_core(layer: Any) -> TorchAttention:
     """Return a core attention for decoding that replaces the layer's own, with the same sinks and hooks."""
-    own = layer.core_attention
-    scale = getattr(own, "softmax_scale", None)
-    made = TorchAttention(
+    source = layer.core_attention
+    scale = getattr(source, "softmax_scale", None)
+    core = TorchAttention(
         layer.config, layer.layer_number, layer.attn_mask_type, "self", softmax_scale=scale
     )
-    made.eval()
-    made.softmax_offset = getattr(own, "softmax_offset", None)
-    made._forward_pre_hooks = own._forward_pre_hooks
-    made._forward_pre_hooks_with_kwargs = own._forward_pre_hooks_with_kwargs
-    return made
+    core.eval()
+    core.softmax_offset = getattr(source, "softmax_offset", None)
+    core._forward_pre_hooks = source._forward_pre_hooks
+    core._forward_pre_hooks_with_kwargs = source._forward_pre_hooks_with_kwargs
+    return core
 
 
 def switch_length(chunks: Sequence[nn.Module]) -> int | None:
     """Return the length above which a text has different rotary frequencies; see ``original_length``."""
-    for module in _modules([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
+    for module in _modules_of_kind([unwrap(chunk) for chunk in chunks], RotaryEmbedding):
         limit = original_length(module)
         if limit is not None:
             return limit

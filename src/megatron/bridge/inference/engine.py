@@ -88,7 +88,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         self._held += new
-        ends = [place for text in self._stop if (place := self._held.find(text)) >= 0]
+        ends = [position for text in self._stop if (position := self._held.find(text)) >= 0]
         if ends:
             self.stopped = True
             piece, self._held = self._held[: min(ends)], ""
@@ -168,7 +168,7 @@ class Engine(AbstractContextManager["Engine"]):
         bare: list[Any] = [unwrap(chunk) for chunk in chunks]
         decoding_state.check_layers(bare)
         self._switch = decoding_state.switch_length(bare)
-        limits = _limits(chunks, config, reuses=self._switch is None)
+        limits = _find_limits(chunks, config, reuses=self._switch is None)
         self._state = DecodingState(
             chunks, limits.tokens, limits.requests, config.pack, config.window_rings
         )
@@ -204,11 +204,12 @@ class Engine(AbstractContextManager["Engine"]):
             seed = 0 if sampling.is_greedy else broadcast_object(secrets.randbits(63))
         lane = min(
             range(len(self.lanes)),
-            key=lambda it: len(self.lanes[it].waiting) + len(self.lanes[it].running),
+            key=lambda index: len(self.lanes[index].waiting) + len(self.lanes[index].running),
         )
-        seen = self._sight.facts(prompt)
+        image_facts = self._sight.facts(prompt)
         return [
-            self._submit(prompt, sampling, seed, choice, lane, seen) for choice in range(sampling.n)
+            self._submit(prompt, sampling, seed, choice, lane, image_facts)
+            for choice in range(sampling.n)
         ]
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -254,13 +255,13 @@ class Engine(AbstractContextManager["Engine"]):
         seed: int,
         choice: int,
         lane: int,
-        seen: Mapping[str, Any],
+        image_facts: Mapping[str, Any],
     ) -> Job:
         wants_prompt = sampling.prompt_logprobs is not None and choice == 0
         limit = len(prompt) + sampling.max_new_tokens
         scored = sampling.score_from - 1 if wants_prompt else 0
-        facts = {"scored": scored, "adapter": sampling.adapter_name, **seen}
-        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, **facts)
+        text_options = {"scored": scored, "adapter": sampling.adapter_name, **image_facts}
+        text = Text(list(prompt), len(prompt), limit, wants_prompt, self._switch, **text_options)
         completion = Completion(list(prompt), seed=seed, choice=choice)
         job = Job(completion, sampling, text, lane)
         if self.hf is not None:
@@ -308,21 +309,23 @@ class Engine(AbstractContextManager["Engine"]):
     def step(self) -> list[Job]:
         """Compute one step of every lane; return the jobs that got a token or ended."""
         plans = [lane.plan() for lane in self.lanes]
-        wanted = [self._outputs(plan) for plan in plans]
-        width = width_of([output for outputs, _ in wanted for output in outputs])
-        counts = [len(outputs) for outputs, _ in wanted]
-        mine = self._lane
+        outputs_and_jobs = [self._outputs(plan) for plan in plans]
+        width = width_of([output for outputs, _ in outputs_and_jobs for output in outputs])
+        counts = [len(outputs) for outputs, _ in outputs_and_jobs]
+        own_lane = self._lane
         try:
-            table = self._runner.run(plans[mine], wanted[mine][0], width)
-            rows = share(table, sum(counts), width, sum(counts[:mine]), self._state.device).tolist()
+            table = self._runner.run(plans[own_lane], outputs_and_jobs[own_lane][0], width)
+            rows = share(
+                table, sum(counts), width, sum(counts[:own_lane]), self._state.device
+            ).tolist()
         except BaseException:  # some layers may have advanced their states
             for lane in self.lanes:
                 lane.restart()
             raise
         for lane, plan in zip(self.lanes, plans, strict=True):
             lane.commit(plan)
-        jobs = [job for _, jobs in wanted for job in jobs]
-        outputs = [output for found, _ in wanted for output in found]
+        jobs = [job for _, jobs in outputs_and_jobs for job in jobs]
+        outputs = [output for lane_outputs, _ in outputs_and_jobs for output in lane_outputs]
         for job in dict.fromkeys(jobs):
             job.piece = ""
         for job, output, row in zip(jobs, outputs, rows, strict=True):
@@ -343,7 +346,7 @@ class Engine(AbstractContextManager["Engine"]):
             targets = [(position, work.text.tokens[position + 1]) for position in work.scored]
             sampled = [(work.start + work.count - 1, None)] if work.samples else []
             for position, target in (*targets, *sampled):
-                outputs.append(_output(job, work.row + position - work.start, target))
+                outputs.append(_output_of_job(job, work.row + position - work.start, target))
                 jobs.append(job)
         return outputs, jobs
 
@@ -391,7 +394,7 @@ class Engine(AbstractContextManager["Engine"]):
         del self._jobs[id(job.text)]
 
 
-def _output(job: Job, row: int, target: int | None) -> Output:
+def _output_of_job(job: Job, row: int, target: int | None) -> Output:
     sampling, completion = job.sampling, job.completion
     top = sampling.logprobs if target is None else sampling.prompt_logprobs
     return Output(
@@ -406,19 +409,24 @@ def _output(job: Job, row: int, target: int | None) -> Output:
     )
 
 
-def _limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
+def _find_limits(chunks: Sequence[nn.Module], config: EngineConfig, reuses: bool) -> Limits:
     """Return the limits that fit into the memory of every rank."""
-    kept = decoding_state.Kept.of(chunks, config.window_rings)
-    each, states = sum(it.per_token for it in kept), sum(it.per_request for it in kept)
-    most = config.max_requests * -(-config.max_context // 16) * 16
-    room = config.kv_memory - config.max_requests * states
+    cache_specs = decoding_state.Kept.of(chunks, config.window_rings)
+    bytes_per_token, states = (
+        sum(spec.per_token for spec in cache_specs),
+        sum(spec.per_request for spec in cache_specs),
+    )
+    largest_tokens = config.max_requests * -(-config.max_context // 16) * 16
+    free_memory = config.kv_memory - config.max_requests * states
     tokens = (
-        min(most, room // each - 1) if each else most * (room >= 0)
+        min(largest_tokens, free_memory // bytes_per_token - 1)
+        if bytes_per_token
+        else largest_tokens * (free_memory >= 0)
     )  # one token is reserved for idle ranks
     if dist.is_initialized() and dist.get_world_size() > 1:  # all ranks must make the same plans
-        least = torch.tensor([tokens, -states], device=torch.cuda.current_device())
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        tokens, states = int(least[0]), -int(least[1])
+        smallest = torch.tensor([tokens, -states], device=torch.cuda.current_device())
+        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        tokens, states = int(smallest[0]), -int(smallest[1])
     if tokens < 32:
         raise UserError(
             f"kv_memory={config.kv_memory} holds {max(tokens, 0)} tokens in addition to the states of "

@@ -81,11 +81,15 @@ class LLM:
         self._cleanup = ExitStack()
         self._workers: Any = None
         self._replacement: Any = None
-        wanted = _check(tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows)
-        if wanted > 1 and "RANK" not in os.environ:
+        process_count = _check_sizes(
+            tp, pp, ep, etp, max_requests, chunk, 1 if rows is None else rows
+        )
+        if process_count > 1 and "RANK" not in os.environ:
             from megatron.bridge.inference.workers import Workers
 
-            self._workers = self._cleanup.enter_context(Workers(wanted, LLM, str(path), options))
+            self._workers = self._cleanup.enter_context(
+                Workers(process_count, LLM, str(path), options)
+            )
             ((self.reader, self.max_context, self.declared_ends),) = self._workers.iterate(
                 "facts", ()
             )
@@ -107,7 +111,7 @@ class LLM:
         names = ("dtype", "adapter", "adapters", "tokenizer", "trust_remote_code", "media_root")
         more = {name: options[name] for name in names}
         with unpickling.trusting(options["trust_checkpoint"]):
-            model = load(path, _sizes(options), **more)
+            model = load(path, _parallel_sizes(options), **more)
         context = options["max_context"] or model.max_context
         if not 1 < context <= model.max_context:
             raise UserError(
@@ -188,8 +192,8 @@ class LLM:
                 f"{len(prompts)} prompts and {len(how)} samplings: give one for each, or one for all"
             )
         tokens = [
-            self._tokens(prompt, places[index] if places else f"prompt {index}", one)
-            for index, (prompt, one) in enumerate(zip(prompts, how, strict=True))
+            self._tokens(prompt, places[index] if places else f"prompt {index}", prompt_sampling)
+            for index, (prompt, prompt_sampling) in enumerate(zip(prompts, how, strict=True))
         ]
         yield from self._complete(tokens, how)
 
@@ -251,13 +255,13 @@ class LLM:
         self._replacement.take(step)
         yield from ()
 
-    def _tokens(self, prompt: "Prompt | Messages", where: str, sampling: Sampling) -> list[int]:
+    def _tokens(self, prompt: "Prompt | Messages", location: str, sampling: Sampling) -> list[int]:
         """Return the tokens of a prompt or a conversation after the engine has checked them."""
-        tokens = self.reader.tokens(prompt, where)
+        tokens = self.reader.tokens(prompt, location)
         try:
             self.engine.check(tokens, sampling)
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
         return tokens
 
     def _complete(
@@ -287,10 +291,10 @@ def _refuse_not_finite(completions: Sequence[Completion]) -> None:
 def ranks_of(options: dict[str, Any]) -> int:
     """Return the number of processes that an ``LLM`` with these options uses."""
     defaults = {"tp": 1, "pp": 1, "ep": 1, "etp": None, "max_requests": 32, "chunk": 256, "rows": 1}
-    return _check(*(options.get(name, value) for name, value in defaults.items()))
+    return _check_sizes(*(options.get(name, value) for name, value in defaults.items()))
 
 
-def _check(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
+def _check_sizes(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
     """Check the sizes and return the number of processes of the layout."""
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep), ("etp", etp or 1)):
         if size < 1:
@@ -300,7 +304,7 @@ def _check(tp: int, pp: int, ep: int, etp: int | None, *sizes: int) -> int:
     return pp * math.lcm(tp, ep * (etp or tp))
 
 
-def _sizes(options: dict[str, Any]) -> dict[str, Any]:
+def _parallel_sizes(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": options["tp"],
         "pipeline_model_parallel_size": options["pp"],

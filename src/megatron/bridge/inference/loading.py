@@ -85,9 +85,9 @@ def load(
             f"{path} has head={provider.head} and does not generate tokens: call the model of AutoBridge directly"
         )
     used = tokenizer or (tokenizer_of(path) if bridge is None else None)
-    hf = _tokenizer(source.folder, used, trust_remote_code)
+    hf = _load_tokenizer(source.folder, used, trust_remote_code)
     _note_larger_tokenizer(hf, provider, used or source.folder)
-    _prepare(provider, sizes)
+    _prepare_provider(provider, sizes)
     precision = {} if dtype is None else {"fp16": dtype == "float16", "bf16": dtype == "bfloat16"}
     chunks = provider.provide_distributed_model(
         wrap_with_ddp=False, pre_wrap_hook=source.hook, **precision
@@ -107,7 +107,7 @@ def load(
         hf,
         source.folder,
         provider.vocab_size,
-        _context(provider),
+        _longest_context(provider),
         bridge,
         names,
         media,
@@ -172,15 +172,17 @@ def _on_base(
 
 
 def _media_rules(
-    run: str | Path | None, beside: Sequence[str | Path | None], root: str
+    run: str | Path | None, tokenizer_folders: Sequence[str | Path | None], root: str
 ) -> MediaRules | None:
     """Return the image processor next to a tokenizer, or else the run's, with the image limits of the run."""
     data: dict[str, Any] = {}
     if run is not None and model_io.has_run_config(paths.resolve(run)):
         data = model_io.read_run_config(run).get("dataset") or {}
-    given, *others = beside
+    given, *further_folders = tokenizer_folders
     candidates = (
-        str(it) for it in (given, data.get("hf_processor_path"), *others) if it is not None
+        str(candidate)
+        for candidate in (given, data.get("hf_processor_path"), *further_folders)
+        if candidate is not None
     )
     path = next(filter(has_processor, candidates), None)
     limits: dict[str, Any] = {
@@ -197,7 +199,7 @@ def _trained_template(path: str | Path, adapter: str | Path | None) -> str | Non
     return template
 
 
-def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
+def _prepare_provider(provider: Any, sizes: Mapping[str, Any]) -> None:
     """Set the layout, and turn off training-only settings."""
     for name, value in sizes.items():
         setattr(provider, name, value)
@@ -208,7 +210,7 @@ def _prepare(provider: Any, sizes: Mapping[str, Any]) -> None:
     pad_query_groups(provider)
 
 
-def _context(provider: Any) -> int:
+def _longest_context(provider: Any) -> int:
     """Return the maximum number of tokens of a text."""
     limit = provider.max_position_embeddings or provider.seq_length
     if provider.position_embedding_type == "learned_absolute":
@@ -216,9 +218,9 @@ def _context(provider: Any) -> int:
     return int(limit)
 
 
-def _tokenizer(folder: Path | None, other: str | None, trust_remote_code: bool) -> Any:
-    if other is not None:
-        return load_hf_tokenizer(other, trust_remote_code)
+def _load_tokenizer(folder: Path | None, given: str | None, trust_remote_code: bool) -> Any:
+    if given is not None:
+        return load_hf_tokenizer(given, trust_remote_code)
     if folder is None or not hub.has_tokenizer(folder):
         return None
     return load_hf_tokenizer(str(folder), trust_remote_code)

@@ -38,74 +38,77 @@ def read_prompts(path: Path, defaults: Mapping[str, Any], chat: bool = False) ->
     ``defaults`` are the sampling parameters of the command; ``chat`` converts texts to user messages. The seed of a
     line is derived from the command's seed and the line number, unless the line has its own.
     """
-    lines = list(_lines(path, defaults, chat))
+    lines = list(_read_lines(path, defaults, chat))
     if not lines:
         raise UserError(f"{path} has no prompts: write one per line")
-    seen: dict[str | int, str] = {}
+    location_of_id: dict[str | int, str] = {}
     for line in lines:
-        if line.id in seen:
+        if line.id in location_of_id:
             raise UserError(
-                f"{line.where}: {seen[line.id]} has the same id={line.id!r}: ids must differ"
+                f"{line.where}: {location_of_id[line.id]} has the same id={line.id!r}: ids must differ"
             )
-        seen[line.id] = line.where
+        location_of_id[line.id] = line.where
     return lines
 
 
-def _lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
+def _read_lines(path: Path, defaults: Mapping[str, Any], chat: bool) -> Iterator[PromptLine]:
     with open_data(path) as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
+        for line_number, raw in enumerate(file, start=1):
+            location = f"{path}:{line_number}"
             if not raw.strip():
                 continue
             record = (
-                parse_record(raw, where)
+                parse_record(raw, location)
                 if path.suffix == ".jsonl"
-                else {"prompt": _text(raw, where)}
+                else {"prompt": _decode_line(raw, location)}
             )
-            yield _line(record, where, number, defaults, chat)
+            yield _parse_line(record, location, line_number, defaults, chat)
 
 
-def _text(raw: bytes, where: str) -> str:
+def _decode_line(raw: bytes, location: str) -> str:
     try:
         return raw.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: the line is not UTF-8 ({error.reason})") from error
+        raise UserError(f"{location}: the line is not UTF-8 ({error.reason})") from error
 
 
-def _line(
-    record: dict[str, Any], where: str, number: int, defaults: Mapping[str, Any], chat: bool
+def _parse_line(
+    record: dict[str, Any], location: str, line_number: int, defaults: Mapping[str, Any], chat: bool
 ) -> PromptLine:
     given = [key for key in _PROMPTS if key in record]
     if len(given) != 1:
         raise UserError(
-            f"{where}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}"
+            f"{location}: has {' and '.join(given) or 'no prompt'}: give one of {', '.join(_PROMPTS)}"
         )
     media = MEDIA_KEYS if given == ["messages"] else ()
     known = (*given, "id", *_OVERRIDES, *media)
     for key in record:
         if key not in known:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(key, known)}")
+            raise UserError(f"{location}: unknown key {key}{did_you_mean(key, known)}")
     prompt = record[given[0]]
     if given == ["messages"] and not (
         isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
     ):
-        raise UserError(f"{where}: messages must be a list with at least one message")
+        raise UserError(f"{location}: messages must be a list with at least one message")
     if given != ["messages"] and not _is_prompt(prompt):
         raise UserError(
-            f"{where}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}"
+            f"{location}: {given[0]} must be a text or a list of token ids, not {type(prompt).__name__}"
         )
-    if beside := {key: record[key] for key in media if key in record}:
-        prompt = {"messages": prompt, **beside}
+    if media_of_line := {key: record[key] for key in media if key in record}:
+        prompt = {"messages": prompt, **media_of_line}
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    name = record.get("id", number)
+    name = record.get("id", line_number)
     if not isinstance(name, str | int) or isinstance(name, bool):
-        raise UserError(f"{where}: id={name!r} must be a text or a number")
+        raise UserError(f"{location}: id={name!r} must be a text or a number")
     seed = defaults.get("seed")
-    seeded = {} if seed is None else {"seed": seed * _SEEDS + number}
-    own = {key: record[key] for key in _OVERRIDES if key in record}
+    seeded = {} if seed is None else {"seed": seed * _SEEDS + line_number}
+    overrides = {key: record[key] for key in _OVERRIDES if key in record}
     return PromptLine(
-        name, prompt, Sampling.from_dict({**defaults, **seeded, **own}, f"{where}: "), where
+        name,
+        prompt,
+        Sampling.from_dict({**defaults, **seeded, **overrides}, f"{location}: "),
+        location,
     )
 
 
@@ -130,13 +133,13 @@ class CompletionFile:
         self.path, self._settings = path, settings
         try:
             old = path.read_bytes() if path.exists() else b""
-            whole = old[: old.rfind(b"\n") + 1]
-            self.done = _check_done(path, whole.splitlines(), lines, settings)
+            complete_lines = old[: old.rfind(b"\n") + 1]
+            self.done = _check_done(path, complete_lines.splitlines(), lines, settings)
             self._file: IO[bytes] = path.open("r+b" if path.exists() else "wb")
-            self._file.truncate(len(whole))
-            self._file.seek(len(whole))
+            self._file.truncate(len(complete_lines))
+            self._file.seek(len(complete_lines))
         except OSError as error:
-            raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
+            raise UserError(f"--output {path} cannot be written: {error.strerror}") from error
 
     def append(self, line: PromptLine, completions: Sequence[Completion]) -> None:
         """Write one line and flush it to disk."""
@@ -160,28 +163,28 @@ def _check_done(
     path: Path, old: Sequence[bytes], lines: Sequence[PromptLine], settings: str
 ) -> int:
     """Return the number of completed lines; refuse a file whose lines are not of these prompts and settings."""
-    for number, raw in enumerate(old, start=1):
-        record = parse_record(raw, f"{path}:{number}")
-        if number > len(lines) or record.get("id") != lines[number - 1].id:
+    for line_number, raw in enumerate(old, start=1):
+        record = parse_record(raw, f"{path}:{line_number}")
+        if line_number > len(lines) or record.get("id") != lines[line_number - 1].id:
             raise UserError(
-                f"{path}:{number} has id={record.get('id')!r}, but the prompt of that line has another id: remove the "
-                "file, or choose another --out"
+                f"{path}:{line_number} has id={record.get('id')!r}, but the prompt of that line has "
+                "another id: remove the file, or choose another --output"
             )
-        if record.get(REQUEST) != request_digest(lines[number - 1], settings):
+        if record.get(REQUEST) != request_digest(lines[line_number - 1], settings):
             raise UserError(
-                f"{path}:{number} with id={record.get('id')!r} was completed from another prompt, with other sampling "
-                "parameters or by another model: remove the file, or choose another --out"
+                f"{path}:{line_number} with id={record.get('id')!r} was completed from another prompt, "
+                "with other sampling parameters or by another model: remove the file, or choose another --output"
             )
     return len(old)
 
 
 def as_record(line: PromptLine, completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the output line: the fields of a single completion, or a list of several ``completions``."""
-    found = [_record(completion, line.sampling) for completion in completions]
-    return {"id": line.id, **(found[0] if line.sampling.n == 1 else {"completions": found})}
+    records = [_completion_record(completion, line.sampling) for completion in completions]
+    return {"id": line.id, **(records[0] if line.sampling.n == 1 else {"completions": records})}
 
 
-def _record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
+def _completion_record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
     record: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -191,10 +194,10 @@ def _record(completion: Completion, sampling: Sampling) -> dict[str, Any]:
         record["seed"] = completion.seed
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(sampling, name) is not None:
-            record[name] = [_logprob(one) for one in getattr(completion, name)]
+            record[name] = [_logprob_record(token) for token in getattr(completion, name)]
     return record
 
 
-def _logprob(one: TokenLogprob) -> dict[str, Any]:
-    record = asdict(one)
-    return record if one.top else {key: value for key, value in record.items() if key != "top"}
+def _logprob_record(token: TokenLogprob) -> dict[str, Any]:
+    record = asdict(token)
+    return record if token.top else {key: value for key, value in record.items() if key != "top"}

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron.bridge.backends.attention.block_mask import AttentionWindow, looking_ahead
 from megatron.bridge.data.media.media_rules import MediaRules
 from megatron.bridge.data.media.positions import Positions
-from megatron.bridge.data.media.processing import MediaProcessor, chat_template
+from megatron.bridge.data.media.processing import MediaProcessor
+from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.media.references import MAX_PIXELS, MediaReference
 from megatron.bridge.data.records.chat_template import ChatTemplate, RenderedChat
 from megatron.bridge.data.records.encoding import expand
@@ -75,9 +76,10 @@ class PromptSight:
         images = getattr(prompt, "images", None)
         if images is not None and not (self.placeholders and self._has_processor):
             raise UserError("the prompt has images, but the model has no vision tower: remove them")
-        if images is None and (found := self.placeholders.intersection(prompt)):
+        if images is None and (image_tokens := self.placeholders.intersection(prompt)):
             raise UserError(
-                f"the prompt has the image token {min(found)}, but no images: give a conversation with image parts, or "
+                f"the prompt has the image token {min(image_tokens)}, but no images: give a "
+                "conversation with image parts, or "
                 "remove the token"
             )
         if sampling.prompt_logprobs is not None and getattr(
@@ -99,10 +101,10 @@ class PromptSight:
         if getattr(self._config, "bidirectional_prompt", False):
             return list(range(len(prompt)))[::-1]
         if getattr(self._config, "bidirectional_images", False) and hasattr(prompt, "images"):
-            found: list[int] = look_ahead(torch.tensor([prompt]), self._config.image_token_id)[
-                0
-            ].tolist()
-            return found
+            later_tokens: list[int] = look_ahead(
+                torch.tensor([prompt]), self._config.image_token_id
+            )[0].tolist()
+            return later_tokens
         return None
 
 
@@ -167,71 +169,78 @@ class PromptReader:
         assert self.media is not None, "tokens() has refused images"
         return MediaProcessor(self.media, self.hf)
 
-    def tokens(self, prompt: Prompt | Messages, where: str) -> list[int]:
-        """Return the token ids of a text with special tokens, or of a conversation; ``where`` is for error messages."""
+    def tokens(self, prompt: Prompt | Messages, location: str) -> list[int]:
+        """Return the token ids of a text with special tokens, or of a conversation.
+
+        Messages of errors begin with ``location``.
+        """
         if isinstance(prompt, Mapping) or (
             isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
         ):
-            return self._of_chat(prompt, where)  # type: ignore[arg-type]
+            return self._of_chat(prompt, location)  # type: ignore[arg-type]
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt  # type: ignore[return-value]
         if not isinstance(prompt, str):
             raise UserError(
-                f"{where} is a {type(prompt).__name__}: give a text or a list of token ids"
+                f"{location} is a {type(prompt).__name__}: give a text or a list of token ids"
             )
         if self.hf is None:
             raise UserError(
-                f"{where} is a text, but the model has no tokenizer: give token ids, or --tokenizer"
+                f"{location} is a text, but the model has no tokenizer: give token ids, or --tokenizer"
             )
         # a rendered template may already begin with BOS, and some tokenizers put EOS behind each text
         return encode_beginning(self.hf, prompt)
 
-    def _of_chat(self, messages: Messages, where: str) -> list[int]:
+    def _of_chat(self, messages: Messages, location: str) -> list[int]:
         if self.hf is None:
             raise UserError(
-                f"{where}: a conversation needs a tokenizer, which the model does not have"
+                f"{location}: a conversation needs a tokenizer, which the model does not have"
             )
-        chat = parse_chat(messages, where)
+        chat = parse_chat(messages, location)
         if chat.images:
-            return self._with_images(chat, where)
+            return self._with_images(chat, location)
         text = ChatTemplate(self.hf, self.template, parts=self.media is not None).prompt(
-            chat, where
+            chat, location
         )
         return self.hf.encode(text, add_special_tokens=False)
 
-    def _with_images(self, chat: Chat, where: str) -> TokensWithImages:
+    def _with_images(self, chat: Chat, location: str) -> TokensWithImages:
         if self.media is None:
             raise UserError(
-                f"{where}: the prompt has images, but the model has no image processor: remove them, or give the "
+                f"{location}: the prompt has images, but the model has no image processor: remove them, or give the "
                 "folder of a vision-language model with its preprocessor_config.json"
             )
-        found = self.processor.references(((item.kind, item.raw) for item in chat.images), where)
+        references = self.processor.references(
+            ((item.kind, item.raw) for item in chat.images), location
+        )
         text = ChatTemplate(
             self.hf, self.template or self.processor.chat_template, parts=True
-        ).prompt(chat, where)
-        text = expand(RenderedChat(text, [], []), found, self.processor, where).text
+        ).prompt(chat, location)
+        text = expand(RenderedChat(text, [], []), references, self.processor, location).text
         tokens = np.array(self.hf.encode(text, add_special_tokens=False))
         rows = media_rows(torch.from_numpy(tokens), *self.processor.token_ids).numpy()
-        self._check_images(found, len(tokens), int((rows >= 0).sum()), where)
-        positions = self.processor.positions(tokens, found) if self.processor.has_grids else None
-        return TokensWithImages(tokens.tolist(), PromptImages(tuple(found), rows, positions))
+        self._check_images(references, len(tokens), int((rows >= 0).sum()), location)
+        positions = (
+            self.processor.positions(tokens, references) if self.processor.has_grids else None
+        )
+        return TokensWithImages(tokens.tolist(), PromptImages(tuple(references), rows, positions))
 
     def _check_images(
-        self, media: Sequence[MediaReference], length: int, placeholders: int, where: str
+        self, media: Sequence[MediaReference], length: int, placeholders: int, location: str
     ) -> None:
         """Refuse invalid images now and on all ranks, not during a step; check the cheap limits first."""
         if self.max_context is not None and length > self.max_context:
             raise UserError(
-                f"{where}: the prompt with its images has {length} tokens, more than the context of "
+                f"{location}: the prompt with its images has {length} tokens, more than the context of "
                 f"{self.max_context}: use fewer or smaller images"
             )
         if (size := sum(item.height * item.width for item in media)) > MAX_PIXELS:
             raise UserError(
-                f"{where}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller"
+                f"{location}: the images have {size:,} pixels, more than {MAX_PIXELS:,}: make them smaller"
             )
-        if placeholders != (wanted := self.processor.total_tokens(media)):
+        if placeholders != (needed := self.processor.total_tokens(media)):
             raise UserError(
-                f"{where}: the prompt has {placeholders} image tokens, but its images need {wanted}: remove image "
+                f"{location}: the prompt has {placeholders} image tokens, but its images need {needed}: remove image "
                 "tokens from the text"
             )
         for item in media:

@@ -96,18 +96,18 @@ class Sampling:
         return penalties or bool(self.logit_bias)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], where: str = "") -> "Sampling":
-        """Create a sampling from fields; the message of a ``UserError`` begins with ``where``."""
-        names = [it.name for it in fields(cls)]
+    def from_dict(cls, values: Mapping[str, Any], location: str = "") -> "Sampling":
+        """Create a sampling from fields; the message of a ``UserError`` begins with ``location``."""
+        names = [field_info.name for field_info in fields(cls)]
         for name in values:
             if name not in names:
                 raise UserError(
-                    f"{where}{name} is not a sampling parameter{did_you_mean(name, names)}"
+                    f"{location}{name} is not a sampling parameter{did_you_mean(name, names)}"
                 )
         try:
             return cls(**values)
         except UserError as error:
-            raise UserError(f"{where}{error}") from error
+            raise UserError(f"{location}{error}") from error
 
 
 def _at_least(low: float) -> Any:

@@ -78,7 +78,7 @@ class Runner:
         logits = self._forward(ids, step, self._inputs(plan, step))
         if step.rows >= _MANY_ROWS and self._state.device.type == "cpu":
             allocator.trim()
-        if logits is None or not _answers():
+        if logits is None or not _is_sampling_rank():
             return None
         logits = logits[0, : len(outputs), : self._vocabulary]
         return choose_outputs(logits, outputs, width)
@@ -93,8 +93,10 @@ class Runner:
             tokens += text.tokens[work.start : work.start + work.count]
             ahead = None
             if text.ahead is not None and work.start == 0:
-                seen = text.ahead + [0] * (work.count - len(text.ahead))
-                ahead = remember_on_host(torch.tensor([seen], device=self._state.device), seen)
+                later_tokens = text.ahead + [0] * (work.count - len(text.ahead))
+                ahead = remember_on_host(
+                    torch.tensor([later_tokens], device=self._state.device), later_tokens
+                )
             spans.append(
                 Span(work.row, work.count, work.start, text.extent, text.slot, text.long, ahead)
             )
@@ -126,10 +128,10 @@ class Runner:
             return None
         assert self._pixels is not None, "Engine.check has refused images"
         device, dtype = self._state.device, self._config.params_dtype
-        found = self._pixels(images.references)
+        tensors = self._pixels(images.references)
         return {
-            name: it.to(device, dtype) if it.is_floating_point() else it
-            for name, it in found.items()
+            name: tensor.to(device, dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
         }
 
     def _forward(self, ids: Tensor, step: Step, inputs: dict[str, Any]) -> Tensor | None:
@@ -163,20 +165,22 @@ def _three_axes(plan: Plan, step: Step) -> Tensor:
     """Return positions [3, 1, rows] for text (equal on all axes) and prompts with images, in one transfer."""
     positions = step.positions.expand(3, 1, -1)
     work = [
-        it
-        for it in plan.work
-        if it.text.images is not None and it.text.images.positions is not None
+        item
+        for item in plan.work
+        if item.text.images is not None and item.text.images.positions is not None
     ]
     if not work:
         return positions
-    known = np.concatenate([it.text.images.positions_of(it.start, it.count) for it in work], axis=1)
-    places = np.concatenate([np.arange(it.row, it.row + it.count) for it in work])
+    known = np.concatenate(
+        [item.text.images.positions_of(item.start, item.count) for item in work], axis=1
+    )
+    places = np.concatenate([np.arange(item.row, item.row + item.count) for item in work])
     positions = positions.clone()
     positions[:, 0, torch.from_numpy(places)] = torch.from_numpy(known).to(positions)
     return positions
 
 
-def _answers() -> bool:
+def _is_sampling_rank() -> bool:
     """Return whether this rank of the last stage samples; context-parallel ranks have the same logits."""
     return (
         parallel_state.get_tensor_model_parallel_rank() == 0
@@ -186,9 +190,9 @@ def _answers() -> bool:
 
 def share(table: Tensor | None, rows: int, width: int, offset: int, device: torch.device) -> Tensor:
     """Return the results of all lanes [rows, width] on every rank; this rank's rows start at ``offset``."""
-    whole = torch.zeros(rows, width, dtype=torch.float64, device=device)
+    all_rows = torch.zeros(rows, width, dtype=torch.float64, device=device)
     if table is not None:
-        whole[offset : offset + len(table)] = table
+        all_rows[offset : offset + len(table)] = table
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(whole)
-    return whole.cpu()
+        dist.all_reduce(all_rows)
+    return all_rows.cpu()

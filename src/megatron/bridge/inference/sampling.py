@@ -45,8 +45,8 @@ def choose(
         return logits.argmax()
     probabilities = truncated(logits.float() / sampling.temperature, sampling).double().softmax(-1)
     sums = probabilities.cumsum(-1)
-    place = uniform(seed, len(tokens), choice) * sums[-1]
-    token = torch.searchsorted(sums, place, right=True)
+    threshold = uniform(seed, len(tokens), choice) * sums[-1]
+    token = torch.searchsorted(sums, threshold, right=True)
     last = (probabilities > 0).cumsum(-1).argmax()  # first index with the highest count
     return torch.minimum(token, last)
 
@@ -59,12 +59,13 @@ def penalized(
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(
-            sorted(it for it in set(tokens) if it < len(logits)), device=logits.device
+        token_ids = torch.tensor(
+            sorted(known_token for known_token in set(tokens) if known_token < len(logits)),
+            device=logits.device,
         )
-        old = logits[seen]
+        old = logits[token_ids]
         penalty = sampling.repetition_penalty
-        logits[seen] = torch.where(old < 0, old * penalty, old / penalty)
+        logits[token_ids] = torch.where(old < 0, old * penalty, old / penalty)
     counts = Counter(tokens[prompt_length:])
     if counts and (sampling.presence_penalty or sampling.frequency_penalty):
         generated = torch.tensor(list(counts), device=logits.device)
@@ -139,32 +140,34 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
     table[:, 0].masked_fill_(logits.amax(-1).isnan() & samples, torch.nan)
     scored = [index for index, output in enumerate(outputs) if output.top is not None]
     if scored:
-        _score(logits, table, scored, (width - FIXED) // 2)
+        _score_tokens(logits, table, scored, (width - FIXED) // 2)
     return table
 
 
-def _score(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
+def _score_tokens(logits: Tensor, table: Tensor, scored: list[int], top: int) -> None:
     rows = torch.tensor(scored, device=logits.device)
     logprobs = logits[rows].float().log_softmax(-1)
     chosen = table[rows, 0].nan_to_num().long()
     table[rows, 1] = logprobs.gather(-1, chosen[:, None])[:, 0].double()
     if top:
-        best = _ordered(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices
+        best = _order_logprobs(logprobs).topk(min(top, logprobs.size(-1)), dim=-1).indices
         count = best.size(-1)
         table[rows, FIXED : FIXED + count] = best.double()
         table[rows, FIXED + top : FIXED + top + count] = logprobs.gather(-1, best).double()
 
 
-def _ordered(logprobs: Tensor) -> Tensor:
+def _order_logprobs(logprobs: Tensor) -> Tensor:
     """Return integers with the order of ``logprobs`` in which the first of equal values (common in bf16) is highest."""
     magnitude = logprobs.view(torch.int32).long() & 0x7FFFFFFF  # log-probabilities are not positive
     return (-magnitude << 20) - torch.arange(logprobs.size(-1), device=logprobs.device)
 
 
 def read_logprob(row: Sequence[float], top: int, width: int) -> TokenLogprob:
-    most = (width - FIXED) // 2
-    pairs = zip(row[FIXED : FIXED + top], row[FIXED + most : FIXED + most + top], strict=True)
+    capacity = (width - FIXED) // 2
+    pairs = zip(
+        row[FIXED : FIXED + top], row[FIXED + capacity : FIXED + capacity + top], strict=True
+    )
     token = int(row[0])
     return TokenLogprob(
-        token, row[1], token == int(row[2]), {int(one): value for one, value in pairs}
+        token, row[1], token == int(row[2]), {int(top_token): value for top_token, value in pairs}
     )

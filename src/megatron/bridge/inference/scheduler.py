@@ -39,20 +39,20 @@ class Arena:
 
     def take(self, count: int) -> int | None:
         """Return the first token of a new range of at least ``count`` tokens, or None if no hole is large enough."""
-        wanted = rounded(count)
+        size = rounded(count)
         for index, (start, length) in enumerate(self._holes):
-            if length >= wanted:
-                self._shrink(index, wanted)
-                self._taken[start] = wanted
+            if length >= size:
+                self._shrink(index, size)
+                self._taken[start] = size
                 return start
         return None
 
     def grow(self, start: int, count: int) -> bool:
         """Extend the range at ``start`` to ``count`` tokens if the tokens after it are free."""
-        length, wanted = self._taken[start], rounded(count)
+        length, new_length = self._taken[start], rounded(count)
         end = start + length
         index = bisect_left(self._holes, (end, 0))
-        missing = wanted - length
+        missing = new_length - length
         if (
             index == len(self._holes)
             or self._holes[index][0] != end
@@ -60,7 +60,7 @@ class Arena:
         ):
             return False
         self._shrink(index, missing)
-        self._taken[start] = wanted
+        self._taken[start] = new_length
         return True
 
     def give_back(self, start: int) -> None:
@@ -285,7 +285,7 @@ class Scheduler:
             text.scored = work.scored.stop if work.scored else text.scored
             text.computed = work.start + work.count
             if self.limits.reuses and text.shares and text.computed <= text.prompt_length:
-                for end, key in _prefixes(text, text.computed, self.limits.chunk):
+                for end, key in _prefix_hashes(text, text.computed, self.limits.chunk):
                     if end > work.start:
                         self._chunks.setdefault(key, text)
 
@@ -351,8 +351,11 @@ class Scheduler:
         assert text.extent is not None
         if size <= self.arena.length(text.extent):
             return True
-        wanted = min(text.limit, size + self.limits.reserve)
-        while not (self.arena.grow(text.extent, wanted) or self._move(text, wanted, plan)):
+        size_with_reserve = min(text.limit, size + self.limits.reserve)
+        while not (
+            self.arena.grow(text.extent, size_with_reserve)
+            or self._move(text, size_with_reserve, plan)
+        ):
             victim = self.running[-1]
             self._preempt(victim, plan)
             if victim is text:
@@ -378,9 +381,9 @@ class Scheduler:
         self._release(text)
         text.slot, text.computed = None, 0
         self.waiting.appendleft(text)
-        kept = [work for work in plan.work if work.text is not text]
+        remaining_work = [work for work in plan.work if work.text is not text]
         plan.work, plan.rows = [], 0
-        for work in kept:
+        for work in remaining_work:
             self._append(plan, work.text, work.start, work.count)
 
     def restart(self) -> None:
@@ -405,32 +408,32 @@ class Scheduler:
 
     def _donor(self, text: Text) -> tuple[Text | None, int]:
         """Return the text with the longest cached prefix of ``text``, and the length of that prefix."""
-        found: tuple[Text | None, int] = None, 0
+        best: tuple[Text | None, int] = None, 0
         if not (self.limits.reuses and text.shares):
-            return found
+            return best
         needed = (
             min(text.scored, text.prompt_length - 1)
             if text.wants_prompt
             else text.prompt_length - 1
         )
-        for stop, key in _prefixes(text, needed, self.limits.chunk):
+        for stop, key in _prefix_hashes(text, needed, self.limits.chunk):
             donor = self._chunks.get(key)
             if donor is None or donor.extent is None or donor.adapter != text.adapter:
                 break
             if donor.tokens[:stop] != text.tokens[:stop]:
                 break
-            found = donor, stop
-        if found[0] is not None and found[0].extent in self._over:
-            self._over.move_to_end(found[0].extent)
-        return found
+            best = donor, stop
+        if best[0] is not None and best[0].extent in self._over:
+            self._over.move_to_end(best[0].extent)
+        return best
 
     def _forget(self, text: Text) -> None:
-        for _, key in _prefixes(text, text.prompt_length, self.limits.chunk):
+        for _, key in _prefix_hashes(text, text.prompt_length, self.limits.chunk):
             if self._chunks.get(key) is text:
                 del self._chunks[key]
 
 
-def _prefixes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _prefix_hashes(text: Text, stop: int, chunk: int) -> Iterator[tuple[int, int]]:
     """Yield length and hash of each prefix of full chunks, up to ``stop`` tokens."""
     key = hash(text.adapter)
     for end in range(chunk, stop + 1, chunk):

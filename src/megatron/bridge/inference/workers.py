@@ -30,15 +30,15 @@ class Workers(AbstractContextManager["Workers"]):
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve,
-                args=(rank, size, port, partial(make, path, **options), theirs),
+                target=_serve_rank,
+                args=(rank, size, port, partial(make, path, **options), child_end),
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
         try:
             self._answers()
@@ -93,7 +93,7 @@ class Workers(AbstractContextManager["Workers"]):
         heard = dict.fromkeys(range(len(self._pipes)), time.monotonic())
         while heard:
             ready = connection.wait(
-                [*self._pipes, *(it.sentinel for it in self._processes)], timeout=1.0
+                [*self._pipes, *(process.sentinel for process in self._processes)], timeout=1.0
             )
             for rank in [rank for rank in heard if self._pipes[rank] in ready]:
                 kind, value = self._next(rank)
@@ -131,16 +131,16 @@ class Workers(AbstractContextManager["Workers"]):
         self._answers(first=(kind, value))
 
     def _answers(self, first: tuple[str, Any] | None = None) -> Any:
-        found = [
+        answers = [
             first or self._receive(0),
             *(self._receive(rank) for rank in range(1, len(self._pipes))),
         ]
-        for kind, value in found:
+        for kind, value in answers:
             if kind == "refused":
                 raise UserError(value)
             if kind == "failed":
                 raise RuntimeError(value)
-        return found[0][1]
+        return answers[0][1]
 
     def _send(self, rank: int, message: Any) -> None:
         with suppress(OSError):  # the rank has ended, and ``_receive`` reports it
@@ -162,43 +162,43 @@ class Workers(AbstractContextManager["Workers"]):
             self._refuse_ended()
 
     def _refuse_ended(self) -> None:
-        for number, process in enumerate(self._processes):
+        for rank, process in enumerate(self._processes):
             if process.exitcode is not None:
                 self.__exit__()
                 raise UserError(
-                    f"rank {number} of {len(self._processes)} ended with exit code {process.exitcode}: start "
+                    f"rank {rank} of {len(self._processes)} ended with exit code {process.exitcode}: start "
                     "again, with less kv_memory if the machine ran out of memory"
                 )
 
 
-def _serve(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
+def _serve_rank(rank: int, size: int, port: int, make: Callable[[], Any], pipe: Any) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script handles Ctrl-C
-    place = {
+    environment = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {name: str(value) for name, value in environment.items()}
     llm: Any = None
 
     def load() -> None:
         nonlocal llm
         llm = make()
 
-    _answer(pipe, load)
+    _answer_call(pipe, load)
     while llm is not None:
         try:
             request = pipe.recv()
         except (EOFError, OSError):  # the connection is reset if the script left answers unread
             return
         if request != "stop":  # ignore a late stop
-            _answer(pipe, partial(_iterate, llm, pipe, rank, *request))
+            _answer_call(pipe, partial(_send_pieces, llm, pipe, rank, *request))
 
 
-def _answer(pipe: Any, function: Callable[[], Any]) -> None:
+def _answer_call(pipe: Any, function: Callable[[], Any]) -> None:
     try:
         pipe.send(("done", function()))
     except UserError as error:
@@ -207,24 +207,24 @@ def _answer(pipe: Any, function: Callable[[], Any]) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-def _iterate(
+def _send_pieces(
     llm: Any, pipe: Any, rank: int, method: Any, args: tuple[Any, ...], may_stop: bool
 ) -> None:
     """Send the values that the method or function yields on rank 0."""
     if callable(method):
-        _converse(llm, pipe, rank, method, args)
+        _converse_with_parent(llm, pipe, rank, method, args)
         return
 
     def stopped() -> bool:
         return rank == 0 and pipe.poll() and pipe.recv() == "stop"
 
-    found = getattr(llm, method)(*args, stopped) if may_stop else getattr(llm, method)(*args)
-    for piece in found:
+    pieces = getattr(llm, method)(*args, stopped) if may_stop else getattr(llm, method)(*args)
+    for piece in pieces:
         if rank == 0:
             pipe.send(("piece", piece))
 
 
-def _converse(
+def _converse_with_parent(
     llm: Any, pipe: Any, rank: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     lock, over = threading.Lock(), threading.Event()

@@ -60,10 +60,10 @@ def flops_per_token(
 
 def local_flops_per_token(chunks: Iterable[nn.Module], length: int, backward: bool = True) -> float:
     """The part of ``flops_per_token`` that this rank computes; all of it for a whole model on one rank."""
-    return sum(sum(_operations(chunk, length, backward)) for chunk in chunks)
+    return sum(sum(_chunk_operations(chunk, length, backward)) for chunk in chunks)
 
 
-def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float]:
+def _chunk_operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float]:
     config: Any = chunk.config
     for name, module in chunk.named_modules():
         for weight in module.parameters(recurse=False):
@@ -72,7 +72,7 @@ def _operations(chunk: nn.Module, length: int, backward: bool) -> Iterator[float
                 and not name.endswith(_BY_THEMSELVES)
                 and not name.startswith(_TOWER)
             ):
-                yield _of_weight(weight, backward) * _share(weight, name, config)
+                yield _of_weight(weight, backward) * _token_share(weight, name, config)
         yield (_PASSES if backward else 1) * operations_between(module, length)
     output: Any = getattr(chunk, "output_layer", None)
     if output is not None and getattr(config, "head", None) != "embedding":
@@ -88,7 +88,7 @@ def _of_weight(weight: torch.Tensor, backward: bool) -> float:
     return passes * 2 * weight.numel()
 
 
-def _share(weight: torch.Tensor, name: str, config: Any) -> float:
+def _token_share(weight: torch.Tensor, name: str, config: Any) -> float:
     """Of the tokens, those that a weight is multiplied with; less where other ranks hold the same weight."""
     ranks = config.tensor_model_parallel_size
     if ".experts." in name:
@@ -142,25 +142,25 @@ def keys_seen(module: Any, length: int) -> float:
     """Return the keys that a token attends to, its own included, on average over a sequence."""
     config = module.config
     if is_sparse(config):
-        return _average(min(length, config.dsa_indexer_topk), length)
+        return _average_visible(min(length, config.dsa_indexer_topk), length)
     return _keys_in_window(config, module.layer_number, length)
 
 
 def _of_indexer(module: Indexer, length: int) -> float:
     config: Any = module.config
     width = config.dsa_indexer_n_heads * (config.dsa_indexer_head_dim + 1)
-    return 2 * width * _average(length, length) / config.tensor_model_parallel_size
+    return 2 * width * _average_visible(length, length) / config.tensor_model_parallel_size
 
 
 def _keys_in_window(config: Any, layer: int, length: int) -> float:
-    seen = length
+    visible_keys = length
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer):
-        seen = min(length, config.window_size[0] + 1)
+        visible_keys = min(length, config.window_size[0] + 1)
         if getattr(config, "chunked_attention", False):
-            return (seen + 1) / 2
-    return _average(seen, length)
+            return (visible_keys + 1) / 2
+    return _average_visible(visible_keys, length)
 
 
-def _average(most: int, length: int) -> float:
+def _average_visible(limit: int, length: int) -> float:
     """Of what tokens see that see all before them, but at most so many."""
-    return most - most * (most - 1) / (2 * length)
+    return limit - limit * (limit - 1) / (2 * length)

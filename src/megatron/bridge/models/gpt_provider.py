@@ -370,12 +370,12 @@ class GPTModelProvider(ModelProvider):
         padding.apply_padding(model, self)
         heads.apply_head(model, self)
 
-    def _refuse_ineffective(self, defaults: Mapping[str, Any], where: str) -> None:
-        """Refuse fields that have no effect ``where`` and are not at their defaults."""
+    def _refuse_ineffective(self, defaults: Mapping[str, Any], context: str) -> None:
+        """Refuse fields that have no effect ``context`` and are not at their defaults."""
         for name, default in defaults.items():
             if (value := getattr(self, name)) != default:
                 raise UserError(
-                    f"{name}={value!r} has no effect {where}: set model.{name}={default!r}"
+                    f"{name}={value!r} has no effect {context}: set model.{name}={default!r}"
                 )
 
     def _check_positions(self) -> None:

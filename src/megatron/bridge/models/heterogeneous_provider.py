@@ -72,19 +72,19 @@ class HeterogeneousModelProvider(GPTModelProvider):
             self._check_parallel(index, block)
 
     def _block(self, index: int, block: Mapping[str, Any]) -> TransformerBlockConfig:
-        where = f"block_configs[{index}]"
+        location = f"block_configs[{index}]"
         if set(block) != {"attention", "ffn"}:
             raise UserError(
-                f"{where} has the keys {', '.join(sorted(block))}: it must have attention and ffn"
+                f"{location} has the keys {', '.join(sorted(block))}: it must have attention and ffn"
             )
         sizes = {
-            part: _size(f"{where}.{part}", block[part], key)
+            part: _size_of_part(f"{location}.{part}", block[part], key)
             for part, key in (("attention", "n_heads_in_group"), ("ffn", "ffn_mult"))
         }
         heads, mult = sizes["attention"], sizes["ffn"]
         if heads is not None and (heads < 1 or self.num_attention_heads % heads):
             raise UserError(
-                f"{where}.attention.n_heads_in_group={heads} does not divide num_attention_heads="
+                f"{location}.attention.n_heads_in_group={heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}"
             )
         width = (
@@ -114,17 +114,19 @@ class HeterogeneousModelProvider(GPTModelProvider):
             )
 
 
-def _size(where: str, part: Mapping[str, Any], key: str) -> Any:
+def _size_of_part(location: str, part: Mapping[str, Any], key: str) -> Any:
     """The size that ``key`` gives; None where there is nothing to have one."""
-    for other, value in part.items():
-        if other not in (key, *_KINDS) and value not in (None, False):
-            hint = did_you_mean(other, (key, *_KINDS))
-            raise UserError(f"{where}.{other}={value!r} is not supported{hint or ': remove it'}")
+    for part_key, value in part.items():
+        if part_key not in (key, *_KINDS) and value not in (None, False):
+            hint = did_you_mean(part_key, (key, *_KINDS))
+            raise UserError(
+                f"{location}.{part_key}={value!r} is not supported{hint or ': remove it'}"
+            )
     if part.get("no_op") and part.get("replace_with_linear"):
-        raise UserError(f"{where} has no_op and replace_with_linear: it can be one of them")
+        raise UserError(f"{location} has no_op and replace_with_linear: it can be one of them")
     size = part.get(key)
     if (size is None) != bool(part.get("no_op") or part.get("replace_with_linear")):
         raise UserError(
-            f"{where}.{key}={size!r} does not fit no_op and replace_with_linear: give one of them"
+            f"{location}.{key}={size!r} does not fit no_op and replace_with_linear: give one of them"
         )
     return size

@@ -150,11 +150,11 @@ class MambaModelProvider(GPTModelProvider):
                 f"tensor_model_parallel_size={ranks} does not divide mamba_num_groups={groups}: a rank computes "
                 "whole groups of Mamba heads"
             )
-        each = groups // ranks
-        if heads // ranks % parts or max(each, parts) % min(each, parts):
+        groups_per_rank = groups // ranks
+        if heads // ranks % parts or max(groups_per_rank, parts) % min(groups_per_rank, parts):
             raise UserError(
                 f"context_parallel_size={parts} cannot share out a tensor-parallel rank's {heads // ranks} Mamba "
-                f"heads in {each} groups: use a divisor of both"
+                f"heads in {groups_per_rank} groups: use a divisor of both"
             )
 
     def staged_pattern(self) -> str:
@@ -179,7 +179,8 @@ class MambaModelProvider(GPTModelProvider):
                 f"{stages} pipeline stages do not divide num_layers={self.num_layers}: cut the layers with | in "
                 "hybrid_override_pattern"
             )
-        each = self.num_layers // stages
+        layers_per_stage = self.num_layers // stages
         return STAGE.join(
-            pattern[start : start + each] for start in range(0, self.num_layers, each)
+            pattern[start : start + layers_per_stage]
+            for start in range(0, self.num_layers, layers_per_stage)
         )

@@ -179,7 +179,7 @@ class ModelProvider(TransformerConfig):
         refuse(out_of_range(self, skipped=PARALLEL_SIZES))
         config = copy.copy(self)
         config.derive()
-        _report(layer_specs.apply_backend_settings(config, config.backend))
+        _report_disabled(layer_specs.apply_backend_settings(config, config.backend))
         try:
             super(
                 ModelProvider, config
@@ -382,8 +382,8 @@ def _check_layout(config: Any) -> None:
     if not config.num_moe_experts or (isinstance(frequency, list) and 0 in frequency):
         cuts["ffn_hidden_size"] = tensor
     sizes = {
-        (part, whole): (getattr(config, part) or 1, getattr(config, whole) or 0)
-        for whole, part in cuts.items()
+        (part, dimension): (getattr(config, part) or 1, getattr(config, dimension) or 0)
+        for dimension, part in cuts.items()
     }
     even = all(getattr(config, name) == value for name, value in EVEN_STAGES.items())
     if even and not hasattr(config, "has_own_stages"):
@@ -391,10 +391,10 @@ def _check_layout(config: Any) -> None:
             config.virtual_pipeline_model_parallel_size or 1
         )
         sizes["pipeline_model_parallel_size", "num_layers"] = stages, config.num_layers
-    for (part, whole), (parts, size) in sizes.items():
+    for (part, dimension), (parts, size) in sizes.items():
         if size % parts:
             raise UserError(
-                f"{part}={parts} does not divide {whole}={size}: choose a size that does"
+                f"{part}={parts} does not divide {dimension}={size}: choose a size that does"
             )
 
 
@@ -402,16 +402,16 @@ def refuse_other_groups(groups: Any) -> None:
     """Refuse a ``ProcessGroupCollection`` whose groups differ from those of ``parallel_state``."""
     if groups is None or not parallel_state.model_parallel_is_initialized():
         return
-    for name, own in _OWN_GROUPS.items():
-        theirs = getattr(groups, name, None)
-        if theirs is not None and theirs is not own():
+    for name, own_group in _OWN_GROUPS.items():
+        given_group = getattr(groups, name, None)
+        if given_group is not None and given_group is not own_group():
             raise UserError(
                 f"pg_collection.{name} differs from the group of megatron.core.parallel_state, on which models are "
                 "built: remove pg_collection, or use ProcessGroupCollection.use_mpu_process_groups()"
             )
 
 
-def _report(changes: list[layer_specs.DisabledSetting]) -> None:
+def _report_disabled(changes: list[layer_specs.DisabledSetting]) -> None:
     for change in changes if distributed.rank() == 0 else ():
         logger.warning(
             "model.%s=%r is %r on this machine: %s",

@@ -91,20 +91,23 @@ class PEFT:
                 "this model has adapters already: merge them with LoRAMerge, or build it anew"
             )
         self.prepare(chunks)
-        whole = self._modules_to_save(chunks)
+        full_modules = self._modules_to_save(chunks)
         for chunk in chunks:
             chunk.requires_grad_(False)
             for site in list(targets.sites(chunk)):
                 self.adapt(site)
             _transform_children(chunk, chunk, "", self.transform)
-        for module in whole:
+        for module in full_modules:
             for parameter in module.parameters():
                 parameter.requires_grad_(True)
                 mark_whole(parameter)
         self._refuse_nothing(chunks)
         for chunk in chunks:
             info = chunk_info(chunk)
-            info.peft, info.trained = self, frozenset(name for name, _ in _trainable(chunk))
+            info.peft, info.trained = (
+                self,
+                frozenset(name for name, _ in _trainable_parameters(chunk)),
+            )
             let_gradients_start(chunk)
             if not training:
                 chunk.requires_grad_(False)
@@ -150,26 +153,26 @@ class PEFT:
         return [module for name, module in named if name in names]
 
     def _refuse_nothing(self, chunks: Sequence[nn.Module]) -> None:
-        trained = any(True for chunk in chunks for _ in _trainable(chunk))
+        trained = any(True for chunk in chunks for _ in _trainable_parameters(chunk))
         if not any(exchange.all_gather_stages(trained)):
             raise UserError(
                 f"peft: {type(self).__name__} adds nothing to this model that could be trained"
             )
 
 
-def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], wanted: set[str]) -> None:
+def _refuse_half_of_a_tie(chunks: Sequence[nn.Module], modules_to_save: set[str]) -> None:
     """Refuse to train one half of a tie: with pipeline stages the output layer is a copy, which would diverge."""
     config: Any = chunks[0].config
     tied = config.share_embeddings_and_output_weights and config.pipeline_model_parallel_size > 1
-    found = wanted & set(_TIED)
-    if tied and len(found) == 1:
+    halves = modules_to_save & set(_TIED)
+    if tied and len(halves) == 1:
         raise UserError(
-            f"peft.modules_to_save has {found.pop()} and not the other one of {' and '.join(_TIED)}, "
+            f"peft.modules_to_save has {halves.pop()} and not the other one of {' and '.join(_TIED)}, "
             "which are tied over pipeline stages: name both"
         )
 
 
-def _trainable(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trainable_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return (
         (name, parameter) for name, parameter in chunk.named_parameters() if parameter.requires_grad
     )

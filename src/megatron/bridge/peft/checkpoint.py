@@ -31,21 +31,21 @@ _MULTIPLIER = 0x9E3779B1  # odd, so that no position loses a bit
 
 def trained_state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
     """The sharded state of the trained parameters, sharing memory with them."""
-    whole = model_io.model_state(chunks, metadata)
-    trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed(chunks)}
+    sharded_state = model_io.model_state(chunks, metadata)
+    trained = {key: sorted(chunk_info(chunk).trained) for key, chunk in _keyed_chunks(chunks)}
     # with FSDP, this rank may have no rows of a parameter
     return {
-        key: {name: whole[key][name] for name in names if name in whole[key]}
+        key: {name: sharded_state[key][name] for name in names if name in sharded_state[key]}
         for key, names in trained.items()
     }
 
 
 def set_trained_state(chunks: Sequence[nn.Module], loaded: dict[str, Any]) -> None:
     """Copy the loaded values to the trained parameters."""
-    for key, chunk in _keyed(chunks):
+    for key, chunk in _keyed_chunks(chunks):
         in_place = sharded_rows.sharded_names(chunk)
-        others = {name: value for name, value in loaded[key].items() if name not in in_place}
-        outcome = chunk.load_state_dict(others, strict=False)
+        remaining = {name: value for name, value in loaded[key].items() if name not in in_place}
+        outcome = chunk.load_state_dict(remaining, strict=False)
         missing = chunk_info(chunk).trained.intersection(outcome.missing_keys) - in_place
         assert not missing, f"not loaded after the checkpoint was read: {missing}"
         assert not outcome.unexpected_keys, f"loaded without a place: {outcome.unexpected_keys}"
@@ -81,7 +81,7 @@ def load_adapters(chunks: list[Any], checkpoint: Path, check_base: bool = True) 
     set_trained_state(chunks, loading.load(state, directory, known=model_io.BESIDE_WEIGHTS))
 
 
-def _keyed(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _keyed_chunks(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     return zip(model_io.chunk_keys(chunks), bare_chunks(chunks), strict=True)
 
 
@@ -92,11 +92,11 @@ def fingerprint(chunks: Sequence[nn.Module]) -> str:
     It is the sum of bits times position over all weights, so it does not depend on which rank holds which part.
     Weights are rounded to bf16 first, so precision does not matter. All ranks must call this.
     """
-    total = sum(_share(shard) for shard in _shards(chunks)) % _MODULUS
+    total = sum(_shard_sum(shard) for shard in _hashed_shards(chunks)) % _MODULUS
     return f"{sum(distributed.all_gather_object(total)) % _MODULUS:016x}"
 
 
-def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
+def _hashed_shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
     """The shards that this rank hashes; each part of the model is hashed on one rank."""
     for key, state in model_io.model_state(chunks, model_io.MODEL_METADATA).items():
         del key
@@ -109,31 +109,31 @@ def _shards(chunks: Sequence[nn.Module]) -> Iterator[ShardedTensor]:
                     yield piece
 
 
-def _share(shard: ShardedTensor) -> int:
+def _shard_sum(shard: ShardedTensor) -> int:
     """The sum of one shard. Rows that pad a vocabulary are zero and add nothing."""
     assert shard.data is not None, f"{shard.key} has no data"
     bits = shard.data.to(torch.bfloat16).reshape(shard.data.shape).view(torch.int16).long() & 0xFFFF
-    place = _positions(shard, bits)
+    positions = _element_positions(shard, bits)
     name = sum(ord(letter) * 31**index for index, letter in enumerate(shard.key)) % _MODULUS
     # products are below 2^47, so sums of up to 2^16 of them cannot overflow
-    products = (bits * place).flatten()
+    products = (bits * positions).flatten()
     partial = products.split(1 << 16)
     return (sum(int(part.sum()) for part in partial) * (name | 1)) % _MODULUS
 
 
-def _positions(shard: ShardedTensor, like: Tensor) -> Tensor:
+def _element_positions(shard: ShardedTensor, like: Tensor) -> Tensor:
     """A number of 31 bits for each element, by its place in the whole tensor."""
-    place = torch.zeros((), dtype=torch.long, device=like.device)
+    positions = torch.zeros((), dtype=torch.long, device=like.device)
     for dim, size in enumerate(like.shape):
         index = (
             torch.arange(size, device=like.device)
             + shard.global_offset[shard.prepend_axis_num + dim]
         )
-        shape = [size if other == dim else 1 for other in range(like.ndim)]
-        place = (place * _MULTIPLIER + index.view(shape) + 1) & 0x7FFFFFFF
+        shape = [size if axis_index == dim else 1 for axis_index in range(like.ndim)]
+        positions = (positions * _MULTIPLIER + index.view(shape) + 1) & 0x7FFFFFFF
     for axis in range(shard.prepend_axis_num):
-        place = (place * _MULTIPLIER + shard.global_offset[axis] + 1) & 0x7FFFFFFF
-    return place
+        positions = (positions * _MULTIPLIER + shard.global_offset[axis] + 1) & 0x7FFFFFFF
+    return positions
 
 
 def base_name(path: Path) -> str | None:

@@ -20,7 +20,7 @@ def parts_of(site: Site) -> dict[str, str]:
     """Role -> the name of a part of a fused layer in targets; empty for other layers."""
     before, _, leaf = site.name.rpartition(".")
     if leaf == "linear_qkv":
-        return {role: f"{before}.{QKV[role]}" for role in _roles(site)}
+        return {role: f"{before}.{QKV[role]}" for role in _projected_roles(site)}
     if leaf == "linear_fc1" and site.halves == 2:
         return {role: f"{before}.{name}" for role, name in GATED.items()}
     return {}
@@ -34,10 +34,10 @@ def rows_of(site: Site) -> dict[str, int]:
     config = site.config
     width = config.num_query_groups // site.group.size() * config.kv_channels
     queries = config.num_attention_heads // config.num_query_groups  # of a group
-    return {role: width * (queries if role == "q" else 1) for role in _roles(site)}
+    return {role: width * (queries if role == "q" else 1) for role in _projected_roles(site)}
 
 
-def _roles(site: Site) -> str:
+def _projected_roles(site: Site) -> str:
     """The roles of ``qkv`` that a layer projects: some layers have no keys or values of their own."""
     config, rows = site.config, site.weights[0].shape[0] * site.group.size()
     return "qkv"[
@@ -86,9 +86,9 @@ class CanonicalAdapter(nn.ModuleDict):
 
     def merged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """``W + scaling * B A`` part by part, in fp32."""
-        whole = torch.stack([weight.float() for weight in weights])
+        stacked = torch.stack([weight.float() for weight in weights])
         parts = {role: adapter.stacked_delta().mT for role, adapter in self._paths()}
-        return list(whole + self._fused(parts, whole.mT).mT)
+        return list(stacked + self._fused(parts, stacked.mT).mT)
 
     def parts(self, expert: int) -> list[LowRankPart]:
         return [adapter.part(expert, role) for role, adapter in self._paths()]
@@ -98,14 +98,14 @@ class CanonicalAdapter(nn.ModuleDict):
 
     def _fused(self, parts: dict[str, Tensor], like: Tensor) -> Tensor:
         """The parts in the order of the layer's outputs: by key-value group, or gates before values."""
-        found = [
+        ordered = [
             parts[role] if role in parts else like.new_zeros(*like.shape[:-1], rows)
             for role, rows in self.rows.items()
         ]
         if self.head_width is None:
-            return torch.cat(found, dim=-1)
+            return torch.cat(ordered, dim=-1)
         groups = self.rows.get("k", self.head_width) // self.head_width
-        by_group = [part.unflatten(-1, (groups, -1)) for part in found]
+        by_group = [part.unflatten(-1, (groups, -1)) for part in ordered]
         return torch.cat(by_group, dim=-1).flatten(-2)
 
     def sharded_state_dict(

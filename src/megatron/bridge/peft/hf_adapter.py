@@ -83,8 +83,8 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
     config, tensors = peft_format.read(Path(directory))
     adapted_modules, whole_modules = _sort_modules(tensors)
     registry = bridge.adapter_registry
-    placed = [_place(registry, module) for module in adapted_modules]
-    saved = [_place(registry, module) for module in whole_modules]
+    placed = [_place_module(registry, module) for module in adapted_modules]
+    saved = [_place_module(registry, module) for module in whole_modules]
     _check_whole_modules(saved, config, Path(directory))
     if bridge.to_megatron_provider(load_weights=False).share_embeddings_and_output_weights:
         saved = _check_tied_modules(placed, saved, tensors, Path(directory))
@@ -95,7 +95,7 @@ def peft_for(bridge: AutoBridge, directory: str | Path) -> LowRankPEFT:
             "Megatron: merge it into its base with peft's merge_and_unload"
         )
     kind = DoRA if config.get("use_dora") else LoRA if fused else CanonicalLoRA
-    return _method(kind, placed, saved, config, fused)
+    return _make_method(kind, placed, saved, config, fused)
 
 
 def _sort_modules(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -106,7 +106,7 @@ def _sort_modules(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
     factors = (peft_format.A, peft_format.B, peft_format.MAGNITUDE)
     embedding_factors = (peft_format.EMBEDDING_A, peft_format.EMBEDDING_B)
     adapted: dict[str, None] = {}
-    whole: dict[str, None] = {}
+    replaced: dict[str, None] = {}
     base_weights: list[str] = []
     for name in tensors:
         module, kind = _split_name(
@@ -117,18 +117,18 @@ def _sort_modules(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         elif kind == peft_format.BASE_WEIGHT:
             base_weights.append(module)
         else:
-            whole[module] = None
-    if half := [module for module in adapted if module in whole]:
+            replaced[module] = None
+    if half := [module for module in adapted if module in replaced]:
         raise UserError(
             f"the adapter changes {half[0]} in two ways (such as DoRA on an embedding), which cannot be read: merge it "
             "into its base with peft's merge_and_unload"
         )
     for module in base_weights:
-        if module not in adapted and module not in whole:
+        if module not in adapted and module not in replaced:
             raise UserError(
                 f"the adapter holds {module}.{peft_format.BASE_WEIGHT} without factors for {module}: save it again"
             )
-    return list(adapted), list(whole)
+    return list(adapted), list(replaced)
 
 
 def _split_name(name: str, kinds: Sequence[str]) -> tuple[str, str]:
@@ -150,10 +150,11 @@ def _check_whole_modules(
             f"the adapter {directory} has modules_to_save={config['modules_to_save']!r} but no weights of them: save "
             "it again"
         )
-    for one in saved:
-        if one.layer not in _WHOLE_LAYERS:
+    for placed_module in saved:
+        if placed_module.layer not in _WHOLE_LAYERS:
             raise UserError(
-                f"the adapter {directory} has other weights for {one.module}, which is a part of a larger layer here: "
+                f"the adapter {directory} has other weights for {placed_module.module}, which is "
+                "a part of a larger layer here: "
                 "merge it into its base with peft's merge_and_unload"
             )
 
@@ -165,11 +166,16 @@ def _check_tied_modules(
     directory: Path,
 ) -> list[_Placed]:
     """Return ``saved`` without the second half of a tie; refuse to change one half, as ``peft`` does."""
-    halves = {one.layer: one for one in (*placed, *saved) if one.layer in (_EMBEDDING, _OUTPUT)}
+    halves = {
+        placed_module.layer: placed_module
+        for placed_module in (*placed, *saved)
+        if placed_module.layer in (_EMBEDDING, _OUTPUT)
+    }
     with_factors = [
-        one
-        for one in halves.values()
-        if one in placed or f"{peft_format.PREFIX}{one.module}.{peft_format.EMBEDDING_A}" in tensors
+        placed_module
+        for placed_module in halves.values()
+        if placed_module in placed
+        or f"{peft_format.PREFIX}{placed_module.module}.{peft_format.EMBEDDING_A}" in tensors
     ]
     if len(halves) == 1 or with_factors:
         changed = next(iter(with_factors or halves.values()))
@@ -178,10 +184,10 @@ def _check_tied_modules(
             f"{'embedding' if changed.layer == _OUTPUT else 'output layer'} in this model: save the base model with "
             "tie_word_embeddings=false and lm_head.weight, and use that one"
         )
-    return [one for one in saved if one.layer != _OUTPUT]
+    return [placed_module for placed_module in saved if placed_module.layer != _OUTPUT]
 
 
-def _place(registry: MegatronMappingRegistry, module: str) -> _Placed:
+def _place_module(registry: MegatronMappingRegistry, module: str) -> _Placed:
     mapping = registry.hf_to_megatron_lookup(f"{module}.weight")
     if mapping is None:
         raise UserError(f"the adapter is beside {module}, which the base model does not have")
@@ -197,49 +203,68 @@ def _can_be_fused(
 ) -> bool:
     """Whether all roles of each layer have adapters of the same shape that share A."""
     parts: dict[str, list[_Placed]] = {}
-    for one in placed:
+    for placed_module in placed:
         # experts are apart in Megatron, too: each is a weight of its layer
         parts.setdefault(
-            one.module.rpartition(".")[0] + one.layer if one.role else one.module, []
-        ).append(one)
+            placed_module.module.rpartition(".")[0] + placed_module.layer
+            if placed_module.role
+            else placed_module.module,
+            [],
+        ).append(placed_module)
     for group in parts.values():
         first = group[0]
         if first.role is None:
             continue
-        values = {peft_format.rank_and_alpha(config, one.module) for one in group}
-        factors = [tensors[f"{peft_format.PREFIX}{one.module}.{peft_format.A}"] for one in group]
-        whole = {one.role for one in group} == first.roles
+        values = {
+            peft_format.rank_and_alpha(config, placed_module.module) for placed_module in group
+        }
+        factors = [
+            tensors[f"{peft_format.PREFIX}{placed_module.module}.{peft_format.A}"]
+            for placed_module in group
+        ]
+        has_all_roles = {placed_module.role for placed_module in group} == first.roles
         if (
-            not whole
+            not has_all_roles
             or len(values) > 1
-            or any(not torch.equal(factors[0], other) for other in factors[1:])
+            or any(not torch.equal(factors[0], factor) for factor in factors[1:])
         ):
             return False
     return True
 
 
-def _method(
+def _make_method(
     kind: type[LowRankPEFT],
     placed: list[_Placed],
     saved: list[_Placed],
     config: Mapping[str, Any],
     fused: bool,
 ) -> LowRankPEFT:
-    values = {_target(one, fused): peft_format.rank_and_alpha(config, one.module) for one in placed}
+    values = {
+        _target_name(placed_module, fused): peft_format.rank_and_alpha(config, placed_module.module)
+        for placed_module in placed
+    }
     rank, alpha = config["r"], config["lora_alpha"]
     return kind(
         target_modules=list(values),
-        modules_to_save=list(dict.fromkeys(one.layer for one in saved)),
+        modules_to_save=list(dict.fromkeys(placed_module.layer for placed_module in saved)),
         dim=rank,
         alpha=alpha,
         use_rslora=bool(config.get("use_rslora")),
         dropout=float(config.get("lora_dropout") or 0.0),
-        dim_by_module={name: found[0] for name, found in values.items() if found[0] != rank},
-        alpha_by_module={name: found[1] for name, found in values.items() if found[1] != alpha},
+        dim_by_module={
+            name: rank_and_alpha_of[0]
+            for name, rank_and_alpha_of in values.items()
+            if rank_and_alpha_of[0] != rank
+        },
+        alpha_by_module={
+            name: rank_and_alpha_of[1]
+            for name, rank_and_alpha_of in values.items()
+            if rank_and_alpha_of[1] != alpha
+        },
     )
 
 
-def _target(one: _Placed, fused: bool) -> str:
-    if fused or one.role is None:
-        return one.layer
-    return f"{one.layer.rpartition('.')[0]}.{_PARTS[one.role]}"
+def _target_name(placed_module: _Placed, fused: bool) -> str:
+    if fused or placed_module.role is None:
+        return placed_module.layer
+    return f"{placed_module.layer.rpartition('.')[0]}.{_PARTS[placed_module.role]}"

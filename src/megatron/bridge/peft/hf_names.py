@@ -21,11 +21,11 @@ class HFModules:
     """
 
     def __init__(self, config: Any) -> None:
-        self._registries = _registries(config)
+        self._registries = _hf_registries(config)
 
     def of_layer(self, layer: str) -> dict[str | None, tuple[str, ...]]:
         """Return role -> modules of the parts of a layer; the role of a layer that is one module is None."""
-        found: dict[str | None, tuple[str, ...]] = {}
+        modules_by_role: dict[str | None, tuple[str, ...]] = {}
         for registry in self._registries:
             mapping = registry.megatron_to_hf_lookup(f"{layer}.weight")
             mapping = mapping or registry.megatron_to_hf_lookup(f"{layer}.weight0")
@@ -35,22 +35,24 @@ class HFModules:
             by_role = {None: hf_param} if isinstance(hf_param, str) else dict(hf_param)
             for role, hf_name in by_role.items():
                 module = hf_name.removesuffix(".weight")
-                found[role] = tuple(dict.fromkeys((*found.get(role, ()), module)))
-        return found
+                modules_by_role[role] = tuple(
+                    dict.fromkeys((*modules_by_role.get(role, ()), module))
+                )
+        return modules_by_role
 
 
-def _registries(config: Any) -> list[MegatronMappingRegistry]:
+def _hf_registries(config: Any) -> list[MegatronMappingRegistry]:
     source = getattr(getattr(config, "declared", config), "hf_config", None)
     if source is not None:
         sources = [source]
     else:
-        names = _architectures(config) or [_USUAL]
+        names = _matching_architectures(config) or [_USUAL]
         sources = [SimpleNamespace(architectures=[name]) for name in names]
     bridges = [bridge_for(source) for source in sources]
     return [bridge.as_modules(bridge.registry_for(config)) for bridge in bridges]
 
 
-def _architectures(config: Any) -> list[str]:
+def _matching_architectures(config: Any) -> list[str]:
     try:
         return architectures_of(config)
     except (UserError, AttributeError):  # a config that is no provider

@@ -68,7 +68,7 @@ class _Adapted:
     ) -> dict[str, Any]:
         """The states of the layer, without the child, and of the adapter."""
         with _set_aside(self):  # type: ignore[arg-type]
-            state = _base(self).sharded_state_dict(self, prefix, sharded_offsets, metadata)  # type: ignore[misc]
+            state = _base_class(self).sharded_state_dict(self, prefix, sharded_offsets, metadata)  # type: ignore[misc]
         state |= self.adapter.sharded_state_dict(f"{prefix}{ADAPTER}.", sharded_offsets, metadata)
         return state
 
@@ -76,7 +76,9 @@ class _Adapted:
 class _AdaptedLinear(_Adapted):
     def forward(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """(outputs, bias to be added later)."""
-        base, bias, seen = _unpack(_base(self).forward(self, x, *args, **options), x)  # type: ignore[misc]
+        base, bias, normalized = _unpack_outcome(
+            _base_class(self).forward(self, x, *args, **options), x
+        )  # type: ignore[misc]
         weight = options.get("weight", args[0] if args and isinstance(args[0], Tensor) else None)
         weights = self.adapted_site.weights if weight is None else [weight]
         gathered = (
@@ -86,7 +88,7 @@ class _AdaptedLinear(_Adapted):
         if gathered:
             rows = base.shape[-1] // self.adapted_site.group.size()
             base = base.narrow(-1, self.adapted_site.group.rank() * rows, rows)
-        out = self._outputs(base, _included_bias(self, bias), seen, None, weights)
+        out = self._outputs(base, _included_bias(self, bias), normalized, None, weights)
         return (
             gather_from_tensor_model_parallel_region(out, self.adapted_site.group)
             if gathered
@@ -99,7 +101,7 @@ class _AdaptedExperts(_Adapted):
         self, x: Tensor, tokens_per_expert: Sequence[int], *args: Any, **options: Any
     ) -> tuple[Tensor, Any]:
         """(outputs [tokens, out], biases to be added later)."""
-        base, later = _base(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
+        base, later = _base_class(self).forward(self, x, tokens_per_expert, *args, **options)  # type: ignore[misc]
         counts = [int(count) for count in tokens_per_expert]
         # one for each token, which only some adapters are worth
         biases = _included_biases(self, later, counts) if self.adapter.scales_outputs else None
@@ -109,14 +111,14 @@ class _AdaptedExperts(_Adapted):
 class _AdaptedPlain(_Adapted):
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of a layer that is PyTorch's own."""
-        base = _base(self).forward(self, x)  # type: ignore[misc]
+        base = _base_class(self).forward(self, x)  # type: ignore[misc]
         return self._outputs(base, getattr(self, "bias", None), x, None, self.adapted_site.weights)
 
 
 class _AdaptedRouter(_Adapted):
     def gating(self, x: Tensor) -> Tensor:
         """Logits [tokens, experts], in the dtype that the router computes in."""
-        base = _base(self).gating(self, x)  # type: ignore[misc]
+        base = _base_class(self).gating(self, x)  # type: ignore[misc]
         return self._outputs(
             base, getattr(self, "bias", None), x.to(base.dtype), None, self.adapted_site.weights
         )
@@ -147,7 +149,7 @@ def detach(module: nn.Module) -> None:
     layer = cast(Any, module)
     if hasattr(layer, "return_layernorm_output"):
         layer.return_layernorm_output = False
-    layer.__class__ = _base(layer)
+    layer.__class__ = _base_class(layer)
     del layer.adapter, layer.adapted_site
 
 
@@ -164,7 +166,7 @@ def _adapted_class(kind: type, mixin: type) -> type:
     return type(f"Adapted{kind.__name__}", (kind,), {**gained, "__module__": __name__})
 
 
-def _base(module: Any) -> Any:
+def _base_class(module: Any) -> Any:
     """The class that an adapted layer had."""
     return type(module).__bases__[0]
 
@@ -179,7 +181,7 @@ def _set_aside(module: nn.Module) -> Iterator[None]:
         children[ADAPTER] = adapter
 
 
-def _unpack(outcome: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def _unpack_outcome(outcome: Any, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Outputs, bias to add later, and input of the matrix, for a layer with or without a fused norm."""
     if len(outcome) == 3:  # Transformer Engine returns the bias between its two outputs
         return outcome

@@ -90,21 +90,21 @@ class LowRankPEFT(PEFT):
         self._selected_by: dict[str, set[str]] = {}
 
     def problems(self, training: bool = True) -> list[str]:
-        found = []
+        problems = []
         if self.a2a_experimental:
-            found.append(
+            problems.append(
                 "peft.a2a_experimental=True is not supported: remove it, the result is the same"
             )
         # an adapter that only has other weights can be loaded, but is no LoRA to train
         if not self.target_modules and (training or not self.modules_to_save):
-            found.append(
+            problems.append(
                 "peft.target_modules is empty: name the layers to adapt, such as linear_qkv"
             )
         ranks = {
             "peft.dim": self.dim,
             **{f"peft.dim_by_module[{key!r}]": n for key, n in self.dim_by_module.items()},
         }
-        found += [
+        problems += [
             f"{key}={rank}: a rank is at least 1, a whole number"
             for key, rank in ranks.items()
             if not isinstance(rank, int) or rank < 1
@@ -115,20 +115,20 @@ class LowRankPEFT(PEFT):
         for key, alpha in alphas.items():
             # a loaded adapter may be switched off by an alpha of 0
             if not math.isfinite(alpha) or (training and alpha <= 0):
-                found.append(f"{key}={alpha}: must be a finite number above 0")
+                problems.append(f"{key}={alpha}: must be a finite number above 0")
         if not 0 <= self.dropout < 1:
-            found.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
+            problems.append(f"peft.dropout={self.dropout}: a probability is at least 0 and below 1")
         if "zero" not in (self.lora_A_init_method, self.lora_B_init_method):
-            found.append(
+            problems.append(
                 "peft.lora_A_init_method and peft.lora_B_init_method are both random, so that training would not "
                 "start from the base model: set one to zero"
             )
         if training and self.lora_A_init_method == self.lora_B_init_method == "zero":
-            found.append(
+            problems.append(
                 "peft.lora_A_init_method and peft.lora_B_init_method are both zero, so that no gradient would "
                 "flow: set one to xavier"
             )
-        return [*found, *super().problems(training)]
+        return [*problems, *super().problems(training)]
 
     def prepare(self, chunks: Sequence[nn.Module]) -> None:
         """Choose the layers of this rank.

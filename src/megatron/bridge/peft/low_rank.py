@@ -105,12 +105,12 @@ class LowRank(nn.Module):
             ("b", self.b, self.shape.init_b),
         )
         for kind, parameter, init in factors:
-            for number, local in self._each_expert(parameter):
+            for expert, local in self._each_expert(parameter):
                 generator = torch.Generator().manual_seed(
-                    zlib.crc32(f"{name}.{kind}.{number}".encode()) + self.shape.seed
+                    zlib.crc32(f"{name}.{kind}.{expert}".encode()) + self.shape.seed
                 )
                 local.copy_(
-                    self._part(_drawn(self._whole_size(kind, local), init, generator), local)
+                    self._part(_draw_factor(self._whole_size(kind, local), init, generator), local)
                 )
 
     def _each_expert(self, parameter: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -127,11 +127,11 @@ class LowRank(nn.Module):
             size[-1 if kind == "a" else -2] *= self.group.size()
         return size
 
-    def _part(self, whole: Tensor, local: Tensor) -> Tensor:
-        for dim, (size, mine) in enumerate(zip(whole.shape, local.shape, strict=True)):
-            if size != mine:
-                return whole.narrow(dim, self.group.rank() * mine, mine)
-        return whole
+    def _part(self, full_factor: Tensor, local: Tensor) -> Tensor:
+        for dim, (size, local_size) in enumerate(zip(full_factor.shape, local.shape, strict=True)):
+            if size != local_size:
+                return full_factor.narrow(dim, self.group.rank() * local_size, local_size)
+        return full_factor
 
     def forward(self, x: Tensor, counts: Sequence[int] | None = None) -> Any:
         """The low-rank path; see ``path``. Subclasses compute the layer's outputs from it.
@@ -153,10 +153,10 @@ class LowRank(nn.Module):
             x = self._dropped(x, differ=self.kind == "row" or self.sequence_parallel)
         if counts is None:
             a, b = self.a.to(x.dtype), self.b.to(x.dtype)
-            delta = F.linear(self._exchanged(F.linear(x, a)), _rows(b, self.halves))
+            delta = F.linear(self._exchanged(F.linear(x, a)), _rows_in_order(b, self.halves))
         else:
             a, b = self._summed_grads(self.a, "row"), self._summed_grads(self.b, "column")
-            delta = _per_expert(_per_expert(x, a, counts), _rows(b, self.halves), counts)
+            delta = _per_expert(_per_expert(x, a, counts), _rows_in_order(b, self.halves), counts)
         delta = delta * self.shape.scaling
         if pre:
             return delta
@@ -218,7 +218,7 @@ class LowRank(nn.Module):
         """What is added to one of the weights."""
         a, b = (self.a, self.b) if self.experts is None else (self.a[expert], self.b[expert])
         dropout = self.shape.dropout if self.shape.dropout_position == "pre" else 0.0
-        rows = _rows(b, self.halves)
+        rows = _rows_in_order(b, self.halves)
         return LowRankPart(
             a, rows, self.shape.alpha, self.shape.use_rslora, dropout, role, magnitude
         )
@@ -254,7 +254,7 @@ class LowRank(nn.Module):
         )
 
 
-def _rows(b: Tensor, halves: int) -> Tensor:
+def _rows_in_order(b: Tensor, halves: int) -> Tensor:
     """B in the order of the layer's outputs: [experts?, outputs, rank]."""
     return b.flatten(-3, -2) if halves > 1 else b
 
@@ -264,15 +264,15 @@ def _per_expert(x: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
     return grouped_matmul(x, list(counts), weights.to(x.dtype).unbind())
 
 
-def _drawn(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
+def _draw_factor(size: Sequence[int], init: Init, generator: torch.Generator) -> Tensor:
     """Initial values of the whole factor of one weight, in fp32 on the CPU; gates and values are both outputs."""
-    whole = torch.empty(math.prod(size[:-1]), size[-1])
+    drawn = torch.empty(math.prod(size[:-1]), size[-1])
     if init == "zero":
-        nn.init.zeros_(whole)
+        nn.init.zeros_(drawn)
     elif init == "xavier":
-        nn.init.xavier_normal_(whole, generator=generator)
+        nn.init.xavier_normal_(drawn, generator=generator)
     elif init == "kaiming":
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
     else:
-        nn.init.normal_(whole, std=0.02, generator=generator)
-    return whole.view(*size)
+        nn.init.normal_(drawn, std=0.02, generator=generator)
+    return drawn.view(*size)

@@ -66,19 +66,19 @@ class Site:
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations outside of the sharded matrices are sharded along the sequence."""
-        whole = self.experts is not None or self.name.startswith(TOWER)
-        return not whole and self.config.sequence_parallel and self.group.size() > 1
+        has_full_input = self.experts is not None or self.name.startswith(TOWER)
+        return not has_full_input and self.config.sequence_parallel and self.group.size() > 1
 
 
 def sites(chunk: nn.Module) -> Iterator[Site]:
     """The layers of a bare chunk that can have an adapter."""
     for path, module in chunk.named_modules():
         name = global_name(chunk, f"{path}.").removesuffix(".")
-        if (site := _site(name, module)) is not None:
+        if (site := _make_site(name, module)) is not None:
             yield site
 
 
-def _site(name: str, module: nn.Module) -> Site | None:
+def _make_site(name: str, module: nn.Module) -> Site | None:
     lineage = {cls.__name__ for cls in type(module).__mro__}
     grouped = isinstance(module, GroupedLinear) or _TE_GROUPED in lineage
     linear = (
@@ -174,8 +174,8 @@ def choose(
     Raises:
         UserError: a pattern selects nothing, or nothing is left.
     """
-    targeted = _named(candidates, select("peft.target_modules", patterns, candidates))
-    left_out = _named(targeted, select("peft.exclude_modules", excluded, targeted))
+    targeted = _named_candidates(candidates, select("peft.target_modules", patterns, candidates))
+    left_out = _named_candidates(targeted, select("peft.exclude_modules", excluded, targeted))
     chosen = [candidate for candidate in targeted if candidate not in left_out]
     if targeted and not chosen:
         raise UserError(
@@ -184,7 +184,7 @@ def choose(
     return chosen
 
 
-def _named(
+def _named_candidates(
     candidates: Sequence[Candidate], selected: Mapping[str, Collection[str]]
 ) -> list[Candidate]:
     names = {name for group in selected.values() for name in group}

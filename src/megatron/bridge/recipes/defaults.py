@@ -24,29 +24,31 @@ RECURRENT_TARGETS = [*TARGETS, "out_proj"]
 def default_peft_config(
     peft_scheme: str | PEFT, model: GPTModelProvider | None = None, **changes: Any
 ) -> PEFT:
-    """Adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
+    """Return adapters of rank 16 and alpha 32 on all linear layers of attention and MLP.
 
-    ``changes`` are fields of the adapter. Without ``model``, all layers are assumed to have plain attention. A ``PEFT``
-    object is returned unchanged.
+    Args:
+        peft_scheme: ``lora`` or ``dora``. A ``PEFT`` object is returned unchanged.
+        model: The model that gets the adapters. None stands for plain attention in all layers.
+        **changes: Fields of the adapter with other values.
     """
     if isinstance(peft_scheme, PEFT):
         return peft_scheme
     if peft_scheme not in METHODS:
         hint = did_you_mean(peft_scheme, METHODS) or f": choose {' or '.join(METHODS)}"
         raise UserError(f"peft={peft_scheme} is not known{hint}; peft=None trains all weights")
-    recommended: dict[str, Any] = {"target_modules": _targets(model), "dim": 16, "alpha": 32}
-    return METHODS[peft_scheme](**{**recommended, **changes})
+    fields: dict[str, Any] = {"target_modules": _target_modules(model), "dim": 16, "alpha": 32}
+    fields.update(changes)
+    return METHODS[peft_scheme](**fields)
 
 
-def _targets(model: GPTModelProvider | None) -> list[str]:
+def _target_modules(model: GPTModelProvider | None) -> list[str]:
     if model is None:
         return [*TARGETS]
     if model.multi_latent_attention:
         return [*LATENT_TARGETS]
-    recurrent = (
-        isinstance(model, MambaModelProvider) or model.experimental_attention_variant is not None
-    )
-    return [*(RECURRENT_TARGETS if recurrent else TARGETS)]
+    if isinstance(model, MambaModelProvider) or model.experimental_attention_variant is not None:
+        return [*RECURRENT_TARGETS]
+    return [*TARGETS]
 
 
 def squad_example(record: dict[str, Any]) -> dict[str, str]:
@@ -58,7 +60,13 @@ def squad_example(record: dict[str, Any]) -> dict[str, str]:
 def default_squad_config(
     seq_length: int, packed_sequence: bool = True, pad_seq_to_mult: int | None = None
 ) -> HFDatasetConfig:
-    """Return the config of SQuAD: questions on a text, padded as the parallel layout requires by default."""
+    """Return the config of SQuAD, a data set of questions on a text.
+
+    Args:
+        seq_length: Tokens of a sample.
+        packed_sequence: Pack several samples into one row of ``seq_length`` tokens.
+        pad_seq_to_mult: Pad each sample to a multiple of this; None means what the parallel layout requires.
+    """
     packing = PackedSequenceSpecs(packed_sequence_size=seq_length, pad_seq_to_mult=pad_seq_to_mult)
     return HFDatasetConfig(
         seq_length=seq_length,

@@ -6,7 +6,6 @@ banded sparse attention. The weights were never published; the tokenizer is GPT-
 """
 
 from megatron.bridge.recipes.builders import pretrain_recipe
-from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import ProviderSize
 
@@ -29,10 +28,11 @@ GPT3_175B = ProviderSize(
 gpt3_175b_pretrain_config = pretrain_recipe(
     GPT3_175B,
     layout(tp=8, pp=4, vp=6),
+    what="GPT-3 175B pretraining",
+    gpus=128,
+    memory_gb=62,
     seq_length=2048,
     global_batch_size=1536,
     lr=6e-5,
     min_lr=6e-6,
 )
-
-name_functions(__name__)

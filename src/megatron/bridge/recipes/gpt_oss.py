@@ -6,7 +6,6 @@ off). It would outweigh the language-model loss, so the recipes use 0.001.
 """
 
 from megatron.bridge.recipes.builders import finetune_recipe, pretrain_recipe
-from megatron.bridge.recipes.catalog import name_functions
 from megatron.bridge.recipes.options import layout
 from megatron.bridge.recipes.sizes import size_of
 
@@ -15,13 +14,35 @@ GPT_OSS_20B = size_of("openai/gpt-oss-20b", _TRAINING)
 GPT_OSS_120B = size_of("openai/gpt-oss-120b", _TRAINING)
 
 gpt_oss_20b_pretrain_config = pretrain_recipe(
-    GPT_OSS_20B, layout(tp=2, ep=4, etp=1), seq_length=4096, lr=3e-4
+    GPT_OSS_20B,
+    layout(tp=2, ep=4, etp=1),
+    what="gpt-oss 20B pretraining",
+    gpus=16,
+    memory_gb=65,
+    seq_length=4096,
+    lr=3e-4,
 )
 gpt_oss_120b_pretrain_config = pretrain_recipe(
-    GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1), seq_length=4096, lr=2e-4
+    GPT_OSS_120B,
+    layout(tp=2, pp=4, vp=3, ep=8, etp=1),
+    what="gpt-oss 120B pretraining",
+    gpus=64,
+    memory_gb=72,
+    seq_length=4096,
+    lr=2e-4,
 )
 
-gpt_oss_20b_finetune_config = finetune_recipe(GPT_OSS_20B, layout(tp=2, ep=8, etp=1))
-gpt_oss_120b_finetune_config = finetune_recipe(GPT_OSS_120B, layout(tp=2, pp=4, vp=3, ep=8, etp=1))
-
-name_functions(__name__)
+gpt_oss_20b_finetune_config = finetune_recipe(
+    GPT_OSS_20B,
+    layout(tp=2, ep=8, etp=1),
+    what="gpt-oss 20B full fine-tuning",
+    gpus=8,
+    memory_gb=66,
+)
+gpt_oss_120b_finetune_config = finetune_recipe(
+    GPT_OSS_120B,
+    layout(tp=2, pp=4, vp=3, ep=8, etp=1),
+    what="gpt-oss 120B full fine-tuning",
+    gpus=64,
+    memory_gb=72,
+)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of recipes, one ``TypedDict`` per stage. Pyright and the builders refuse any other key."""
+"""The options of recipes, one ``TypedDict`` per stage, and their defaults. Any other key is refused."""
 
-from typing import Literal, TypedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from megatron.bridge.peft.base import PEFT
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from megatron.bridge.peft.base import PEFT
 
 LowPrecision = Literal[
     "bf16_with_fp8_current_scaling_mixed",
@@ -90,6 +94,8 @@ class ScheduleOptions(TypedDict, total=False):
     hf_model: str | None
     """Directory or hub id of a model to train instead of the recipe's. Its config and tokenizer are used, and for
     fine-tuning its weights; all other settings are the recipe's."""
+    hf_path: str | None
+    """The name of ``hf_model`` in scripts written for Megatron Bridge."""
 
 
 class PretrainOptions(LayoutOptions, ScheduleOptions, total=False):
@@ -111,7 +117,7 @@ class FinetuneOptions(LayoutOptions, ScheduleOptions, total=False):
     """Folder with ``training.jsonl``, ``validation.jsonl`` and ``test.jsonl``. With ``eval_iters=0`` the first is
     enough, with ``dataset.do_test=false`` the first two. Or a single file, a folder that `datasets` saved, or a
     dataset on the hub, of which some records are held out for validation. None trains on mock data."""
-    peft: Adapter | PEFT | None
+    peft: "Adapter | PEFT | None"
     """``lora``, ``dora`` or a ``PEFT`` object trains adapters on frozen weights. None trains all weights."""
 
 
@@ -142,3 +148,94 @@ def layout(
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": etp,
     }
+
+
+_LAYOUT_DEFAULTS: LayoutOptions = {
+    **layout(),
+    "embedding_and_loss_are_layers": False,
+    "pipeline_layout": None,
+    "recompute": None,
+}
+
+_SCHEDULE_DEFAULTS: ScheduleOptions = {
+    "micro_batch_size": 1,
+    "eval_iters": 10,
+    "precision": "bf16_mixed",
+    "seed": 1234,
+    "dir": None,
+    "tokenizer": None,
+    "hf_model": None,
+}
+
+PRETRAIN_DEFAULTS: PretrainOptions = {
+    **_LAYOUT_DEFAULTS,
+    **_SCHEDULE_DEFAULTS,
+    "train_iters": 250_000,
+    "global_batch_size": 512,
+    "min_lr": 3e-6,
+    "warmup_fraction": 0.01,
+    "eval_interval": 1000,
+    "save_interval": 1000,
+    "data_paths": None,
+    "split": "9990,8,2",
+}
+
+FINETUNE_DEFAULTS: FinetuneOptions = {
+    **_LAYOUT_DEFAULTS,
+    **_SCHEDULE_DEFAULTS,
+    "seq_length": 4096,
+    "train_iters": 1000,
+    "global_batch_size": 128,
+    "lr": 5e-6,
+    "min_lr": 0.0,
+    "warmup_fraction": 0.05,
+    "eval_interval": 100,
+    "save_interval": 100,
+    "pretrained_checkpoint": None,
+    "dataset_root": None,
+    "peft": None,
+}
+
+# Adapters start from zero and tolerate a higher rate than pretrained weights. Their rate overrides the recipe's.
+ADAPTER_DEFAULTS: FinetuneOptions = {"lr": 1e-4}
+
+# from Zephyr and its recipe with adapters (https://arxiv.org/abs/2310.16944)
+DPO_DEFAULTS: FinetuneOptions = {"lr": 5e-7, "warmup_fraction": 0.1, "seq_length": 4096}
+DPO_ADAPTER_DEFAULTS: FinetuneOptions = {"lr": 5e-6}
+
+
+def merge_options(kind: type, *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge options, of which later layers override earlier ones.
+
+    Args:
+        kind: The ``TypedDict`` of all options.
+        *layers: Values of options, for example defaults, a recipe's and a caller's.
+
+    Raises:
+        UserError: a key is of no option of ``kind``, or a model is given twice.
+    """
+    options: dict[str, Any] = {}
+    for layer in layers:
+        for key in layer:
+            if key not in kind.__annotations__:
+                hint = did_you_mean(key, kind.__annotations__)
+                raise UserError(f"there is no recipe option {key}{hint}")
+        options.update(_rename_hf_path(layer))
+    return options
+
+
+def _rename_hf_path(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``layer`` with ``hf_model`` instead of ``hf_path``."""
+    if "hf_path" not in layer:
+        return layer
+    options = dict(layer)
+    hf_path = options.pop("hf_path")
+    hf_model = options.get("hf_model")
+    if hf_path is None:
+        return options
+    if hf_model not in (None, hf_path):
+        raise UserError(
+            f"hf_model={hf_model} and hf_path={hf_path} name the model to train: leave one out"
+        )
+    options["hf_model"] = hf_path
+    return options

@@ -5,13 +5,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hf_pretrained.own_configs import own_config
+from megatron.bridge.utils.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
 
 _CONFIGS = Path(__file__).with_name("configs")
-_OLD = {"rope_scaling", "rope_theta"}
+_TRANSLATED = {"rope_scaling", "rope_theta"}
 """Keys that transformers translates. Its import takes longer than all other steps of a recipe."""
 
 
@@ -19,8 +22,9 @@ def hf_config(numbers: Mapping[str, Any]) -> Any:
     """Build the transformers config with the entries ``numbers``, without remote code."""
     from transformers import AutoConfig
 
-    if (own := own_config(numbers["model_type"])) is not None:
-        return own(**numbers)
+    bundled_class = own_config(numbers["model_type"])
+    if bundled_class is not None:
+        return bundled_class(**numbers)
     return cast(Any, AutoConfig).for_model(**numbers)
 
 
@@ -40,13 +44,16 @@ class Size:
     recipe and a converted checkpoint cannot differ, and no network is needed.
     """
 
-    hub_id: str  # hub id of the config and the tokenizer
-    numbers: Mapping[str, Any]  # the entries of ``config.json`` that define the model
-    # fields of the provider whose published value is not suitable for training, with the values to train with
+    hub_id: str
+    """Hub id of the config and the tokenizer."""
+    numbers: Mapping[str, Any]
+    """The entries of ``config.json`` that define the model."""
     training: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    published: bool = True  # whether ``hub_id`` has a model of this size. If not, it has only a suitable tokenizer.
+    """Fields of the provider whose published value is not suitable for training, with the values to train with."""
+    published: bool = True
+    """Whether ``hub_id`` has a model of this size. If not, it has only a suitable tokenizer."""
 
-    def provider(self) -> GPTModelProvider:
+    def provider(self) -> "GPTModelProvider":
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
         provider = AutoBridge.from_hf_config(self._config()).to_megatron_provider(
@@ -57,7 +64,9 @@ class Size:
         return provider
 
     def _config(self) -> Any:
-        return hf_config(self.numbers) if _OLD & self.numbers.keys() else HFConfigDict(self.numbers)
+        if _TRANSLATED & self.numbers.keys():
+            return hf_config(self.numbers)
+        return HFConfigDict(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,9 @@ class VisionSize(Size):
 class ProviderSize(Size):
     """Size of a model that was never on the hub and has no bridge: the numbers are the provider's fields."""
 
-    def provider(self) -> GPTModelProvider:
+    def provider(self) -> "GPTModelProvider":
+        from megatron.bridge.models.gpt_provider import GPTModelProvider
+
         return GPTModelProvider(**self.numbers)
 
 
@@ -80,7 +91,7 @@ class ProviderSize(Size):
 class CheckpointSize(Size):
     """Size of a user's Hugging Face checkpoint; ``hub_id`` may be a directory."""
 
-    def provider(self) -> GPTModelProvider:
+    def provider(self) -> "GPTModelProvider":
         from megatron.bridge.models.conversion.auto_bridge import AutoBridge
 
         return AutoBridge.from_hf_pretrained(self.hub_id).to_megatron_provider(load_weights=False)
@@ -90,10 +101,21 @@ def size_of(hub_id: str, training: Mapping[str, Any] | None = None, **changes: A
     """Return the size of the model ``hub_id``, whose config is in ``configs``.
 
     With ``changes`` of its entries, the size was never published and uses the tokenizer of ``hub_id``.
+
+    Raises:
+        UserError: the package has no config of ``hub_id``.
     """
-    numbers: dict[str, Any] = json.loads(_file(hub_id).read_text())
-    kind = VisionSize if "vision_config" in numbers else Size
-    return kind(hub_id, {**numbers, **changes}, training or {}, published=not changes)
+    file = _config_file(hub_id)
+    if not file.is_file():
+        published = [path.stem.replace("--", "/") for path in _CONFIGS.glob("*.json")]
+        hint = did_you_mean(hub_id, published)
+        raise UserError(
+            f"the package has no config of {hub_id}{hint}; for another model, give a Size with the entries of its "
+            "config.json"
+        )
+    numbers: dict[str, Any] = json.loads(file.read_text())
+    size_class = VisionSize if "vision_config" in numbers else Size
+    return size_class(hub_id, {**numbers, **changes}, training or {}, published=not changes)
 
 
 def sized(model: Size | str) -> Size:
@@ -103,8 +125,8 @@ def sized(model: Size | str) -> Size:
 
 def published_size(hub_id: str) -> Size | None:
     """Return the size of ``hub_id``, if its config is in ``configs``."""
-    return size_of(hub_id) if _file(hub_id).is_file() else None
+    return size_of(hub_id) if _config_file(hub_id).is_file() else None
 
 
-def _file(hub_id: str) -> Path:
+def _config_file(hub_id: str) -> Path:
     return _CONFIGS / f"{hub_id.replace('/', '--')}.json"

@@ -16,34 +16,37 @@ def teacher_of(config: ConfigContainer, world_size: int) -> GPTModelProvider | N
     from megatron.bridge.training.distillation.teacher import set_shared_settings
 
     if config.dpo is not None:
-        name, key, trusts = config.dpo.reference, "dpo.reference", config.dpo.trust_remote_code
-        if name is None:  # with adapters, the model without them is the reference
-            return None if config.peft else copy.deepcopy(config.model)
-    elif (
-        config.distill is not None
-        and config.distill.teacher is not None
-        and config.distill.cache is None
-    ):
-        name, key, trusts = (
-            config.distill.teacher,
-            "distill.teacher",
-            config.distill.trust_remote_code,
-        )
+        if config.dpo.reference is None:
+            if config.peft is not None:  # the model without its adapters is the reference
+                return None
+            return copy.deepcopy(config.model)
+        key = "dpo.reference"
+        model = config.dpo.reference
+        trust_remote_code = config.dpo.trust_remote_code
+    elif config.distill is not None:
+        if config.distill.teacher is None or config.distill.cache is not None:
+            return None
+        key = "distill.teacher"
+        model = config.distill.teacher
+        trust_remote_code = config.distill.trust_remote_code
     else:
         return None
-    provider = _declared(name, trusts)
-    return (
-        None if provider is None else set_shared_settings(provider, name, config, world_size, key)
-    )
+    provider = _declared_provider(model, trust_remote_code)
+    if provider is None:
+        return None
+    return set_shared_settings(provider, model, config, world_size, key)
 
 
-def _declared(name: str, trust_remote_code: bool) -> Any:
+def _declared_provider(model: str, trust_remote_code: bool) -> Any:
     """Return the provider from a directory, from the size of a recipe, or from the download cache."""
     from megatron.bridge.models.conversion.pretrained import provider_of
 
-    if Path(name).is_dir():
-        return provider_of(name, trust_remote_code)
-    if (size := published_size(name)) is not None:
+    if Path(model).is_dir():
+        return provider_of(model, trust_remote_code)
+    size = published_size(model)
+    if size is not None:
         return size.provider()
-    found = on_this_machine(name)
-    return None if found is None else provider_of(str(found), trust_remote_code)
+    folder = on_this_machine(model)
+    if folder is None:
+        return None
+    return provider_of(str(folder), trust_remote_code)

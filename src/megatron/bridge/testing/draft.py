@@ -81,7 +81,9 @@ def tiny_config(
     """The arguments of a tiny model: small ``sizes``, also where usual keys are ``renamed``, and no dropout."""
     derived = ("qk_head_dim", "max_window_layers", "dtype", *IRRELEVANT)
     tiny = {key: value for key, value in config.items() if key not in derived}
-    small = _TINY | {own: _TINY[key] for key, own in renamed.items() if key in _TINY}
+    small = _TINY | {
+        renamed_key: _TINY[key] for key, renamed_key in renamed.items() if key in _TINY
+    }
     for key, value in tiny.items():
         if key in small and (value is not None or "exp" in key):
             tiny[key] = small[key]
@@ -111,7 +113,7 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
         raise UserError(
             f"architectures={config.architectures} names no causal model of transformers: give one"
         )
-    case = _reference(model, config, folder)
+    case = _reference_case(model, config, folder)
     tensors = {
         name: tuple(value.shape) for name, value in reference.read_weights(case.checkpoint).items()
     }
@@ -119,21 +121,31 @@ def best(config: Any, folder: Path) -> "tuple[Draft, Row, list[str]]":
     bases = [base for base in model_bridge.declared_bridges() if not base.endswith("Generation")]
     text = "".join(path.read_text() for path in Path(getfile(model)).parent.glob("modular_*.py"))
     # transformers names parents: class CwmMLP(LlamaMLP)
-    own = {base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases}
+    name_matches = {
+        base: len(re.findall(rf"\({base[:-11]}(?!\d|Moe)\w+\):", text)) for base in bases
+    }
     drafts = [Draft(name, config.model_type, base, config, full, tensors) for base in bases]
     drafts.sort(
-        key=lambda it: (it.distance - 3 * bool(own[it.base]), -own[it.base], len(it.parent.fixed))
+        key=lambda candidate: (
+            candidate.distance - 3 * bool(name_matches[candidate.base]),
+            -name_matches[candidate.base],
+            len(candidate.parent.fixed),
+        )
     )
-    tried = _attempts(drafts[:2], case, folder)
+    tried = _try_drafts(drafts[:2], case, folder)
     first = next(tried)
-    found = first if not first[1] else next((it for it in tried if not it[1]), first)
-    return found[0], case.row, found[1]
+    best_tried = (
+        first
+        if not first[1]
+        else next((candidate for candidate in tried if not candidate[1]), first)
+    )
+    return best_tried[0], case.row, best_tried[1]
 
 
-def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
+def _reference_case(model: Any, config: Any, folder: Path) -> reference.Case:
     # what the class derives from other keys, such as key heads from multi_query, would contradict them
-    own = {config.attribute_map.get(f.name, f.name) for f in dataclasses.fields(config)}
-    derived = (config.to_dict().keys() & _TINY.keys()) - own
+    declared_keys = {config.attribute_map.get(f.name, f.name) for f in dataclasses.fields(config)}
+    derived = (config.to_dict().keys() & _TINY.keys()) - declared_keys
     full = {key: value for key, value in config.to_dict().items() if key not in derived}
     reason = ""
     # some heads must be as wide as hidden size / number of heads, and some sizes agree only as the config has them
@@ -162,7 +174,7 @@ def _reference(model: Any, config: Any, folder: Path) -> reference.Case:
     )
 
 
-def _attempts(
+def _try_drafts(
     drafts: "list[Draft]", case: reference.Case, folder: Path
 ) -> "Iterator[tuple[Draft, list[str]]]":
     for draft in drafts:
@@ -192,15 +204,15 @@ class Draft:
     def __post_init__(self) -> None:
         self.parent = model_bridge.declared_bridges()[self.base]
         registry = self.parent().mapping_registry()
-        found = {name: registry.hf_to_megatron_lookup(name) for name in self.tensors}
-        lost = (name for name, mapping in found.items() if mapping is None)
+        mappings = {name: registry.hf_to_megatron_lookup(name) for name in self.tensors}
+        lost = (name for name, mapping in mappings.items() if mapping is None)
         down = [
             name
-            for name, it in found.items()
-            if it and it.transposed and it.megatron_param.endswith("fc2.weight")
+            for name, item in mappings.items()
+            if item and item.transposed and item.megatron_param.endswith("fc2.weight")
         ]
         self.straight = any(
-            self.tensors[it][0] < self.tensors[it][1] for it in down
+            self.tensors[item][0] < self.tensors[item][1] for item in down
         )  # [out, in], unlike the base's
         self.left_over = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in lost))
         missing = [
@@ -256,7 +268,14 @@ class Draft:
         keys += [
             key for key in checked if key not in keys and self.config[key] != defaults.get(key)
         ]
-        return {key: (*{repr(it.get(key)): it.get(key) for it in both}.values(),) for key in keys}
+        return {
+            key: (
+                *{
+                    repr(config_dict.get(key)): config_dict.get(key) for config_dict in both
+                }.values(),
+            )
+            for key in keys
+        }
 
     def guesses(self) -> "Iterator[Draft]":
         """What no name tells, to be tried until logits agree: this draft, rotary embeddings, a scale turned round."""
@@ -283,9 +302,9 @@ class Draft:
         implied = {
             f.name: f.default for f in dataclasses.fields(families.GPTModelProvider)
         } | self.parent.fixed
-        told = {name for f in self.parent.fields for name in f.names}
+        expressible = {name for f in self.parent.fields for name in f.names}
         self.fixed = {
-            name: v for name, v in self.fixed.items() if name in told or implied[name] != v
+            name: v for name, v in self.fixed.items() if name in expressible or implied[name] != v
         }
         self.claimed = {key: text for key in self.unclaimed if (text := self._field(key))}
 
@@ -295,7 +314,7 @@ class Draft:
             return f"Field({key!r}, {_PLAIN[key]!r})"
         groups, free = vocabulary.field_groups(), {*self.unclaimed}
         for name in sorted(
-            vocabulary.groups_with(key), key=lambda it: -len(groups[it])
+            vocabulary.groups_with(key), key=lambda group: -len(groups[group])
         ):  # the largest first
             sets = {attribute for f in groups[name] for attribute in f.names}
             if (
@@ -308,7 +327,9 @@ class Draft:
             f.hf for f in self.parent.fields
         }:  # the tensors spoke against what the base makes of it
             return ""
-        usual = {own: name for name, own in self.source_config.attribute_map.items()}.get(key)
+        usual = {
+            standard_key: name for name, standard_key in self.source_config.attribute_map.items()
+        }.get(key)
         plain = (
             f
             for fields in model_bridge.declared_fields().values()
@@ -350,20 +371,25 @@ class Draft:
         )
         alone = f"{norms[0]}.weight" in ends and f"{norms[1]}.weight" not in ends
         biased = any(name.endswith("head.bias") for name in self.tensors)
-        said = self.parent.fixed
-        if alone != (said.get("parallel_residual") == "shared_norm"):
+        parent_values = self.parent.fixed
+        if alone != (parent_values.get("parallel_residual") == "shared_norm"):
             self.fixed["parallel_residual"] = "shared_norm" if alone else None
-        self.fixed |= {"output_bias": biased} if biased != said.get("output_bias", False) else {}
+        self.fixed |= (
+            {"output_bias": biased} if biased != parent_values.get("output_bias", False) else {}
+        )
         norms = (norms[0], None) if alone else norms
         layers = re.sub(
-            r"\.\d+\..*", ".*", next(it for it in self.tensors if re.search(r"\.\d+\.", it))
+            r"\.\d+\..*",
+            ".*",
+            next(tensor_name for tensor_name in self.tensors if re.search(r"\.\d+\.", tensor_name)),
         )
-        moved = self.straight or placement != said.get("norm_placement", "pre")
-        others = self._post_norms(layers) if placement == "pre" else self.left_over
+        moved = self.straight or placement != parent_values.get("norm_placement", "pre")
+        extra_tensors = self._post_norms(layers) if placement == "pre" else self.left_over
         if moved or any(
-            "norm" in name or re.search("attn.*(proj|dense|key_value)", name) for name in others
+            "norm" in name or re.search("attn.*(proj|dense|key_value)", name)
+            for name in extra_tensors
         ):
-            self.blocks.append(_attention(ends, layers, norms[0]))
+            self.blocks.append(_attention_block(ends, layers, norms[0]))
             self.blocks += (
                 ["post_norms('post_attention_layernorm', 'post_feedforward_layernorm')"]
                 if after
@@ -371,8 +397,8 @@ class Draft:
             )
         if (
             moved
-            or (plain and said.get("gated_linear_unit", True))
-            or any("mlp" in name for name in others)
+            or (plain and parent_values.get("gated_linear_unit", True))
+            or any("mlp" in name for name in extra_tensors)
         ):
             names = ("gate_proj", "up_proj", "down_proj")
             if plain:  # the narrow side of each is the width of the model
@@ -385,18 +411,24 @@ class Draft:
     def _post_norms(self, layers: str) -> list[str]:
         """The tensors left over, but for two norms of a layer beside those that the base names."""
         norm = re.compile(rf"{re.escape(layers)}\.(\w*norm\w*)\.weight")
-        norms = {it: repr(m[1]) for it in self.left_over if (m := norm.fullmatch(it))}
+        norms = {
+            tensor_name: repr(m[1])
+            for tensor_name in self.left_over
+            if (m := norm.fullmatch(tensor_name))
+        }
         if len(norms) != 2:
             return self.left_over
         self.fixed["norm_placement"] = "both"
         self.blocks.append(f"post_norms({', '.join(norms.values())}, {layers!r})")
-        return [it for it in self.left_over if it not in norms]
+        return [tensor_name for tensor_name in self.left_over if tensor_name not in norms]
 
     def _overrides(self, parent: str) -> str:
         """The lines of the class after its fields, but for those that would repeat the base's."""
-        said = (("fixed", self.fixed), ("irrelevant", dict.fromkeys(self.idle)))
+        attributes = (("fixed", self.fixed), ("irrelevant", dict.fromkeys(self.idle)))
         lines = [
-            f"    {name} = {{**{parent}.{name}, {repr(own)[1:]}\n" for name, own in said if own
+            f"    {name} = {{**{parent}.{name}, {repr(values)[1:]}\n"
+            for name, values in attributes
+            if values
         ]
         weights = (
             f"    weights = replace_blocks({', '.join((f'{parent}.weights', *self.blocks))})\n"
@@ -408,7 +440,7 @@ class Draft:
         """The text of a module that registers the bridge."""
         name, parent = self.architecture.removesuffix("ForCausalLM"), self.parent.__name__
         drop = tuple(dict.fromkeys(f.hf for f in self.parent.fields if f not in self.kept))
-        kept = (
+        parent_fields = (
             f"(f for f in {parent}.fields if f.hf not in {drop!r})" if drop else f"{parent}.fields"
         )
         provider = model_bridge.declared_provider(self.base)
@@ -417,7 +449,7 @@ class Draft:
             for key, values in self.unread.items()
         ]
         options = f"provider={provider.__name__}, " if provider else ""
-        fields = ", ".join((kept, *dict.fromkeys(self.claimed.values()), *constants))
+        fields = ", ".join((parent_fields, *dict.fromkeys(self.claimed.values()), *constants))
         body = f"""@register_bridge({self.architecture!r}, {options}model_type={self.model_type!r})
 class {name}Bridge({parent}):
     fields = override({fields})
@@ -470,9 +502,9 @@ def _names_of_families(source: str) -> list[str]:
     return sorted(name for name in names if hasattr(families, name))
 
 
-def _attention(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:
-    found = next((m for name in ends if (m := re.fullmatch(_PROJECTIONS, name))), None)
-    module, first = found.groups() if found else ("self_attn", "q_proj")
+def _attention_block(ends: Mapping[str, tuple[int, ...]], layers: str, norm: str | None) -> str:
+    projection = next((m for name in ends if (m := re.fullmatch(_PROJECTIONS, name))), None)
+    module, first = projection.groups() if projection else ("self_attn", "q_proj")
     outputs = [f"{module}.{name}" for name in ("o_proj", "out_proj", "dense", "c_proj")]
     output = next((name for name in outputs if f"{name}.weight" in ends), outputs[0])
     options: dict[str, Any] = (
@@ -501,9 +533,9 @@ def _others_name(tensor: str) -> str:
     }
     names = (
         (name, hf)
-        for name, it in registries.items()
-        for m in it.get_all_mappings()
+        for name, registry in registries.items()
+        for m in registry.get_all_mappings()
         for hf in m.hf_names
     )
-    found = list(dict.fromkeys(name for name, hf in names if hf.endswith(end)))
-    return f"; look at {', '.join(found[:2])}" if found else ""
+    owners = list(dict.fromkeys(name for name, hf in names if hf.endswith(end)))
+    return f"; look at {', '.join(owners[:2])}" if owners else ""

@@ -71,12 +71,12 @@ def config_in_both_directions(bridge: AutoBridge) -> list[str]:
     )
 
 
-def different_providers(one: Any, other: Any) -> list[str]:
+def different_providers(built: Any, read_again: Any) -> list[str]:
     """A line for each declared attribute in which two providers differ."""
     return [
-        f"provider.{field.name}={getattr(one, field.name)!r} is {getattr(other, field.name)!r} when read again"
-        for field in dataclasses.fields(one)
-        if field.compare and getattr(one, field.name) != getattr(other, field.name)
+        f"provider.{field.name}={getattr(built, field.name)!r} is {getattr(read_again, field.name)!r} when read again"
+        for field in dataclasses.fields(built)
+        if field.compare and getattr(built, field.name) != getattr(read_again, field.name)
     ]
 
 
@@ -100,10 +100,10 @@ def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
     layers = hf.config.num_hidden_layers
     # layers of multi-token prediction come after the others; transformers has no modules for them
     beyond = {name for name in loading["unexpected_keys"] if f"layers.{layers}." in name}
-    found = {**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}
+    differences = {**loading, "unexpected_keys": loading["unexpected_keys"] - beyond}
     problems = [
         f"transformers loads an export without a source with {k}: {v}"
-        for k, v in found.items()
+        for k, v in differences.items()
         if v
     ]
     with torch.no_grad():
@@ -119,9 +119,9 @@ def _not_as_in_transformers(case: ReferenceFiles, path: Path) -> list[str]:
 def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     """What is wrong under one layout, in as many processes as it takes."""
     folder.mkdir()
-    size = 2 if layout == "dp2" else lcm(*_ranks(LAYOUTS[layout]))
+    size = 2 if layout == "dp2" else lcm(*_rank_counts(LAYOUTS[layout]))
     bridge = type(AutoBridge.from_hf_pretrained(case.checkpoint)._bridge)
-    multiprocessing.spawn(_rank, (size, case, layout, folder, bridge), nprocs=size)  # type: ignore[attr-defined]
+    multiprocessing.spawn(_run_rank, (size, case, layout, folder, bridge), nprocs=size)  # type: ignore[attr-defined]
     return list(
         dict.fromkeys(
             line
@@ -131,7 +131,7 @@ def _on_processes(case: Case, layout: str, folder: Path) -> list[str]:
     )
 
 
-def _ranks(layout: dict[str, Any]) -> tuple[int, int]:
+def _rank_counts(layout: dict[str, Any]) -> tuple[int, int]:
     stages = layout.get("pipeline_model_parallel_size", 1)
     tensor = layout.get("tensor_model_parallel_size", 1)
     experts = layout.get("expert_model_parallel_size", 1) * layout.get(
@@ -140,12 +140,12 @@ def _ranks(layout: dict[str, Any]) -> tuple[int, int]:
     return stages * tensor, stages * experts
 
 
-def _rank(rank: int, size: int, case: Case, layout: str, folder: Path, bridge: type) -> None:
+def _run_rank(rank: int, size: int, case: Case, layout: str, folder: Path, bridge: type) -> None:
     """One process; that it was given ``bridge`` imported the module that registers it."""
     del bridge
     torch.set_num_threads(1)
-    where = {"init_method": f"file://{folder}/ranks", "timeout": timedelta(minutes=10)}
-    dist.init_process_group("gloo", rank=rank, world_size=size, **where)
+    process_group = {"init_method": f"file://{folder}/ranks", "timeout": timedelta(minutes=10)}
+    dist.init_process_group("gloo", rank=rank, world_size=size, **process_group)
     problems = reference.numbers_and_bytes(case, layout, folder / "out")
     (folder / f"problems-{rank}").write_text("\n".join(problems))
     parallel_state.destroy_model_parallel()

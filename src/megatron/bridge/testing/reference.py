@@ -199,20 +199,20 @@ def settings(
     provider: Any, layout: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Layout and row's wishes, with what Megatron asks for under them."""
-    wanted: dict[str, Any] = {**layout, **changes}
-    parallel = wanted.get("tensor_model_parallel_size", 1)
+    merged: dict[str, Any] = {**layout, **changes}
+    parallel = merged.get("tensor_model_parallel_size", 1)
     if parallel > 1 and provider.num_moe_experts:
         # training experts asks for sequence parallelism; whole experts on each rank unless the layout cuts them
-        wanted = {"sequence_parallel": True, "expert_tensor_parallel_size": 1, **wanted}
+        merged = {"sequence_parallel": True, "expert_tensor_parallel_size": 1, **merged}
     groups = provider.num_query_groups or provider.num_attention_heads
     if groups % parallel:
-        wanted.setdefault("make_query_groups_divisible_by", parallel)
-    return wanted
+        merged.setdefault("make_query_groups_divisible_by", parallel)
+    return merged
 
 
 def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | None:
     """Run a step over [rows, sequence], one row a microbatch, finish gradients, and return the last stage's logits."""
-    found: list[Tensor] = []
+    logits_of_rows: list[Tensor] = []
     positions = torch.arange(ids.shape[1])[None]
     config = unwrap(model[0]).config
     config.finalize_model_grads_func = finalize_model_grads
@@ -222,7 +222,7 @@ def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | 
         row = next(rows)
 
         def loss(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            found.append(
+            logits_of_rows.append(
                 tensor_parallel.gather_from_tensor_model_parallel_region(logits.detach().clone())
             )
             losses = tensor_parallel.vocab_parallel_cross_entropy(
@@ -241,7 +241,7 @@ def forward_backward(model: list[Any], ids: Tensor, labels: Tensor) -> Tensor | 
         micro_batch_size=1,
         forward_only=False,
     )
-    return torch.cat(found) if found else None
+    return torch.cat(logits_of_rows) if logits_of_rows else None
 
 
 def gradients_for_weights(model: list[Any]) -> None:
@@ -280,16 +280,18 @@ def numbers_and_bytes_of(
             f"row {case.row.name} has dropout, and numbers are random: set its keys to 0.0"
         )
     gradients_for_weights(model)
-    found: dict[str, Tensor] = dict(cast(Any, bridge.export_hf_weights(model, show_progress=False)))
+    gradients: dict[str, Tensor] = dict(
+        cast(Any, bridge.export_hf_weights(model, show_progress=False))
+    )
     for copied in bridge.plan(model).ties:
-        del found[copied]  # stored a second time, and the same tensor to us
-    problems += different_gradients(case, found)
+        del gradients[copied]  # stored a second time, and the same tensor to us
+    problems += different_gradients(case, gradients)
     return problems
 
 
-def different_logits(expected: Tensor, found: Tensor) -> list[str]:
+def different_logits(expected: Tensor, logits: Tensor) -> list[str]:
     """A line if two logits are further apart than they may be."""
-    error = distance(expected, found[..., : expected.shape[-1]], expected.std())
+    error = distance(expected, logits[..., : expected.shape[-1]], expected.std())
     return (
         []
         if error <= LOGITS
@@ -297,22 +299,26 @@ def different_logits(expected: Tensor, found: Tensor) -> list[str]:
     )
 
 
-def different_gradients(case: ReferenceFiles, found: Mapping[str, Tensor]) -> list[str]:
+def different_gradients(case: ReferenceFiles, gradients: Mapping[str, Tensor]) -> list[str]:
     """A line for each tensor whose gradient is not transformers'; what it does not have must have none."""
     expected = case.gradients
     # a gradient that is zero in theory is rounding noise: as far as that goes, judge it by the others' size
     floor = (
         1e-3 * torch.stack([value.square().mean().sqrt() for value in expected.values()]).median()
     )
-    problems = [f"gradient of {name} is missing" for name in expected.keys() - found.keys()]
-    for name, gradient in found.items():
-        wanted = expected.get(name, torch.zeros_like(gradient))
-        if wanted.shape != gradient.shape:
+    problems = [f"gradient of {name} is missing" for name in expected.keys() - gradients.keys()]
+    for name, gradient in gradients.items():
+        expected_gradient = expected.get(name, torch.zeros_like(gradient))
+        if expected_gradient.shape != gradient.shape:
             problems.append(
-                f"gradient of {name} is {list(gradient.shape)}, not {list(wanted.shape)}"
+                f"gradient of {name} is {list(gradient.shape)}, not {list(expected_gradient.shape)}"
             )
             continue
-        error = distance(wanted, gradient, torch.maximum(wanted.square().mean().sqrt(), floor))
+        error = distance(
+            expected_gradient,
+            gradient,
+            torch.maximum(expected_gradient.square().mean().sqrt(), floor),
+        )
         if error > GRADIENTS:
             problems.append(
                 f"gradient of {name} differs by {error:.1e} of its size (at most {GRADIENTS:.0e})"
@@ -320,9 +326,9 @@ def different_gradients(case: ReferenceFiles, found: Mapping[str, Tensor]) -> li
     return problems
 
 
-def distance(expected: Tensor, found: Tensor, scale: Tensor) -> float:
+def distance(expected: Tensor, actual: Tensor, scale: Tensor) -> float:
     """Largest difference over ``scale``; infinite where a number is not finite."""
-    error = ((found - expected).abs().max() / scale).item()
+    error = ((actual - expected).abs().max() / scale).item()
     return float("inf") if isnan(error) else error
 
 
@@ -346,8 +352,12 @@ def _different_file(source: Path, exported: Path) -> list[str]:
         return []
     if source.suffix != ".safetensors":
         return [f"{source.name} differs{_different_keys(source, exported)}"]
-    with safe_open(source, "pt") as one, safe_open(exported, "pt") as other:
-        problems = [] if one.metadata() == other.metadata() else [f"metadata is {other.metadata()}"]
+    with safe_open(source, "pt") as source_file, safe_open(exported, "pt") as exported_file:
+        problems = (
+            []
+            if source_file.metadata() == exported_file.metadata()
+            else [f"metadata is {exported_file.metadata()}"]
+        )
     problems += different_tensors(load_file(source), load_file(exported)) or [
         "same tensors, laid out differently"
     ]
@@ -357,10 +367,14 @@ def _different_file(source: Path, exported: Path) -> list[str]:
 def _different_keys(source: Path, exported: Path) -> str:
     if source.suffix != ".json":
         return ""
-    one, other = (json.loads(path.read_text()) for path in (source, exported))
-    keys = [key for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
+    source_json, exported_json = (json.loads(path.read_text()) for path in (source, exported))
+    keys = [
+        key
+        for key in source_json.keys() | exported_json.keys()
+        if source_json.get(key) != exported_json.get(key)
+    ]
     return " in " + ", ".join(
-        f"{key}: {one.get(key)!r} is now {other.get(key)!r}" for key in sorted(keys)
+        f"{key}: {source_json.get(key)!r} is now {exported_json.get(key)!r}" for key in sorted(keys)
     )
 
 
@@ -369,14 +383,19 @@ def different_tensors(source: Mapping[str, Tensor], exported: Mapping[str, Tenso
     problems = [f"{name} is missing" for name in sorted(source.keys() - exported.keys())]
     problems += [f"{name} is new" for name in sorted(exported.keys() - source.keys())]
     for name in sorted(source.keys() & exported.keys()):
-        one, other = source[name], exported[name]
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
+        source_tensor, exported_tensor = source[name], exported[name]
+        if (source_tensor.shape, source_tensor.dtype) != (
+            exported_tensor.shape,
+            exported_tensor.dtype,
+        ):
             problems.append(
-                f"{name} is {list(other.shape)} {other.dtype}, not {list(one.shape)} {one.dtype}"
+                f"{name} is {list(exported_tensor.shape)} {exported_tensor.dtype}, not "
+                f"{list(source_tensor.shape)} {source_tensor.dtype}"
             )
-        elif not torch.equal(one, other):
-            worst = (one.float() - other.float()).abs().max().item()
+        elif not torch.equal(source_tensor, exported_tensor):
+            worst = (source_tensor.float() - exported_tensor.float()).abs().max().item()
             problems.append(
-                f"{name} differs in {(one != other).sum()} of {one.numel()} numbers, by up to {worst:.1e}"
+                f"{name} differs in {(source_tensor != exported_tensor).sum()} of "
+                f"{source_tensor.numel()} numbers, by up to {worst:.1e}"
             )
     return problems

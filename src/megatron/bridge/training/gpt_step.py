@@ -70,7 +70,7 @@ def _host_batch(data_iterator: Iterator[dict[str, Any]]) -> dict[str, Any]:
     batch = dict(next(data_iterator))
     if batch.pop("media", None):
         raise UserError(
-            "gpt_step and distillation train on text, and the batch has images: use --step_func vlm_step or "
+            "gpt_step and distillation train on text, and the batch has images: use --step-func vlm_step or "
             "megatron.bridge.training.vlm_step.forward_step, or remove the images"
         )
     return batch

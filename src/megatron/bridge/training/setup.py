@@ -21,7 +21,7 @@ from megatron.bridge.backends.cpu import allocator
 from megatron.bridge.backends.cpu.device import has_cuda
 from megatron.bridge.backends.hardware import user_buffers
 from megatron.bridge.data.loaders import Iterators, build_iterators
-from megatron.bridge.data.media.processing import chat_template
+from megatron.bridge.data.media.processor_files import chat_template
 from megatron.bridge.data.records.chat_template import template_text
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megatron.bridge.models.vision.sharing import rank_share
@@ -310,8 +310,8 @@ def build_data(
 __getattr__ = lazy_names(
     __name__,
     {
-        "_create_peft_pre_wrap_hook": "megatron.bridge.training.facade:create_peft_pre_wrap_hook",
-        "_update_model_config_funcs": "megatron.bridge.training.facade:update_model_config_funcs",
+        "_create_peft_pre_wrap_hook": "megatron.bridge.compat.training_calls:create_peft_pre_wrap_hook",
+        "_update_model_config_funcs": "megatron.bridge.compat.training_calls:update_model_config_funcs",
     },
 )
 

@@ -107,19 +107,19 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_text(path: Path, what: str) -> str:
-    """Read the text of a file that the user named; ``what`` is the key and its value, for messages."""
+def read_text(path: Path, setting: str) -> str:
+    """Read the text of a file that the user named; ``setting`` is the key and its value, for messages."""
     try:
         return read_regular_file(path).decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise UserError(f"{what} cannot be read: {reason}") from error
+        raise UserError(f"{setting} cannot be read: {reason}") from error
 
 
 @contextmanager
-def refuse_unwritable(what: str, way_out: str = "choose another folder") -> Iterator[None]:
-    """Convert an ``OSError`` inside to a ``UserError`` about ``what``, such as ``logger.log_dir=runs``."""
+def refuse_unwritable(setting: str, way_out: str = "choose another folder") -> Iterator[None]:
+    """Convert an ``OSError`` inside to a ``UserError`` about ``setting``, such as ``logger.log_dir=runs``."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what} cannot be written: {error.strerror}; {way_out}") from error
+        raise UserError(f"{setting} cannot be written: {error.strerror}; {way_out}") from error

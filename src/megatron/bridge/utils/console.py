@@ -4,42 +4,42 @@
 import os
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.utils.storage_paths import shown
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WIDTH = 80
 
 
 @cache
-def console() -> Console:
+def console() -> "Console":
     """Return the shared console; on ranks above 0 it prints nothing."""
+    from rich.console import Console  # imports for 0.1 s of CPU time
+
+    class Terminal(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(
+                *(shown(item) if isinstance(item, str) else item for item in objects), **options
+            )
+
+    is_first_rank = os.environ.get("RANK", "0") == "0"
     return ensure_width(
-        _Terminal(
-            stderr=True, quiet=os.environ.get("RANK", "0") != "0", highlight=False, soft_wrap=True
-        )
+        Terminal(stderr=True, quiet=not is_first_rank, highlight=False, soft_wrap=True)
     )
-
-
-class _Terminal(Console):
-    def print(self, *objects: Any, **options: Any) -> None:
-        super().print(
-            *(shown(item) if isinstance(item, str) else item for item in objects), **options
-        )
 
 
 def print_rank_0(text: str) -> None:
     console().print(text, markup=False)
 
 
-def ensure_width(made: Console) -> Console:
+def ensure_width(rich_console: "Console") -> "Console":
     """Set the width of the console if ``COLUMNS`` is 0, for which rich prints nothing."""
-    if not made.width:
-        made.width = _WIDTH
-    return made
+    if not rich_console.width:
+        rich_console.width = _WIDTH
+    return rich_console
 
 
 def track[T](
@@ -56,6 +56,14 @@ def track[T](
             yield item
         terminal.print(f"{description}: {count} done")
         return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

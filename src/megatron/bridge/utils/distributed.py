@@ -48,15 +48,17 @@ def initialize(
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(gpu_of_rank(local_rank(), torch.cuda.device_count()))
-    where: dict[str, Any] = {}
+    rendezvous: dict[str, Any] = {}
     if "RANK" not in os.environ:  # a single process needs neither a port nor a launcher
-        where = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        rendezvous = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     elif store is None:
         torchrun_env.check_environment()
     else:
-        where = {"store": store, "rank": rank(), "world_size": world_size()}
+        rendezvous = {"store": store, "rank": rank(), "world_size": world_size()}
     dist.init_process_group(
-        backend or ("nccl" if cuda else "gloo"), timeout=timedelta(minutes=timeout_minutes), **where
+        backend or ("nccl" if cuda else "gloo"),
+        timeout=timedelta(minutes=timeout_minutes),
+        **rendezvous,
     )
 
 
@@ -119,7 +121,7 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 def reduce_numbers(numbers: Sequence[float], how: Literal["SUM", "MIN", "MAX"]) -> list[float]:
     """Reduce each of ``numbers`` over all ranks in float64."""
     if not is_initialized() or dist.get_world_size() == 1:
-        return [float(number) for number in numbers]
+        return [float(value) for value in numbers]
     table = torch.tensor(numbers, dtype=torch.float64, device=torch.cuda.current_device())
     dist.all_reduce(table, op=getattr(dist.ReduceOp, how))
     return table.tolist()
@@ -131,10 +133,10 @@ class PendingMaximum:
     Only ``wait`` synchronizes with the device, and only with work that was queued earlier.
     """
 
-    def __init__(self, number: float) -> None:
+    def __init__(self, value: float) -> None:
         device = torch.cuda.current_device()
         # filled by a kernel: a copy from the host would wait for it
-        largest = torch.full((), number, dtype=torch.float64, device=device)
+        largest = torch.full((), value, dtype=torch.float64, device=device)
         if world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         self._number = torch.empty(

@@ -39,23 +39,23 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": {"python": platform.python_version(), "hf-megatron-bridge": __version__}
-        | _versions(),
-        "gpu": _gpu(),
+        | _package_versions(),
+        "gpu": _describe_gpu(),
         "git": {"hf-megatron-bridge": git_state(SOURCES), "working directory": git_state(Path())},
     }
 
 
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+def _package_versions() -> dict[str, str]:
+    versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _gpu() -> dict[str, Any] | None:
+def _describe_gpu() -> dict[str, Any] | None:
     """Return name and number of this machine's GPUs, and the versions of CUDA and driver; None without a GPU."""
     import torch
 
@@ -98,10 +98,10 @@ def git_diff(states: dict[str, Any]) -> str:
         state["top"] for state in states.values() if state is not None and state["dirty"]
     )
     diffs = (git(Path(top), "diff", "HEAD", "--no-color", "--no-ext-diff") for top in tops)
-    return "".join(_shortened(diff or "") for diff in diffs)
+    return "".join(_shorten_diff(diff or "") for diff in diffs)
 
 
-def _shortened(text: str) -> str:
+def _shorten_diff(text: str) -> str:
     if len(text) <= DIFF_BYTES:
         return text
     return f"{text[:DIFF_BYTES]}\n# {len(text) - DIFF_BYTES:,} further characters are left out\n"
@@ -122,18 +122,18 @@ def git(folder: Path, *words: str) -> str | None:
     return done.stdout.decode(errors="replace")
 
 
-def summary(found: dict[str, Any]) -> list[str]:
+def summary(report: dict[str, Any]) -> list[str]:
     """Describe the environment in a few lines."""
-    gpu = found["gpu"]
+    gpu = report["gpu"]
     hardware = "without a GPU"
     if gpu is not None:
         hardware = f"on {gpu['count']} x {gpu['name']}, CUDA {gpu['cuda']}, {gpu['driver']}"
     lines = [
-        f"started {found['started']} on {found['host']}, {found['processes']} processes",
-        "with " + ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
+        f"started {report['started']} on {report['host']}, {report['processes']} processes",
+        "with " + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         hardware,
     ]
-    for name, state in found["git"].items():
+    for name, state in report["git"].items():
         if state is not None:
             changes = "with changes" if state["dirty"] else "unchanged"
             lines.append(f"git: {name}: commit {state['commit']} of {state['branch']}, {changes}")

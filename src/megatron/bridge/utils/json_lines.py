@@ -19,15 +19,18 @@ def read(path: Path) -> list[Row]:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): repair or remove it") from error
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [
+        _parse_row(line, f"{path}, line {line_number}")
+        for line_number, line in enumerate(lines, start=1)
+    ]
 
 
-def _parse(line: str, where: str) -> Row:
+def _parse_row(line: str, location: str) -> Row:
     try:
         row = json.loads(line)
         return row | {"step": row["step"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{where} is damaged: {line[:60]!r}; remove it") from error
+        raise UserError(f"{location} is damaged: {line[:60]!r}; remove it") from error
 
 
 def text_until(path: Path, step: int) -> str:

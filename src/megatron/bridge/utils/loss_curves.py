@@ -32,9 +32,9 @@ class Curve:
     y: list[float] = field(repr=False)  # values
 
 
-def read_metrics(place: Path) -> list[json_lines.Row]:
+def read_metrics(run: Path) -> list[json_lines.Row]:
     """Read the rows of a run's folder or file; later rows replace earlier rows of a step that was repeated."""
-    path = place / METRICS if place.is_dir() else place
+    path = run / METRICS if run.is_dir() else run
     if not path.is_file():
         raise UserError(
             f"{path} cannot be read: give a run's folder (logger.log_dir) or its {METRICS}"
@@ -63,20 +63,20 @@ def curves(
         raise UserError(
             f"{source} has no metric {metric!r}{did_you_mean(metric, names) or f'; it has {", ".join(names)}'}"
         )
-    place = _places(rows, axis, source)
-    found: list[Curve] = []
+    position_of = _axis_positions(rows, axis, source)
+    result: list[Curve] = []
     for kind in ("train", "validation", "test"):
         points = [
-            (place(row["step"]), row[metric])
+            (position_of(row["step"]), row[metric])
             for row in rows
             if row["kind"] == kind and metric in row
         ]
         if points:
-            found.append(Curve(label, kind, [x for x, _ in points], [y for _, y in points]))
-    return found
+            result.append(Curve(label, kind, [x for x, _ in points], [y for _, y in points]))
+    return result
 
 
-def _places(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
+def _axis_positions(rows: Sequence[json_lines.Row], axis: Axis, source: str) -> Any:
     """Return a function from a step to its position along the axis, linear between known steps."""
     if axis == "step":
         return float
@@ -120,18 +120,18 @@ def draw(path: Path, panels: dict[str, list[Curve]], xlabel: str = "step", smoot
         figsize=(8, 0.9 + 3.6 * len(panels)), layout="constrained"
     )  # its type hints are partial
     grid = figure.subplots(len(panels), squeeze=False).flat
-    for axes, (ylabel, found) in zip(grid, panels.items(), strict=True):
+    for axes, (ylabel, curves_of_panel) in zip(grid, panels.items(), strict=True):
         colors = {
-            label: f"C{place % 10}"
-            for place, label in enumerate(dict.fromkeys(c.label for c in found))
+            label: f"C{index % 10}"
+            for index, label in enumerate(dict.fromkeys(c.label for c in curves_of_panel))
         }
-        for curve in found:
+        for curve in curves_of_panel:
             _draw_curve(axes, curve, colors[curve.label], smooth)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.grid(alpha=0.3)
         if xlabel == AXES["step"]:
             axes.xaxis.get_major_locator().set_params(integer=True)
-        if any(curve.label or curve.kind != "train" for curve in found):
+        if any(curve.label or curve.kind != "train" for curve in curves_of_panel):
             axes.legend()
     try:
         figure.savefig(path, dpi=120)

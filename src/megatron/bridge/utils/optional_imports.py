@@ -39,7 +39,7 @@ def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        home, _, own = homes[name].partition(":")
-        return getattr(import_module(home), own)
+        home, _, attribute = homes[name].partition(":")
+        return getattr(import_module(home), attribute)
 
     return find

@@ -14,12 +14,14 @@ from megatron.bridge.utils.console import print_rank_0
 def announce(debug: bool) -> None:
     """Print one line if the ranks are on several hosts, or if ``debug`` is set."""
     ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, place in enumerate(distributed.all_gather_object((socket.gethostname(), binding()))):
-        ranks.setdefault(place, []).append(rank)
+    for rank, host_and_cpus in enumerate(
+        distributed.all_gather_object((socket.gethostname(), binding()))
+    ):
+        ranks.setdefault(host_and_cpus, []).append(rank)
     if debug or len({host for host, _ in ranks}) > 1:
         parts: list[str] = []
         for (host, cpus), host_ranks in ranks.items():
-            part = f"{_listed('rank', host_ranks)} on {host}"
+            part = f"{_list_numbers('rank', host_ranks)} on {host}"
             parts.append(f"{part} ({cpus})" if cpus else part)
         print_rank_0(f"placement: {', '.join(parts)}")
 
@@ -32,11 +34,13 @@ def binding(system: Path = Path("/sys/devices/system/cpu")) -> str:
         for path in system.glob("cpu[0-9]*/node[0-9]*")
     ]
     several = len({node for node, _ in pairs}) > 1
-    bound = _listed("CPU", cpus) if several or len(cpus) != os.cpu_count() else ""
-    return bound + (f", {_listed('NUMA node', {n for n, cpu in pairs if cpu in cpus})}" * several)
+    bound = _list_numbers("CPU", cpus) if several or len(cpus) != os.cpu_count() else ""
+    return bound + (
+        f", {_list_numbers('NUMA node', {n for n, cpu in pairs if cpu in cpus})}" * several
+    )
 
 
-def _listed(name: str, numbers: Collection[int]) -> str:
+def _list_numbers(name: str, numbers: Collection[int]) -> str:
     runs = [
         list(run)
         for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])

@@ -65,7 +65,7 @@ class PrefetchIterator[T]:
         self._wanted: SimpleQueue[Future[T] | None] | None = SimpleQueue() if keep_thread else None
         if self._wanted is not None:
             weakref.finalize(self, self._wanted.put, None)
-            _start(self._wanted, _make_all, items, self._wanted)
+            _start_thread(self._wanted, _make_all, items, self._wanted)
         self._made = self._make_next()
 
     def __iter__(self) -> "PrefetchIterator[T]":
@@ -77,37 +77,39 @@ class PrefetchIterator[T]:
         return item
 
     def _make_next(self) -> Future[T]:
-        made: Future[T] = Future()
+        future: Future[T] = Future()
         if self._wanted is None:
-            _start(None, _make, self._items, made)
+            _start_thread(None, _make_item, self._items, future)
         else:
-            self._wanted.put(made)
-        return made
+            self._wanted.put(future)
+        return future
 
 
-def _start(wanted: SimpleQueue[Any] | None, target: Callable[..., None], *arguments: Any) -> None:
+def _start_thread(
+    requests: SimpleQueue[Any] | None, target: Callable[..., None], *arguments: Any
+) -> None:
     thread = threading.Thread(target=target, args=arguments, name="one ahead", daemon=True)
-    _running[thread] = wanted
+    _running[thread] = requests
     thread.start()
 
 
-def _make[T](items: Iterator[T], made: Future[T]) -> None:
+def _make_item[T](items: Iterator[T], future: Future[T]) -> None:
     try:
-        made.set_result(next(items))
+        future.set_result(next(items))
     except BaseException as error:  # also StopIteration, the end of the items
-        made.set_exception(error)
+        future.set_exception(error)
 
 
-def _make_all[T](items: Iterator[T], wanted: SimpleQueue[Future[T] | None]) -> None:
-    while (made := wanted.get()) is not None:
-        _make(items, made)
-        del made  # otherwise this thread holds the last item until the next request
+def _make_all[T](items: Iterator[T], requests: SimpleQueue[Future[T] | None]) -> None:
+    while (future := requests.get()) is not None:
+        _make_item(items, future)
+        del future  # otherwise this thread holds the last item until the next request
 
 
 @atexit.register
 def _end_all() -> None:
     """End the threads before the interpreter: a thread that frees a tensor during shutdown aborts the process."""
-    for thread, wanted in list(_running.items()):
-        if wanted is not None:
-            wanted.put(None)
+    for thread, requests in list(_running.items()):
+        if requests is not None:
+            requests.put(None)
         thread.join(PATIENCE)

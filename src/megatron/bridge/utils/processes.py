@@ -23,12 +23,12 @@ class Process:
 
     @classmethod
     def current(cls) -> "Process":
-        return cls(socket.gethostname(), _boot(), os.getpid(), start_time(os.getpid()) or 0)
+        return cls(socket.gethostname(), _boot_id(), os.getpid(), start_time(os.getpid()) or 0)
 
     @property
     def is_here(self) -> bool:
         """Return whether the pid is valid on this machine, so that ``is_alive`` can check it."""
-        return (self.host, self.boot) == (socket.gethostname(), _boot())
+        return (self.host, self.boot) == (socket.gethostname(), _boot_id())
 
     @property
     def is_alive(self) -> bool:
@@ -49,7 +49,7 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         namespace = str(Path("/proc/self/ns/pid").readlink())
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + namespace

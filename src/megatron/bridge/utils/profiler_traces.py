@@ -37,18 +37,18 @@ class MergedTrace:
     apart: float  # largest difference of the ranks' clocks at the barrier before the first step, in seconds
 
 
-def find_traces(place: Path) -> dict[int, Path]:
+def find_traces(folder: Path) -> dict[int, Path]:
     """Find the traces by rank, in a run's folder, in its ``traces``, or in a subfolder of ``traces``."""
     folders = sorted(
-        {path.parent for path in place.rglob("rank_*.json*") if _NAME.fullmatch(path.name)}
+        {path.parent for path in folder.rglob("rank_*.json*") if _NAME.fullmatch(path.name)}
     )
     if not folders:
         raise UserError(
-            f"{place} has no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true"
+            f"{folder} has no traces (rank_0.json.gz): train with profiling.use_pytorch_profiler=true"
         )
     if len(folders) > 1:
         raise UserError(
-            f"{place} has several sets of traces: give one of {', '.join(map(str, folders))}"
+            f"{folder} has several sets of traces: give one of {', '.join(map(str, folders))}"
         )
     paths = sorted(folders[0].iterdir())
     return dict(
@@ -68,11 +68,11 @@ def merge(traces: dict[int, Path], target: Path, clock: Clock = "wall") -> Merge
     """
     with refuse_unwritable(str(target), "choose another file"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with published_file(target) as aside, _open(aside) as file:
+        with published_file(target) as aside, _open_output(aside) as file:
             return _TraceMerger(traces, file, clock).run()
 
 
-def _open(path: Path) -> IO[str]:
+def _open_output(path: Path) -> IO[str]:
     if path.suffix == ".gz":
         return cast(IO[str], gzip.open(path, "wt", compresslevel=3))  # 6 takes three times as long
     return path.open("w")
@@ -122,9 +122,9 @@ class _TraceMerger:
         name = about.get("name", f"rank {rank}")
         for event in self._events_of(rank, name, trace["traceEvents"], shift):
             self._write(event)
-        for (owner, number), process in self._processes.items():
+        for (owner, process_id), process in self._processes.items():
             if owner == rank and process not in self._named:
-                called = {"name": f"{name} {number or 'marks'}"}
+                called = {"name": f"{name} {process_id or 'marks'}"}
                 self._write(
                     {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": called}
                 )
@@ -134,10 +134,16 @@ class _TraceMerger:
         self._events += 1
 
     def _check(self, rank: int, path: Path, about: dict[str, Any]) -> None:
-        told = about.get("rank", rank)
-        if told != rank:
-            raise UserError(f"{path} is the trace of rank {told}: rename it to {trace_name(told)}")
-        missing = [str(other) for other in about.get("ranks", []) if other not in self._traces]
+        recorded_rank = about.get("rank", rank)
+        if recorded_rank != rank:
+            raise UserError(
+                f"{path} is the trace of rank {recorded_rank}: rename it to {trace_name(recorded_rank)}"
+            )
+        missing = [
+            str(profiled_rank)
+            for profiled_rank in about.get("ranks", [])
+            if profiled_rank not in self._traces
+        ]
         if missing:
             raise UserError(
                 f"{path.parent} has no trace of rank {', '.join(missing)}, which was profiled: copy it there"

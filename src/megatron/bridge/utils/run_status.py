@@ -50,8 +50,10 @@ class RunStatus:
         """Return ``finished``, ``running`` or ``silent`` (stopped, or in a long pause)."""
         if self.train_iters is not None and self.step >= self.train_iters:
             return "finished"
-        between = [after["step"] - before["step"] for before, after in pairwise(self.train)]
-        usual = max(between, default=1) * self._step_time
+        steps_between_rows = [
+            after["step"] - before["step"] for before, after in pairwise(self.train)
+        ]
+        usual = max(steps_between_rows, default=1) * self._step_time
         return "running" if self.age <= max(SILENCE, 3 * usual) else "silent"
 
     @property
@@ -65,14 +67,14 @@ class RunStatus:
             if self.train_iters is None
             else f" of {self.train_iters:,} ({self.step / self.train_iters:.0%})"
         )
-        found = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
+        values = {"state": self._state_in_words(), "step": f"{self.step:,}{total}"}
         last = self.train[-1] if self.train else {}
         if self.state == "running" and self.train_iters is not None and self._step_time:
             seconds = max(0.0, (self.train_iters - self.step) * self._step_time - self.age)
-            found["time"] = remaining(timedelta(seconds=round(seconds)), now)
-        found |= {name: form.format(last[name]) for name, form in _FORMATS.items() if name in last}
-        found["checkpoint"] = self.checkpoint
-        return found | self._slowest_rank(last)
+            values["time"] = remaining(timedelta(seconds=round(seconds)), now)
+        values |= {name: form.format(last[name]) for name, form in _FORMATS.items() if name in last}
+        values["checkpoint"] = self.checkpoint
+        return values | self._slowest_rank(last)
 
     def _state_in_words(self) -> str:
         if self.state != "silent":
@@ -97,27 +99,27 @@ class RunStatus:
         }
 
 
-def read_status(place: Path) -> RunStatus:
+def read_status(run: Path) -> RunStatus:
     """Read the status of a run from its folder (``logger.log_dir``) or its ``metrics.jsonl``."""
-    folder = place if place.is_dir() else place.parent
-    rows = loss_curves.read_metrics(place)
-    file = folder / loss_curves.METRICS if place.is_dir() else place
-    config = _config(folder / CONFIG)
+    folder = run if run.is_dir() else run.parent
+    rows = loss_curves.read_metrics(run)
+    file = folder / loss_curves.METRICS if run.is_dir() else run
+    config = _read_config(folder / CONFIG)
     iterations = config.get("train", {}).get("train_iters")
     saved = config.get("checkpoint", {}).get("save")
     age = max(0.0, time.time() - file.stat().st_mtime)
-    return RunStatus(folder, rows, iterations, age, _checkpoint(folder, saved))
+    return RunStatus(folder, rows, iterations, age, _newest_checkpoint(folder, saved))
 
 
-def _config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> dict[str, Any]:
     try:
-        found = yaml_text.read(file.read_text(), str(file)) if file.is_file() else {}
+        content = yaml_text.read(file.read_text(), str(file)) if file.is_file() else {}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error}): repair or remove it") from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _checkpoint(folder: Path, saved: str | None) -> str:
+def _newest_checkpoint(folder: Path, saved: str | None) -> str:
     """Describe the newest checkpoint in the configured folder or, if the run was moved, in the run's folder."""
     for root in [folder, *([Path(saved)] if saved else [])]:
         tracker = root / TRACKER

@@ -47,17 +47,19 @@ class Entry(NamedTuple):
 
 def is_url(text: object) -> bool:
     """Return whether ``text`` is a URL of object storage, not of a web page, and not a path."""
-    found = split(text)
-    return found is not None and found[0] in _known()
+    scheme_and_rest = split(text)
+    return scheme_and_rest is not None and scheme_and_rest[0] in _known_schemes()
 
 
-def local(place: str | Path) -> Path:
+def local(path_or_url: str | Path) -> Path:
     """Return the local folder or file of a URL, which may not exist yet; a path is returned unchanged."""
-    found = split(place)
-    if found is None or ("://" not in str(place) and found[0] not in _known()):
-        return Path(place)
-    scheme, rest = found
-    _filesystem(scheme)
+    scheme_and_rest = split(path_or_url)
+    if scheme_and_rest is None or (
+        "://" not in str(path_or_url) and scheme_and_rest[0] not in _known_schemes()
+    ):
+        return Path(path_or_url)
+    scheme, rest = scheme_and_rest
+    _filesystem_of(scheme)
     if _OUTSIDE & set(rest.split("/")):
         raise UserError(
             f"{scheme}://{rest} has no folder of a bucket: write {scheme}://BUCKET/FOLDER"
@@ -65,9 +67,9 @@ def local(place: str | Path) -> Path:
     return Path(root(), scheme, rest)
 
 
-def fetch(place: str | Path) -> Path:
+def fetch(path_or_url: str | Path) -> Path:
     """Download the file or all files of the folder at a URL, and return ``local``; a path is returned unchanged."""
-    path = local(place)
+    path = local(path_or_url)
     pull(path.parent, {path.name})
     if not path.is_file():
         pull(path, lambda name: True, deep=True, exact=True)
@@ -78,20 +80,20 @@ def listing(folder: Path, deep: bool = False) -> dict[str, Entry]:
     """List the bucket's entries in ``folder`` by relative path; ``deep`` lists the files of all subfolders."""
     from fsspec.utils import tokenize
 
-    with _reaching(folder) as (files, url):
+    with _reaching_storage(folder) as (files, url):
         prefix = files._strip_protocol(url).strip("/") + "/"
         try:
-            found: Any = (
+            raw_entries: Any = (
                 files.find(url, detail=True).values() if deep else files.ls(url, detail=True)
             )
         except FileNotFoundError:
             return {}
-    named = {str(one["name"]).strip("/"): one for one in found}
+    named = {str(raw_entry["name"]).strip("/"): raw_entry for raw_entry in raw_entries}
     return {
         name.removeprefix(prefix): Entry(
-            int(one.get("size") or 0), tokenize(one), one["type"] == "directory"
+            int(raw_entry.get("size") or 0), tokenize(raw_entry), raw_entry["type"] == "directory"
         )
-        for name, one in named.items()
+        for name, raw_entry in named.items()
         if name.startswith(prefix) and not _OUTSIDE & set(name.split("/"))
     }
 
@@ -100,13 +102,13 @@ def sizes(folder: Path) -> SizeOf:
     """Return a function from a file's name to its size in ``folder``, local or in the bucket; None: no such file."""
     if url_of(folder) is None:
         return lambda name: (folder / name).stat().st_size if (folder / name).is_file() else None
-    found = listing(folder, deep=True)
-    return lambda name: found[name].size if name in found else None
+    entries = listing(folder, deep=True)
+    return lambda name: entries[name].size if name in entries else None
 
 
 def pull(
     folder: Path,
-    wanted: Collection[str] | Callable[[str], bool],
+    wanted_files: Collection[str] | Callable[[str], bool],
     deep: bool = False,
     exact: bool = False,
 ) -> None:
@@ -114,23 +116,27 @@ def pull(
 
     ``deep`` also downloads files of subfolders; ``exact`` removes local files that the bucket does not have.
     """
-    if url_of(folder) is None or (not callable(wanted) and not wanted):
+    if url_of(folder) is None or (not callable(wanted_files) and not wanted_files):
         return
-    is_wanted = wanted if callable(wanted) else wanted.__contains__
-    found = {
+    is_wanted = wanted_files if callable(wanted_files) else wanted_files.__contains__
+    entries = {
         name: entry
         for name, entry in listing(folder, deep).items()
         if not entry.is_folder and is_wanted(name)
     }
-    for some in batched(sorted(found), 32):
+    for some in batched(sorted(entries), 32):
         with ExitStack() as locks:
-            _lock(locks, [folder / name for name in some])
-            _download(
+            _lock_files(locks, [folder / name for name in some])
+            _download_files(
                 folder,
-                {name: found[name] for name in some if not _is_current(folder / name, found[name])},
+                {
+                    name: entries[name]
+                    for name in some
+                    if not _is_current(folder / name, entries[name])
+                },
             )
     for path in [path for path in folder.rglob("*") if path.is_file()] if exact else ():
-        if path.relative_to(folder).as_posix() not in found:
+        if path.relative_to(folder).as_posix() not in entries:
             path.unlink(missing_ok=True)
 
 
@@ -143,7 +149,7 @@ def push(
     """Upload files of ``folder`` to its URL or to ``target``'s, until ``stop`` is set."""
     for some in batched(names, AT_ONCE):
         if stop is None or not stop.is_set():
-            with _reaching(target or folder) as (files, url):
+            with _reaching_storage(target or folder) as (files, url):
                 files.put([str(folder / name) for name in some], [f"{url}/{name}" for name in some])
 
 
@@ -154,19 +160,19 @@ def forget(file: Path) -> None:
 
 def note_current(folder: Path, names: Iterable[str], deep: bool = False) -> None:
     """Mark uploaded files as current, so that they are not downloaded again."""
-    found = listing(folder, deep)
+    entries = listing(folder, deep)
     for name in names:
-        beside(folder / name, ".tag").write_text(found[name].tag)
+        beside(folder / name, ".tag").write_text(entries[name].tag)
 
 
 def write(file: Path, text: str) -> None:
-    with _reaching(file) as (files, url):
+    with _reaching_storage(file) as (files, url):
         files.pipe_file(url, text.encode())
 
 
 def read(file: Path) -> str | None:
     """Return the text of a file, or None if there is no such file."""
-    with _reaching(file) as (files, url):
+    with _reaching_storage(file) as (files, url):
         try:
             return files.cat_file(url).decode(errors="replace")
         except FileNotFoundError:
@@ -176,16 +182,16 @@ def read(file: Path) -> str | None:
 def delete(path: Path) -> None:
     """Remove a file, or all files of a folder."""
     below = [f"/{name}" for name in listing(path, deep=True)] or [""]
-    with _reaching(path) as (files, url), suppress(FileNotFoundError):
+    with _reaching_storage(path) as (files, url), suppress(FileNotFoundError):
         files.rm([url + name for name in below])
 
 
-def _filesystem(scheme: str) -> Any:
+def _filesystem_of(scheme: str) -> Any:
     import fsspec
     from fsspec.config import conf
 
-    if scheme not in _known():
-        hint = misspelling(scheme, _known())
+    if scheme not in _known_schemes():
+        hint = misspelling(scheme, _known_schemes())
         raise UserError(
             f"{scheme}:// is not an object storage of fsspec: use s3://, gs:// or a path{hint}"
         )
@@ -196,12 +202,12 @@ def _filesystem(scheme: str) -> Any:
             **({} if chosen else _OPTIONS.get(scheme, {})),
             **conf.get(scheme, {}),
         }
-        found = fsspec.filesystem(scheme, **options)
+        filesystem = fsspec.filesystem(scheme, **options)
     except ImportError as error:
         needs = missing_message(f"for {scheme}", f"{scheme}://", "storage", is_setting=False)
         raise UserError(f"{needs} ({one_line(error)})") from error
     _keep_random_state()
-    return found
+    return filesystem
 
 
 def _keep_random_state() -> None:
@@ -216,19 +222,19 @@ def _keep_random_state() -> None:
         )
 
 
-def _known() -> set[str]:
+def _known_schemes() -> set[str]:
     from fsspec import available_protocols
 
     return {name for name in available_protocols() if name not in _NO_STORAGE}
 
 
 @contextmanager
-def _reaching(path: Path) -> Iterator[tuple[Any, str]]:
+def _reaching_storage(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the file system and the URL of a local folder or file; errors become a ``StorageError``."""
     url = url_of(path)
     assert url is not None, f"{path} stands for no URL"
     try:
-        yield _filesystem(url.partition(":")[0]), url
+        yield _filesystem_of(url.partition(":")[0]), url
     except UserError:
         raise
     except Exception as error:
@@ -247,7 +253,7 @@ def _is_current(path: Path, entry: Entry) -> bool:
     return path.is_file() and note.is_file() and note.read_text() == entry.tag
 
 
-def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
+def _lock_files(locks: ExitStack, paths: Iterable[Path]) -> None:
     """Keep other processes from downloading the same files; all processes acquire the locks in the same order."""
     from filelock import FileLock
 
@@ -255,21 +261,21 @@ def _lock(locks: ExitStack, paths: Iterable[Path]) -> None:
         locks.enter_context(FileLock(beside(path, ".lock")))
 
 
-def _download(folder: Path, found: dict[str, Entry]) -> None:
+def _download_files(folder: Path, entries: dict[str, Entry]) -> None:
     """Download to temporary files, a few ranges at a time, and rename the complete files."""
-    parts = {name: (folder / name).with_name(f".{Path(name).name}.part") for name in found}
+    parts = {name: (folder / name).with_name(f".{Path(name).name}.part") for name in entries}
     for part in parts.values():
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"")
     places = [
-        (name, start) for name, entry in found.items() for start in range(0, entry.size, RANGE)
+        (name, start) for name, entry in entries.items() for start in range(0, entry.size, RANGE)
     ]
     for some in batched(places, AT_ONCE):
         starts, ends = (
             [start for _, start in some],
-            [min(start + RANGE, found[name].size) for name, start in some],
+            [min(start + RANGE, entries[name].size) for name, start in some],
         )
-        with _reaching(folder) as (files, url):
+        with _reaching_storage(folder) as (files, url):
             # unlike ``get``, this retries a range after a lost connection
             contents = files.cat_ranges(
                 [f"{url}/{name}" for name, _ in some], starts, ends, on_error="raise"
@@ -278,10 +284,10 @@ def _download(folder: Path, found: dict[str, Entry]) -> None:
                 with parts[name].open("ab") as part:
                     part.write(content)
     for name, part in parts.items():
-        if (size := part.stat().st_size) != found[name].size:
+        if (size := part.stat().st_size) != entries[name].size:
             raise StorageError(
-                f"{url_of(folder / name)} returned {size} of {found[name].size} bytes; start again"
+                f"{url_of(folder / name)} returned {size} of {entries[name].size} bytes; start again"
             )
         forget(folder / name)
         part.replace(folder / name)
-        beside(folder / name, ".tag").write_text(found[name].tag)
+        beside(folder / name, ".tag").write_text(entries[name].tag)

@@ -23,16 +23,16 @@ def split(text: object) -> tuple[str, str] | None:
         >>> split("s3://bucket/run"), split("runs/llama")
         (('s3', 'bucket/run'), None)
     """
-    found = _URL.fullmatch(str(text))
-    return None if found is None else (found[1], found[2].strip("/"))
+    url_match = _URL.fullmatch(str(text))
+    return None if url_match is None else (url_match[1], url_match[2].strip("/"))
 
 
 def root() -> str:
-    return _resolved(os.environ.get(CACHE) or "~/.cache/megatron-bridge")
+    return _resolve_cache(os.environ.get(CACHE) or "~/.cache/megatron-bridge")
 
 
 @cache
-def _resolved(cache: str) -> str:
+def _resolve_cache(cache: str) -> str:
     return str(Path(cache).expanduser().resolve() / "storage")
 
 
@@ -54,6 +54,6 @@ def shown(text: str) -> str:
 
 def beside(path: Path, ending: str) -> Path:
     """Return the path of a note about a downloaded file."""
-    found = Path(root(), ".state", path.relative_to(root()))
-    found.parent.mkdir(parents=True, exist_ok=True)
-    return found.with_name(found.name + ending)
+    note = Path(root(), ".state", path.relative_to(root()))
+    note.parent.mkdir(parents=True, exist_ok=True)
+    return note.with_name(note.name + ending)

@@ -13,14 +13,14 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.regular_files import read_regular_file
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         keys = [key for key, _ in pairs]
         raise DuplicateKeyError(
-            f"the key {next(key for key in made if keys.count(key) > 1)!r} is given twice"
+            f"the key {next(key for key in mapping if keys.count(key) > 1)!r} is given twice"
         )
-    return made
+    return mapping
 
 
 class DuplicateKeyError(ValueError):
@@ -28,7 +28,7 @@ class DuplicateKeyError(ValueError):
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique
+    object_pairs_hook=_unique_keys
 )  # faster than ``json.loads`` with a hook for each text
 
 
@@ -44,7 +44,7 @@ def loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None)
     try:
         if parse_constant is None:
             return _DECODER.decode(text)
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=parse_constant)
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:

@@ -17,12 +17,14 @@ def read_number(
     """Return a number from an environment variable, or ``default`` if it is not set."""
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
-        said = (
+        problem = (
             f"{name}={text!r} in the environment is not numeric"
             if text
             else f"{name} is missing in the environment"
         )
-        raise UserError(f"{said}: torchrun or srun sets it; unset RANK to run as a single process")
+        raise UserError(
+            f"{problem}: torchrun or srun sets it; unset RANK to run as a single process"
+        )
     return int(text)
 
 
@@ -62,17 +64,17 @@ def adopt_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None
     if "RANK" in environment or read_number("SLURM_STEP_NUM_TASKS", 1, environment) < 2:
         return
     given = {
-        name: _given(environment, name)
+        name: _given_value(environment, name)
         for name in (*_NAMES.values(), "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     }
-    environment.update({ours: given[name] for ours, name in _NAMES.items()})
+    environment.update({torch_name: given[name] for torch_name, name in _NAMES.items()})
     environment.setdefault("MASTER_ADDR", first_host(given["SLURM_STEP_NODELIST"]))
     # use another port after each restart, because the old one may still be in use
-    number = 7 * int(given["SLURM_JOB_ID"]) + int(environment.get("SLURM_RESTART_COUNT", "0"))
-    environment.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
+    job_number = 7 * int(given["SLURM_JOB_ID"]) + int(environment.get("SLURM_RESTART_COUNT", "0"))
+    environment.setdefault("MASTER_PORT", str(FIRST_PORT + job_number % PORTS))
 
 
-def _given(environment: Mapping[str, str], name: str) -> str:
+def _given_value(environment: Mapping[str, str], name: str) -> str:
     if not environment.get(name):
         raise UserError(
             f"{name} is missing in the environment, although srun's SLURM_STEP_NUM_TASKS is set: "

@@ -106,7 +106,7 @@ def trusting(trust: bool) -> Generator[None]:
 
 def read_metadata(stream: IO[bytes], source: str) -> Metadata:
     """Read a ``.metadata`` file, which may name only ``METADATA_NAMES``; messages call it ``source``."""
-    return _load(stream, source, METADATA_NAMES)
+    return _load_stream(stream, source, METADATA_NAMES)
 
 
 def read_states(data: bytes, source: str, package: str) -> Any:
@@ -115,12 +115,12 @@ def read_states(data: bytes, source: str, package: str) -> Any:
     Raises:
         UntrustedPickleError: the pickle names anything else.
     """
-    return _load(io.BytesIO(data), source, STATE_NAMES, f"{package}.")
+    return _load_stream(io.BytesIO(data), source, STATE_NAMES, f"{package}.")
 
 
 def read_plain(stream: IO[bytes], source: str) -> Any:
     """Read a pickle of numbers, strings, and collections of them."""
-    return _load(stream, source, set())
+    return _load_stream(stream, source, set())
 
 
 def read_torch(file: Path | io.BytesIO, source: str, **options: Any) -> Any:
@@ -154,7 +154,7 @@ def _unsafe_names(file: Path | io.BytesIO) -> list[str]:
     return torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, io.BytesIO(data)))
 
 
-def _load(
+def _load_stream(
     stream: IO[bytes], source: str, names: set[tuple[str, str]], prefix: str | None = None
 ) -> Any:
     return pickle.load(stream) if _trusted else _Unpickler(stream, source, names, prefix).load()
@@ -178,7 +178,7 @@ class _Unpickler(pickle.Unpickler):
         """Return whether the name is a class without its own code; a dotted name could lead out of the module."""
         if self._prefix is None or not module.startswith(self._prefix) or "." in name:
             return False
-        found = super().find_class(module, name)
-        return isinstance(found, type) and (
-            dataclasses.is_dataclass(found) or issubclass(found, (dict, tuple))
+        stored_class = super().find_class(module, name)
+        return isinstance(stored_class, type) and (
+            dataclasses.is_dataclass(stored_class) or issubclass(stored_class, (dict, tuple))
         )

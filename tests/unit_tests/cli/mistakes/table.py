@@ -37,7 +37,7 @@ TP, PP, VP, CP, EP, ETP = (
 )
 SMALL = [
     *(
-        "--seq_length",
+        "--seq-length",
         "32",
         "model.num_layers=2",
         "model.hidden_size=32",
@@ -109,19 +109,19 @@ NAMES = [
         [*PRETRAIN, "--dry-run", "--world-size", "0"],
         ("--world-size: 0", "from 1 to"),
     ),
-    Mistake("a sequence in words", [*PRETRAIN, "--seq_length", "4k"], ("--seq_length", "'4k'")),
-    dry("unknown step function", ["--step_func", "vlm"], "--step_func vlm", "use gpt_step"),
-    dry("step function of no module", ["--step_func", "mine.step"], "no module named 'mine'"),
-    dry("step function that is missing", ["--step_func", "math.setp"], "math", "setp"),
-    dry("adapters without a base model", ["--peft_scheme", "lora"], "use a finetune recipe"),
-    dry("unknown adapters", ["--peft_scheme", "qlora"], "peft=qlora", "lora", base=TUNE),
+    Mistake("a sequence in words", [*PRETRAIN, "--seq-length", "4k"], ("--seq-length", "'4k'")),
+    dry("unknown step function", ["--step-func", "vlm"], "--step-func vlm", "use gpt_step"),
+    dry("step function of no module", ["--step-func", "mine.step"], "no module named 'mine'"),
+    dry("step function that is missing", ["--step-func", "math.setp"], "math", "setp"),
+    dry("adapters without a base model", ["--peft-scheme", "lora"], "use a finetune recipe"),
+    dry("unknown adapters", ["--peft-scheme", "qlora"], "peft=qlora", "lora", base=TUNE),
     dry(
         "two kinds of adapters",
-        ["--mode", "lora", "--peft_scheme", "dora"],
+        ["--mode", "lora", "--peft-scheme", "dora"],
         "contradict",
         base=TUNE,
     ),
-    dry("packing mock data", ["--packed_sequence"], "--packed_sequence", "finetune recipe"),
+    dry("packing mock data", ["--packed-sequence"], "--packed-sequence", "finetune recipe"),
     Mistake(
         "two things at once",
         [*PRETRAIN, "--dry-run", "--rehearse"],
@@ -146,7 +146,7 @@ NAMES = [
     ),
     Mistake(
         "adapters of one rank",
-        [*TUNE, "--rehearse-rank", "0", "--peft_scheme", "lora"],
+        [*TUNE, "--rehearse-rank", "0", "--peft-scheme", "lora"],
         ("peft", "pretrain"),
     ),
     Mistake(
@@ -226,7 +226,7 @@ KEYS = [
     ),
     dry(
         "an option and its key",
-        ["--seq_length", "64", "dataset.seq_length=32"],
+        ["--seq-length", "64", "dataset.seq_length=32"],
         "dataset.seq_length is given twice",
     ),
     dry("a group for a value", ["train=5"], "train"),
@@ -264,7 +264,7 @@ LAYOUTS = [
     ),
     dry(
         "context ranks that do not divide the sequence",
-        [f"{CP}=8", "--seq_length", "1000"],
+        [f"{CP}=8", "--seq-length", "1000"],
         "seq_length=1000",
         "use 992 or 1008",
     ),
@@ -611,8 +611,8 @@ COMMANDS = [
         ("no model", ["chat", "/none"], NO_MODEL),
         (
             "no template",
-            ["chat", LLAMA, "--template", "/none"],
-            ("--template /none cannot be read",),
+            ["chat", LLAMA, "--chat-template", "/none"],
+            ("--chat-template /none cannot be read",),
         ),
         ("no model", ["convert", "--hf-model", "/none", "--megatron-path", "{tmp}/new"], NO_MODEL),
         (

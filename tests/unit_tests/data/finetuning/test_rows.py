@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from megatron.bridge.data.finetuning.rows import EpochRows, PaddedRows
-from megatron.bridge.data.records.encoding import shorten
 from megatron.bridge.data.records.samples import Sample, Samples
+from megatron.bridge.data.records.truncation import shorten
 
 
 def make_samples(lengths):

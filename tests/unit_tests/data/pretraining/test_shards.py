@@ -315,7 +315,7 @@ def test_a_task_of_another_machine_notes_what_is_wrong(settings, jsonl, tmp_path
     config = settings(jsonl)
     encoder = shards.DocumentEncoder(config)
     plan = shards.ShardPlan.of(config, encoder, 700)
-    shards._claim(plan)
+    shards._claim_folder(plan)
     path = shards.manifest_path(config.output_prefix)
     shards.make_shards(path, [1, 3])
     assert plan.missing(range(5)) == [0, 2, 4]

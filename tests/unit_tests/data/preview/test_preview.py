@@ -237,6 +237,25 @@ def test_the_command_shows_a_recipe_with_data(folder, tokenizer_dir, capsys):
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_the_command_takes_what_train_takes_under_any_layout(folder, tokenizer_dir, capsys):
+    """The layout of a recipe for one GPU is changed to four ranks, of which the data needs none."""
+    status = main(
+        [
+            *("data", "preview", "--recipe", "smollm2_135m_finetune_config", "--mode", "sft"),
+            *("--seq_length", "64", "--data", str(folder)),
+            f"tokenizer.tokenizer_model={tokenizer_dir}",
+            *("dataset.truncation=drop", "validation.eval_iters=0", "dataset.do_test=false"),
+            *("model.tensor_model_parallel_size=1", "model.pipeline_model_parallel_size=2"),
+            *("model.context_parallel_size=2", "train.micro_batch_size=1"),
+        ]
+    )
+    assert status == 0
+    out = capsys.readouterr().out
+    assert "a <b>" in out
+    [batch] = [line.split() for line in out.splitlines() if line.split()[:1] == ["0"]]
+    assert batch[3] == "64"  # tokens of a row
+
+
 def test_the_command_prepares_what_a_run_finds(folder, tokenizer_dir, capsys):
     command = [
         *("data", "prepare", "smollm2_135m_finetune_config", "--data", str(folder)),

@@ -139,7 +139,7 @@ def test_prepared_samples_equal_those_in_memory(tmp_path, jsonl, tokenizer, monk
     assert expected.report.dropped
     made = prepare(source, RecordEncoder(tokenizer, rules), tmp_path / "made", workers)
     same(made, expected)
-    monkeypatch.setattr(preparing, "_fill", None)  # what is there is not made again
+    monkeypatch.setattr(preparing, "_write_samples", None)  # what is there is not made again
     same(prepare(source, RecordEncoder(tokenizer, rules), tmp_path / "made"), expected)
     assert [path.name for path in (tmp_path / "made").iterdir()] == [
         content_key(source, tokenizer, rules)

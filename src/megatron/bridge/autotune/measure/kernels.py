@@ -14,38 +14,43 @@ from megatron.bridge.backends.hardware import speed
 
 def product(shape: Shape, dtype: torch.dtype) -> float:
     tokens, rows, columns = shape
-    x, weight = _random(tokens, columns, dtype=dtype), _random(rows, columns, dtype=dtype)
-    return _median(lambda: functional.linear(x, weight))
+    x, weight = (
+        _random_tensor(tokens, columns, dtype=dtype),
+        _random_tensor(rows, columns, dtype=dtype),
+    )
+    return _time_median(lambda: functional.linear(x, weight))
 
 
 def attention(length: int, heads: int, width: int, dtype: torch.dtype) -> dict[str, Samples]:
     """Time causal attention over a quarter, half and all of the length."""
-    found: dict[str, Samples] = {"forward": [], "backward": []}
+    samples: dict[str, Samples] = {"forward": [], "backward": []}
     for tokens in sorted({max(16, length // 4), max(16, length // 2), length}):
-        leaves = [_random(1, heads, tokens, width, dtype=dtype).requires_grad_() for _ in range(3)]
+        leaves = [
+            _random_tensor(1, heads, tokens, width, dtype=dtype).requires_grad_() for _ in range(3)
+        ]
         operations = 2.0 * heads * width * tokens * (tokens + 1)
         run = lambda leaves=leaves: functional.scaled_dot_product_attention(*leaves, is_causal=True)  # noqa: E731
         output = run()
         gradient = torch.ones_like(output)
-        found["forward"].append((operations, _median(run)))
+        samples["forward"].append((operations, _time_median(run)))
         back = lambda output=output, gradient=gradient: output.backward(gradient, retain_graph=True)  # noqa: E731
-        found["backward"].append((2.5 * operations, _median(back)))
-    return found
+        samples["backward"].append((2.5 * operations, _time_median(back)))
+    return samples
 
 
 def moved(dtype: torch.dtype) -> Samples:
     """Time a norm, which reads and writes each element."""
-    found: Samples = []
+    samples: Samples = []
     for rows in (16, 128, 1024, 8192):
-        data, weight = _random(rows, 512, dtype=dtype), _random(512, dtype=dtype)
+        data, weight = _random_tensor(rows, 512, dtype=dtype), _random_tensor(512, dtype=dtype)
         run = lambda data=data, weight=weight: functional.rms_norm(data, (512,), weight)  # noqa: E731
-        found.append((2.0 * data.nbytes, _median(run)))
-    return found
+        samples.append((2.0 * data.nbytes, _time_median(run)))
+    return samples
 
 
-def _median(call: Callable[[], object]) -> float:
+def _time_median(call: Callable[[], object]) -> float:
     return statistics.median(speed.seconds_of(call))
 
 
-def _random(*sizes: int, dtype: torch.dtype) -> Tensor:
+def _random_tensor(*sizes: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*sizes, device=speed.device()).to(dtype)

@@ -48,23 +48,25 @@ def time_layers(config: ConfigContainer, memory: int, budget: float) -> dict[str
     model: Any = config.model
     chunk, kinds = _short_model(config)
     chunk.to(model.resolved().params_dtype)
-    if sum(each.nbytes for each in chunk.parameters()) * 2 > memory / _SHARE:
+    if sum(passes_of_size.nbytes for passes_of_size in chunk.parameters()) * 2 > memory / _SHARE:
         return {}
-    _fill(chunk)
-    found: dict[str, Samples] = {}
+    _fill_buffers(chunk)
+    samples_by_name: dict[str, Samples] = {}
     calls: dict[_Size, _Calls] = {}
     end = time.monotonic() + budget
     with meta_model.as_only_rank(model), meta_model.nothing_random():
-        for size in _batches(config.dataset.seq_length) * _ROUNDS:
+        for size in _batch_sizes(config.dataset.seq_length) * _ROUNDS:
             if calls and time.monotonic() > end:
                 break
-            calls.setdefault(size, []).extend([_passes(chunk, *size) for _ in range(_CALLS)][1:])
-    for size, each in calls.items():
-        _add(found, config, size, chunk, kinds, each)
-    return {name: sorted(samples) for name, samples in found.items()}
+            calls.setdefault(size, []).extend(
+                [_time_passes(chunk, *size) for _ in range(_CALLS)][1:]
+            )
+    for size, passes_of_size in calls.items():
+        _add_medians(samples_by_name, config, size, chunk, kinds, passes_of_size)
+    return {name: sorted(samples) for name, samples in samples_by_name.items()}
 
 
-def _batches(length: int) -> list[_Size]:
+def _batch_sizes(length: int) -> list[_Size]:
     """Return batch sizes as rows and tokens, from small to large."""
     return [
         (1, length // 8),
@@ -79,16 +81,16 @@ def _short_model(config: ConfigContainer) -> tuple[Any, list[str]]:
     chunk: Any = meta_model.whole_model(without_quantization(config.model))
     first: dict[str, nn.Module] = {}
     for layer in layers_of(chunk)[: len(chunk.decoder.layers)]:
-        first.setdefault(_shape(config, layer, config.dataset.seq_length).kind, layer)
+        first.setdefault(_shape_of_layer(config, layer, config.dataset.seq_length).kind, layer)
     chunk.decoder.layers = nn.ModuleList(first.values())
     return chunk, list(first)
 
 
-def _shape(config: ConfigContainer, layer: nn.Module, length: int) -> LayerShape:
+def _shape_of_layer(config: ConfigContainer, layer: nn.Module, length: int) -> LayerShape:
     return layer_shape(layer, config.model.hidden_size, length)
 
 
-def _fill(chunk: nn.Module) -> None:
+def _fill_buffers(chunk: nn.Module) -> None:
     swapped = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(
         True
@@ -101,8 +103,8 @@ def _fill(chunk: nn.Module) -> None:
         buffer.zero_()
 
 
-def _add(
-    found: dict[str, Samples],
+def _add_medians(
+    samples: dict[str, Samples],
     config: ConfigContainer,
     size: _Size,
     chunk: Any,
@@ -115,18 +117,18 @@ def _add(
         run_of(config), tokens=rows * length, tensor=1, expert_tensor=1, sequence_parallel=False
     )
     operations = [
-        run.tokens * operations_per_token(_shape(config, layer, length), run)
+        run.tokens * operations_per_token(_shape_of_layer(config, layer, length), run)
         for layer in chunk.decoder.layers
     ]
     last = 2.0 * run.tokens * chunk.config.hidden_size * chunk.vocab_size
     for direction in ("forward", "backward"):
         names = [f"{kind} {direction}" for kind in (*kinds, "ends")]
         for index, (name, amount) in enumerate(zip(names, [*operations, last], strict=True)):
-            seconds = statistics.median(each[direction][index] for each in calls)
-            found.setdefault(name, []).append((amount, seconds))
+            seconds = statistics.median(call[direction][index] for call in calls)
+            samples.setdefault(name, []).append((amount, seconds))
 
 
-def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
+def _time_passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     """Return the seconds of each layer forward and backward; the rest of the model comes last."""
     tokens = torch.randint(0, chunk.vocab_size, (rows, length), device=speed.device())
     positions = torch.arange(length, device=speed.device()).expand(rows, length)
@@ -134,37 +136,37 @@ def _passes(chunk: Any, rows: int, length: int) -> dict[str, list[float]]:
     hooks = [
         hook
         for index, layer in enumerate(chunk.decoder.layers)
-        for hook in _hooks(layer, marks, index)
+        for hook in _add_time_hooks(layer, marks, index)
     ]
-    start = _now()
+    start = _synchronized_time()
     loss = chunk(tokens, positions, None, labels=tokens).float().mean()
-    middle = _now()
+    middle = _synchronized_time()
     loss.backward()
-    whole = {"forward": middle - start, "backward": _now() - middle}
+    seconds_of_chunk = {"forward": middle - start, "backward": _synchronized_time() - middle}
     for hook in hooks:
         hook.remove()
     chunk.zero_grad(set_to_none=False)
-    found: dict[str, list[float]] = {}
-    for direction, seconds in whole.items():
+    seconds_by_direction: dict[str, list[float]] = {}
+    for direction, seconds in seconds_of_chunk.items():
         layers = range(len(chunk.decoder.layers))
         inside = [
             marks[index, f"{direction} end"] - marks[index, f"{direction} start"]
             for index in layers
         ]
-        found[direction] = [*inside, seconds - sum(inside)]
-    return found
+        seconds_by_direction[direction] = [*inside, seconds - sum(inside)]
+    return seconds_by_direction
 
 
-def _now() -> float:
+def _synchronized_time() -> float:
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) -> list[Any]:
+def _add_time_hooks(layer: nn.Module, marks: dict[tuple[int, str], float], index: int) -> list[Any]:
     """Register hooks that record when the passes of ``layer`` begin and end."""
 
     def mark(name: str) -> None:
-        marks[index, name] = _now()
+        marks[index, name] = _synchronized_time()
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]

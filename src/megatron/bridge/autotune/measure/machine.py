@@ -31,15 +31,15 @@ def measure(config: ConfigContainer, shapes: Iterable[Shape], budget: float) -> 
         shapes: Matrix products, measured from small to large for half of the time.
         budget: Seconds; each kind is measured at least once.
     """
-    profile = _empty(config)
+    profile = _empty_profile(config)
     profile.messages = messages()
     if not profile.cores or distributed.rank() < profile.cores:
-        _compute(profile, config, shapes, budget)
+        _measure_compute(profile, config, shapes, budget)
     distributed.barrier()
     return merged(distributed.all_gather_object(profile))
 
 
-def _compute(
+def _measure_compute(
     profile: Profile, config: ConfigContainer, shapes: Iterable[Shape], budget: float
 ) -> None:
     model, dtype, end = (
@@ -57,11 +57,11 @@ def _compute(
     profile.layers = time_layers(config, profile.memory, budget / 2)
 
 
-def _empty(config: ConfigContainer) -> Profile:
+def _empty_profile(config: ConfigContainer) -> Profile:
     return Profile(
-        device=torch.cuda.get_device_name() if has_cuda() else _processor(),
+        device=torch.cuda.get_device_name() if has_cuda() else _processor_name(),
         dtype=str(config.model.resolved().params_dtype).removeprefix("torch."),
-        memory=_memory() // (1 if has_cuda() else distributed.world_size()),
+        memory=_machine_memory() // (1 if has_cuda() else distributed.world_size()),
         cores=0 if has_cuda() else len(os.sched_getaffinity(0)),
         processes=distributed.world_size(),
         versions={package: version(package) for package in ("torch", "megatron-core")},
@@ -69,13 +69,13 @@ def _empty(config: ConfigContainer) -> Profile:
     )
 
 
-def _memory() -> int:
+def _machine_memory() -> int:
     if has_cuda():
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
@@ -86,7 +86,8 @@ def merged(profiles: Sequence[Profile]) -> Profile:
     messages: dict[str, Samples] = {}
     for name in profiles[0].messages:
         columns = zip(
-            *(each.messages[name] for each in profiles if name in each.messages), strict=True
+            *(profile.messages[name] for profile in profiles if name in profile.messages),
+            strict=True,
         )
         messages[name] = [
             (column[0][0], max(seconds for _, seconds in column)) for column in columns

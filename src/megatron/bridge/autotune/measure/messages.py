@@ -19,7 +19,7 @@ _SIZES = [1 << bits for bits in range(12, 25, 2)]  # bytes
 
 def messages() -> dict[str, Samples]:
     """Time collectives in groups of neighboring ranks; all groups of a size run at once."""
-    found: dict[str, Samples] = {}
+    samples: dict[str, Samples] = {}
     size, rank = distributed.world_size(), distributed.rank()
     for ranks in [ranks for ranks in (2, 4, 8, 16, 32, 64) if ranks <= size]:
         groups = [
@@ -30,13 +30,13 @@ def messages() -> dict[str, Samples]:
             continue
         group: Any = groups[rank // ranks]
         for kind, call in _COLLECTIVES.items():
-            found[f"{kind} of {ranks}"] = [
-                (float(amount), _message(call, amount, group)) for amount in _SIZES
+            samples[f"{kind} of {ranks}"] = [
+                (float(amount), _time_message(call, amount, group)) for amount in _SIZES
             ]
-    return found
+    return samples
 
 
-def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
+def _time_message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> float:
     """Return the mean time after a matrix product, so that cores are as busy as in training."""
     data, matrix = (
         torch.ones(size // 4, device=speed.device()),
@@ -50,30 +50,30 @@ def _message(call: Callable[[Tensor, Any], object], size: int, group: Any) -> fl
     return statistics.mean(seconds[1:])
 
 
-def _part(data: Tensor, group: Any) -> Tensor:
+def _own_part(data: Tensor, group: Any) -> Tensor:
     return data[: len(data) // group.size()].clone()
 
 
-def _send(data: Tensor, group: Any) -> None:
+def _exchange_with_neighbor(data: Tensor, group: Any) -> None:
     """Exchange data between pairs of neighboring ranks."""
-    other = dist.get_global_rank(group, group.rank() ^ 1)
+    partner = dist.get_global_rank(group, group.rank() ^ 1)
     into = torch.empty_like(data)
     for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, data, other), dist.P2POp(dist.irecv, into, other)]
+        [dist.P2POp(dist.isend, data, partner), dist.P2POp(dist.irecv, into, partner)]
     ):
         work.wait()
 
 
 _COLLECTIVES: dict[str, Callable[[Tensor, Any], object]] = {
     "all_gather": lambda data, group: dist.all_gather_into_tensor(
-        data, _part(data, group), group=group
+        data, _own_part(data, group), group=group
     ),
     "reduce_scatter": lambda data, group: dist.reduce_scatter_tensor(
-        _part(data, group), data, group=group
+        _own_part(data, group), data, group=group
     ),
     "all_reduce": lambda data, group: dist.all_reduce(data, group=group),
     "all_to_all": lambda data, group: dist.all_to_all_single(
         torch.empty_like(data), data, group=group
     ),
-    "send": _send,
+    "send": _exchange_with_neighbor,
 }

@@ -104,13 +104,13 @@ class Candidate:
         ]
         return " ".join(words)
 
-    def changes(self, other: "Candidate") -> list[tuple[str, Any]]:
-        """Return the fields in which this candidate differs from ``other``, with the values of this candidate."""
+    def changes(self, reference: "Candidate") -> list[tuple[str, Any]]:
+        """Return the fields in which this candidate differs from ``reference``, with the values of this candidate."""
         names = [field.name for field in fields(self) if field.name != "layout"]
         return [
             (name, getattr(self, name))
             for name in names
-            if getattr(self, name) != getattr(other, name)
+            if getattr(self, name) != getattr(reference, name)
         ]
 
 
@@ -135,9 +135,9 @@ class Space:
         )
 
 
-def powers_of_two(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... up to ``most``."""
-    return tuple(1 << bits for bits in range(max(most, 1).bit_length()))
+def powers_of_two(limit: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to ``limit``."""
+    return tuple(1 << bits for bits in range(max(limit, 1).bit_length()))
 
 
 def as_overrides(config: Any, settings: Mapping[str, Any]) -> list[str]:

@@ -52,10 +52,10 @@ def reason(search: Search, best: Price, candidate: Candidate) -> Reason:
         stage = price.memory.index(price.fullest)
         text = f"stage {stage} needs {over / _GB:.1f} GB more than the budget of {search.budget / _GB:.1f} GB"
         return Reason(candidate, price.seconds, price.fullest, text)
-    return Reason(candidate, price.seconds, price.fullest, _slower(best, price))
+    return Reason(candidate, price.seconds, price.fullest, _slower_phrase(best, price))
 
 
-def _slower(best: Price, price: Price) -> str:
+def _slower_phrase(best: Price, price: Price) -> str:
     change = price.seconds / best.seconds - 1
     if change <= 0:
         return f"{-change:.1%} faster"
@@ -95,17 +95,19 @@ def nearest_fit(search: Search) -> Price | None:
     ranked: dict[int, list[Candidate]] = {}
     for candidate in search.space.candidates():
         for recompute in dict.fromkeys((start.recompute, *search.recomputes)):
-            each = replace(candidate, recompute=recompute)
-            ranked.setdefault(len(each.changes(start)), []).append(each)
+            recomputing = replace(candidate, recompute=recompute)
+            ranked.setdefault(len(recomputing.changes(start)), []).append(recomputing)
     for changes in sorted(ranked):
         if fitting := [
-            price for price in _priced(search, ranked[changes]) if price.fullest <= search.budget
+            price
+            for price in _priced_candidates(search, ranked[changes])
+            if price.fullest <= search.budget
         ]:
             return min(fitting, key=lambda price: price.seconds)
     return None
 
 
-def _priced(search: Search, candidates: list[Candidate]) -> Iterator[Price]:
+def _priced_candidates(search: Search, candidates: list[Candidate]) -> Iterator[Price]:
     for candidate in candidates:
         if search.problems(candidate):
             continue
@@ -118,16 +120,16 @@ def steps_to(search: Search, goal: Price) -> list[Step]:
     """Return the changes from the config's layout to ``goal``, one by one, with the savings and cost of each."""
     at = search.current
     before = None if search.problems(at) else search.pricer.price(at)
-    found: list[Step] = []
+    steps: list[Step] = []
     for name, value in replace(goal.candidate, layout=None).changes(at):
         at = replace(at, **{name: value})
         price = None if search.problems(at) else search.pricer.price(at)
         known = price is not None and before is not None
         saved = before.fullest - price.fullest if known else None  # pyright: ignore
         lost = price.seconds - before.seconds if known else None  # pyright: ignore
-        found.append(Step(name, value, saved, lost))
+        steps.append(Step(name, value, saved, lost))
         before = price or before
-    return found
+    return steps
 
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -141,7 +143,7 @@ _TRIED, _ALLOCATED = (
 def unpredicted(search: Search, path: Path) -> int:
     """Return at least how many bytes the config's layout needs beyond its prediction; 0 if it needs less."""
     needed = (
-        _peak(path)
+        _peak_of_snapshot(path)
         if path.suffix == ".pickle"
         else _of_error(read_text(path, f"--fix-oom {path}"), path)
     )
@@ -163,7 +165,7 @@ def _of_error(text: str, path: Path) -> int:
     )
 
 
-def _peak(path: Path) -> int:
+def _peak_of_snapshot(path: Path) -> int:
     """Return the peak bytes in use according to the events of a snapshot."""
     with path.open("rb") as file:
         snapshot = unpickling.read_plain(file, f"--fix-oom {path}")

@@ -91,13 +91,15 @@ class Pricer:
     def shapes(self, candidate: Candidate) -> set[tuple[int, int, int]]:
         """Return tokens, rows and columns of the matrix products of a candidate's layers, forward and backward."""
         run = run_of(self.configured(candidate))
-        found: set[tuple[int, int, int]] = set()
+        shapes: set[tuple[int, int, int]] = set()
         for layer, _ in self._of(candidate).decoder:
-            sizes = [(run.tokens, each) for each in layer.matrices]
-            sizes += [(int(run.between), each) for each in layer.router]
-            sizes += [(max(1, int(run.chosen / run.local_experts)), each) for each in layer.experts]
-            found |= {(tokens, each.rows, each.columns) for tokens, each in sizes}
-        return found | {(tokens, columns, rows) for tokens, rows, columns in found}
+            sizes = [(run.tokens, matrix) for matrix in layer.matrices]
+            sizes += [(int(run.between), matrix) for matrix in layer.router]
+            sizes += [
+                (max(1, int(run.chosen / run.local_experts)), matrix) for matrix in layer.experts
+            ]
+            shapes |= {(tokens, matrix.rows, matrix.columns) for tokens, matrix in sizes}
+        return shapes | {(tokens, columns, rows) for tokens, rows, columns in shapes}
 
     def configured(self, candidate: Candidate) -> ConfigContainer:
         """Return the config with the values of ``candidate``; blocks without layout settings are shared."""
@@ -189,17 +191,19 @@ class Pricer:
         key = replace(candidate, pipeline=parts, virtual=1, recompute=NO_RECOMPUTE, layout=None)
         if key not in self._divided:
             self._divided[key] = self._balanced(candidate, layers, parts)
-        found = self._divided[key]
-        if found is None or (len(set(found)) == 1 and not ahead):
-            return None if found is None else (candidate, found)
-        return replace(candidate, layout=spelled(found, ahead)), found
+        layers_per_chunk = self._divided[key]
+        if layers_per_chunk is None or (len(set(layers_per_chunk)) == 1 and not ahead):
+            return None if layers_per_chunk is None else (candidate, layers_per_chunk)
+        return replace(candidate, layout=spelled(layers_per_chunk, ahead)), layers_per_chunk
 
     def _balanced(self, candidate: Candidate, layers: "_Layers", parts: int) -> list[int] | None:
         setting = setting_of(self.configured(candidate), self.world_size)
         run, kernels = setting.run, self.kernels
-        times = [_both(layer_time(shape, run, kernels)) for shape, _ in layers.decoder]
+        times = [_both_totals(layer_time(shape, run, kernels)) for shape, _ in layers.decoder]
         head = 3 * kernels.matrix(run.tokens, setting.vocabulary, run.hidden, quantized=False)
-        end = head + sum(_both(layer_time(shape, run, kernels)) + head for shape, _ in layers.ahead)
+        end = head + sum(
+            _both_totals(layer_time(shape, run, kernels)) + head for shape, _ in layers.ahead
+        )
         return balanced(times, parts, end)
 
     def _plan(self, candidate: Candidate, counts: list[int]) -> tuple[Plan, list[list[list[Any]]]]:
@@ -241,7 +245,7 @@ class Pricer:
         )
         sizes = replace(sizes, chosen=int(sizes.chosen * self.imbalance))
         pipeline = pipeline_of(config, self.world_size)
-        found = []
+        stage_bytes = []
         for stage, chunks in enumerate(plan):
             front = None if stage else self._with_tower
             counted = [
@@ -252,7 +256,7 @@ class Pricer:
             ]
             if front is not None:
                 counted[0] = replace(counted[0], tower=self._count_tower(sizes.images))
-            most = max(
+            peak = max(
                 moment.total
                 for moment in activations.stage_moments(
                     config.model, counted, sizes, pipeline, stage
@@ -261,8 +265,8 @@ class Pricer:
             tower = (0 if front is None else sum(map(torch.numel, front.vision.parameters())), 0)
             held = np.sum([stage_weights(chunks, setting, frozen=True), tower], 0)
             trained = np.sum([stage_weights(chunks, setting), tower], 0)
-            found.append(int(sum(self._state_bytes(held, trained, candidate, config)) + most))
-        return tuple(map(self.reserve(candidate, config).around, found))
+            stage_bytes.append(int(sum(self._state_bytes(held, trained, candidate, config)) + peak))
+        return tuple(map(self.reserve(candidate, config).around, stage_bytes))
 
     def reserve(self, candidate: Candidate, config: ConfigContainer | None = None) -> Reserve:
         """Return the memory outside of tensors; CPUs of a profile have no CUDA context and no NCCL."""
@@ -302,19 +306,21 @@ class Pricer:
     ) -> tuple[float, float, float]:
         """Return the bytes of weights, gradients and optimizer state; arrays hold dense, then expert parameters."""
         model, ddp = config.model, config.ddp
-        number = 2 if model.bf16 or model.fp16 else 4
+        bytes_per_element = 2 if model.bf16 or model.fp16 else 4
         copies = quantized_bytes(model)
-        gradient = 4 if ddp.grad_reduce_in_fp32 or number == 4 else 2
+        gradient = 4 if ddp.grad_reduce_in_fp32 or bytes_per_element == 4 else 2
         replicas = self.world_size // (candidate.tensor * candidate.pipeline)
         expert_ranks = (
             (candidate.expert_tensor or candidate.tensor) * candidate.expert * candidate.pipeline
         )
         expert_replicas = max(1, self.world_size // expert_ranks)
-        moments = optimizer_bytes(config, torch.bfloat16 if number == 2 else torch.float32)
+        moments = optimizer_bytes(
+            config, torch.bfloat16 if bytes_per_element == 2 else torch.float32
+        )
         if not ddp.use_distributed_optimizer:
             replicas = expert_replicas = 1
         owned = trained[0] / replicas + trained[1] / expert_replicas
-        return sum(held) * (number + copies), sum(trained) * gradient, moments * owned
+        return sum(held) * (bytes_per_element + copies), sum(trained) * gradient, moments * owned
 
     def _of(self, candidate: Candidate) -> _Layers:
         key = (candidate.tensor, candidate.expert_tensor or candidate.tensor)
@@ -346,8 +352,8 @@ class Pricer:
         return _Layers(tuple(decoder), tuple(ahead))
 
 
-def _both(found: Any) -> float:
-    return found.forward.total + found.backward.total
+def _both_totals(counts: Any) -> float:
+    return counts.forward.total + counts.backward.total
 
 
 def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | None:
@@ -370,12 +376,12 @@ def balanced(times: Sequence[float], parts: int, last: float) -> list[int] | Non
     low, high = max([*times, last]), sum(times) + last
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if _fill(times, parts, last, middle) else (middle, high)
-    return _fill(times, parts, last, high * (1 + 1e-9))
+        low, high = (low, middle) if _fill_parts(times, parts, last, middle) else (middle, high)
+    return _fill_parts(times, parts, last, high * (1 + 1e-9))
 
 
-def _fill(times: Sequence[float], parts: int, last: float, most: float) -> list[int] | None:
-    """Fill parts in order up to ``most`` seconds, but leave at least one layer for each later part except the last."""
+def _fill_parts(times: Sequence[float], parts: int, last: float, limit: float) -> list[int] | None:
+    """Fill parts in order up to ``limit`` seconds, but leave at least one layer for each later part except the last."""
     counts, index = [], 0
     for part in range(parts):
         end = part == parts - 1
@@ -383,11 +389,11 @@ def _fill(times: Sequence[float], parts: int, last: float, most: float) -> list[
         spare = len(times) - index - max(parts - part - 2, 0)
         while (
             index < len(times)
-            and used + times[index] <= most
+            and used + times[index] <= limit
             and count < (len(times) if end else spare)
         ):
             used, count, index = used + times[index], count + 1, index + 1
-        if used > most or (not count and not end):
+        if used > limit or (not count and not end):
             return None
         counts.append(count)
     return counts if index == len(times) else None

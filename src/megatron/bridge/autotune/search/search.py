@@ -103,9 +103,11 @@ class Search:
         memory = gpu(card).memory if profile is None else profile.memory
         self.budget = memory if budget is None else budget
         self.pricer = Pricer(config, world_size, card, profile)
-        self.recomputes: tuple[Recompute, ...] = _recomputes(config)
+        self.recomputes: tuple[Recompute, ...] = _recompute_kinds(config)
         freed = {name: FREE[name] for name in free}
-        self.space = Space({**_space(config, world_size).sizes, **freed}).fixed(**(fixed or {}))
+        self.space = Space({**_search_space(config, world_size).sizes, **freed}).fixed(
+            **(fixed or {})
+        )
         self.switches = SWITCHES if switches and self.pricer.kernels.overlaps else ()
 
     def run(self, top: int = 10) -> Found:
@@ -124,9 +126,9 @@ class Search:
                 )
                 continue
             tried += 1
-            price, least = self._first_that_fits(candidate)
-            if least is not None and (smallest is None or least[0] < smallest[0]):
-                smallest = least
+            price, least_memory = self._first_that_fits(candidate)
+            if least_memory is not None and (smallest is None or least_memory[0] < smallest[0]):
+                smallest = least_memory
             if price is None:
                 too_large += 1
             else:
@@ -136,12 +138,12 @@ class Search:
     def problems(self, candidate: Candidate) -> list[str]:
         """Return the rules of training that a candidate violates; none if it is allowed."""
         config = self.pricer.configured(candidate)
-        if found := violations(SIZE_RULES, config, self.world_size) or [
+        if problems := violations(SIZE_RULES, config, self.world_size) or [
             *self._batch_problems(candidate)
         ]:
-            return found
-        if found := violations(_EARLY_RULES, config, self.world_size):
-            return found
+            return problems
+        if problems := violations(_EARLY_RULES, config, self.world_size):
+            return problems
         try:
             divided = self.pricer.divide(candidate)
         except UserError as error:  # building the model checks the model's own rules
@@ -172,22 +174,22 @@ class Search:
         """Return the cost with the least recomputation that fits, and the memory and candidate of the last try."""
         if self.pricer.states(candidate, self.pricer.configured(candidate)) > self.budget:
             return None, None
-        least = None
+        least_memory = None
         for recompute in (
             (candidate.recompute,) if candidate.recompute != NO_RECOMPUTE else self.recomputes
         ):
-            each = replace(candidate, recompute=recompute)
-            memory = self.pricer.memory(each)
+            recomputing = replace(candidate, recompute=recompute)
+            memory = self.pricer.memory(recomputing)
             if memory is None:
                 break
-            least = max(memory), each
-            if least[0] <= self.budget:
-                return self.pricer.price(each, memory=memory), least
-        return None, least
+            least_memory = max(memory), recomputing
+            if least_memory[0] <= self.budget:
+                return self.pricer.price(recomputing, memory=memory), least_memory
+        return None, least_memory
 
     def _simulated(self, prices: list[Price]) -> list[Price]:
         prices.sort(key=lambda price: price.seconds_per_token)
-        plain = [replace(each.candidate, layout=None) for each in prices[:FINALISTS]]
+        plain = [replace(fast_price.candidate, layout=None) for fast_price in prices[:FINALISTS]]
         finalists = [price for candidate in plain if (price := self._recomputing_least(candidate))]
         finalists.sort(key=lambda price: price.seconds_per_token)
         switched = [self._switched(price) for price in finalists[:_SWITCHED]]
@@ -208,12 +210,19 @@ class Search:
         """Return the candidate with the fewest such layers that fit; none if no or all layers must be recomputed."""
         if candidate.recompute not in self.recomputes[1:] or self.config.model.mtp_num_layers:
             return []  # Megatron-Core does not support block recomputation with multi-token prediction
-        most = -(-self.config.model.num_layers // (candidate.pipeline * candidate.virtual))
+        layers_per_chunk = -(
+            -self.config.model.num_layers // (candidate.pipeline * candidate.virtual)
+        )
         blocks = [
-            replace(candidate, recompute=("full", "block", count, None)) for count in range(1, most)
+            replace(candidate, recompute=("full", "block", count, None))
+            for count in range(1, layers_per_chunk)
         ]
         fewest = bisect_left(
-            blocks, True, key=lambda each: max(self.pricer.memory(each) or (0,)) <= self.budget
+            blocks,
+            True,
+            key=lambda block_candidate: (
+                max(self.pricer.memory(block_candidate) or (0,)) <= self.budget
+            ),
         )
         return blocks[fewest : fewest + 1]
 
@@ -223,12 +232,12 @@ class Search:
             before = {key: value for key, value in price.candidate.switches if key != switch[0]}
             candidate = replace(price.candidate, layout=None, switches=(*before.items(), switch))
             if known.issuperset(self._switch_problems(candidate)) and (
-                found := self.price(candidate)
+                switched_price := self.price(candidate)
             ):
                 price = (
-                    found
-                    if found.fullest <= self.budget
-                    and found.seconds_per_token < _WORTH * price.seconds_per_token
+                    switched_price
+                    if switched_price.fullest <= self.budget
+                    and switched_price.seconds_per_token < _WORTH * price.seconds_per_token
                     else price
                 )
         return price
@@ -268,7 +277,7 @@ def _expert_tensor(model: Any) -> int | None:
     return None if same or not model.num_moe_experts else ranks
 
 
-def _space(config: ConfigContainer, world_size: int) -> Space:
+def _search_space(config: ConfigContainer, world_size: int) -> Space:
     model: Any = config.model
     experts, length = model.num_moe_experts or 0, config.dataset.seq_length
     expert = tuple(size for size in powers_of_two(min(experts, world_size)) if experts % size == 0)
@@ -293,7 +302,7 @@ def _space(config: ConfigContainer, world_size: int) -> Space:
     )
 
 
-def _recomputes(config: ConfigContainer) -> tuple[Recompute, ...]:
+def _recompute_kinds(config: ConfigContainer) -> tuple[Recompute, ...]:
     """Return the kinds of recomputation in the order of their cost, from none to full."""
     model: Any = config.model
     if model.num_moe_experts:

@@ -55,7 +55,11 @@ class Roofline:
         precision: Precision = self.precision if quantized else "bf16"
         operations = 2.0 * tokens * rows * columns * count
         moved = count * (_NUMBER[precision] * columns * (tokens + rows) + 2.0 * tokens * rows)
-        rate = self._rate(precision) * _filled(tokens, rows, count) * _deep(columns, precision)
+        rate = (
+            self._rate(precision)
+            * _filled_share(tokens, rows, count)
+            * _inner_rate(columns, precision)
+        )
         if count > 1:
             rate *= GROUPED_EFFICIENCY * tokens / (tokens + GROUPED_HALF)
         return max(operations / rate, moved / self.bandwidth) + LAUNCH
@@ -110,13 +114,13 @@ class Roofline:
         return peak * self.card.efficiency.matrix[precision]
 
 
-def _deep(columns: int, precision: Precision) -> float:
+def _inner_rate(columns: int, precision: Precision) -> float:
     """Return the rate with this inner dimension as a part of the rate with ``INNER_FULL``."""
     half = INNER_HALF / _NUMBER[precision]
     return (1 + half / INNER_FULL) / (1 + half / columns)
 
 
-def _filled(tokens: float, rows: int, count: int) -> float:
+def _filled_share(tokens: float, rows: int, count: int) -> float:
     """Return the fraction of multiprocessors that compute, averaged over the waves of tiles."""
     tiles = count * max(tokens / _TILE[0], 1.0) * max(rows / _TILE[1], 1.0)
     waves = tiles / _MULTIPROCESSORS

@@ -36,12 +36,14 @@ class LayerTime:
 @lru_cache(maxsize=65536)
 def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
     operations = run.tokens * operations_per_token(shape, run)
-    forward = kernels.measured(f"{shape.kind} forward", operations, _compute(shape, run, kernels))
-    backward = kernels.measured(
-        f"{shape.kind} backward", operations, _backward(shape, run, kernels)
+    forward = kernels.measured(
+        f"{shape.kind} forward", operations, _forward_cost(shape, run, kernels)
     )
-    forward = forward + _exchange(shape, run, kernels, "forward")
-    backward = backward + _exchange(shape, run, kernels, "backward")
+    backward = kernels.measured(
+        f"{shape.kind} backward", operations, _backward_cost(shape, run, kernels)
+    )
+    forward = forward + _exchange_cost(shape, run, kernels, "forward")
+    backward = backward + _exchange_cost(shape, run, kernels, "backward")
     again = replace(forward, tensor=0.0, context=0.0, expert=0.0).total * run.recompute
     repeated = Cost(
         recompute=again,
@@ -51,42 +53,62 @@ def layer_time(shape: LayerShape, run: Run, kernels: Roofline) -> LayerTime:
     return LayerTime(forward, backward + repeated)
 
 
-def _compute(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
-    matrix = sum(kernels.matrix(run.tokens, each.rows, each.columns) for each in shape.matrices)
-    matrix += sum(
-        kernels.matrix(run.between, each.rows, each.columns, quantized=False)
-        for each in shape.router
-    )
-    matrix += sum(_grouped(each, run, kernels) for each in shape.experts)
-    moved = _moved(shape, run, kernels) + _quantized(shape, run, kernels, "forward")
-    return Cost(matrix=matrix, attention=_between(shape, run, kernels, "forward"), memory=moved)
-
-
-def _backward(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
+def _forward_cost(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
     matrix = sum(
-        _twice(each, kernels.matrix(run.tokens, each.columns, each.rows)) for each in shape.matrices
+        kernels.matrix(run.tokens, product.rows, product.columns) for product in shape.matrices
+    )
+    matrix += sum(
+        kernels.matrix(run.between, product.rows, product.columns, quantized=False)
+        for product in shape.router
+    )
+    matrix += sum(_grouped_time(product, run, kernels) for product in shape.experts)
+    moved = _memory_bound_time(shape, run, kernels) + _quantization_time(
+        shape, run, kernels, "forward"
+    )
+    return Cost(
+        matrix=matrix,
+        attention=_time_between_products(shape, run, kernels, "forward"),
+        memory=moved,
+    )
+
+
+def _backward_cost(shape: LayerShape, run: Run, kernels: Roofline) -> Cost:
+    matrix = sum(
+        _gradient_time(product, kernels.matrix(run.tokens, product.columns, product.rows))
+        for product in shape.matrices
     )
     matrix += 2 * sum(
-        kernels.matrix(run.between, each.columns, each.rows, quantized=False)
-        for each in shape.router
+        kernels.matrix(run.between, product.columns, product.rows, quantized=False)
+        for product in shape.router
     )
     of_weight = GROUPED_EFFICIENCY / GROUPED_GRADIENT_EFFICIENCY
-    matrix += sum(_twice(each, _grouped(each, run, kernels), of_weight) for each in shape.experts)
-    moved = 2 * _moved(shape, run, kernels) + _quantized(shape, run, kernels, "backward")
-    return Cost(matrix=matrix, attention=_between(shape, run, kernels, "backward"), memory=moved)
+    matrix += sum(
+        _gradient_time(product, _grouped_time(product, run, kernels), of_weight)
+        for product in shape.experts
+    )
+    moved = 2 * _memory_bound_time(shape, run, kernels) + _quantization_time(
+        shape, run, kernels, "backward"
+    )
+    return Cost(
+        matrix=matrix,
+        attention=_time_between_products(shape, run, kernels, "backward"),
+        memory=moved,
+    )
 
 
-def _twice(matrix: Matrix, seconds: float, of_weight: float = 1.0) -> float:
+def _gradient_time(matrix: Matrix, seconds: float, of_weight: float = 1.0) -> float:
     """Add the gradients of the input and, if it is trained, of the weight, which takes ``of_weight`` times as long."""
     return seconds * (1 + matrix.trained * of_weight)
 
 
-def _grouped(matrix: Matrix, run: Run, kernels: Roofline) -> float:
-    each = run.chosen / run.local_experts
-    return kernels.matrix(each, matrix.rows, matrix.columns, count=run.local_experts)
+def _grouped_time(matrix: Matrix, run: Run, kernels: Roofline) -> float:
+    tokens_per_expert = run.chosen / run.local_experts
+    return kernels.matrix(tokens_per_expert, matrix.rows, matrix.columns, count=run.local_experts)
 
 
-def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> float:
+def _time_between_products(
+    shape: LayerShape, run: Run, kernels: Roofline, direction: Direction
+) -> float:
     operations = shape.between * run.tokens
     if not operations:
         return 0.0
@@ -100,13 +122,15 @@ def _between(shape: LayerShape, run: Run, kernels: Roofline, direction: Directio
     return scan * (1 if direction == "forward" else 2)
 
 
-def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
+def _memory_bound_time(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     """Return the time of memory-bound kernels: norms, and additions to the residual stream."""
     stream = (2 * shape.norms + 3 * 2) * run.between * run.hidden
     inner = 1.5 * shape.inner * run.tokens
-    experts = _permuted(run) * run.chosen * shape.dispatched if shape.experts else 0.0
-    experts += sum(1.5 * each.rows * run.chosen for each in shape.experts)
-    gates = sum(each.rows for each in shape.experts if each.name == "linear_fc1")
+    experts = _permuted_elements(run) * run.chosen * shape.dispatched if shape.experts else 0.0
+    experts += sum(1.5 * expert_matrix.rows * run.chosen for expert_matrix in shape.experts)
+    gates = sum(
+        expert_matrix.rows for expert_matrix in shape.experts if expert_matrix.name == "linear_fc1"
+    )
     experts += _CLAMP * gates * run.chosen * shape.clamped
     experts += _OUTPUT_BIAS * run.chosen * shape.dispatched * shape.expert_biases
     launched = 8 + _OUTPUT_BIAS_KERNELS * run.local_experts * shape.expert_biases
@@ -115,7 +139,7 @@ def _moved(shape: LayerShape, run: Run, kernels: Roofline) -> float:
     return kernels.moved((stream + inner + experts) * run.number, kernels=launched)
 
 
-def _permuted(run: Run) -> float:
+def _permuted_elements(run: Run) -> float:
     """Return the elements that are read and written, per element of a dispatched token, to permute it and back.
 
     Tokens are copied into the buffers of an all-to-all and sorted by expert, and back: four reads and four writes.
@@ -124,25 +148,31 @@ def _permuted(run: Run) -> float:
     return 2 * (1 + reached(run.expert, run.top_k) / run.top_k) if run.flex else 8.0
 
 
-def _quantized(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> float:
+def _quantization_time(
+    shape: LayerShape, run: Run, kernels: Roofline, direction: Direction
+) -> float:
     """Return the time to quantize inputs and gradients of outputs: reads in bf16, writes by rows and by columns."""
     if kernels.precision == "bf16":
         return 0.0
     width = "columns" if direction == "forward" else "rows"
-    numbers = sum(getattr(each, width) for each in shape.matrices) * run.tokens
-    numbers += sum(getattr(each, width) for each in shape.experts) * run.chosen
+    numbers = sum(getattr(product, width) for product in shape.matrices) * run.tokens
+    numbers += sum(getattr(product, width) for product in shape.experts) * run.chosen
     return kernels.moved(numbers * (run.number + 2 * _QUANTIZED_BYTES[kernels.precision]))
 
 
-def _exchange(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
+def _exchange_cost(shape: LayerShape, run: Run, kernels: Roofline, direction: Direction) -> Cost:
     links, forward = kernels.links, direction == "forward"
     tensor = shape.blocks * _around_block(run, kernels, forward)
     if run.tensor_overlap:
         tensor /= run.tensor  # all parts but the first arrive during the products of others
-    context = _context(
-        shape, run, links, _between(shape, run, kernels, direction), 1.0 if forward else 2.0
+    context = _context_time(
+        shape,
+        run,
+        links,
+        _time_between_products(shape, run, kernels, direction),
+        1.0 if forward else 2.0,
     )
-    return Cost(tensor=tensor, context=context, expert=_expert(shape, run, links))
+    return Cost(tensor=tensor, context=context, expert=_expert_message_time(shape, run, links))
 
 
 def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
@@ -160,7 +190,7 @@ def _around_block(run: Run, kernels: Roofline, forward: bool) -> float:
     return gather * (1 if forward else 2) + links.reduce_scatter(size, group)
 
 
-def _context(
+def _context_time(
     shape: LayerShape, run: Run, links: AlphaBeta, attention: float, factor: float
 ) -> float:
     if run.context == 1 or not shape.keys:
@@ -176,7 +206,7 @@ def _context(
     return max(0.0, steps * message - attention * steps / run.context)
 
 
-def _expert(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
+def _expert_message_time(shape: LayerShape, run: Run, links: AlphaBeta) -> float:
     """Return the time to send tokens to their experts and back."""
     if not shape.experts:
         return 0.0

@@ -61,7 +61,7 @@ def passes(pipeline: Pipeline, stage: int) -> tuple[Pass, ...]:
     last = pipeline.chunks - 1
     backward = [Pass("backward", microbatch, last - chunk) for microbatch, chunk in order]
     warmup = pipeline.warmup(stage)
-    steady = [each for pair in zip(forward[warmup:], backward, strict=False) for each in pair]
+    steady = [work for pair in zip(forward[warmup:], backward, strict=False) for work in pair]
     return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
 
 
@@ -78,12 +78,12 @@ def _chunk_order(pipeline: Pipeline) -> list[tuple[int, int]]:
 
 def held_counts(pipeline: Pipeline, stage: int) -> list[tuple[Pass, tuple[int, ...]]]:
     """Return each pass of ``stage``, and how many microbatches each chunk holds during it, including its own."""
-    held, found = [0] * pipeline.chunks, []
-    for each in passes(pipeline, stage):
-        held[each.chunk] += each.kind == "forward"
-        found.append((each, tuple(held)))
-        held[each.chunk] -= each.kind == "backward"
-    return found
+    held, counts = [0] * pipeline.chunks, []
+    for work in passes(pipeline, stage):
+        held[work.chunk] += work.kind == "forward"
+        counts.append((work, tuple(held)))
+        held[work.chunk] -= work.kind == "backward"
+    return counts
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +92,7 @@ def distinct_moments(
 ) -> tuple[tuple[Kind, int, tuple[int, ...]], ...]:
     """Return the moments that differ in memory: kind and chunk of a pass, and the microbatches that chunks hold."""
     return tuple(
-        dict.fromkeys((each.kind, each.chunk, held) for each, held in held_counts(pipeline, stage))
+        dict.fromkeys((work.kind, work.chunk, held) for work, held in held_counts(pipeline, stage))
     )
 
 

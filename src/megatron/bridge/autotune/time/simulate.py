@@ -41,16 +41,18 @@ class PassTimes:
 
 def simulate(pipeline: Pipeline, times: PassTimes) -> list[Span]:
     """Return the passes of all stages in the order in which they end."""
-    return sorted(starmap(Span, _run(pipeline, times)), key=lambda span: span.end)
+    return sorted(starmap(Span, _simulate_passes(pipeline, times)), key=lambda span: span.end)
 
 
-def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, float, Pass]]:
+def _simulate_passes(
+    pipeline: Pipeline, times: PassTimes
+) -> Iterator[tuple[int, float, float, Pass]]:
     """Yield stage, start and end of each pass."""
     stages = pipeline.stages
     durations = {"forward": times.forward, "backward": times.backward}
     travel, blocked = (0.0 if stages == 1 else times.message), times.message * times.blocking
     queues = [
-        deque(zip(passes(pipeline, stage), _inputs(pipeline, stage), strict=True))
+        deque(zip(passes(pipeline, stage), _awaited_outputs(pipeline, stage), strict=True))
         for stage in range(stages)
     ]
     free = [0.0] * stages
@@ -78,7 +80,7 @@ def _run(pipeline: Pipeline, times: PassTimes) -> Iterator[tuple[int, float, flo
 
 
 @lru_cache(maxsize=4096)
-def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
+def _awaited_outputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
     """Return the output that each pass of ``stage`` waits for; positions of chunks follow the order of layers.
 
     The first stage (of backward passes the last) waits for what the other end sends as soon as that is sent, although a
@@ -86,7 +88,7 @@ def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
     """
     stages, last = pipeline.stages, pipeline.stages * pipeline.chunks - 1
     done: dict[str, list[Pass]] = {"forward": [], "backward": []}
-    found: list[_Input] = []
+    sources: list[_Input] = []
     for work in passes(pipeline, stage):
         position, backward, earlier = (
             work.chunk * stages + stage,
@@ -101,8 +103,8 @@ def _inputs(pipeline: Pipeline, stage: int) -> tuple[_Input | None, ...]:
             if (sent.chunk > 0) if backward else (sent.chunk < pipeline.chunks - 1):
                 source = (work.kind, sent.chunk * stages + stages - 1 - stage, sent.microbatch)
         earlier.append(work)
-        found.append(source)
-    return tuple(source if source[1] >= 0 else None for source in found)
+        sources.append(source)
+    return tuple(source if source[1] >= 0 else None for source in sources)
 
 
 def makespan(pipeline: Pipeline, times: PassTimes) -> float:
@@ -113,21 +115,21 @@ def makespan(pipeline: Pipeline, times: PassTimes) -> float:
     group = pipeline.group if pipeline.chunks > 1 else pipeline.stages
     short = 4 * group + pipeline.microbatches % group
     if pipeline.microbatches <= short + group:
-        return _end(pipeline, times)
-    first = _end(replace(pipeline, microbatches=short), times)
-    second = _end(replace(pipeline, microbatches=short + group), times)
+        return _end_of_last_pass(pipeline, times)
+    first = _end_of_last_pass(replace(pipeline, microbatches=short), times)
+    second = _end_of_last_pass(replace(pipeline, microbatches=short + group), times)
     return first + (second - first) * (pipeline.microbatches - short) / group
 
 
 @lru_cache(maxsize=1024)
-def _end(pipeline: Pipeline, times: PassTimes) -> float:
-    return max(end for _, _, end, _ in _run(pipeline, times))
+def _end_of_last_pass(pipeline: Pipeline, times: PassTimes) -> float:
+    return max(end for _, _, end, _ in _simulate_passes(pipeline, times))
 
 
 def bound(pipeline: Pipeline, times: PassTimes) -> float:
     """Estimate ``makespan`` quickly: the busiest stage plus the path through the others."""
     busy = [times.busy(stage) for stage in range(pipeline.stages)]
     slowest = max(range(pipeline.stages), key=busy.__getitem__)
-    others = (sum(busy) - busy[slowest]) / pipeline.chunks
+    other_stages = (sum(busy) - busy[slowest]) / pipeline.chunks
     messages = 2 * times.message * (pipeline.stages - 1)
-    return busy[slowest] * pipeline.microbatches + others + messages
+    return busy[slowest] * pipeline.microbatches + other_stages + messages

@@ -105,23 +105,25 @@ def predict_step(
     times = PassTimes(
         forward=tuple(tuple(forward.total for forward, _ in chunks) for chunks in costs),
         backward=tuple(tuple(backward.total for _, backward in chunks) for chunks in costs),
-        message=_message(setting, kernels),
+        message=_pipeline_message_time(setting, kernels),
         blocking=not (setting.overlap_messages and kernels.overlaps)
         and setting.pipeline.stages > 1,
     )
     stages = setting.pipeline.stages
     busy = tuple(times.busy(stage) * setting.pipeline.microbatches for stage in range(stages))
-    passes = _passes(costs, busy, kernels.crowding) * setting.pipeline.microbatches
+    passes = _microbatch_cost(costs, busy, kernels.crowding) * setting.pipeline.microbatches
     split = passes.parts()
     # if processes share cores, other processes compute while a stage waits, but not while it sends
     messages = 2 * setting.pipeline.chunks * setting.pipeline.microbatches * times.blocking
     sending = 0.0 if kernels.crowding == 1.0 else messages * times.message
     split["bubble"] = max(span(setting.pipeline, times) - passes.total, sending)
-    split |= _after(plan, setting, kernels, times)
-    return _prediction(plan, setting, kernels, times, busy, split)
+    split |= _times_after_passes(plan, setting, kernels, times)
+    return _make_prediction(plan, setting, kernels, times, busy, split)
 
 
-def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float) -> Cost:
+def _microbatch_cost(
+    costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowding: float
+) -> Cost:
     """Return the cost of a microbatch on the busiest stage, or the average cost if processes share cores."""
     both = [sum((forward + backward for forward, backward in chunks), Cost()) for chunks in costs]
     if crowding == 1.0:
@@ -129,7 +131,7 @@ def _passes(costs: list[list[tuple[Cost, Cost]]], busy: tuple[float, ...], crowd
     return (sum(both, Cost()) * (1 / len(both))).slowed(crowding)
 
 
-def _prediction(
+def _make_prediction(
     plan: Plan,
     setting: Setting,
     kernels: Roofline,
@@ -159,12 +161,14 @@ def _prediction(
 def model_operations(plan: Plan, setting: Setting) -> float:
     """Return the operations of a step on all GPUs: three times those of the forward pass."""
     run = setting.run
-    each = 0.0
+    operations = 0.0
     for chunks in plan:
         for chunk in chunks:
-            each += sum(operations_per_token(layer, run) for layer in chunk.layers) * run.tensor
-            each += chunk.losses * 2 * setting.vocabulary * run.hidden * run.tensor
-    return 3 * each * setting.tokens
+            operations += (
+                sum(operations_per_token(layer, run) for layer in chunk.layers) * run.tensor
+            )
+            operations += chunk.losses * 2 * setting.vocabulary * run.hidden * run.tensor
+    return 3 * operations * setting.tokens
 
 
 def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, Cost]:
@@ -174,10 +178,10 @@ def _chunk_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost
         key = (layer, setting.recompute(layer, index))
         runs[key] = runs.get(key, 0) + 1
     for (layer, again), count in runs.items():
-        found = layer_time(
+        cost = layer_time(
             layer, replace(setting.run, recompute=again) if again else setting.run, kernels
         )
-        forward, backward = forward + found.forward * count, backward + found.backward * count
+        forward, backward = forward + cost.forward * count, backward + cost.backward * count
     slowest = kernels.slowest(setting.world_size)
     return forward.slowed(slowest), backward.slowed(slowest)
 
@@ -201,7 +205,7 @@ def _end_cost(chunk: Chunk, setting: Setting, kernels: Roofline) -> tuple[Cost, 
     return forward, backward
 
 
-def _message(setting: Setting, kernels: Roofline) -> float:
+def _pipeline_message_time(setting: Setting, kernels: Roofline) -> float:
     if setting.pipeline.stages == 1:
         return 0.0
     run = setting.run
@@ -225,12 +229,14 @@ def stage_weights(
     return dense + (ends * setting.embedding_weights if trained == 1.0 else 0.0), experts
 
 
-def _after(plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes) -> dict[str, float]:
+def _times_after_passes(
+    plan: Plan, setting: Setting, kernels: Roofline, times: PassTimes
+) -> dict[str, float]:
     """Return the times after the last pass, on the stage where they are longest."""
-    found = [
+    times_by_stage = [
         _after_stage(stage, chunks, setting, kernels, times) for stage, chunks in enumerate(plan)
     ]
-    longest = max(found, key=lambda split: sum(split.values()))
+    longest = max(times_by_stage, key=lambda split: sum(split.values()))
     return longest | {"other": FIXED}
 
 
@@ -243,11 +249,11 @@ def _after_stage(
     expert_group = Group(setting.expert_replicas, run.expert_tensor * run.expert)
     gather = links.all_gather if setting.sharded else links.all_reduce
     parts = ((dense, group), (experts, expert_group))
-    beside = sum(times.backward[stage]) if setting.overlap_gradients else None
-    reduce = _exposed(gather, parts, setting.gradient, setting.bucket, beside)
-    beside = sum(times.forward[stage]) if setting.overlap_parameters else None
+    hidden_behind = sum(times.backward[stage]) if setting.overlap_gradients else None
+    reduce = _exposed_time(gather, parts, setting.gradient, setting.bucket, hidden_behind)
+    hidden_behind = sum(times.forward[stage]) if setting.overlap_parameters else None
     spread = (
-        _exposed(links.all_gather, parts, setting.parameter, setting.bucket, beside)
+        _exposed_time(links.all_gather, parts, setting.parameter, setting.bucket, hidden_behind)
         if setting.sharded
         else 0.0
     )
@@ -260,20 +266,21 @@ def _after_stage(
     }
 
 
-def _exposed(
+def _exposed_time(
     gather: Callable[[float, Group], float],
     parts: tuple[tuple[float, Group], ...],
-    number: int,
+    bytes_per_parameter: int,
     bucket: int,
-    beside: float | None,
+    hidden_behind: float | None,
 ) -> float:
-    """Return the exposed time of messages of ``number`` bytes a parameter, in buckets; all but the last overlap."""
-    if beside is None:
-        return sum(gather(size * number, group) for size, group in parts)
+    """Return the exposed time of messages in buckets of parameters; all but the last message overlap."""
+    if hidden_behind is None:
+        return sum(gather(size * bytes_per_parameter, group) for size, group in parts)
     messages = [
-        (max(size / bucket, 1.0), gather(min(size, bucket) * number, group))
+        (max(size / bucket, 1.0), gather(min(size, bucket) * bytes_per_parameter, group))
         for size, group in parts
     ]
     return max(
-        sum(count * each for count, each in messages) - beside, sum(each for _, each in messages)
+        sum(count * seconds for count, seconds in messages) - hidden_behind,
+        sum(seconds for _, seconds in messages),
     )

@@ -140,7 +140,7 @@ class Run:
 
 def operations_per_token(layer: LayerShape, run: Run) -> float:
     """Return the forward operations per token in ``layer`` on one tensor rank."""
-    dense = sum(2 * each.rows * each.columns for each in layer.matrices)
-    router = sum(2 * each.rows * each.columns for each in layer.router) / run.tensor
-    experts = sum(2 * each.rows * each.columns for each in layer.experts) * run.top_k
+    dense = sum(2 * matrix.rows * matrix.columns for matrix in layer.matrices)
+    router = sum(2 * matrix.rows * matrix.columns for matrix in layer.router) / run.tensor
+    experts = sum(2 * matrix.rows * matrix.columns for matrix in layer.experts) * run.top_k
     return dense + router + experts * run.expert_tensor / run.tensor + layer.between

@@ -61,13 +61,13 @@ def tiles(span: QuerySpan, window: AttentionWindow, limit: int | None = None) ->
 
     ``limit`` bounds the queries of a tile; without it, only tiles that need a mask are bounded.
     """
-    whole = _tile(span, window, 0, span.rows)
-    if whole is not None and whole.positions is None and span.rows <= (limit or span.rows):
-        yield whole
+    full_tile = _make_tile(span, window, 0, span.rows)
+    if full_tile is not None and full_tile.positions is None and span.rows <= (limit or span.rows):
+        yield full_tile
         return
     height = min(_tile_height(window), limit or MASKED_ROWS)
     for first in range(0, span.rows, height):
-        tile = _tile(span, window, first, min(first + height, span.rows))
+        tile = _make_tile(span, window, first, min(first + height, span.rows))
         if tile is not None:
             yield tile
 
@@ -79,7 +79,7 @@ def _tile_height(window: AttentionWindow) -> int:
     return max(128, min(MASKED_ROWS, window.left + window.right + 1))
 
 
-def _tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) -> Tile | None:
+def _make_tile(span: QuerySpan, window: AttentionWindow, first: int, stop: int) -> Tile | None:
     top, bottom = span.position + first, span.position + stop - 1
     low = 0 if window.left is None else max(0, top - window.left)
     high = span.keys if window.right is None else min(span.keys, bottom + window.right + 1)
@@ -104,12 +104,12 @@ def visibility_mask(tile: Tile, window: AttentionWindow, device: torch.device) -
         window = AttentionWindow(None, 0)
     elif tile.positions is None:
         return None
-    seen = torch.ones(height, width, dtype=torch.bool, device=device)
+    visible = torch.ones(height, width, dtype=torch.bool, device=device)
     if window.right is not None:  # key low + j <= query top + i + right
-        seen = seen.tril_(top - low + window.right)
+        visible = visible.tril_(top - low + window.right)
     if window.left is not None:
-        seen = seen.triu_(top - low - window.left)
-    return seen
+        visible = visible.triu_(top - low - window.left)
+    return visible
 
 
 def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list[Tensor | None]:
@@ -122,25 +122,33 @@ def tile_biases(plan: list[Tile], window: AttentionWindow, like: Tensor) -> list
 
     def kind(tile: Tile, positions: tuple[int, int]) -> tuple[int, int]:
         top, low = positions
-        return _length(tile.rows), _length(tile.keys) - (top - low)
+        return _slice_length(tile.rows), _slice_length(tile.keys) - (top - low)
 
     widest: dict[tuple[int, int], Tile] = {}
     for tile in plan:
         if tile.positions is not None:
             key = kind(tile, tile.positions)
-            if key not in widest or _length(tile.keys) > _length(widest[key].keys):
+            if key not in widest or _slice_length(tile.keys) > _slice_length(widest[key].keys):
                 widest[key] = tile
     shared = {}
     for key, tile in widest.items():
-        seen = visibility_mask(tile, window, like.device)
-        assert seen is not None
-        shared[key] = like.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        visible = visibility_mask(tile, window, like.device)
+        assert visible is not None
+        shared[key] = like.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))
     return [
         None
         if tile.positions is None
-        else shared[kind(tile, tile.positions)][:, -_length(tile.keys) :]
+        else shared[kind(tile, tile.positions)][:, -_slice_length(tile.keys) :]
         for tile in plan
     ]
+
+
+def is_mask_of_valid_tokens(mask: Tensor) -> bool:
+    """Return whether ``mask`` is boolean [b, s], true for tokens that are no padding.
+
+    Masks of Megatron-Core have four dimensions and are true where a key is hidden.
+    """
+    return mask.dtype == torch.bool and mask.dim() == 2
 
 
 def looking_ahead(
@@ -173,7 +181,7 @@ def hidden_ahead(ahead: Tensor, span: QuerySpan, tile: Tile) -> Tensor:
     return (keys > (queries + ahead[:, tile.rows])[..., None])[:, None]
 
 
-def _length(part: slice) -> int:
+def _slice_length(part: slice) -> int:
     return part.stop - part.start
 
 
@@ -183,7 +191,7 @@ def slice_sequence(tensor: Tensor, parts: list[slice]) -> list[Tensor]:
     if parts == [slice(0, total)]:
         return [tensor]
     if (
-        sum(_length(part) for part in parts) > 4 * total
+        sum(_slice_length(part) for part in parts) > 4 * total
     ):  # all their gradients at once would take too much memory
         return [tensor[:, :, part] for part in parts]
     return list(_SliceSequence.apply(tensor, parts))  # type: ignore[arg-type]
@@ -294,11 +302,11 @@ def remember_on_host(tensor: Tensor, values: list[int]) -> Tensor:
 
 def host_values(tensor: Tensor) -> list[int]:
     """Return the flat values of a constant tensor of integers, which is copied from its device at most once."""
-    found: list[int] | None = getattr(tensor, _ON_HOST, None)
-    if found is None:
-        found = tensor.flatten().tolist()
-        remember_on_host(tensor, found)
-    return list(found)
+    values: list[int] | None = getattr(tensor, _ON_HOST, None)
+    if values is None:
+        values = tensor.flatten().tolist()
+        remember_on_host(tensor, values)
+    return list(values)
 
 
 def padded_cu_seqlens(packed: Any) -> Tensor:

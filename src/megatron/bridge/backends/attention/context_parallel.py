@@ -62,8 +62,8 @@ def to_natural_order(by_rank: torch.Tensor, parts: list[PackedSegment], size: in
     # split and cat instead of slices: the gradient of each slice would be a full-size zero tensor
     chunks = by_rank.split(lengths)
     natural: list[torch.Tensor] = [by_rank] * len(order)
-    for (place, _), chunk in zip(order, chunks, strict=True):
-        natural[place] = chunk
+    for (position, _), chunk in zip(order, chunks, strict=True):
+        natural[position] = chunk
     return torch.cat(natural)
 
 
@@ -71,17 +71,17 @@ def to_rank_order(natural: torch.Tensor, parts: list[PackedSegment], size: int) 
     """The inverse of `to_natural_order`."""
     order = _chunk_order(parts, size)
     lengths = [0] * len(order)
-    for place, length in order:
-        lengths[place] = length
+    for position, length in order:
+        lengths[position] = length
     chunks = natural.split(lengths)
-    return torch.cat([chunks[place] for place, _ in order])
+    return torch.cat([chunks[position] for position, _ in order])
 
 
 def _chunk_order(parts: list[PackedSegment], size: int) -> list[tuple[int, int]]:
     """Return the position in natural order and the length of each chunk, in rank order."""
     return [
-        (index * 2 * size + place, part.padded // (2 * size))
+        (index * 2 * size + chunk, part.padded // (2 * size))
         for rank in range(size)
         for index, part in enumerate(parts)
-        for place in (rank, 2 * size - 1 - rank)
+        for chunk in (rank, 2 * size - 1 - rank)
     ]

@@ -99,13 +99,15 @@ def attend_extents(
 ) -> Tensor:
     """Compute attention [rows, h, d] of the last tokens of texts; keys and values [tokens, g, d] are their cache."""
     bounds = extents.rows, extents.keys
-    kernel = CudaFlashKernel(bounds, extents.longest, _limits(window), scale, extents.lengths)
+    kernel = CudaFlashKernel(
+        bounds, extents.longest, _window_limits(window), scale, extents.lengths
+    )
     if sinks is not None:
         return sink_attention.attend(query, key, value, sinks, kernel)
     return kernel.forward(query, key, value)[0]
 
 
-def _limits(window: AttentionWindow) -> tuple[int, int]:
+def _window_limits(window: AttentionWindow) -> tuple[int, int]:
     left, right = (-1 if limit is None else limit for limit in (window.left, window.right))
     return left, right
 
@@ -123,7 +125,7 @@ def _varlen_attention(
     """Compute attention of [tokens, h, d]; keys and values may have fewer heads."""
     from torch.nn.attention.varlen import varlen_attn  # 0.1 s, not needed without a GPU
 
-    limits = _limits(window)
+    limits = _window_limits(window)
     if sinks is not None:
         kernel = CudaFlashKernel(bounds, longest, limits, scale)
         return sink_attention.attend(query, key, value, sinks, kernel)

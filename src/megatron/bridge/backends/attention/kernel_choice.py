@@ -77,14 +77,14 @@ def run_with_variables(module: nn.Module, variables: Mapping[str, str]) -> None:
     forward: Callable[..., Any] = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _environment(variables):
+        with _restored_environment(variables):
             return forward(*args, **kwargs)
 
     module.forward = run  # type: ignore[method-assign]
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def _restored_environment(variables: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     # Transformer Engine chooses again only for other shapes: another model may have made the last choice
     choice: Any = getattr(sys.modules.get(_TE_ATTENTION), "_attention_backends", None)

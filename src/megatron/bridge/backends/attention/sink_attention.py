@@ -98,22 +98,26 @@ class _SinkAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel
     ) -> Tensor:
         out, log_sum = kernel.forward(query, key, value)
-        whole = torch.logaddexp(log_sum, kernel.expand_sinks(sinks.to(log_sum.dtype)))
-        out = (out * (log_sum - whole).exp().unsqueeze(-1)).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, out, whole)
+        total_log_sum = torch.logaddexp(log_sum, kernel.expand_sinks(sinks.to(log_sum.dtype)))
+        out = (out * (log_sum - total_log_sum).exp().unsqueeze(-1)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, total_log_sum)
         ctx.kernel = kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, out, whole = ctx.saved_tensors
+        query, key, value, sinks, out, total_log_sum = ctx.saved_tensors
         kernel: FlashKernel = ctx.kernel
         grad = grads[0].contiguous()
-        shares = (kernel.expand_sinks(sinks.to(whole.dtype)) - whole).exp()
-        lost = shares * (grad.to(whole.dtype) * out).sum(-1)
+        shares = (kernel.expand_sinks(sinks.to(total_log_sum.dtype)) - total_log_sum).exp()
+        lost = shares * (grad.to(total_log_sum.dtype) * out).sum(-1)
         heads = lost.sum_to_size(kernel.expand_sinks(sinks).shape).view_as(sinks)
-        return (*kernel.backward(grad, out, whole, query, key, value), -heads.to(sinks.dtype), None)
+        return (
+            *kernel.backward(grad, out, total_log_sum, query, key, value),
+            -heads.to(sinks.dtype),
+            None,
+        )
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:

@@ -122,11 +122,11 @@ class Indexer(MegatronModule):
 
     def scores(self, index: Index, later: Tensor) -> Tensor:
         """Compute scores [b, queries, keys] in fp32; -inf for keys that are ``later`` [queries, keys]."""
-        found = torch.einsum("sbhd,tbd->bsht", index.queries.float(), index.keys.float())
+        scores = torch.einsum("sbhd,tbd->bsht", index.queries.float(), index.keys.float())
         if self.config.dsa_indexer_scoring_relu:
-            found = found.relu()
-        found = torch.einsum("bsht,sbh->bst", found, index.weights)
-        return found.masked_fill(later, -torch.inf)
+            scores = scores.relu()
+        scores = torch.einsum("bsht,sbh->bst", scores, index.weights)
+        return scores.masked_fill(later, -torch.inf)
 
 
 class SparseAttention(TorchAttention):
@@ -224,9 +224,9 @@ class SparseAttention(TorchAttention):
             return None
         rows, batch = index.weights.shape[:2]
         hidden = index.weights.new_ones(batch, rows, len(index.keys), dtype=torch.bool)
-        for where, keys, part, later in self._blocks(index, spans):
+        for rows_of_block, keys, part, later in self._blocks(index, spans):
             chosen = self._scores(part, later).topk(min(best, len(part.keys)), dim=-1).indices
-            hidden[:, where, keys].scatter_(-1, chosen, False)
+            hidden[:, rows_of_block, keys].scatter_(-1, chosen, False)
         return hidden.unsqueeze(1)
 
     def _scores(self, part: Index, later: Tensor) -> Tensor:
@@ -271,10 +271,10 @@ class SparseAttention(TorchAttention):
             unseen = later.expand(query.size(1), *later.shape)
             if config.dsa_indexer_use_sparse_loss and self.hidden is not None:
                 unseen = unseen | self.hidden[:, 0, rows, keys]
-            wanted = self._attention(query[rows], key[keys], unseen)
+            target = self._attention(query[rows], key[keys], unseen)
             # recomputed in the backward pass; otherwise the scores of all heads would stay in memory
             part_of_all: Any = checkpoint(
-                self._divergence, part, wanted, unseen, use_reentrant=False
+                self._divergence, part, target, unseen, use_reentrant=False
             )
             total = total + part_of_all
         queries = query.size(1) * sum(span.rows for span in spans)
@@ -300,9 +300,9 @@ class SparseAttention(TorchAttention):
             dist.all_reduce(given, group=self.tp_group)
         return given / given.sum(-1, keepdim=True)
 
-    def _divergence(self, part: Index, wanted: Tensor, unseen: Tensor) -> Tensor:
+    def _divergence(self, part: Index, target: Tensor, unseen: Tensor) -> Tensor:
         scores = self._scores(part, unseen).log_softmax(-1).masked_fill(unseen, 0.0)
-        return (torch.xlogy(wanted, wanted) - wanted * scores).sum()
+        return (torch.xlogy(target, target) - target * scores).sum()
 
 
 def link_shared(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from megatron.bridge.backends.attention.block_mask import (
     Tile,
     chunk_spans,
     hidden_ahead,
+    is_mask_of_valid_tokens,
     looking_ahead,
     packed_segments,
     packed_spans,
@@ -128,8 +129,8 @@ class TorchAttention(MegatronModule):
                 config.perform_initialization
             ):  # all heads on every rank: the same values under any layout
                 config.init_method(all_heads)  # type: ignore[misc]
-            mine = all_heads.split(heads)[self.tp_group.rank()].clone()
-            self.softmax_offset = torch.nn.Parameter(mine)
+            local_heads = all_heads.split(heads)[self.tp_group.rank()].clone()
+            self.softmax_offset = torch.nn.Parameter(local_heads)
             tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
@@ -151,7 +152,8 @@ class TorchAttention(MegatronModule):
             attention_mask: Boolean, true where a key is masked out (as in Megatron), broadcastable to
                 [b, h, s, s]; applies in addition to ``attn_mask_type`` and the window. Or integers [b, s]: the
                 number of later positions that each query sees, instead of ``attn_mask_type``; a window still limits
-                the earlier positions.
+                the earlier positions. Booleans [b, s] say which tokens are valid, as RL frameworks pass them to
+                Transformer Engine; causal attention ignores them, as it does there, because padding comes last.
             attn_mask_type: Causal or not; None uses the layer's type.
             attention_bias: Not supported.
             packed_seq_params: The bounds of the sequences of a packed row.
@@ -165,6 +167,9 @@ class TorchAttention(MegatronModule):
                 "packed rows have no mask"
             )
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        if attention_mask is not None and is_mask_of_valid_tokens(attention_mask):
+            self._check_valid_tokens(attention_mask, attn_mask_type or self.attn_mask_type)
+            attention_mask = None
         window = self._mask_window(attn_mask_type or self.attn_mask_type)
         attention_mask, window = looking_ahead(attention_mask, window)
         attend = self._attend_parallel if self._cp(packed_seq_params) else self._attend_local
@@ -172,6 +177,20 @@ class TorchAttention(MegatronModule):
             (query, key, value), attention_mask, window, packed_seq_params if packed else None
         ).flatten(2)
         return out.squeeze(1) if packed else out
+
+    def _check_valid_tokens(self, valid: Tensor, mask_type: AttnMaskType) -> None:
+        """Refuse a mask [b, s] of valid tokens that changes what valid tokens see."""
+        if mask_type not in _CAUSAL:
+            raise UserError(
+                f"an attention mask of valid tokens [batch, sequence] needs causal attention, this layer has "
+                f"{mask_type.name}: pass one that is true where a key is hidden, [batch, 1, 1, sequence]"
+            )
+        # a GPU is not asked, because it would have to wait for the mask in each layer
+        if valid.device.type == "cpu" and bool((valid[:, 1:] & ~valid[:, :-1]).any()):
+            raise UserError(
+                "the attention mask of valid tokens [batch, sequence] has padding before a valid token, which would "
+                "see it: put the padding at the end"
+            )
 
     def first_key(self, position: Any) -> Any:
         """Return the position of the first key that the query at ``position``, a number or a tensor, sees."""

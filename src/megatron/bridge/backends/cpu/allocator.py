@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
     training: a conversion should return memory. Does nothing on a machine with a GPU or without glibc.
     """
     if not has_cuda():
-        _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 << 20})
+        _set_malloc_parameters({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 << 20})
 
 
 def release_freed_memory() -> None:
@@ -27,20 +27,22 @@ def release_freed_memory() -> None:
     By default glibc keeps chunks up to the last freed size, at most 32 MB, in a heap of each thread: a
     conversion in 16 MB of tensors took 200 MB. Does nothing after ``keep_freed_memory`` or without glibc.
     """
-    _set({M_MMAP_THRESHOLD: 1 << 20})
+    _set_malloc_parameters({M_MMAP_THRESHOLD: 1 << 20})
 
 
 def trim() -> None:
     """Return memory that is free now to the system. Does nothing without glibc."""
-    _glibc("malloc_trim", 0)
+    _call_glibc("malloc_trim", 0)
 
 
-def _set(parameters: dict[int, int]) -> None:
+def _set_malloc_parameters(parameters: dict[int, int]) -> None:
     for name, value in parameters.items():
-        _glibc("mallopt", name, value)
+        _call_glibc("mallopt", name, value)
 
 
-def _glibc(function: str, *arguments: int) -> None:
-    found = getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
-    if found is not None:
-        found(*arguments)
+def _call_glibc(function: str, *arguments: int) -> None:
+    libc_function = (
+        getattr(ctypes.CDLL(None), function, None) if sys.platform.startswith("linux") else None
+    )
+    if libc_function is not None:
+        libc_function(*arguments)

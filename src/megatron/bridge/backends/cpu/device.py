@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.jit import _builtins as torch_script_operators
 
 from megatron.bridge.backends.hardware import compiler
 from megatron.bridge.utils.patching import patched
@@ -56,7 +57,7 @@ def install() -> None:
     _widen_products()
 
 
-def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+def _mark_as_patch(function: Callable[..., Any]) -> Callable[..., Any]:
     setattr(function, _MARK, True)
     return function
 
@@ -64,7 +65,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 def _patch_current_device() -> None:
     """Megatron-Core passes ``torch.cuda.current_device()`` as ``device=`` in about 175 places."""
 
-    @_marked
+    @_mark_as_patch
     def current_device() -> torch.device:
         return _place[-1]
 
@@ -77,9 +78,9 @@ def _patch_current_device() -> None:
 
 
 @contextlib.contextmanager
-def placed_on(place: torch.device) -> Iterator[None]:
-    """Make ``place`` the current device, and what ``device="cuda"`` means, inside the context."""
-    _place.append(place)
+def placed_on(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the current device, and what ``device="cuda"`` means, inside the context."""
+    _place.append(device)
     try:
         yield
     finally:
@@ -182,6 +183,8 @@ def patch_rng_tracker(module: Any) -> None:
 
         @contextlib.contextmanager
         def fork(self, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if not self.states_:
+                _seed_as_torch(module.model_parallel_cuda_manual_seed)
             if name not in self.states_:
                 raise KeyError(f"no random state named {name!r}: seed model parallelism first")
             outer_name, outer = self._current_state_name, torch.get_rng_state()
@@ -200,6 +203,20 @@ def patch_rng_tracker(module: Any) -> None:
     module._set_cuda_rng_state = _set_rng_state
     module.CudaRNGStatesTracker = CpuRNGStatesTracker
 
+
+def _seed_as_torch(seed_trackers: Callable[[int], None]) -> None:
+    """Seed the states of model parallelism with the seed that ``torch.manual_seed`` was given, if it was.
+
+    Programs like Megatron-LM's ``_set_random_seed`` seed them only if ``torch.cuda.device_count()`` is not 0.
+    """
+    if torch.initial_seed() == _UNSEEDED:
+        return
+    state = torch.get_rng_state()
+    seed_trackers(torch.initial_seed())
+    torch.set_rng_state(state)
+
+
+_UNSEEDED = torch.Generator().initial_seed()
 
 _FACTORIES = (
     *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "linspace", "eye"),
@@ -238,9 +255,15 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _patch_factories() -> None:
-    """Schedules, optimizers, gradient scaling and clipping request ``device="cuda"`` or pinned memory."""
+    """Schedules, optimizers, gradient scaling and clipping request ``device="cuda"`` or pinned memory.
+
+    The wrappers are known to TorchScript as the operators that they wrap, and to pickle under torch's names.
+    """
     for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+        create = _on_cpu(getattr(torch, name))
+        create.__module__, create.__qualname__ = "torch", name
+        torch_script_operators._register_builtin(create, f"aten::{name}")
+        setattr(torch, name, create)
 
 
 class _TypeName(str):
@@ -459,14 +482,18 @@ def core_import_context() -> Iterator[None]:
         with _without_compile() if compiler.lacks_compiler() else contextlib.nullcontext():
             yield
         return
-    # these filters stay: modules that are imported later, and every model, emit these warnings
-    for sentence in (*_CUDA_WARNINGS, *_HARMLESS_WARNINGS):
-        warnings.filterwarnings("ignore", message=sentence)
+    silence_core_warnings()
     with warnings.catch_warnings(), _without_compile(), _without_cuda_home_warning():
         warnings.simplefilter(
             "ignore", SyntaxWarning
         )  # in the source of Megatron-Core, once per machine
         yield
+
+
+def silence_core_warnings() -> None:
+    """Ignore warnings about missing CUDA packages from now on: every model emits them."""
+    for sentence in (*_CUDA_WARNINGS, *_HARMLESS_WARNINGS):
+        warnings.filterwarnings("ignore", message=sentence)
 
 
 def _without_compile() -> contextlib.AbstractContextManager[None]:
@@ -476,10 +503,12 @@ def _without_compile() -> contextlib.AbstractContextManager[None]:
     first step, instead of 0.05 to 0.1 s. Disabling it after the import has no effect. With a GPU and without a C
     compiler or Python's headers, the first call would raise an error.
     """
-    return patched(torch, compile=_uncompiled)
+    return patched(torch, compile=_leave_uncompiled)
 
 
-def _uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+def _leave_uncompiled(
+    model: Callable[..., Any] | None = None, **options: Any
+) -> Callable[..., Any]:
     return model if model is not None else lambda function: function
 
 

@@ -63,10 +63,10 @@ def _on_meta() -> Iterator[None]:
 
 
 def _everyone_says_the_same(traffic: Traffic) -> AbstractContextManager[None]:
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    def all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> None:
         data = pickle.dumps(value)
-        traffic.received += len(data) * len(found)
-        found[:] = [pickle.loads(data) for _ in found]
+        traffic.received += len(data) * len(gathered)
+        gathered[:] = [pickle.loads(data) for _ in gathered]
 
     def broadcast_object_list(objects: list[Any], *args: Any, **options: Any) -> None:
         """Keep this rank's objects for every sender."""
@@ -112,7 +112,7 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.found.append(_message(func, args))
+            self.found.append(_message_of_call(func, args))
         elif func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         elif func is torch.ops.aten.masked_select.default and args[1].is_meta:
@@ -120,13 +120,15 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _message(func: Any, args: tuple[Any, ...]) -> Message:
+def _message_of_call(func: Any, args: tuple[Any, ...]) -> Message:
     group = next(
-        dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)
+        dist.ProcessGroup.unbox(argument)
+        for argument in args
+        if isinstance(argument, torch.ScriptObject)
     )
     sizes = [
-        sum(leaf.nbytes for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor))
-        for each in args
+        sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
+        for argument in args
     ]
     name = str(func.overloadpacket.__name__)
     return Message(_KINDS.get(name, name.strip("_")), group.group_desc, group.size(), max(sizes))
@@ -136,7 +138,7 @@ def _message(func: Any, args: tuple[Any, ...]) -> Message:
 def recorded_messages(chosen: float) -> Iterator[list[Message]]:
     """Record the messages of this process in ``one_rank``; tokens are distributed evenly over the experts."""
     recompute = {
-        "checkpoint": _recomputed,
+        "checkpoint": _recompute_in_backward,
         "discard_output_and_register_recompute": lambda *_: None,
     }
     with (
@@ -150,10 +152,13 @@ def recorded_messages(chosen: float) -> Iterator[list[Message]]:
 
 def _one_by_one(operations: list[dist.P2POp]) -> list[Any]:
     """Do not combine operations: the fake group does not support it."""
-    return [each.op(each.tensor, each.peer, each.group, each.tag) for each in operations]
+    return [
+        operation.op(operation.tensor, operation.peer, operation.group, operation.tag)
+        for operation in operations
+    ]
 
 
-def _recomputed(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
+def _recompute_in_backward(_: CheckpointWithoutOutput, function: Any, *args: Any) -> Any:
     """Recompute in the backward pass, as Megatron-Core does with Transformer Engine."""
     return tensor_parallel.checkpoint(function, False, *args)
 
@@ -166,14 +171,14 @@ def _shared_out(dispatcher: Any, point: str, tokens_per_expert: Any) -> Any:
         dispatcher.num_local_experts,
     )
     ranks, parts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.ep_size
-    each = np.full(experts, tokens // experts)
-    each[: tokens % experts] += 1
-    mine = each[:local]
+    tokens_of_expert = np.full(experts, tokens // experts)
+    tokens_of_expert[: tokens % experts] += 1
+    local_tokens = tokens_of_expert[:local]
     if ranks > 1:
-        dispatcher.input_splits = each.reshape(parts, local).sum(1)
-        dispatcher.output_splits = np.full(parts, mine.sum())
-        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, mine.sum() * parts)
+        dispatcher.input_splits = tokens_of_expert.reshape(parts, local).sum(1)
+        dispatcher.output_splits = np.full(parts, local_tokens.sum())
+        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, local_tokens.sum() * parts)
     if local > 1:
-        counts = torch.tensor(np.tile(mine, (ranks, 1)), device="cpu")
+        counts = torch.tensor(np.tile(local_tokens, (ranks, 1)), device="cpu")
         dispatcher.num_global_tokens_per_local_expert = counts
-    return torch.tensor(mine * ranks, device="cpu")
+    return torch.tensor(local_tokens * ranks, device="cpu")

@@ -60,7 +60,7 @@ class AttentionCache:
         masks = core.masks or [span.ahead for span in self.step.spans]
         if self.attends_at_once(core) and all(mask is None for mask in masks):
             self.store(*new[1:])
-            form = self.step.extents, _window(core), core.scale, core.softmax_offset
+            form = self.step.extents, _window_of_core(core), core.scale, core.softmax_offset
             tokens = self.step.tokens
             out[:tokens] = flash_attention.attend_extents(
                 new[0][:tokens], self.keys, self.values, *form
@@ -81,22 +81,24 @@ class AttentionCache:
         self, core: Any, new: _New, masks: Sequence[Tensor | None], out: Tensor
     ) -> None:
         """Attend to the keys of each text, in one call for all texts whose tokens see no later ones."""
-        plain, others, compiles = [], [], self._compiles(core)
+        plain, masked_spans, compiles = [], [], self._compiles(core)
         for span, mask in zip(self.step.spans, masks, strict=True):
             if compiles and (mask is None or (span.count == 1 and _sees_all(mask))):
                 plain.append(span)
             else:
-                others.append((span, mask))
-        if others:
+                masked_spans.append((span, mask))
+        if masked_spans:
             self.store(*new[1:])
         if plain:
             self._attend_compiled(core, new, plain, out)
-        for span, mask in others:
-            seen = slice(
+        for span, mask in masked_spans:
+            visible = slice(
                 span.extent + core.first_key(span.start), span.extent + span.start + span.count
             )
             rows = slice(span.row, span.row + span.count)
-            out[rows] = _attend(core, new[0][rows], self.keys[seen], self.values[seen], mask)
+            out[rows] = _attend_to_keys(
+                core, new[0][rows], self.keys[visible], self.values[visible], mask
+            )
 
     def _attend_compiled(self, core: Any, new: _New, spans: Sequence[Span], out: Tensor) -> None:
         """Store the tokens of the spans, or all rows of ``SingleTokens``, and attend to the keys that they see."""
@@ -128,7 +130,7 @@ class AttentionCache:
     def attends_at_once(self, core: Any) -> bool:
         """Return whether one kernel attends to the keys of all texts, if no token sees later ones."""
         return self.keys.shape == self.values.shape and core.takes_packed_rows(
-            self.keys, _window(core)
+            self.keys, _window_of_core(core)
         )
 
 
@@ -174,7 +176,7 @@ class WindowCache(AttentionCache):
                 keys, values = self._seen(
                     span, core.first_key(span.start), new[1][rows], new[2][rows]
                 )
-                out[rows] = _attend(core, new[0][rows], keys, values, span.ahead)
+                out[rows] = _attend_to_keys(core, new[0][rows], keys, values, span.ahead)
 
     def _tables(self, core: Any, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         first = [span.slot * self._length for span in spans]
@@ -197,12 +199,12 @@ class WindowCache(AttentionCache):
         if span.count == 1:
             self._store(span, key, value)
             first = span.slot * self._length
-            seen = slice(first, first + span.start + 1 - low)
-            return self.keys[seen], self.values[seen]
+            visible = slice(first, first + span.start + 1 - low)
+            return self.keys[visible], self.values[visible]
         old = self._places(span, low, span.start)
-        whole = torch.cat((self.keys[old], key)), torch.cat((self.values[old], value))
+        keys_and_values = torch.cat((self.keys[old], key)), torch.cat((self.values[old], value))
         self._store(span, key, value)
-        return whole
+        return keys_and_values
 
     def _places(self, span: Span, start: int, stop: int) -> Tensor:
         return (
@@ -260,7 +262,9 @@ class LatentCache(AttentionCache):
         return self._up.weight.unflatten(0, (self._heads, -1))
 
 
-def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _attend_to_keys(
+    core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
     """Compute [count, h, dv] of a text's last tokens [count, h, d], which see the keys [s, g, d]."""
     count = len(query)
     if count == 1 and _sees_all(mask) and _is_softmax(core) and keys.size(2) == values.size(2):
@@ -271,7 +275,7 @@ def _attend(core: Any, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
         return F.scaled_dot_product_attention(row, k, v, scale=core.scale).reshape(
             1, -1, values.size(2)
         )
-    mask, window = looking_ahead(mask, _window(core))
+    mask, window = looking_ahead(mask, _window_of_core(core))
     span = QuerySpan(0, count, len(keys) - count, 0, len(keys))
     qkv = query.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1)
     return core._attend(qkv, mask, [span], window, core.softmax_offset)[:, 0]
@@ -287,5 +291,5 @@ def _is_softmax(core: Any) -> bool:
     return core.softcap is None and core.softmax_offset is None
 
 
-def _window(core: Any) -> AttentionWindow:
+def _window_of_core(core: Any) -> AttentionWindow:
     return core._mask_window(core.attn_mask_type)

@@ -6,6 +6,7 @@ write the tensors that were there when they were recorded: inputs are tensors wh
 """
 
 import operator
+import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -34,6 +35,11 @@ def record(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
 class _Recorder(TorchDispatchMode):
     """Writes each operator that runs in the context as a node of a graph."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether the first operator imports torch's compiler (0.8 s), to exclude this class from it."""
+        return "torch._dynamo" in sys.modules
+
     def __init__(self) -> None:
         super().__init__()
         self._graph = fx.Graph()
@@ -48,23 +54,23 @@ class _Recorder(TorchDispatchMode):
         )
         kwargs = kwargs or {}
         with self:
-            found = NotImplemented if func in _WHOLE else func.decompose(*args, **kwargs)
-        if found is not NotImplemented:  # it consists of other operators, which have been recorded
-            return found
-        found = func(*args, **kwargs)
+            result = NotImplemented if func in _WHOLE else func.decompose(*args, **kwargs)
+        if result is not NotImplemented:  # it consists of other operators, which have been recorded
+            return result
+        result = func(*args, **kwargs)
         if (
-            args and found is args[0] and not func._schema.is_mutable
+            args and result is args[0] and not func._schema.is_mutable
         ):  # such as a cast to the same dtype
-            return found
+            return result
         node = self._graph.call_function(
             FUNCTIONS.get(func, func), *tree_map(self._node, (args, kwargs))
         )
-        if isinstance(found, Tensor):
-            self._nodes.setdefault(found, node)  # an operator in place returns its argument
+        if isinstance(result, Tensor):
+            self._nodes.setdefault(result, node)  # an operator in place returns its argument
         else:
-            for index, part in enumerate(found or ()):
+            for index, part in enumerate(result or ()):
                 self._nodes[part] = self._graph.call_function(operator.getitem, (node, index))
-        return found
+        return result
 
     def _node(self, value: Any) -> Any:
         """Return the node that computes a tensor, or an input of the graph for a tensor from before."""

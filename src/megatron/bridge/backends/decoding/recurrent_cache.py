@@ -34,7 +34,8 @@ class RecurrentCache:
     def __init__(self, requests: int, shapes: Sequence[StateShape], device: torch.device) -> None:
         # the last slot is for padding
         self.states = [
-            torch.zeros(requests + 1, *it.shape, dtype=it.dtype, device=device) for it in shapes
+            torch.zeros(requests + 1, *state.shape, dtype=state.dtype, device=device)
+            for state in shapes
         ]
 
     def run(self, inputs: Tensor, width: int, mix: Mix, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,5 +59,5 @@ class RecurrentCache:
 
 def with_history(x: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
     """Prepend the last inputs of the previous step; return this and the last inputs of this step, [b, s, f] each."""
-    whole = torch.cat((history, x), dim=1)
-    return whole, whole[:, whole.size(1) - history.size(1) :]
+    extended = torch.cat((history, x), dim=1)
+    return extended, extended[:, extended.size(1) - history.size(1) :]

@@ -109,13 +109,13 @@ class Step:
         """Group all single tokens; longer spans, and several spans of one text, are separate groups."""
         spans_of = Counter(span.slot for span in self.spans)
         later: list[Span] = []
-        found: list[Group] = []
+        groups: list[Group] = []
         for span in self.spans:
             if span.count == 1 and span.start and spans_of[span.slot] == 1:
                 later.append(span)
             else:
-                found.append(self._group([span]))
-        return [self._group(later), *found] if later else found
+                groups.append(self._group([span]))
+        return [self._group(later), *groups] if later else groups
 
     def _group(self, spans: list[Span]) -> Group:
         first = spans[0]

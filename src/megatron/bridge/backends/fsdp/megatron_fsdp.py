@@ -181,12 +181,12 @@ def flat_buffers(
     policy = core_buffers.BucketingPolicy(ddp_config.bucket_size, fsdp_units(ddp_config), strategy)
     for group in core_buffers._get_parameter_groups(module, policy, {})[0]:
         shapes = [parameter.shape for parameter in group.params]
-        found = core_buffers.build_data_parallel_buffer_index(
+        buffer_index = core_buffers.build_data_parallel_buffer_index(
             shapes, 0, replicas, True, ddp_config, chunk_size_factor=group.chunk_size_factor
         )
-        places, whole = cast(Any, found[0]), found[1]
+        places, full_buffer = cast(Any, buffer_index[0]), buffer_index[1]
         starts = [places[index].global_data_index for index in range(len(shapes))]
-        yield FlatBuffer(group.params, starts, whole.size, group.fsdp_unit_id)
+        yield FlatBuffer(group.params, starts, full_buffer.size, group.fsdp_unit_id)
 
 
 @dataclass(frozen=True)

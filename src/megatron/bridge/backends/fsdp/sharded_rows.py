@@ -65,10 +65,10 @@ def whole(parameter: Tensor) -> Tensor:
     """Gather a parameter in its checkpoint dtype; a collective over the ranks that share it."""
     if not isinstance(parameter, DTensor):
         return parameter
-    mine, ranges = local_rows(parameter).to(stored_dtype(parameter)), _row_ranges(parameter)
+    local, ranges = local_rows(parameter).to(stored_dtype(parameter)), _row_ranges(parameter)
     longest = max(map(len, ranges))
-    padded = mine.new_zeros(longest, *mine.shape[1:])
-    padded[: len(mine)] = mine
+    padded = local.new_zeros(longest, *local.shape[1:])
+    padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in ranges]
     dist.all_gather(parts, padded, parameter.device_mesh.get_group())
     return torch.cat([part[: len(rows)] for part, rows in zip(parts, ranges, strict=True)])
@@ -127,21 +127,21 @@ def as_whole_parameters(chunk: nn.Module) -> Iterator[dict[int, DTensor]]:
     Yields:
         The sharded parameters by the ids of their replacements.
     """
-    with _replaced(chunk, _meta_parameter) as pairs:
+    with _replaced_parameters(chunk, _meta_parameter) as pairs:
         yield {id(replacement): parameter for parameter, replacement in pairs}
 
 
 @contextmanager
 def gathered(part: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     """Replace sharded parameters of ``part`` by whole ones inside; yield the whole ones by the sharded ones' ids."""
-    with _replaced(
+    with _replaced_parameters(
         part, lambda parameter: nn.Parameter(whole(parameter), requires_grad=False)
     ) as pairs:
         yield {id(parameter): replacement for parameter, replacement in pairs}
 
 
 @contextmanager
-def _replaced(
+def _replaced_parameters(
     part: nn.Module, make: Callable[[DTensor], nn.Parameter]
 ) -> Iterator[list[tuple[DTensor, nn.Parameter]]]:
     """Replace the sharded parameters of ``part`` inside the context, and yield pairs (sharded, replacement)."""
@@ -186,14 +186,14 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
     parameter = parameters.get(id(getattr(entry, "data", None)))
     if parameter is None:
         return entry
-    mine, rows, dtype = local_rows(parameter), row_range(parameter), stored_dtype(parameter)
+    local, rows, dtype = local_rows(parameter), row_range(parameter), stored_dtype(parameter)
     whole = [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
     row = max(1, prod(parameter.shape[1:]))
-    found = [
-        _local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, mine, rows)
+    local_shards = [
+        _local_shard(shard, cast(Tensor, shard.data).storage_offset() // row, local, rows)
         for shard in whole
     ]
-    shards = [shard for shard in found if shard is not None]
+    shards = [shard for shard in local_shards if shard is not None]
 
     def build(*_: Any) -> Any:
         return [
@@ -205,15 +205,15 @@ def _local_part(entry: Any, parameters: dict[int, DTensor]) -> Any:
             master = cast(Tensor, shard.data)
             # keep a master weight from the optimizer state, which rounds to the stored weight
             master.copy_(torch.where(master.to(dtype) == stored, master, stored.float()))
-        return mine
+        return local
 
     return ShardedRowsFactory(
-        entry.key, mine, cast(Any, build), cast(Any, merge), entry.replica_id, shards=shards
+        entry.key, local, cast(Any, build), cast(Any, merge), entry.replica_id, shards=shards
     )
 
 
 def _local_shard(
-    shard: ShardedTensor, begin: int, mine: Tensor, rows: range
+    shard: ShardedTensor, begin: int, local: Tensor, rows: range
 ) -> ShardedTensor | None:
     """Return the rows of one shard that this rank keeps; ``begin`` is its first row in the parameter."""
     first, end = max(rows.start, begin), min(rows.stop, begin + shard.local_shape[0])
@@ -225,8 +225,8 @@ def _local_shard(
     shape = (*(1,) * extra, end - first, *shard.local_shape[1:])
     return replace(
         shard,
-        data=mine[first - rows.start : end - rows.start].view(shape),
-        dtype=mine.dtype,
+        data=local[first - rows.start : end - rows.start].view(shape),
+        dtype=local.dtype,
         local_shape=shape,
         global_offset=tuple(offset),
         axis_fragmentations=None,

@@ -57,12 +57,12 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         device = "cuda" if has_cuda() else "cpu"
         # under expert parallelism, the replicas of experts are on other ranks than the replicas of dense weights
         expert_group = cast(ProcessGroup, parallel_state.get_expert_data_parallel_group())
-        mesh, expert_mesh = _mesh(group, device), _mesh(expert_group, device)
-        experts = _experts(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
-        for part in (*experts, *_units(module), module):
+        mesh, expert_mesh = _mesh_of_group(group, device), _mesh_of_group(expert_group, device)
+        experts = _expert_modules(module) if expert_mesh.mesh.tolist() != mesh.mesh.tolist() else []
+        for part in (*experts, *_gathered_units(module), module):
             _make_master_weights(part)
-            where = expert_mesh if part in experts else mesh
-            fully_shard(part, mesh=where, reshard_after_forward=True, mp_policy=policy)
+            part_mesh = expert_mesh if part in experts else mesh
+            fully_shard(part, mesh=part_mesh, reshard_after_forward=True, mp_policy=policy)
         for name, parameter in module.named_parameters():
             ranks = cast(DTensor, parameter).device_mesh.size()
             attributes[name].attach(parameter, _row_ranges(parameter.shape[0], ranks))
@@ -86,12 +86,12 @@ class TorchFSDP2Wrapper(_BaseDataParallel):
         """Do nothing: gradients were reduced in the backward pass of each microbatch."""
 
 
-def _mesh(group: ProcessGroup, device: str) -> DeviceMesh:
+def _mesh_of_group(group: ProcessGroup, device: str) -> DeviceMesh:
     # torch reuses a mesh with the same ranks and names, even after its groups are destroyed
     return DeviceMesh.from_group(group, device, mesh_dim_names=(f"replicas_{group.group_name}",))
 
 
-def _experts(module: nn.Module) -> list[nn.Module]:
+def _expert_modules(module: nn.Module) -> list[nn.Module]:
     return [
         cast(nn.Module, layer.experts) for layer in module.modules() if isinstance(layer, MoELayer)
     ]
@@ -99,7 +99,7 @@ def _experts(module: nn.Module) -> list[nn.Module]:
 
 def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of routed experts, which are sharded over other ranks than the rest."""
-    return [parameter for experts in _experts(module) for parameter in experts.parameters()]
+    return [parameter for experts in _expert_modules(module) for parameter in experts.parameters()]
 
 
 def _make_master_weights(part: nn.Module) -> None:
@@ -115,7 +115,7 @@ def _row_ranges(rows: int, ranks: int) -> RowRanges:
     return tuple(range(rows)[rank * share :][:share] for rank in range(ranks))
 
 
-def _units(module: nn.Module) -> list[nn.Module]:
+def _gathered_units(module: nn.Module) -> list[nn.Module]:
     """Return modules that are gathered separately; a tied embedding is also the output layer and is not separate."""
     tied = any(
         getattr(part, "share_embeddings_and_output_weights", False) for part in module.modules()

@@ -19,21 +19,21 @@ def matmul_flops(dtype: torch.dtype = torch.bfloat16, size: int | None = None) -
     size = size or (8192 if has_cuda() else 1024)
     a, b = (torch.randn(size, size, device=device()).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / _fastest(lambda: torch.mm(a, b, out=out))
+    return 2 * size**3 / _fastest_time(lambda: torch.mm(a, b, out=out))
 
 
 def copy_bandwidth(size: int | None = None) -> float:
     """Measure bytes per second, read and written, of a copy on the device; None: 1 GiB on a GPU, 64 MiB on a CPU."""
-    source = _bytes(size)
+    source = _byte_tensor(size)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _fastest(lambda: target.copy_(source))
+    return 2 * source.nbytes / _fastest_time(lambda: target.copy_(source))
 
 
 def host_bandwidth(size: int | None = None) -> float:
     """Measure bytes per second from pinned host memory to a GPU, or of a copy on a machine without a GPU."""
-    target = _bytes(size)
+    target = _byte_tensor(size)
     source = torch.zeros(len(target), dtype=torch.uint8, device="cpu", pin_memory=has_cuda())
-    return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True))
+    return source.nbytes / _fastest_time(lambda: target.copy_(source, non_blocking=True))
 
 
 def all_reduce_bandwidth(size: int | None = None) -> float | None:
@@ -41,9 +41,9 @@ def all_reduce_bandwidth(size: int | None = None) -> float | None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return None
-    data = _bytes(size).view(torch.float32)
+    data = _byte_tensor(size).view(torch.float32)
     # every rank makes the same number of calls
-    seconds = _fastest(lambda: dist.all_reduce(data), patience=None)
+    seconds = _fastest_time(lambda: dist.all_reduce(data), patience=None)
     return 2 * (ranks - 1) / ranks * data.nbytes / seconds
 
 
@@ -51,13 +51,13 @@ def device() -> torch.device:
     return torch.device("cuda" if has_cuda() else "cpu")
 
 
-def _bytes(size: int | None) -> Tensor:
+def _byte_tensor(size: int | None) -> Tensor:
     return torch.zeros(
         size or (1 << 30 if has_cuda() else 1 << 26), dtype=torch.uint8, device=device()
     )
 
 
-def _fastest(call: Callable[[], object], patience: float | None = PATIENCE) -> float:
+def _fastest_time(call: Callable[[], object], patience: float | None = PATIENCE) -> float:
     return min(seconds_of(call, patience))
 
 

@@ -25,13 +25,13 @@ def initialize_user_buffers(config: TransformerConfig, tokens: int, settings: st
     base.initialize_ub(
         shape=[tokens, config.hidden_size],
         tp_size=config.tensor_model_parallel_size,
-        ub_cfgs=_read(settings),
+        ub_cfgs=_read_settings(settings),
         bootstrap_backend=config.tp_comm_bootstrap_backend,
-        **_precision(base, config),
+        **_buffer_formats(base, config),
     )
 
 
-def _precision(base: Any, config: TransformerConfig) -> dict[str, Any]:
+def _buffer_formats(base: Any, config: TransformerConfig) -> dict[str, Any]:
     """Return the formats of the buffers: a flag before version 2.7, a list since then."""
     if "quantization_modes" not in inspect.signature(base.initialize_ub).parameters:
         return {"use_fp8": config.fp8 is not None}
@@ -43,17 +43,17 @@ def _precision(base: Any, config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _read(settings: str | None) -> dict[str, Any]:
+def _read_settings(settings: str | None) -> dict[str, Any]:
     if settings is None:
         return {}
     try:
-        found = yaml.safe_load(Path(settings).read_text())
+        content = yaml.safe_load(Path(settings).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UserError(
             f"comm_overlap.tp_comm_overlap_cfg={settings} cannot be read: {error}"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(
             f"comm_overlap.tp_comm_overlap_cfg={settings} must be a mapping of products to settings"
         )
-    return found
+    return content

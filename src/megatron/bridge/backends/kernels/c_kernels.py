@@ -51,34 +51,37 @@ def takes(x: Tensor) -> bool:
 
 def is_supported(x: Tensor) -> bool:
     """Return whether the kernels support the device and dtype of ``x`` and compile on this machine."""
-    return x.device.type == "cpu" and x.dtype in _FLAGS and _library(x.dtype) is not None
+    return x.device.type == "cpu" and x.dtype in _FLAGS and _load_library(x.dtype) is not None
 
 
 def _rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out, width = torch.empty_like(x), x.size(-1)
-    _call("rms_norm", x, gain, out, x.numel() // width, width, eps)
+    _call_kernel("rms_norm", x, gain, out, x.numel() // width, width, eps)
     return out
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.new_empty(x.shape)
     rows, _, heads, width = x.shape
-    _call("rotate", x, cos, sin, out, rows, heads, width // 2, x.stride(0), x.stride(2))
+    _call_kernel("rotate", x, cos, sin, out, rows, heads, width // 2, x.stride(0), x.stride(2))
     return out
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def _gate_swiglu(x: Tensor) -> Tensor:
     x, width = x.contiguous(), x.size(-1) // 2
     out = x.new_empty(*x.shape[:-1], width)
-    _call("swiglu", x, out, out.numel() // width, width)
+    _call_kernel("swiglu", x, out, out.numel() // width, width)
     return out
 
 
-def _call(name: str, x: Tensor, *arguments: Tensor | float) -> None:
+def _call_kernel(name: str, x: Tensor, *arguments: Tensor | float) -> None:
     """Call a kernel for the dtype of ``x``."""
-    getattr(_library(x.dtype), name)(
-        *(it.data_ptr() if isinstance(it, Tensor) else it for it in (x, *arguments))
+    getattr(_load_library(x.dtype), name)(
+        *(
+            argument.data_ptr() if isinstance(argument, Tensor) else argument
+            for argument in (x, *arguments)
+        )
     )
 
 
@@ -104,7 +107,7 @@ def multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, features: in
 def _multiply_panels(x: Tensor, panels: Tensor, bias: Tensor | None, features: int) -> Tensor:
     x, width = x.contiguous(), x.size(-1)
     out = x.new_empty(*x.shape[:-1], features)
-    library = _library(x.dtype)
+    library = _load_library(x.dtype)
     assert library is not None, "is_supported() comes first"
     bias_pointer = None if bias is None else bias.data_ptr()
     sizes = (x.numel() // width, width, features)
@@ -151,7 +154,7 @@ def attend(
     torch.ops.megatron_bridge.cached_attention(*new, *caches, tokens, starts, scale, out)
 
 
-def _attend(
+def _attend_to_texts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -170,7 +173,7 @@ def _attend(
         key.stride(0), value.stride(0), len(tokens), len(starts) - 1, groups, heads, width, scale
     )
     tensors = _Tensors(*(tensor.data_ptr() for tensor in (query, key, value, keys, values, out)))
-    library = _library(query.dtype)
+    library = _load_library(query.dtype)
     assert library is not None, "is_supported() comes first"
     tables = (ctypes.c_void_p(table.data_ptr()) for table in (tokens, starts))
     if library.attend(ctypes.byref(tensors), ctypes.byref(shape), *tables):
@@ -178,17 +181,17 @@ def _attend(
 
 
 @functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+def _load_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     source = Path(__file__).with_suffix(".c")
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
         with tempfile.TemporaryDirectory() as folder:
             object_file, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
             flags = [*_OPTIMIZE.split(), *_processor_flags(), *_FLAGS[dtype]]
-            _run([*compiler, *flags, "-c", str(source), "-o", object_file])
+            _run_compiler([*compiler, *flags, "-c", str(source), "-o", object_file])
             # Linking without -fopenmp leaves OpenMP to PyTorch's own library, so both use the same threads.
-            _run([*compiler, "-shared", object_file, "-o", library])
-            return _typed(ctypes.CDLL(library))
+            _run_compiler([*compiler, "-shared", object_file, "-o", library])
+            return _declare_types(ctypes.CDLL(library))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning(
             "no C compiler, so decoding is slower; install gcc, or set CC to a compiler: %s", error
@@ -206,7 +209,7 @@ def _processor_flags() -> list[str]:
     return ["-mcpu=native"] if platform.machine() in ("aarch64", "arm64") else ["-march=native"]
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare_types(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.rms_norm.argtypes = [pointer] * 3 + [size] * 2 + [ctypes.c_float]
     library.rotate.argtypes = [pointer] * 4 + [size] * 5
@@ -215,14 +218,14 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _run(command: Sequence[str]) -> None:
+def _run_compiler(command: Sequence[str]) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 _OPERATORS = torch.library.Library("megatron_bridge", "FRAGMENT")
 
 
-def _define(name: str, function: Callable[..., object], *mutates: str) -> Any:
+def _define_operator(name: str, function: Callable[..., object], *mutates: str) -> Any:
     """Make an operator of a function, so that ``op_recorder`` sees its calls."""
     _OPERATORS.define(name + torch.library.infer_schema(function, mutates_args=mutates))
     _OPERATORS.impl(name, function, "CPU")
@@ -230,10 +233,12 @@ def _define(name: str, function: Callable[..., object], *mutates: str) -> Any:
 
 
 FUNCTIONS = {
-    _define("cached_attention", _attend, "keys", "values", "out"): _attend,
-    _define("rms_norm", _rms_norm): _rms_norm,
-    _define("rotate", _rotate): _rotate,
-    _define("swiglu", _swiglu): _swiglu,
-    _define("multiply_panels", _multiply_panels): _multiply_panels,
+    _define_operator(
+        "cached_attention", _attend_to_texts, "keys", "values", "out"
+    ): _attend_to_texts,
+    _define_operator("rms_norm", _rms_norm): _rms_norm,
+    _define_operator("rotate", _rotate_heads): _rotate_heads,
+    _define_operator("swiglu", _gate_swiglu): _gate_swiglu,
+    _define_operator("multiply_panels", _multiply_panels): _multiply_panels,
 }
 """The functions behind the operators; PyTorch's dispatcher takes 5 us more to call one."""

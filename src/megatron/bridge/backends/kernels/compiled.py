@@ -73,20 +73,22 @@ def can_compile() -> bool:
 
 
 @compiled
-def _norm(x: Tensor, weight: Tensor, eps: float, one: float) -> tuple[Tensor, Tensor]:
+def _normalize_rows(
+    x: Tensor, weight: Tensor, eps: float, gain_offset: float
+) -> tuple[Tensor, Tensor]:
     """Normalized rows [n, size] and the scale of each row [n, 1]."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * (weight.float() + one)).to(weight.dtype), scale
+    return (wide * scale * (weight.float() + gain_offset)).to(weight.dtype), scale
 
 
 @compiled
 def _norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, one: float, frozen: bool
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, gain_offset: float, frozen: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the rows and, unless ``frozen``, of the gain."""
     unit = x.float() * scale
-    along = grad.float() * (weight.float() + one)
+    along = grad.float() * (weight.float() + gain_offset)
     grad_x = scale * (along - unit * (along * unit).mean(-1, keepdim=True))
     return grad_x.to(x.dtype), None if frozen else (grad.float() * unit).sum(0).to(weight.dtype)
 
@@ -95,11 +97,11 @@ class _CompiledRMSNorm(torch.autograd.Function):
     """RMSNorm that saves its input and one number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, one: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, gain_offset: float) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        normed, scale = _norm(rows, weight, eps, one)
+        normed, scale = _normalize_rows(rows, weight, eps, gain_offset)
         ctx.save_for_backward(rows, weight, scale)
-        ctx.one = one
+        ctx.one = gain_offset
         return normed.view(x.shape)
 
     @staticmethod
@@ -125,7 +127,7 @@ def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
 
 
 @compiled
-def _rotate(
+def _rotate_by_angles(
     x: Tensor, angles: Tensor, positions: Tensor | None, factor: float, interleaved: bool, mla: bool
 ) -> Tensor:
     """Rotate ``x`` [s, b, h, d] by ``angles`` [s, 1 or b, 1, r <= d]; token i takes row ``positions[i]``."""
@@ -147,7 +149,7 @@ def _rotate_gradient(
     interleaved: bool,
     mla: bool,
 ) -> Tensor:
-    """The transpose of `_rotate`; the transpose of `_rotate_half` is its negative."""
+    """The transpose of `_rotate_by_angles`; the transpose of `_rotate_half` is its negative."""
     angles = angles if positions is None else angles[positions]
     rotated, rest = grad[..., : angles.shape[-1]].float(), grad[..., angles.shape[-1] :]
     cosine, sine = angles.float().cos() * factor, angles.float().sin() * factor
@@ -166,7 +168,7 @@ class _Rotary(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(angles, positions)
         ctx.options = options
-        return _rotate(x, angles, positions, *options)
+        return _rotate_by_angles(x, angles, positions, *options)
 
     @staticmethod
     @once_differentiable
@@ -236,7 +238,7 @@ def rotary_packed(
 
 
 @compiled
-def _statistics(rows: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, ...]:
+def _logit_statistics(rows: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, ...]:
     """Highest logit, sum of exponentials relative to it, and logit of the target (0 on other ranks), each [n]."""
     wide = rows.float()
     highest = wide.amax(-1)
@@ -264,7 +266,8 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         rows, local, here = local_targets(logits, target, group)
         parts = [
-            _statistics(rows[part], local[part], here[part]) for part in row_blocks(rows, CHUNK)
+            _logit_statistics(rows[part], local[part], here[part])
+            for part in row_blocks(rows, CHUNK)
         ]
         highest, total, picked = (torch.cat(column) for column in zip(*parts, strict=True))
         reduce_statistics(highest, total, picked, group)

@@ -34,7 +34,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        out, scale = _normalize(x, gain, eps)
+        out, scale = _normalize_rows(x, gain, eps)
         ctx.save_for_backward(x, gain, scale)
         return out
 
@@ -44,9 +44,11 @@ class _RMSNorm(torch.autograd.Function):
         x, gain, scale = ctx.saved_tensors
         wide, grad, weight = (upcast(tensor) for tensor in (x, grads[0], gain))
         # LayerNorm's kernel with a mean of zero; RMSNorm does not subtract the mean of the gradient
-        wanted, mean = (True, ctx.needs_input_grad[1], False), torch.zeros_like(scale)
+        needs_gradient, mean = (True, ctx.needs_input_grad[1], False), torch.zeros_like(scale)
         backward = torch.ops.aten.native_layer_norm_backward
-        grad_x, along_gain, _ = backward(grad, wide, gain.shape, mean, scale, weight, None, wanted)
+        grad_x, along_gain, _ = backward(
+            grad, wide, gain.shape, mean, scale, weight, None, needs_gradient
+        )
         grad_x.add_((grad @ weight).unsqueeze(-1).mul_(scale).div_(x.shape[-1]))
         return (
             grad_x.to(x.dtype),
@@ -59,16 +61,16 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; ``gain`` has the dtype of ``x``."""
     if c_kernels.takes(x):
         return torch.ops.megatron_bridge.rms_norm(x, gain, eps)
-    return _RMSNorm.apply(x, gain, eps) if _records() else _normalize(x, gain, eps)[0]  # pyright: ignore
+    return _RMSNorm.apply(x, gain, eps) if _is_recording() else _normalize_rows(x, gain, eps)[0]  # pyright: ignore
 
 
-def _records() -> bool:
+def _is_recording() -> bool:
     """Return whether autograd records; if not, its calls would take longer than the operations on one token."""
     # Megatron-Core enables gradients around residual connections, also in inference mode
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _normalize(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalize_rows(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = upcast(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     scale.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -116,7 +118,7 @@ def rotary(t: Tensor, freqs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         and len(freqs) == len(t)
     ):
         return torch.ops.megatron_bridge.rotate(t, *known[mscale, t.dtype])
-    apply = _Rotary.apply if _records() else rotate
+    apply = _Rotary.apply if _is_recording() else rotate
     return apply(t, *known[mscale, t.dtype])  # pyright: ignore[reportReturnType]
 
 
@@ -126,7 +128,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _gate(x)
+        return _gate_swiglu(x)
 
     @staticmethod
     @once_differentiable
@@ -145,10 +147,10 @@ def swiglu(x: Tensor, bias: Tensor | None = None, *_: bool) -> Tensor:
     x = x if bias is None else x + bias
     if c_kernels.takes(x):
         return torch.ops.megatron_bridge.swiglu(x)
-    return _SwiGLU.apply(x) if _records() else _gate(x)  # pyright: ignore[reportReturnType]
+    return _SwiGLU.apply(x) if _is_recording() else _gate_swiglu(x)  # pyright: ignore[reportReturnType]
 
 
-def _gate(x: Tensor) -> Tensor:
+def _gate_swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -287,10 +289,10 @@ def accumulate_by_parts(chunk: torch.nn.Module) -> None:
             and main_grad.device.type == "cpu"
             and main_grad.dtype != parameter.dtype
         ):
-            parameter.register_post_accumulate_grad_hook(_accumulate)
+            parameter.register_post_accumulate_grad_hook(_mark_accumulated)
 
 
-def _accumulate(parameter: Any) -> None:
+def _mark_accumulated(parameter: Any) -> None:
     main_grad, grad = parameter.main_grad.view(-1), parameter.grad.reshape(-1)
     if not parameter.grad_added_to_main_grad:  # the first microbatch of a step: main_grad is zero
         main_grad.copy_(grad)

@@ -47,20 +47,20 @@ def collect_losses() -> Iterator[dict[str, torch.Tensor]]:
 
 
 def process_mtp_loss(
-    hidden_states: torch.Tensor, labels: torch.Tensor | None, **others: Any
+    hidden_states: torch.Tensor, labels: torch.Tensor | None, **options: Any
 ) -> torch.Tensor:
     """Attach the losses of multi-token prediction to the hidden states of the decoder.
 
     ``hidden_states`` are the decoder's, which are returned, followed by each depth's: [(1 + depths) x sequence, batch,
     hidden]. ``labels`` are the next tokens, [batch, sequence of this context-parallel rank]. Without labels the model
-    returns logits, and Megatron-Core's own function runs with the ``others``.
+    returns logits, and Megatron-Core's own function runs with the ``options``.
     """
     if labels is None:
-        return _core_process_mtp_loss(hidden_states=hidden_states, labels=None, **others)
-    return _attach(hidden_states, labels, **others)
+        return _core_process_mtp_loss(hidden_states=hidden_states, labels=None, **options)
+    return _attach_losses(hidden_states, labels, **options)
 
 
-def _attach(
+def _attach_losses(
     hidden_states: torch.Tensor,
     labels: torch.Tensor,
     loss_mask: torch.Tensor | None,
@@ -92,7 +92,7 @@ def _attach(
     masks = following(
         torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask.float()
     )
-    weights = _weights(masks, config, cp_group)
+    weights = _depth_weights(masks, config, cp_group)
     targets = following(labels)[1:]
     for depth, (state, target, mask) in enumerate(zip(states, targets, masks[1:], strict=True)):
         logits, _ = output_layer(
@@ -101,11 +101,11 @@ def _attach(
         logits = logits if scale_logits_fn is None else scale_logits_fn(logits)
         losses = mask * compute_language_model_loss(target, logits)
         main = MTPLossAutoScaler.apply(main, losses * weights[depth])
-        _report(f"mtp_{depth + 1} loss", losses, mask)
+        _report_losses(f"mtp_{depth + 1} loss", losses, mask)
     return main
 
 
-def _weights(
+def _depth_weights(
     masks: list[torch.Tensor], config: TransformerConfig, cp_group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return the factor for each depth's loss relative to the loss of the next token.
@@ -116,12 +116,12 @@ def _weights(
     counts = torch.stack([mask.sum() for mask in masks])
     if cp_group.size() > 1:
         dist.all_reduce(counts, group=cp_group)
-    whole = counts[0] if config.calculate_per_token_loss else cp_group.size()
+    full_count = counts[0] if config.calculate_per_token_loss else cp_group.size()
     factor = (config.mtp_loss_scaling_factor or 0.0) / (len(masks) - 1)
-    return factor * whole / counts[1:].clamp(min=1)
+    return factor * full_count / counts[1:].clamp(min=1)
 
 
-def _report(name: str, losses: torch.Tensor, mask: torch.Tensor) -> None:
+def _report_losses(name: str, losses: torch.Tensor, mask: torch.Tensor) -> None:
     pair = torch.stack((losses.detach().sum(), mask.sum())).double()
     for totals in _collectors:
         totals[name] = totals[name] + pair if name in totals else pair

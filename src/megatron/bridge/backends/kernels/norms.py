@@ -133,7 +133,7 @@ class ByHeadNorm(HeadsNorm):
     """LayerNorm over the width of each attention head, with a gain [heads, width]."""
 
     def _make_gain(self, heads: int, width: int) -> nn.Parameter:
-        gain = _parameter(self.config, heads, width)
+        gain = _make_parameter(self.config, heads, width)
         nn.init.ones_(gain)
         return gain
 
@@ -152,7 +152,7 @@ class AcrossHeadsNorm(HeadsNorm):
 
     def _make_gain(self, heads: int, width: int) -> nn.Parameter:
         assert self.config.normalization == "RMSNorm", "LayerNorm has no form over all heads"
-        gain = _parameter(self.config, heads * width)
+        gain = _make_parameter(self.config, heads * width)
         nn.init.constant_(gain, 0.0 if self.config.layernorm_zero_centered_gamma else 1.0)
         return gain
 
@@ -178,11 +178,11 @@ class AcrossHeadsNorm(HeadsNorm):
 
 def replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
     """Create an uninitialized parameter that is replicated over tensor-parallel ranks."""
-    parameter = _parameter(config, *shape)
+    parameter = _make_parameter(config, *shape)
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
-def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
+def _make_parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))

@@ -33,7 +33,7 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     _installed.append(library)
     original = {name: _find_kernel(name) for name in (*_FUNCTIONAL, _ATTENTION)}
-    replaced = {name: _widening(original[name]) for name in _FUNCTIONAL}
+    replaced = {name: _widening_kernel(original[name]) for name in _FUNCTIONAL}
     replaced[_ATTENTION] = _widening_attention(original[_ATTENTION])
     for name in _WITH_OUT:
         kernel = _find_kernel(f"{name}.out")
@@ -50,13 +50,13 @@ def _find_kernel(name: str) -> Any:
     return torch.library.get_kernel(f"aten::{name}", "CPU")
 
 
-def _widening(kernel: Any) -> Callable[..., Any]:
+def _widening_kernel(kernel: Any) -> Callable[..., Any]:
     """Return a kernel that computes in float32 and rounds each result."""
 
     def compute(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if args[0].dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, *args, **kwargs)
-        results = kernel.call_boxed(keys, *_widen(args), **kwargs)
+        results = kernel.call_boxed(keys, *_widen_tensors(args), **kwargs)
         if isinstance(results, Tensor):
             return results.bfloat16()
         return tuple(None if result is None else result.bfloat16() for result in results)
@@ -70,8 +70,8 @@ def _widening_attention(kernel: Any) -> Callable[..., Any]:
     def attend(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if args[0].dtype is not torch.bfloat16:
             return kernel.call_boxed(keys, *args, **kwargs)
-        wide_kwargs = dict(zip(kwargs, _widen(tuple(kwargs.values())), strict=True))
-        output, log_sum = kernel.call_boxed(keys, *_widen(args), **wide_kwargs)
+        wide_kwargs = dict(zip(kwargs, _widen_tensors(tuple(kwargs.values())), strict=True))
+        output, log_sum = kernel.call_boxed(keys, *_widen_tensors(args), **wide_kwargs)
         return output.bfloat16(), log_sum
 
     return attend
@@ -96,7 +96,7 @@ def _widening_in_place(kernel: Any, functional: Callable[..., Tensor]) -> Callab
     return compute_in_place
 
 
-def _widen(values: tuple[Any, ...]) -> list[Any]:
+def _widen_tensors(values: tuple[Any, ...]) -> list[Any]:
     """Return the values, with bfloat16 tensors in float32."""
     return [
         value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value

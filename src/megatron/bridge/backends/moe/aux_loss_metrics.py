@@ -70,7 +70,7 @@ class GrowingMoEMetricsTracker(MoEMetricsTracker):
             entry.values = torch.cat((entry.values, missing))
 
 
-def _combine(layer: Any, output: torch.Tensor) -> torch.Tensor:
+def _combine_outputs(layer: Any, output: torch.Tensor) -> torch.Tensor:
     """Combine experts' outputs and drop the router's weights, whose graph would outlive full recomputation."""
     vars(layer.token_dispatcher).pop("probs", None)
     return layer.token_dispatcher.token_combine(output)
@@ -82,7 +82,7 @@ def install_growing_tracker() -> None:
     It is safe to call again.
     """
     install_router_losses()
-    MoELayer.combine = _combine  # pyright: ignore[reportAttributeAccessIssue]
+    MoELayer.combine = _combine_outputs  # pyright: ignore[reportAttributeAccessIssue]
     current = get_moe_metrics_tracker()
     if not isinstance(current, GrowingMoEMetricsTracker):
         growing = GrowingMoEMetricsTracker()

@@ -19,9 +19,9 @@ class ExpertsBesideMLP(MoELayer):
     """Megatron-Core's experts and a dense feed-forward layer, which the argument ``dense`` builds."""
 
     def __init__(
-        self, config: TransformerConfig, *args: Any, dense: Any, pg_collection: Any, **others: Any
+        self, config: TransformerConfig, *args: Any, dense: Any, pg_collection: Any, **kwargs: Any
     ) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **others)
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         self.dense = dense(
             config=config, pg_collection=pg_collection, is_mtp_layer=False, name=None
         )

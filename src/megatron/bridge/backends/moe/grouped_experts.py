@@ -112,9 +112,9 @@ def _grouped_gradients(
     if not any(needed[3:]):
         return (grad_x, None, None, *[None] * len(weights))
     grad_weights = torch._grouped_mm(grad.t(), x, offs=ends).unbind()
-    for one, count in zip(grad_weights, counts, strict=True):
+    for grad_weight, count in zip(grad_weights, counts, strict=True):
         if not count:  # the kernel may leave the gradient of an expert without tokens uninitialized
-            one.zero_()
+            grad_weight.zero_()
     return (grad_x, None, None, *grad_weights)
 
 
@@ -206,10 +206,10 @@ class GroupedLinear(torch.nn.Module):
 
     def _weight_slices(self, shape: list[int]) -> list[torch.Tensor]:
         """Memory for all weights in one tensor, which `stack_weights` finds again without a copy."""
-        whole = self._empty(self.count, *shape)
-        if whole.is_meta:  # a conversion without memory distinguishes parameters by their storage
+        stacked = self._empty(self.count, *shape)
+        if stacked.is_meta:  # a conversion without memory distinguishes parameters by their storage
             return [self._empty(*shape) for _ in range(self.count)]
-        return [part.data for part in whole]
+        return [part.data for part in stacked]
 
     def _empty(self, *shape: int) -> torch.Tensor:
         device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
@@ -251,17 +251,17 @@ class GroupedLinear(torch.nn.Module):
                 )
             return
         # every rank draws all experts and keeps its own, so the model is the same under any layout
-        mine = {
+        local_weights = {
             self.groups.ep.rank() * self.count + index: weight
             for index, weight in enumerate(self.weights())
         }
         for expert in range(self.groups.ep.size() * self.count):
-            if expert in mine:
+            if expert in local_weights:
                 _initialize_affine_weight_cpu(
-                    mine[expert],
+                    local_weights[expert],
                     rows,
                     columns,
-                    mine[expert].size(self.split),
+                    local_weights[expert].size(self.split),
                     self.split,
                     init_method,
                     stride=stride,
@@ -298,7 +298,7 @@ class GroupedLinear(torch.nn.Module):
     ) -> torch.Tensor:
         """Return outputs [tokens, out], without a gradient."""
         weights = self.weights()
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         for index, rows in enumerate(_expert_slices(counts)):
             if counts[index]:
                 padded = torch.nn.functional.pad(
@@ -311,8 +311,8 @@ class GroupedLinear(torch.nn.Module):
                     if packed is None
                     else packed(padded, bias)
                 )
-                found.append(out[: counts[index]])
-        return torch.cat(found) if found else x.new_empty(0, self.output_size)
+                outputs.append(out[: counts[index]])
+        return torch.cat(outputs) if outputs else x.new_empty(0, self.output_size)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -43,9 +43,9 @@ class ReplicatedLinear(nn.Module):
 class LatentExperts(moe_layer.MoELayer):
     """Megatron-Core's experts with projections of PyTorch."""
 
-    def __init__(self, *args: Any, **others: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _replicated_linear():
-            super().__init__(*args, **others)
+            super().__init__(*args, **kwargs)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ _core_get_embeddings = MultiTokenPredictionLayer._get_embeddings
 def install_router_losses() -> None:
     """Replace the losses and statistics of Megatron-Core's routers; safe to call again."""
     router: Any = TopKRouter
-    router.forward = _forward
+    router.forward = _route_tokens
     router.apply_z_loss = _apply_z_loss
     router._apply_aux_loss = _apply_aux_loss
     router._apply_seq_aux_loss = _apply_seq_aux_loss
@@ -44,7 +44,7 @@ def install_router_losses() -> None:
     prediction._get_embeddings = _get_embeddings
 
 
-def _forward(self: Any, input: Tensor, padding_mask: Tensor | None = None) -> Any:
+def _route_tokens(self: Any, input: Tensor, padding_mask: Tensor | None = None) -> Any:
     """Choose the experts of ``input`` [s, b, hidden]; ``padding_mask`` is [s, b] of this rank, or of the sequence."""
     if self.routing_type == "quantile_balancing":  # has quantiles over all rows of a microbatch
         padding_mask = None
@@ -76,7 +76,7 @@ def _apply_z_loss(self: Any, logits: Tensor, padding_mask: Tensor | None = None)
         tokens = (~padding_mask).sum().float()
     all_tokens = _sum_over(tokens, self.tp_cp_group)
     mean = squares.sum() / all_tokens.clamp(min=1)
-    return _attach(self, logits, mean, coefficient, "z_loss", (tokens, all_tokens))
+    return _attach_loss(self, logits, mean, coefficient, "z_loss", (tokens, all_tokens))
 
 
 def _apply_aux_loss(
@@ -90,10 +90,10 @@ def _apply_aux_loss(
     coefficient = self.get_aux_loss_coeff("aux_loss")
     if coefficient == 0:
         return probs
-    counts, tokens, all_tokens = _count(self, routing_map, self.tp_cp_group)
+    counts, tokens, all_tokens = _count_tokens(self, routing_map, self.tp_cp_group)
     loss = _balancing_loss(self, scores_for_aux_loss, counts, all_tokens)
     name = "load_balancing_loss"
-    return _attach(self, probs, loss, coefficient, name, (tokens, all_tokens))
+    return _attach_loss(self, probs, loss, coefficient, name, (tokens, all_tokens))
 
 
 def _apply_global_aux_loss(
@@ -107,13 +107,13 @@ def _apply_global_aux_loss(
     coefficient = self.get_aux_loss_coeff("global_aux_loss")
     if coefficient == 0:
         return probs
-    counts, tokens, all_tokens = _count(self, routing_map, self.tp_dp_cp_group)
+    counts, tokens, all_tokens = _count_tokens(self, routing_map, self.tp_dp_cp_group)
     self.global_tokens_per_expert += counts
     self.ga_steps += all_tokens  # tokens rather than steps: microbatches differ in tokens
     frequencies = self.global_tokens_per_expert / self.ga_steps.clamp(min=1)
     loss = _balancing_loss(self, scores_for_aux_loss, frequencies * all_tokens, all_tokens)
     name = "global_load_balancing_loss"
-    return _attach(self, probs, loss, coefficient, name, (tokens, all_tokens))
+    return _attach_loss(self, probs, loss, coefficient, name, (tokens, all_tokens))
 
 
 def _apply_seq_aux_loss(
@@ -139,10 +139,10 @@ def _apply_seq_aux_loss(
     all_tokens = counts.sum() / self.topk
     loss = (row_losses * row_tokens).sum() / all_tokens.clamp(min=1)
     name = "seq_load_balancing_loss"
-    return _attach(self, probs, loss, coefficient, name, (tokens, all_tokens))
+    return _attach_loss(self, probs, loss, coefficient, name, (tokens, all_tokens))
 
 
-def _count(router: Any, routing_map: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _count_tokens(router: Any, routing_map: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Count the tokens of each expert over ``group``, the tokens of this rank, and those of ``group``.
 
     ``routing_map`` [tokens, experts] is zero for padding.
@@ -172,7 +172,7 @@ def _balancing_loss(router: Any, scores: Tensor, counts: Tensor, all_tokens: Ten
     )
 
 
-def _attach(
+def _attach_loss(
     router: Any,
     activation: Tensor,
     loss: Tensor,
@@ -193,7 +193,7 @@ def _attach(
     """
     config = router.config
     local_tokens, all_tokens = tokens
-    _record(router, name, loss.detach(), local_tokens, all_tokens)
+    _record_loss(router, name, loss.detach(), local_tokens, all_tokens)
     repeats = 1
     if router.is_mtp_layer and config.mtp_use_repeated_layer:
         repeats = config.mtp_num_layers or 1
@@ -206,7 +206,9 @@ def _attach(
     return MoEAuxLossAutoScaler.apply(activation, scaled)  # pyright: ignore[reportReturnType]
 
 
-def _record(router: Any, name: str, loss: Tensor, local_tokens: Tensor, all_tokens: Tensor) -> None:
+def _record_loss(
+    router: Any, name: str, loss: Tensor, local_tokens: Tensor, all_tokens: Tensor
+) -> None:
     config = router.config
     layers, layer = config.num_layers, router.layer_number
     if router.is_mtp_layer:

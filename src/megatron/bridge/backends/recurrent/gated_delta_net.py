@@ -126,62 +126,71 @@ def chunk_gated_delta_rule(
     scale, dtype = q.shape[-1] ** -0.5, q.dtype
     size = CHUNK if g.dim() == 3 else CHANNEL_CHUNK
     size = size if initial_state is None else min(size, lengths[0])
-    q, k, v, g, beta = (_chunks(x, lengths, size) for x in (q, k, v, g, beta))
-    kept = (g if g.dim() > q.dim() - 1 else g.unsqueeze(-1)).cumsum(3)
-    faded = kept.exp()
-    recalled, within = _products(q, k, kept)
+    q, k, v, g, beta = (_split_into_chunks(x, lengths, size) for x in (q, k, v, g, beta))
+    log_decay = (g if g.dim() > q.dim() - 1 else g.unsqueeze(-1)).cumsum(3)
+    faded = log_decay.exp()
+    recalled, within = _decayed_products(q, k, log_decay)
     system = recalled * beta.unsqueeze(-1)
-    fresh, seen = (
+    fresh, reads_of_state = (
         torch.linalg.solve_triangular(
             system, right * beta.unsqueeze(-1), upper=False, unitriangular=True
         )
         for right in (v, k * faded)
     )
-    to_end = k * (kept[..., -1:, :] - kept).exp()
-    parts = (fresh, seen, within * scale, q * faded * scale, to_end, faded[..., -1, :, None])
+    to_end = k * (log_decay[..., -1:, :] - log_decay).exp()
+    parts = (
+        fresh,
+        reads_of_state,
+        within * scale,
+        q * faded * scale,
+        to_end,
+        faded[..., -1, :, None],
+    )
     firsts = _first_chunks(lengths, size) if initial_state is None else set[int]()
-    out, state = _scan(*parts, firsts, q.new_empty(0) if initial_state is None else initial_state)
+    out, state = _scan_chunks(
+        *parts, firsts, q.new_empty(0) if initial_state is None else initial_state
+    )
     return _from_chunks(out, lengths, size).to(dtype), state if output_final_state else None
 
 
-def _products(q: Tensor, k: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _decayed_products(q: Tensor, k: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Compute products of keys and of queries with the earlier keys, weighted by the decay."""
     size, queries, keys = q.shape[-2], (k, q), k
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1).unsqueeze(-1)
-    between = (kept.unsqueeze(-2) - kept.unsqueeze(-3)).masked_fill(later, -torch.inf).exp()
-    if kept.shape[-1] == 1:
-        first, second = (rows @ keys.mT * between.squeeze(-1) for rows in queries)
+    decay = (log_decay.unsqueeze(-2) - log_decay.unsqueeze(-3)).masked_fill(later, -torch.inf).exp()
+    if log_decay.shape[-1] == 1:
+        first, second = (rows @ keys.mT * decay.squeeze(-1) for rows in queries)
     else:
-        decayed = between * keys.unsqueeze(-3)
+        decayed = decay * keys.unsqueeze(-3)
         first, second = ((decayed @ rows.unsqueeze(-1)).squeeze(-1) for rows in queries)
     return first, second
 
 
-def _scan(
+def _scan_chunks(
     fresh: Tensor,
-    seen: Tensor,
+    reads_of_state: Tensor,
     within: Tensor,
     reads: Tensor,
     to_end: Tensor,
-    kept: Tensor,
+    decay: Tensor,
     firsts: set[int],
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Carry the state from chunk to chunk; it is zero before the chunks in ``firsts``."""
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     for index in range(fresh.shape[2]):
         corrections, recalled = fresh[:, :, index], within[:, :, index]
         if index in firsts:
-            found.append(recalled @ corrections)
+            outputs.append(recalled @ corrections)
             state = to_end[:, :, index].mT @ corrections
             continue
-        corrections = corrections - seen[:, :, index] @ state
-        found.append(recalled @ corrections + reads[:, :, index] @ state)
-        state = state * kept[:, :, index] + to_end[:, :, index].mT @ corrections
-    return torch.stack(found, 2), state
+        corrections = corrections - reads_of_state[:, :, index] @ state
+        outputs.append(recalled @ corrections + reads[:, :, index] @ state)
+        state = state * decay[:, :, index] + to_end[:, :, index].mT @ corrections
+    return torch.stack(outputs, 2), state
 
 
-def _chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
+def _split_into_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
     """[b, t, h, ...] -> [b, h, chunks, size, ...]; the last chunk of each sequence is padded with zeros."""
     padding = [0, 0] * (x.dim() - 2)
     parts = [
@@ -191,7 +200,7 @@ def _chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
 
 
 def _from_chunks(x: Tensor, lengths: list[int], size: int) -> Tensor:
-    """The inverse of ``_chunks``."""
+    """The inverse of ``_split_into_chunks``."""
     rows = x.movedim(1, 3).flatten(1, 2)
     parts = rows.split([length + -length % size for length in lengths], 1)
     return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], 1)
@@ -213,8 +222,8 @@ def init_conv_weight(weight: Tensor, group: dist.ProcessGroup) -> None:
     ``group`` agree.
     """
     ranks, bound = group.size(), weight.shape[-1] ** -0.5
-    whole = torch.empty(ranks * weight.shape[0], *weight.shape[1:]).uniform_(-bound, bound)
-    weight.copy_(whole.chunk(ranks)[group.rank()])
+    all_ranks = torch.empty(ranks * weight.shape[0], *weight.shape[1:]).uniform_(-bound, bound)
+    weight.copy_(all_ranks.chunk(ranks)[group.rank()])
 
 
 def install() -> None:
@@ -283,9 +292,9 @@ class DeltaNet(GatedDeltaNet):
         """Compute outputs [b, s, values] of continued texts, and their new states."""
         batch, length, _ = projected.shape
         qkv, gate, beta, alpha = projected.split(self.feat_dim_split, dim=-1)
-        whole, history = with_history(qkv, history)
+        extended, history = with_history(qkv, history)
         bias = self.conv1d.bias if self.conv_bias else None
-        mixed = F.silu(causal_convolution(whole, self.conv1d.weight.squeeze(1), bias, None))
+        mixed = F.silu(causal_convolution(extended, self.conv1d.weight.squeeze(1), bias, None))
         width: Any = self.value_head_dim
         gate = gate.reshape(batch, length, -1, width)
         prepare: Any = self._prepare_input_for_gated_delta_rule

@@ -105,11 +105,11 @@ class KimiDeltaAttention(TensorParallelMixer):
         state: Tensor | None = None,
         bounds: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Any]]:
-        inner, seen = self.heads * self.width, 0 if history is None else history.size(1)
+        inner, history_length = self.heads * self.width, 0 if history is None else history.size(1)
         qkv, decay, gate, beta = projected.split([3 * inner, inner, inner, self.heads], -1)
-        whole, history = with_history(qkv, qkv[:, :0] if history is None else history)
+        extended, history = with_history(qkv, qkv[:, :0] if history is None else history)
         taps = torch.cat([getattr(self, f"{name}_conv1d") for name in _QKV]).squeeze(1)
-        mixed = F.silu(causal_convolution(whole, taps, None, bounds)[:, seen:])
+        mixed = F.silu(causal_convolution(extended, taps, None, bounds)[:, history_length:])
         q, k, v = (part.unflatten(-1, (self.heads, -1)).float() for part in mixed.chunk(3, -1))
         g = (
             F.softplus(decay.float() + self.dt_bias.float()).unflatten(-1, (self.heads, -1))

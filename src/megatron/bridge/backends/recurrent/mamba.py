@@ -116,7 +116,7 @@ class TorchMambaMixer(MambaMixer):
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         dt_init_floor: float = 1e-4,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         # without mamba-ssm, with the norm of this module
         here = {
@@ -125,7 +125,7 @@ class TorchMambaMixer(MambaMixer):
             "ExtendedRMSNorm": GroupRMSNorm,
         }
         with patched(mamba_mixer, **here), _MetaDeviceMode():
-            super().__init__(config, submodules, **others)
+            super().__init__(config, submodules, **kwargs)
         self.step_limit = step_limit(config)
         self.norm.eps = config.layernorm_epsilon
         if config.perform_initialization:
@@ -138,10 +138,10 @@ class TorchMambaMixer(MambaMixer):
         kinds = [self.d_inner, self.d_inner, states, states, self.nheads]  # z, x, B, C, dt
         bound = self.d_conv**-0.5  # bound of the uniform distribution, as in PyTorch's convolutions
 
-        def projection(whole: Tensor) -> Tensor:
+        def projection(all_ranks: Tensor) -> Tensor:
             assert self.config.init_method is not None, "a resolved config has one"
-            self.config.init_method(whole)
-            return whole
+            self.config.init_method(all_ranks)
+            return all_ranks
 
         def steps(logs: Tensor) -> Tensor:
             span = math.log(dt_max) - math.log(dt_min)
@@ -150,15 +150,15 @@ class TorchMambaMixer(MambaMixer):
 
         for parameter, sizes, draw in (
             (self.in_proj.weight, kinds, projection),
-            (self.conv1d_weight, kinds[1:4], lambda whole: whole.uniform_(-bound, bound)),
-            (self.conv1d_bias, kinds[1:4], lambda whole: whole.uniform_(-bound, bound)),
+            (self.conv1d_weight, kinds[1:4], lambda all_ranks: all_ranks.uniform_(-bound, bound)),
+            (self.conv1d_bias, kinds[1:4], lambda all_ranks: all_ranks.uniform_(-bound, bound)),
             (self.dt_bias, kinds[4:], steps),
-            (self.A_log, kinds[4:], lambda whole: whole.uniform_(1, 16).log()),
+            (self.A_log, kinds[4:], lambda all_ranks: all_ranks.uniform_(1, 16).log()),
         ):
-            whole = draw(torch.empty(sum(sizes), *parameter.shape[1:]))
+            all_ranks = draw(torch.empty(sum(sizes), *parameter.shape[1:]))
             parts = [
                 part.chunk(self.tp_group.size())[self.tp_group.rank()]
-                for part in whole.split(sizes)
+                for part in all_ranks.split(sizes)
             ]
             parameter.copy_(torch.cat(parts))
 
@@ -182,27 +182,29 @@ class TorchMambaMixer(MambaMixer):
             return self.out_proj(
                 self.norm(self.cache.run(projected, width, self._advance, torch.float32))
             )
-        whole = self._gather(projected, packed_seq_params)
-        parts = whole.split(lengths_of(packed_seq_params, len(whole)))
+        full_sequence = self._gather(projected, packed_seq_params)
+        parts = full_sequence.split(lengths_of(packed_seq_params, len(full_sequence)))
         mixed = torch.cat([recomputed(self._mix, part) for part in parts])
         return self.out_proj(recomputed(self.norm, self._scatter(mixed, packed_seq_params)))
 
     def _gather(self, local: Tensor, packed: Any) -> Tensor:
         """Exchange a part of the sequence with all heads for the whole, ordered sequence of this rank's heads."""
-        whole, size = self.cp.pre_conv_ssm(local), self.cp.cp_size
+        full_sequence, size = self.cp.pre_conv_ssm(local), self.cp.cp_size
         if packed is None or size == 1:
-            return whole
+            return full_sequence
         # without Transformer Engine, pre_conv_ssm orders chunks as if the row were one sequence: undo that
-        by_rank = mamba_context_parallel._redo_attention_load_balancing(whole, size)
+        by_rank = mamba_context_parallel._redo_attention_load_balancing(full_sequence, size)
         return context_parallel.to_natural_order(by_rank, packed_segments(packed)[0], size)
 
-    def _scatter(self, whole: Tensor, packed: Any) -> Tensor:
+    def _scatter(self, full_sequence: Tensor, packed: Any) -> Tensor:
         """The inverse of ``_gather``."""
         size = self.cp.cp_size
         if packed is not None and size > 1:
-            by_rank = context_parallel.to_rank_order(whole, packed_segments(packed)[0], size)
-            whole = mamba_context_parallel._undo_attention_load_balancing(by_rank, size)
-        return self.cp.post_conv_ssm(whole)
+            by_rank = context_parallel.to_rank_order(
+                full_sequence, packed_segments(packed)[0], size
+            )
+            full_sequence = mamba_context_parallel._undo_attention_load_balancing(by_rank, size)
+        return self.cp.post_conv_ssm(full_sequence)
 
     def _mix(self, projected: Tensor) -> Tensor:
         """Compute gated outputs [s, b, inner] in float32 of one sequence's projections [s, b, z + x + B + C + dt]."""
@@ -215,9 +217,9 @@ class TorchMambaMixer(MambaMixer):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute gated outputs [b, s, inner] of continued texts, and their new states."""
         gate, xbc, dt = self._split(projected)
-        whole, history = with_history(xbc, history)
+        extended, history = with_history(xbc, history)
         weight, bias = self.cp.get_conv1d_weight().squeeze(1), self.cp.get_conv1d_bias()
-        mixed = causal_convolution(whole, weight, bias, None)[:, history.size(1) :]
+        mixed = causal_convolution(extended, weight, bias, None)[:, history.size(1) :]
         y, state = self._scan(gate, mixed, dt, state)
         return y, (history, state)
 

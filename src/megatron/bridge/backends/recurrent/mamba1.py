@@ -56,15 +56,15 @@ def _scan_chunk(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``selective_scan`` of one chunk, in log2(tokens) steps."""
-    kept = (dt.unsqueeze(-1) * rate).exp()
+    decay = (dt.unsqueeze(-1) * rate).exp()
     states = (dt * x).unsqueeze(-1) * b.unsqueeze(2)
-    states = torch.cat((states[:, :1] + kept[:, :1] * state.unsqueeze(1), states[:, 1:]), 1)
+    states = torch.cat((states[:, :1] + decay[:, :1] * state.unsqueeze(1), states[:, 1:]), 1)
     reach = 1  # each state is the sum over this many tokens
     while reach < x.size(1):
         states = torch.cat(
-            (states[:, :reach], states[:, reach:] + kept[:, reach:] * states[:, :-reach]), 1
+            (states[:, :reach], states[:, reach:] + decay[:, reach:] * states[:, :-reach]), 1
         )
-        kept = torch.cat((kept[:, :reach], kept[:, reach:] * kept[:, :-reach]), 1)
+        decay = torch.cat((decay[:, :reach], decay[:, reach:] * decay[:, :-reach]), 1)
         reach *= 2
     return (states @ c.unsqueeze(-1)).squeeze(-1), states[:, -1]
 
@@ -140,11 +140,11 @@ class Mamba1Mixer(TensorParallelMixer):
         self, projected: Tensor, history: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x, gate = projected.chunk(2, -1)
-        seen = 0 if history is None else history.size(1)
-        whole, history = with_history(x, x[:, :0] if history is None else history)
+        history_length = 0 if history is None else history.size(1)
+        extended, history = with_history(x, x[:, :0] if history is None else history)
         x = F.silu(
-            causal_convolution(whole, self.conv1d_weight.squeeze(1), self.conv1d_bias, None)[
-                :, seen:
+            causal_convolution(extended, self.conv1d_weight.squeeze(1), self.conv1d_bias, None)[
+                :, history_length:
             ]
         )
         shared = mappings.reduce_from_tensor_model_parallel_region(

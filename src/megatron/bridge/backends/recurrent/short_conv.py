@@ -52,11 +52,11 @@ class ShortConv(TensorParallelMixer):
 
     def mix(self, projected: Tensor, history: Tensor) -> tuple[Tensor, tuple[Tensor]]:
         before, after, x = projected.chunk(3, dim=-1)
-        whole, history = with_history(before * x, history)
-        seen = causal_convolution(whole, self.conv1d.weight.squeeze(1), None, None)[
+        extended, history = with_history(before * x, history)
+        convolved = causal_convolution(extended, self.conv1d.weight.squeeze(1), None, None)[
             :, history.size(1) :
         ]
-        return after * seen, (history,)
+        return after * convolved, (history,)
 
     def mix_packed(self, projected: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor:
         before, after, x = projected.chunk(3, dim=-1)

@@ -41,26 +41,26 @@ def scan(
     """
     length, groups = x.shape[1], b.shape[2]
     chunk = min(chunk, length)
-    x, dt, b, c = (_chunked(part.float(), chunk) for part in (x, dt, b, c))
+    x, dt, b, c = (_split_into_chunks(part.float(), chunk) for part in (x, dt, b, c))
     # x [batch, chunk, group, head, position, width]; dt without the width
     x = (x * dt[..., None]).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2, 5)
     b, c = (part.transpose(2, 3)[:, :, :, None] for part in (b, c))
     # the logarithm of the remaining state at each position; fp64 because long sums are subtracted
     remaining = (dt * rate).double().cumsum(2).unflatten(3, (groups, -1)).permute(0, 1, 3, 4, 2)
-    y = (c @ b.mT * _decay(remaining)) @ x
+    y = (c @ b.mT * _decay_matrix(remaining)) @ x
     added = (x * (remaining[..., -1:] - remaining).exp().float()[..., None]).mT @ b
-    before, state = _recurrence(added, remaining[..., -1].exp().float(), state)
+    before, state = _chunk_states(added, remaining[..., -1].exp().float(), state)
     y = y + (c @ before.mT) * remaining.exp().float()[..., None]
     return y.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :length], state
 
 
-def _chunked(part: Tensor, chunk: int) -> Tensor:
+def _split_into_chunks(part: Tensor, chunk: int) -> Tensor:
     """Reshape [batch, sequence, ...] to [batch, chunks, chunk, ...]; padding with zero steps has no effect."""
     padding = -part.shape[1] % chunk
     return F.pad(part, (0, 0) * (part.ndim - 2) + (0, padding)).unflatten(1, (-1, chunk))
 
 
-def _decay(remaining: Tensor) -> Tensor:
+def _decay_matrix(remaining: Tensor) -> Tensor:
     """Compute the fraction of the input of position j that remains in the state at position i >= j, [..., i, j]."""
     size = remaining.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=remaining.device).triu(1)
@@ -72,7 +72,7 @@ def _decay(remaining: Tensor) -> Tensor:
     )
 
 
-def _recurrence(added: Tensor, remaining: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _chunk_states(added: Tensor, remaining: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the state before each chunk and after the last, from the chunks' additions and kept fractions."""
     state = torch.zeros_like(added[:, 0]) if state is None else state
     before: list[Tensor] = []

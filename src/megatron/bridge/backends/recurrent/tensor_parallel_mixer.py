@@ -127,9 +127,9 @@ class TensorParallelMixer(MegatronModule):
             init_conv_weight(weight, self.tp_group)
         elif name.endswith("proj"):
             ranks, dim = self.tp_group.size() if name in self.cut else 1, self.cut.get(name, 0)
-            whole = torch.cat([torch.empty_like(weight)] * ranks, dim)
-            self.config.init_method(whole)  # type: ignore[misc]
-            weight.copy_(whole.chunk(ranks, dim)[self.tp_group.rank() if ranks > 1 else 0])
+            all_ranks = torch.cat([torch.empty_like(weight)] * ranks, dim)
+            self.config.init_method(all_ranks)  # type: ignore[misc]
+            weight.copy_(all_ranks.chunk(ranks, dim)[self.tp_group.rank() if ranks > 1 else 0])
 
     def sharded_state_dict(
         self,
@@ -139,16 +139,16 @@ class TensorParallelMixer(MegatronModule):
     ) -> dict[str, Any]:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        own = {
+        parameters = {
             name: weight
             for name, weight in self.named_parameters()
             if "." not in name or name in self.cut
         }
         state = make_sharded_tensors_for_checkpoint(
-            own, prefix, self.cut, sharded_offsets, **groups
+            parameters, prefix, self.cut, sharded_offsets, **groups
         )
         for name, module in self.named_children():
-            if f"{name}.weight" in own:
+            if f"{name}.weight" in parameters:
                 continue
             options: Any = (f"{prefix}{name}.", sharded_offsets, metadata)
             state |= sharded_state_dict_default(module, *options, tp_group=self.tp_group)

@@ -37,7 +37,7 @@ def hybrid_stack_spec(config: TransformerConfig, backend: str) -> ModuleSpec:
         layers: Any = spec.submodules
         mamba = layers.mamba_layer
         parts = dataclasses.replace(
-            mamba.submodules, mixer=_mixer(config, mamba.submodules.mixer.submodules)
+            mamba.submodules, mixer=_mixer_spec(config, mamba.submodules.mixer.submodules)
         )
         mamba = dataclasses.replace(mamba, submodules=parts)
         return dataclasses.replace(spec, submodules=dataclasses.replace(layers, mamba_layer=mamba))
@@ -65,7 +65,7 @@ class TorchHybridStack(HybridStack):
             self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def _mixer(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSpec:
+def _mixer_spec(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSpec:
     names = {
         "d_conv": "mamba_conv_kernel",
         "chunk_size": "mamba_chunk_size",
@@ -73,7 +73,9 @@ def _mixer(config: TransformerConfig, linears: MambaMixerSubmodules) -> ModuleSp
         "dt_max": "mamba_first_step_max",
         "dt_init_floor": "mamba_first_step_floor",
     }
-    given = {theirs: getattr(config, ours) for theirs, ours in names.items()}
+    given = {
+        core_name: getattr(config, provider_name) for core_name, provider_name in names.items()
+    }
     return ModuleSpec(module=torch_mamba.mixer_class(), params=given, submodules=linears)
 
 
@@ -85,7 +87,7 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
         module=MambaLayer,
         submodules=MambaLayerSubmodules(
             norm=provider.layer_norm(has_residual=True),
-            mixer=_mixer(config, linears),
+            mixer=_mixer_spec(config, linears),
             mamba_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
@@ -94,23 +96,26 @@ def _mamba_layer(config: TransformerConfig, provider: BackendSpecProvider) -> Mo
 
 def _attention_layer(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     """The first half of a decoder layer."""
-    whole = layer_spec(config, provider, moe=False)
-    return _half(TransformerLayer, whole, "input_layernorm", "self_attention", "self_attn_bda")
+    full_layer = layer_spec(config, provider, moe=False)
+    return _half_layer(
+        TransformerLayer, full_layer, "input_layernorm", "self_attention", "self_attn_bda"
+    )
 
 
 def _feed_forward_layer(
     config: TransformerConfig, provider: BackendSpecProvider, moe: bool
 ) -> ModuleSpec:
     """The second half of a decoder layer."""
-    whole = layer_spec(config, provider, moe)
-    return _half(
-        TransformerLayer if moe else MLPLayer, whole, "pre_mlp_layernorm", "mlp", "mlp_bda"
+    full_layer = layer_spec(config, provider, moe)
+    return _half_layer(
+        TransformerLayer if moe else MLPLayer, full_layer, "pre_mlp_layernorm", "mlp", "mlp_bda"
     )
 
 
-def _half(module: type[Any], whole: ModuleSpec, *parts: str) -> ModuleSpec:
+def _half_layer(module: type[Any], full_layer: ModuleSpec, *parts: str) -> ModuleSpec:
     """A layer with only some ``parts`` of another one."""
-    kept = {
-        name: getattr(whole.submodules, name) for name in (*parts, "sharded_state_dict_keys_map")
+    submodules = {
+        name: getattr(full_layer.submodules, name)
+        for name in (*parts, "sharded_state_dict_keys_map")
     }
-    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**kept))
+    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**submodules))

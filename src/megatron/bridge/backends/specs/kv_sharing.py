@@ -48,7 +48,7 @@ class SharedKVAttention(SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         layer_number: int,
-        **others: Any,
+        **other_arguments: Any,
     ) -> None:
         roles = projections(config, layer_number)
 
@@ -56,8 +56,8 @@ class SharedKVAttention(SelfAttention):
             left_out = (3 - len(roles)) * self.kv_projection_size
             return submodules.linear_qkv(inputs, outputs - left_out, **kwargs)
 
-        own = dataclasses.replace(submodules, linear_qkv=projection)
-        super().__init__(config, own, layer_number, **others)
+        own_submodules = dataclasses.replace(submodules, linear_qkv=projection)
+        super().__init__(config, own_submodules, layer_number, **other_arguments)
         self.source: list[
             SharedKVAttention
         ] = []  # in a list, so that it does not become a submodule
@@ -80,13 +80,13 @@ class SharedKVAttention(SelfAttention):
             projected, _ = self.linear_qkv(hidden_states)  # type: ignore[operator]
             query = projected.unflatten(-1, (-1, self.hidden_size_per_attention_head))
             norm: Any = self.q_layernorm
-            kept = self.source[0].kept
-            assert kept is not None, "the layer with the keys comes first"
+            shared = self.source[0].kept
+            assert shared is not None, "the layer with the keys comes first"
             if self.is_last:
                 self.source[0].kept = None
-            return (query if norm is None else norm(query)), *kept
-        found: Any = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        query, key, value = found
+            return (query if norm is None else norm(query)), *shared
+        tensors: Any = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        query, key, value = tensors
         value = F.rms_norm(value, value.shape[-1:], eps=self.config.layernorm_epsilon)
         if self.is_source:
             self.kept = key, value

@@ -153,7 +153,7 @@ def _with_features(
 ) -> ModuleSpec:
     layer = spec.submodules
     assert isinstance(layer, TransformerLayerSubmodules), spec
-    edits: dict[str, Any] = {"self_attention": _attention(layer.self_attention, config)}
+    edits: dict[str, Any] = {"self_attention": _edit_attention(layer.self_attention, config)}
     if getattr(config, "mamba_beside_attention", None) is not None:
         edits |= _with_mixer_beside(dataclasses.replace(layer, **edits), provider)
     parallel = getattr(config, "parallel_residual", None)
@@ -180,7 +180,7 @@ def _with_features(
     return dataclasses.replace(spec, submodules=dataclasses.replace(layer, **edits))
 
 
-def _attention(spec: Any, config: TransformerConfig) -> Any:
+def _edit_attention(spec: Any, config: TransformerConfig) -> Any:
     if getattr(config, "attn_logit_softcapping", None) is not None or getattr(
         config, "chunked_attention", False
     ):
@@ -211,8 +211,8 @@ def _with_mixer_beside(
     parts = {**vars(attention.submodules), "linear_qkv": column}
     both = BesideMambaSubmodules(**parts, mixer=MambaMixerSubmodules(in_proj=column, out_proj=row))
     names = {
-        name: own
-        for name, own in layer.sharded_state_dict_keys_map.items()
+        name: layer_name
+        for name, layer_name in layer.sharded_state_dict_keys_map.items()
         if name != "input_layernorm."
     }
     return {
@@ -226,9 +226,9 @@ def _with_mixer_beside(
 
 def _with_dense(layer: Any, provider: BackendSpecProvider) -> dict[str, Any]:
     """Edit a layer spec: put a dense feed-forward layer beside the experts, which normalize their own inputs."""
-    beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
+    experts_beside = partial(ExpertsBesideMLP, *layer.mlp.args, **layer.mlp.keywords)
     return {
-        "mlp": partial(beside, dense=get_mlp_module_spec_for_backend(provider)),
+        "mlp": partial(experts_beside, dense=get_mlp_module_spec_for_backend(provider)),
         "pre_mlp_layernorm": IdentityOp,
     }
 
@@ -404,6 +404,6 @@ class LateNormAttention(SelfAttention):
         self.get_submodule("core_attention").register_forward_pre_hook(self._normalize)
 
     def _normalize(self, _: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        query, key, *others = inputs
+        query, key, *other_inputs = inputs
         norms: Any = self.late_q_layernorm, self.late_k_layernorm
-        return norms[0](query), norms[1](key), *others
+        return norms[0](query), norms[1](key), *other_inputs

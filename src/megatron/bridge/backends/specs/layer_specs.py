@@ -208,10 +208,10 @@ _OWN_ATTENTION: dict[type, type] = {GatedDeltaNet: DeltaNet, MLASelfAttention: L
 def _with_own_attention(spec: ModuleSpec) -> ModuleSpec:
     """Replace Megatron-Core's core attention by this package's, if there is one."""
     parts: Any = spec.submodules
-    own = _OWN_ATTENTION.get(parts.self_attention.module)
-    if own is None:
+    attention_class = _OWN_ATTENTION.get(parts.self_attention.module)
+    if attention_class is None:
         return spec
-    attention = dataclasses.replace(parts.self_attention, module=own)
+    attention = dataclasses.replace(parts.self_attention, module=attention_class)
     return dataclasses.replace(
         spec, submodules=dataclasses.replace(parts, self_attention=attention)
     )
@@ -284,7 +284,11 @@ def layer_spec(
     Attention is multi-head or multi-latent, as in ``config``, or a gated delta net (``linear``).
     """
     attention = (
-        _latent_attention if config.multi_latent_attention else _delta_net if linear else _attention
+        _latent_attention
+        if config.multi_latent_attention
+        else _delta_net
+        if linear
+        else _attention_spec
     )
     norm = provider.layer_norm(has_residual=True)
     return ModuleSpec(
@@ -294,14 +298,16 @@ def layer_spec(
             self_attention=attention(config, provider),
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type] - a function, as in Megatron-Core's specs
             pre_mlp_layernorm=norm,
-            mlp=_experts(config, provider) if moe else get_mlp_module_spec_for_backend(provider),
+            mlp=_experts_spec(config, provider)
+            if moe
+            else get_mlp_module_spec_for_backend(provider),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map=_fused_names(config, moe, linear),
         ),
     )
 
 
-def _experts(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
+def _experts_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
     experts: Any = get_mlp_module_spec_for_backend(
         provider, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
@@ -324,7 +330,7 @@ def _fused_names(config: TransformerConfig, moe: bool, linear: bool) -> dict[str
     return names
 
 
-def _attention(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
     if config.qk_l2_norm:
         qk_norm = L2Norm

@@ -130,8 +130,8 @@ class TorchLatentAttention(MLASelfAttention):
 
     def _rotate(self, x: Tensor) -> Tensor:
         """Rotate [s, b, h, d] by the angles of the positions of the tokens."""
-        found: Any = self.rotary_pos_emb(x.size(0))
-        angles, factor = found if isinstance(found, tuple) else (found, 1.0)
+        embedding: Any = self.rotary_pos_emb(x.size(0))
+        angles, factor = embedding if isinstance(embedding, tuple) else (embedding, 1.0)
         return apply_rotary_pos_emb(
             x,
             angles,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a command line of Megatron-LM's ``pretrain_gpt.py`` to a config.
 
-Each argument becomes a dotted override by the tables in ``megatron_lm.yaml``. The overrides are applied to a
-config with the defaults of Megatron-LM.
+Each argument becomes a dotted override: by a function in ``_SPECIAL``, by a row of ``SETTINGS``, or under the name
+that ``megatron_lm.yaml`` has for it. The overrides are applied to a config with the defaults of Megatron-LM.
 """
 
 import ast
@@ -25,6 +25,78 @@ type Arguments = dict[str, list[str]]
 """Argument without dashes -> its values."""
 
 TABLES = yaml_text.tables_beside(__file__)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of a config that an argument sets."""
+
+    key: str
+    value: bool | int | str | None = None
+    """None takes the value of the argument."""
+
+
+SETTINGS: dict[str, tuple[Setting, ...]] = {
+    "accumulate-allreduce-grads-in-fp32": (Setting("ddp.grad_reduce_in_fp32", True),),
+    "activations-checkpoint-method": (
+        Setting("model.recompute_granularity", "full"),
+        Setting("model.recompute_method"),
+    ),
+    "apply-layernorm-1p": (Setting("model.layernorm_zero_centered_gamma", True),),
+    "checkpoint-activations": (
+        Setting("model.recompute_granularity", "full"),
+        Setting("model.recompute_method", "uniform"),
+        Setting("model.recompute_num_layers", 1),
+    ),
+    "disable-bias-linear": (Setting("model.add_bias_linear", False),),
+    "grad-reduce-in-bf16": (Setting("ddp.grad_reduce_in_fp32", False),),
+    "no-bias-gelu-fusion": (Setting("model.bias_activation_fusion", False),),
+    "no-bias-swiglu-fusion": (Setting("model.bias_activation_fusion", False),),
+    "no-check-for-nan-in-loss-and-grad": (
+        Setting("rerun_state_machine.check_for_nan_in_loss", False),
+        Setting("rerun_state_machine.check_for_nan_in_grad", False),
+    ),
+    "no-overlap-p2p-communication": (Setting("model.overlap_p2p_comm", False),),
+    "no-rope-fusion": (Setting("model.apply_rope_fusion", False),),
+    "quick-geglu": (
+        Setting("model.gated_linear_unit", True),
+        Setting("model.activation_func", "megatron.core.fusions.fused_bias_geglu.quick_gelu"),
+    ),
+    "recompute-activations": (Setting("model.recompute_granularity", "selective"),),
+    "seed": (Setting("rng.seed"), Setting("dataset.random_seed")),
+    "seq-length": (Setting("dataset.seq_length"), Setting("model.seq_length")),
+    "squared-relu": (Setting("model.activation_func", "megatron.core.activations.squared_relu"),),
+    "swiglu": (
+        Setting("model.gated_linear_unit", True),
+        Setting("model.activation_func", "torch.nn.functional.silu"),
+    ),
+    "untie-embeddings-and-output-weights": (
+        Setting("model.share_embeddings_and_output_weights", False),
+    ),
+    "use-rope-scaling": (Setting("model.rope_scaling", True),),
+    "use-rotary-position-embeddings": (Setting("model.position_embedding_type", "rope"),),
+}
+"""Arguments that set several keys, or a key to a value that is not theirs."""
+
+LIST_FIELDS = {
+    "cuda_graph_modules",
+    "hierarchical_context_parallel_sizes",
+    "iterations_to_skip",
+    "offload_modules",
+    "profile_ranks",
+    "rampup_batch_size",
+    "recompute_modules",
+}
+"""Fields that take a list even of one value."""
+
+LAYER_PATTERN_FIELDS = {
+    "moe_layer_freq",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "linear_attention_freq",
+}
+"""Fields that take an expression such as ``[0]*3+[1]*58``."""
+
 _VARIABLE = re.compile(r"\$(?:\{([^}:]*)(?::-([^}]*))?\}|(\w+|[@*]))")
 _FORMATS = (
     "bf16 fp16 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 fp4_recipe "
@@ -150,12 +222,17 @@ def _fields() -> dict[str, str]:
     return found
 
 
-def _row(name: str) -> list[str]:
-    """Return the overrides of an argument, in the form of the table of settings."""
-    known = _fields()
-    negated = known.get(name.removeprefix("no-")) if name.startswith("no-") else None
-    own = [known[name]] if name in known else [f"{negated}=false"] if negated else []
-    return TABLES["settings"].get(name, own)
+def _settings_of(name: str) -> tuple[Setting, ...]:
+    """Return the keys that an argument sets; none if the argument is unknown."""
+    if name in SETTINGS:
+        return SETTINGS[name]
+    fields_by_argument = _fields()
+    if name in fields_by_argument:
+        return (Setting(fields_by_argument[name]),)
+    positive_name = name.removeprefix("no-")
+    if positive_name != name and positive_name in fields_by_argument:
+        return (Setting(fields_by_argument[positive_name], False),)
+    return ()
 
 
 def _dashed(name: str) -> str:
@@ -164,7 +241,7 @@ def _dashed(name: str) -> str:
 
 def _missing(name: str) -> str | None:
     """Why the argument has no counterpart; None if it has one or is unknown."""
-    if name in TABLES["settings"] or name in _fields() or name in _SPECIAL:
+    if name in SETTINGS or name in _fields() or name in _SPECIAL:
         return _MISSING.get(name)
     return next(
         (reason for pattern, reason in _MISSING.items() if fnmatchcase(name, pattern)), None
@@ -172,9 +249,9 @@ def _missing(name: str) -> str | None:
 
 
 def _unknown(name: str) -> list[str]:
-    if name in _SPECIAL or name in _IMPLIED or _missing(name) or _row(name):
+    if name in _SPECIAL or name in _IMPLIED or _missing(name) or _settings_of(name):
         return []
-    hint = misspelling(name, [*_SPECIAL, *TABLES["settings"], *_fields(), *_IMPLIED, *_MISSING])
+    hint = misspelling(name, [*_SPECIAL, *SETTINGS, *_fields(), *_IMPLIED, *_MISSING])
     return [
         f"--{name} is not an argument of Megatron-LM that this command knows{hint or ': leave it out'}"
     ]
@@ -189,19 +266,21 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
     elif (reason := _missing(name)) is not None:
         found.missing[f"--{name}"] = reason
     else:
-        row = _row(name)
-        if values and all("=" in part for part in row):
+        settings = _settings_of(name)
+        if values and all(setting.value is not None for setting in settings):
             raise UserError(f"--{name} takes no value, but {values[0]} follows it: remove that")
-        for part in row:
-            key, equals, value = part.partition("=")
-            found.set(key, value if equals else _value(name, key, values), f"--{name}")
+        for setting in settings:
+            value = setting.value
+            if value is None:
+                value = _value(name, setting.key, values)
+            found.set(setting.key, value, f"--{name}")
 
 
 def _value(name: str, key: str, values: list[str]) -> str:
     field = key.rpartition(".")[2]
-    if field in TABLES["patterns"] and values:
+    if field in LAYER_PATTERN_FIELDS and values:
         return json.dumps(_pattern(name, values[0]))
-    if len(values) > 1 or (values and field in TABLES["lists"]):
+    if len(values) > 1 or (values and field in LIST_FIELDS):
         return f"[{', '.join(' '.join(values).split())}]"
     return values[0] if values else "true"
 

@@ -119,7 +119,7 @@ def _comments(lines: list[str]) -> str:
 def _differences(job: Job) -> Iterator[str]:
     if job.recipe is None:
         return
-    theirs, ours = leaf_values(job.recipe.build()), leaf_values(job.config)
+    theirs, ours = leaf_values(job.recipe()), leaf_values(job.config)
     for key, value in ours.items():
         if key not in theirs and job.origins.get(key) != DEFAULT:
             yield f"not in the recipe: {key}={value!r}"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from megatron.bridge.cli.support import failure, machine_limits
 from megatron.bridge.utils.errors import UserError
 
 # The PyPI name of NVIDIA's package, which also installs ``megatron.bridge``.
@@ -37,26 +38,38 @@ def exit_code(command: Callable[[], int]) -> int:
     not handle SIGPIPE. Any other exception is a bug and keeps its traceback. argparse exits with 2 by itself.
     """
     _open_streams()
+    machine_limits.raise_limit_of_open_files()
     try:
-        code = command()
+        return _flushed(command())
     except (UserError, FloatingPointError) as error:
-        _report(str(error))
-        code = 1
-    except RuntimeError as error:
-        if not _rank()[1] or (lost := _LOST.search(str(error))) is None:
-            raise
-        _report(_of_lost_rank(lost.group(1) or lost.group()))
-        code = 1
+        return _fail(str(error))
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
-        if not _is_of_output(error):
-            raise
-        return _without_output(error)
-    return _flushed(code)
+    except Exception as error:
+        if isinstance(error, OSError) and _is_of_output(error):
+            return _without_output(error)
+        sentence = machine_limits.describe_shortage(error)
+        if sentence is not None:
+            return _fail(sentence)
+        lost = isinstance(error, RuntimeError) and _rank()[1] and _LOST.search(str(error))
+        if lost:
+            _report(_of_lost_rank(lost.group(1) or lost.group()))
+            return 1
+        failure.announce(_rank()[0], f"{type(error).__name__}: {error}")
+        raise
+
+
+def _fail(sentence: str) -> int:
+    """Print ``sentence``, tell it to the other ranks, and return the exit code of a failure."""
+    failure.announce(_rank()[0], sentence)
+    _report(sentence)
+    return 1
 
 
 def _of_lost_rank(reason: str) -> str:
+    cause = failure.announced()
+    if cause is not None:
+        return f"stopped because another rank failed: {cause}"
     return (
         f"lost the connection to another rank ({reason}), which has ended or whose node cannot be reached: its "
         f"own log says why; repeat the command to resume from the last checkpoint"
@@ -80,7 +93,15 @@ def _is_of_output(error: OSError) -> bool:
         watch = select.poll()
         watch.register(output, select.POLLOUT)
         return any(event & select.POLLERR for _, event in watch.poll(0))
-    return error.errno == errno.ENOSPC and os.fstatvfs(output).f_bavail == 0
+    if error.errno != errno.ENOSPC:
+        return False
+    return _is_always_full(output) or os.fstatvfs(output).f_bavail == 0
+
+
+def _is_always_full(output: int) -> bool:
+    """Return whether ``output`` is ``/dev/full``, with which people test programs."""
+    always_full = Path("/dev/full")
+    return always_full.exists() and os.fstat(output).st_rdev == always_full.stat().st_rdev
 
 
 def _flushed(code: int) -> int:

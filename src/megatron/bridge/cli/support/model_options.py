@@ -112,7 +112,7 @@ def check_paths(args: argparse.Namespace) -> None:
 
 
 def _template(args: argparse.Namespace) -> str | None:
-    return args.template and read_text(args.template, f"--template {args.template}")
+    return args.template and read_text(args.template, f"--chat-template {args.template}")
 
 
 def load(args: argparse.Namespace, **options: Any) -> Any:
@@ -122,34 +122,7 @@ def load(args: argparse.Namespace, **options: Any) -> Any:
 
 
 def llm_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of ``LLM`` from the options of the table ``model``."""
+    """Return the keyword arguments of ``LLM`` from the options of ``add_model_options``."""
     names = (*_SAME, "window_rings", "graphs", "trust_remote_code", "trust_checkpoint")
     named = {"adapters": getattr(args, "adapters", None), "template": _template(args)}
     return {**named, **{name: getattr(args, name) for name in names}}
-
-
-def load_of_script(args: argparse.Namespace, **options: Any) -> Any:
-    from megatron.bridge.inference.llm import LLM
-
-    path, same = script_model(args)
-    return LLM(path, **same, **options)
-
-
-def script_model(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return the path and the keyword arguments of ``LLM`` from the options of the table ``script``."""
-    path = args.megatron_model_path or args.hf_model_path
-    if path is None:
-        raise UserError("no model: give --hf_model_path or --megatron_model_path")
-    names = ("tp", "pp", "ep", "etp", "dtype", "trust_remote_code", "trust_checkpoint")
-    same = {name: getattr(args, name) for name in names}
-    return path, {"tokenizer": args.hf_model_path if args.megatron_model_path else None, **same}
-
-
-def script_engine(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of ``LLM`` from the options of the table ``script engine``."""
-    return {
-        "max_context": args.max_seq_length,
-        "max_requests": args.max_batch_size,
-        "rows": args.max_tokens,
-        "kv_memory": int(args.kv_cache_buffer_size_gb * (1 << 30)),
-    }

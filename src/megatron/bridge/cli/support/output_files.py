@@ -10,7 +10,7 @@ from megatron.bridge.utils.errors import UserError
 
 # (command, option) of a JSON file -> keys by which its contents are recognized
 _JSON_KEYS = {
-    ("eval", "out"): ("results", "configs"),
+    ("eval", "output"): ("results", "configs"),
     ("verify", "certificate"): ("holds", "tensors"),
 }
 _YAML_COMMANDS = ("tune", "launch", "from-megatron-lm", "from-trainer")  # option ``output``

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The argument parser of every subcommand and script, and options from tables; ``parser.yaml`` has shared ones."""
+"""The argument parser of every command and script, and the types and actions of their options."""
 
 import argparse
 import re
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.utils.config import yaml_text
+type OptionGroup = argparse._ArgumentGroup
+"""What ``parser.add_argument_group`` returns."""
 
-SHARED = yaml_text.tables_beside(__file__)
+POSITIONAL = ""
+"""Stands for the positional argument of a command in ``Parser.add_hidden_names``."""
 
-MOST = 1 << 20  # processes, which layouts and reports count one by one
-MOST_WORKERS = 1024
+MAX_COUNT = 1 << 20  # processes, which layouts and reports count one by one
+MAX_WORKERS = 1024
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -25,30 +29,94 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their full names only; parsers of subcommands are of this class, too."""
+    """Takes options by their full names, with ``-`` or ``_`` between the words.
+
+    ``type=Path`` refuses an empty path. Parsers of subcommands are of this class, too.
+    """
 
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
-        self.register("type", Path, _path)
+        self.register("type", Path, _nonempty_path)
+        self._hidden_names: dict[str, str] = {}
+        self._options_of_words: tuple[str, ...] = ()
+
+    def add_hidden_names(self, names: Mapping[str, str]) -> None:
+        """Accept further names of options, which the help does not show.
+
+        Args:
+            names: Further name -> name of an option, or ``POSITIONAL`` if the value is the
+                positional argument.
+        """
+        self._hidden_names.update(names)
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = super().parse_known_args(self._replace_names(words), namespace)
+        if self._options_of_words and not any(word.startswith("-") for word in unknown):
+            unknown = self._set_options_of_words(parsed, unknown)
+        return parsed, unknown
+
+    def add_options_of_words(self, *names: str) -> None:
+        """Accept the values of these options, in this order, also without the names of the options."""
+        self._options_of_words = names
+
+    def _set_options_of_words(self, parsed: argparse.Namespace, words: list[str]) -> list[str]:
+        """Give words without an option to the options that are not set; return the words left over."""
+        remaining = list(words)
+        for name in self._options_of_words:
+            action = self._option_string_actions[name]
+            if remaining and getattr(parsed, action.dest) is None:
+                super().parse_known_args([name, remaining.pop(0)], parsed)
+        return remaining
+
+    def _replace_names(self, words: Sequence[str]) -> list[str]:
+        """Replace other spellings and hidden names of options by the names that argparse knows."""
+        replaced: list[str] = []
+        for position, word in enumerate(words):
+            if word == "--":
+                return [*replaced, *words[position:]]
+            name, equals, value = word.partition("=")
+            known_name = self._find_other_name(name)
+            if known_name is None:
+                replaced.append(word)
+            elif known_name != POSITIONAL:
+                replaced.append(f"{known_name}{equals}{value}")
+            elif equals:
+                replaced.append(value)
+        return replaced
+
+    def _find_other_name(self, name: str) -> str | None:
+        """Return the name that argparse knows for another name of an option, else None."""
+        if not name.startswith("--") or name in self._option_string_actions:
+            return None
+        dashed_name = name.replace("_", "-")
+        if dashed_name in self._hidden_names:
+            return self._hidden_names[dashed_name]
+        for option in self._option_string_actions:
+            if option.replace("_", "-") == dashed_name:
+                return option
+        return None
 
 
 def count(text: str) -> int:
     """The ``type`` of an option that takes a number of processes, steps or samples."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= MOST):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MOST}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and 1 <= int(text) <= MAX_COUNT):
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_COUNT}")
     return int(text)
 
 
 def workers(text: str) -> int:
     """The ``type`` of an option that takes a number of worker processes on this machine."""
-    if count(text) > MOST_WORKERS:
+    if count(text) > MAX_WORKERS:
         raise argparse.ArgumentTypeError(
-            f"{text} is more than {MOST_WORKERS}, too many processes for one machine"
+            f"{text} is more than {MAX_WORKERS}, too many processes for one machine"
         )
     return int(text)
 
 
-def _path(text: str) -> Path:
+def _nonempty_path(text: str) -> Path:
     """Refuse an empty path: ``--output "$OUT"`` with OUT unset would mean the working directory."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty: is a variable of the shell not set?")
@@ -60,26 +128,26 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def memory_size(text: str) -> int:
     """The ``type`` of an option that takes bytes, such as ``4GB`` or ``512M``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 4GB or 512MB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-class _NamedPaths(argparse.Action):
+class NamedPaths(argparse.Action):
     """Collects ``name=path``."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
         name, _, path = values.partition("=")
-        found = dict(getattr(namespace, self.dest) or {})
-        if not name or not path or name in found:
+        paths = dict(getattr(namespace, self.dest) or {})
+        if not name or not path or name in paths:
             parser.error(f"{option_string} {values}: give NAME=DIR, each name once")
-        setattr(namespace, self.dest, {**found, name: path})
+        setattr(namespace, self.dest, {**paths, name: path})
 
 
-class _Refused(argparse.Action):
+class Refused(argparse.Action):
     """Ends the command with the reason why it does not support an argument of another program."""
 
     def __init__(self, reason: str, **names: Any) -> None:
@@ -87,57 +155,3 @@ class _Refused(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.error(f"{self.option_strings[0]} is not supported: {self.const}")
-
-
-_BY_NAME: dict[str, dict[str, Any]] = {
-    "type": {
-        "int": int,
-        "float": float,
-        "path": Path,
-        "count": count,
-        "workers": workers,
-        "memory_size": memory_size,
-    },
-    "action": {
-        "toggle": argparse.BooleanOptionalAction,
-        "named_paths": _NamedPaths,
-        "refused": _Refused,
-    },
-}
-"""The types and actions that tables name, in addition to argparse's own actions."""
-
-
-def add_options(parser: Any, table: dict[str, Any]) -> None:
-    """Add the options of a YAML table, by their names.
-
-    ``group TITLE``, ``one of`` and ``exactly one of`` hold options of their own, ``shared NAME`` stands for a table of
-    ``parser.yaml`` with changes, and ``defaults`` are values of names.
-    """
-    for name, row in table.items():
-        kind, _, title = name.partition(" ")
-        if name == "defaults":
-            parser.set_defaults(**row)
-        elif kind == "shared":
-            add_shared(parser, title, row)
-        elif kind == "group":
-            add_options(parser.add_argument_group(title), row)
-        elif name in ("one of", "exactly one of"):
-            add_options(parser.add_mutually_exclusive_group(required=name != "one of"), row)
-        else:
-            known = {
-                key: values[row[key]] for key, values in _BY_NAME.items() if row.get(key) in values
-            }
-            parser.add_argument(*name.split(), **row | known)
-
-
-def add_shared(parser: Any, name: str, changes: dict[str, Any] | None = None) -> None:
-    """Add the options of the table ``name`` of ``parser.yaml``, with changes to their rows."""
-    add_options(parser, _changed(SHARED[name], changes or {}))
-
-
-def _changed(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    own = {
-        key: _changed(table[key], value) if isinstance(value, dict) else value
-        for key, value in changes.items()
-    }
-    return table | own

@@ -8,7 +8,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from megatron.bridge.recipes.catalog import Recipe, recommended
+from megatron.bridge.recipes.recipe import Recipe
 
 COLUMNS = ("recipe", "model", "size", "stage", "GPUs", "GB", "sequence", "precision")
 
@@ -37,11 +37,11 @@ def table(recipes: list[Recipe]) -> str:
 
 def row(recipe: Recipe) -> tuple[str, ...]:
     model, size = model_and_size(recipe.what)
-    options = recommended(recipe)
     gpus = f"{recipe.gpus} x {recipe.gpu_kind}"
-    short = str(options.get("precision") or "").removesuffix("_mixed").removeprefix("bf16_with_")
-    length = str(options.get("seq_length") or "")
-    return (recipe.name, model, size, recipe.stage, gpus, str(recipe.memory), length, short)
+    memory = str(recipe.memory_gb)
+    seq_length = str(recipe.recommended["seq_length"])
+    precision = recipe.recommended["precision"].removesuffix("_mixed").removeprefix("bf16_with_")
+    return (recipe.name, model, size, recipe.stage, gpus, memory, seq_length, precision)
 
 
 def model_and_size(what: str) -> tuple[str, str]:

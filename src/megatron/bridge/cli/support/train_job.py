@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.bridge.cli.support.model_sizes import follow_sizes
 from megatron.bridge.models.hf_pretrained import hub
-from megatron.bridge.recipes.catalog import Recipe, find
+from megatron.bridge.recipes import builders
+from megatron.bridge.recipes.catalog import find
+from megatron.bridge.recipes.options import DPO_ADAPTER_DEFAULTS, DPO_DEFAULTS
+from megatron.bridge.recipes.recipe import Recipe
+from megatron.bridge.recipes.sizes import CheckpointSize
 from megatron.bridge.training.config.early import check_early
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
@@ -67,6 +71,11 @@ class Job:
         check_sticks(resolved.config, self.changes)
         resolved.notes.extend(self.notes)
         return resolved
+
+
+def is_override(word: str) -> bool:
+    """Return whether a word of the command line sets a key, as in ``train.train_iters=5``."""
+    return _OVERRIDE.match(word) is not None
 
 
 def prepare(args: argparse.Namespace) -> Job:
@@ -132,7 +141,7 @@ def _pack(job: Job) -> list[Change]:
     dataset: Any = job.config.dataset
     if not isinstance(dataset, SFTDatasetConfig):
         raise UserError(
-            f"--packed_sequence packs fine-tuning data, but the data of {job.source} is a "
+            f"--packed-sequence packs fine-tuning data, but the data of {job.source} is a "
             f"{type(dataset).__name__}: use a finetune recipe, or leave it out"
         )
     specs = dataset.packed_sequence_specs or PackedSequenceSpecs()
@@ -156,7 +165,7 @@ def _overrides_after_data(args: argparse.Namespace) -> list[str]:
     overrides = [
         word
         for word in words
-        if _OVERRIDE.match(word) and not (Path(word).exists() or Path(f"{word}.idx").exists())
+        if is_override(word) and not (Path(word).exists() or Path(f"{word}.idx").exists())
     ]
     if args.data is not None:
         args.data = [word for word in words if word not in overrides]
@@ -178,7 +187,7 @@ def _check_length(job: Job) -> None:
 def _check_mode(job: Job, args: argparse.Namespace) -> None:
     if job.mode in OWN_STEP and args.step_func not in (None, "gpt_step"):
         raise UserError(
-            f"--step_func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
+            f"--step-func {args.step_func} cannot be used with --mode {job.mode}, which has its own forward step: "
             "leave one out"
         )
     if job.mode == "dpo" and job.config.dpo is None:
@@ -202,7 +211,9 @@ def _start(args: argparse.Namespace) -> Job:
         reason = (
             f"{args.config} is not a whole config" if args.config else "there is nothing to run"
         )
-        raise UserError(f"{reason}: give --recipe NAME (--list shows the names)")
+        raise UserError(
+            f"{reason}: give --recipe NAME (`megatron-bridge train --list` shows the names)"
+        )
     return _from_recipe(find(args.recipe), args)
 
 
@@ -218,7 +229,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _from_whole_file(
     args: argparse.Namespace, values: dict[str, Any], references: list[Layer]
 ) -> Job:
-    of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft_scheme": args.peft_scheme}
+    of_recipes = {"hf-model": args.hf_model, "data": args.data, "peft-scheme": args.peft_scheme}
     extra = [
         name for name, value in {"recipe": args.recipe, **of_recipes}.items() if value is not None
     ]
@@ -246,31 +257,26 @@ def _from_recipe(recipe: Recipe, args: argparse.Namespace) -> Job:
     becomes_dpo = args.mode == "dpo" and recipe.stage == "sft"
     if becomes_dpo:
         options = _dpo_options(options.get("peft") is not None) | options
-    config = recipe.build(**options)
+    config = recipe(**options)
     if becomes_dpo:
-        from megatron.bridge.recipes.builders import train_on_preferences
-
         root = options.get("dataset_root") or "preferences"
-        train_on_preferences(config, str(root), config.rng.seed)
+        builders.train_on_preferences(config, str(root), config.rng.seed)
     origins = Origins.of(config)
     if options:
-        origins.record_given(config, leaf_values(recipe.build()), "command line")
+        origins.record_given(config, leaf_values(recipe()), "command line")
     return Job(config, origins, recipe.name, recipe.mode, recipe.gpus, recipe)
 
 
 def _dpo_options(has_adapters: bool) -> dict[str, Any]:
     """Return the learning rate and warmup of preference tuning for a recipe of fine-tuning."""
-    from megatron.bridge.recipes.builders import DPO, DPO_ADAPTERS
-
-    values = {**DPO, **(DPO_ADAPTERS if has_adapters else {})}
+    values = {**DPO_DEFAULTS}
+    if has_adapters:
+        values.update(DPO_ADAPTER_DEFAULTS)
     return {name: values[name] for name in ("lr", "warmup_fraction")}
 
 
 def _from_model(args: argparse.Namespace) -> Job:
     """Pretraining of any model in the layout of one process, for commands that only measure or predict."""
-    from megatron.bridge.recipes import builders
-    from megatron.bridge.recipes.sizes import CheckpointSize
-
     size = CheckpointSize(args.hf_model, numbers={}, published=False)
     config = builders.pretrain(
         size, {"hf_model": args.hf_model, "seq_length": args.seq_length or 4096, "lr": 3e-4}
@@ -285,7 +291,7 @@ def _adapter_option(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
         return {}
     if args.mode is not None and args.mode not in (scheme, "sft", "dpo"):
         raise UserError(
-            f"--mode {args.mode} and --peft_scheme {scheme} contradict each other: leave one out"
+            f"--mode {args.mode} and --peft-scheme {scheme} contradict each other: leave one out"
         )
     if recipe.mode == "pretrain":
         raise UserError(
@@ -310,12 +316,12 @@ STEPS = ("gpt_step", "vlm_step", "head_step")
 
 
 def forward_step(name: str | None, config: "ConfigContainer") -> Any:
-    """The function that ``--step_func`` names; None stands for the one that the model needs."""
+    """The function that ``--step-func`` names; None stands for the one that the model needs."""
     has_tower = getattr(config.model, "vision", None) is not None
     if name is None:
         name = "head_step" if config.model.head else STEPS[has_tower]
     if name == "vlm_step" and not has_tower:
-        raise UserError("--step_func vlm_step, and the model has no vision tower: leave it out")
+        raise UserError("--step-func vlm_step, and the model has no vision tower: leave it out")
     return step_function(name)
 
 
@@ -324,7 +330,7 @@ def step_function(name: str) -> Any:
     if "." not in name:
         if name not in STEPS:
             raise UserError(
-                f"--step_func {name} does not exist: use {', '.join(STEPS)} or package.module.function"
+                f"--step-func {name} does not exist: use {', '.join(STEPS)} or package.module.function"
             )
         name = f"megatron.bridge.training.{name}.forward_step"
     sys.path.insert(0, str(Path.cwd()))  # also find modules in the current directory
@@ -332,10 +338,10 @@ def step_function(name: str) -> Any:
         with importing():
             step = locate(name)
     except UserError as error:
-        raise UserError(f"--step_func {name}: {error}") from error
+        raise UserError(f"--step-func {name}: {error}") from error
     from megatron.bridge.training.step.forward_step import takes_state
 
     if not callable(step):
-        raise UserError(f"--step_func {name} is not a function")
+        raise UserError(f"--step-func {name} is not a function")
     takes_state(step)  # refuses what is no forward step
     return step

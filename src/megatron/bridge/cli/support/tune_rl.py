@@ -4,8 +4,10 @@
 import argparse
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.bridge.cli.support.parser import count
 from megatron.bridge.cli.support.text_format import columns
 from megatron.bridge.cli.support.train_job import Job
 from megatron.bridge.utils.errors import UserError
@@ -13,6 +15,72 @@ from megatron.bridge.utils.errors import UserError
 if TYPE_CHECKING:
     from megatron.bridge.autotune import rl
     from megatron.bridge.autotune.search.search import Search
+
+
+def add_rl_options(parser: argparse.ArgumentParser) -> None:
+    """Add the step of reinforcement learning that ``tune --mode rl`` plans."""
+    group = parser.add_argument_group("with --mode rl")
+    group.add_argument(
+        "--samples",
+        type=count,
+        default=512,
+        metavar="N",
+        help="samples of a step (default: 512)",
+    )
+    group.add_argument(
+        "--max-prompt-length",
+        type=count,
+        default=1024,
+        metavar="N",
+        help="tokens (default: 1024)",
+    )
+    group.add_argument(
+        "--max-response-length",
+        type=count,
+        default=3072,
+        metavar="N",
+        help="tokens (default: 3072)",
+    )
+    group.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="tokens of a sample in each line (default: drawn)",
+    )
+    group.add_argument(
+        "--max-token-len",
+        nargs="+",
+        type=count,
+        metavar="N",
+        help=(
+            "tokens of a packed row in the update; several are compared (default: 1, 2 and 4 "
+            "times the longest)"
+        ),
+    )
+    group.add_argument(
+        "--log-prob-max-token-len",
+        type=count,
+        metavar="N",
+        help="the same for forward-only passes (default: twice)",
+    )
+    group.add_argument("--critic", action="store_true", help="train a critic of the same size, too")
+    group.add_argument(
+        "--no-reference", action="store_true", help="train without a reference policy"
+    )
+    group.add_argument(
+        "--offload",
+        nargs="+",
+        choices=["params", "grads", "optimizer", "reference"],
+        default=[],
+        help="tensors to keep in host memory while they are not needed",
+    )
+    group.add_argument(
+        "--engine-memory",
+        type=float,
+        default=0.5,
+        metavar="PART",
+        help="share of GPU memory for the engine (0.5)",
+    )
 
 
 def text(job: Job, search: "Search", args: argparse.Namespace) -> str:

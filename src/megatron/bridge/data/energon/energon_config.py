@@ -76,29 +76,29 @@ class EnergonProvider(RecordDatasetConfig, StreamingDatasetConfig):
             "max_samples_per_sequence",
             "packing_buffer_size",
         )
-        found = [*super().problems(), *too_small(self, *counts)]
+        problems = [*super().problems(), *too_small(self, *counts)]
         if self.dataloader_type != "single":
-            found.append(
+            problems.append(
                 f"dataset.dataloader_type={self.dataloader_type!r} has no effect on a stream: remove it, and set "
                 f"dataset.shuffle_buffer_size instead"
             )
         for name in ("validation_split", "test_split"):
             if self.path.endswith(".jsonl") and (value := getattr(self, name)) is not None:
-                found.append(  # Energon would use the whole file for each split
+                problems.append(  # Energon would use the whole file for each split
                     f"dataset.{name}={value!r}: {self.path} has no splits, so the run would be evaluated on its "
                     f"training records; set it to null, or name a file for each split in a metadataset"
                 )
         if self.packed and self.packing_buffer_size is None:
-            found.append(
+            problems.append(
                 "dataset.packing_buffer_size is not set: set it to the number of samples that each reader packs "
                 "at a time, such as 1000"
             )
         if self.packing_buffer_size is not None and not self.packed:
-            found.append(
+            problems.append(
                 f"dataset.packing_buffer_size={self.packing_buffer_size} has no effect without "
                 f"dataset.packed_sequence_specs: remove it, or set packed_sequence_size"
             )
-        return found
+        return problems
 
     def check_sources(self) -> None:
         if not installed("megatron.energon"):

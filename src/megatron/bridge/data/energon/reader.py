@@ -48,11 +48,11 @@ def open_reader(
     training: bool,
     request: DatasetRequest,
     readers: int,
-    number: int,
+    reader_index: int,
 ) -> "EnergonReader":
-    """Open reader ``number`` of ``readers`` on a split. Training data is shuffled and repeats."""
+    """Open reader ``reader_index`` of ``readers`` on a split. Training data is shuffled and repeats."""
     worker = energon.WorkerConfig(
-        rank=number,
+        rank=reader_index,
         world_size=readers,
         num_workers=config.num_workers,
         seed_offset=config.seed,
@@ -151,7 +151,7 @@ class RecordTask(energon.DefaultTaskEncoder):
 
     def __init__(self, config: "EnergonProvider", request: DatasetRequest) -> None:
         super().__init__()
-        self.cookers = [energon.Cooker(_uncooked)]
+        self.cookers = [energon.Cooker(_keep_sample)]
         self._config = config
         self._padding = request.tokenizer.eod
         self._encode = RecordEncoder(request.tokenizer, config.encoding_rules())
@@ -165,7 +165,7 @@ class RecordTask(energon.DefaultTaskEncoder):
         parts = sample if isinstance(sample, dict) else vars(sample)
         keys = energon.basic_sample_keys(parts)
         try:
-            encoded = self._encode([_record(parts)])
+            encoded = self._encode([_record_of_parts(parts)])
         except UserError as error:
             empty = EncodingReport().to_dict()
             yield keys | {
@@ -176,9 +176,13 @@ class RecordTask(energon.DefaultTaskEncoder):
             }
             return
         self._unreported.add(encoded.report)
-        for found in encoded.samples:
+        for encoded_sample in encoded.samples:
             report, self._unreported = self._unreported.to_dict(), EncodingReport()
-            content = found._asdict() if self._config.packed else {"row": self._row([found])}
+            content = (
+                encoded_sample._asdict()
+                if self._config.packed
+                else {"row": self._row([encoded_sample])}
+            )
             yield keys | {"problem": None, "report": report} | content
 
     def select_samples_to_pack(self, samples: list[EnergonSample]) -> list[list[EnergonSample]]:
@@ -187,14 +191,14 @@ class RecordTask(energon.DefaultTaskEncoder):
         media, images = self._encode.media, None
         if media is not None:
             images = [media.total_tokens(sample["images"]) for sample in samples]
-        most = (media.max_image_tokens if media else None) or sum(images or [0])
+        image_limit = (media.max_image_tokens if media else None) or sum(images or [0])
         rows = pack(
             rounded_up(lengths, self._config.sequence_multiple),
             self._config.seq_length,
             images,
-            most,
+            image_limit,
         )
-        return [[samples[place] for place in row.tolist()] for row in rows]
+        return [[samples[index] for index in row.tolist()] for row in rows]
 
     @energon.stateless
     def pack_selected_samples(self, samples: list[EnergonSample]) -> EnergonSample:
@@ -226,63 +230,67 @@ class RecordTask(energon.DefaultTaskEncoder):
         if media is None:
             return row
         row = with_images(row, samples, media)
-        found: RowImages = row.pop("images")  # decoded in the process that reads
-        return row if media.share is None else row | {"images": media.pixels(found.references)}
+        row_images: RowImages = row.pop("images")  # decoded in the process that reads
+        return row if media.share is None else row | {"images": media.pixels(row_images.references)}
 
 
 @energon.stateless
-def _uncooked(sample: Any) -> Any:
+def _keep_sample(sample: Any) -> Any:
     return sample
 
 
-def _record(parts: dict[str, Any]) -> LocatedRecord:
-    where = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
+def _record_of_parts(parts: dict[str, Any]) -> LocatedRecord:
+    location = f"{parts.get('__shard__') or 'sample'}: {parts['__key__']}"
     for key in JSON:
         if key in parts:
-            return where, _with_media(
-                expect(_json(parts[key], where), "an object", where, key), parts
+            return location, _with_media(
+                expect(_parse_json(parts[key], location), "an object", location, key), parts
             )
     for key in TEXT:
         if key in parts:
-            return where, {"text": _text(parts[key], where)}
-    found = ", ".join(key for key in parts if not key.startswith("__")) or "none"
+            return location, {"text": _decode_text(parts[key], location)}
+    parts_of_sample = ", ".join(key for key in parts if not key.startswith("__")) or "none"
     raise UserError(
-        f"{where}: the sample has no part json or txt (parts: {found}): add one of them"
+        f"{location}: the sample has no part json or txt (parts: {parts_of_sample}): add one of them"
     )
 
 
-def _text(part: Any, where: str) -> str:
+def _decode_text(part: Any, location: str) -> str:
     try:
         return part if isinstance(part, str) else part.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: the text is not UTF-8 ({error}): convert it") from error
+        raise UserError(f"{location}: the text is not UTF-8 ({error}): convert it") from error
 
 
-def _json(part: Any, where: str) -> Any:
+def _parse_json(part: Any, location: str) -> Any:
     """Lines of a ``.jsonl`` file are parsed already."""
     if not isinstance(part, bytes | str):
         return part
     try:
-        return strict_json.loads(_text(part, where))
+        return strict_json.loads(_decode_text(part, location))
     except ValueError as error:
         raise UserError(
-            f"{where}: the part json is not valid JSON ({error}): write it again"
+            f"{location}: the part json is not valid JSON ({error}): write it again"
         ) from error
 
 
 def _with_media(record: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     """``record`` with the bytes of images and videos in the place of the names of their parts."""
-    found = {
+    names_by_kind = {
         kind: sorted(
             (name for name in parts if name.rpartition(".")[2].lower() in endings), key=_by_number
         )
         for kind, endings in MEDIA.items()
     }
-    named = _filled(record, {name: parts[name] for names in found.values() for name in names})
+    named = _fill_in_media(
+        record, {name: parts[name] for names in names_by_kind.values() for name in names}
+    )
     if named != record:
         return named
     listed = {
-        kind: [{"bytes": parts[name]} for name in names] for kind, names in found.items() if names
+        kind: [{"bytes": parts[name]} for name in names]
+        for kind, names in names_by_kind.items()
+        if names
     }
     return listed | record
 
@@ -292,9 +300,9 @@ def _by_number(name: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _filled(value: Any, media: dict[str, bytes], key: str = "") -> Any:
+def _fill_in_media(value: Any, media: dict[str, bytes], key: str = "") -> Any:
     if isinstance(value, list):
-        return [_filled(item, media, key) for item in value]
+        return [_fill_in_media(item, media, key) for item in value]
     if isinstance(value, dict):
-        return {name: _filled(item, media, name) for name, item in value.items()}
+        return {name: _fill_in_media(item, media, name) for name, item in value.items()}
     return {"bytes": media[value]} if key in NAMING and value in media else value

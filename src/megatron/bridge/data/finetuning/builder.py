@@ -34,7 +34,7 @@ def build_finetuning_datasets(config: "SFTDatasetConfig", request: DatasetReques
     if media is not None:
         media.share = request.image_share
     return build_datasets(
-        config, request, lambda samples: _rows(config, samples, request.tokenizer, media)
+        config, request, lambda samples: _make_rows(config, samples, request.tokenizer, media)
     )
 
 
@@ -59,14 +59,14 @@ def build_blended_datasets(config: "BlendedDatasetConfig", request: DatasetReque
     """Blend each split of all parts that have it, by their weights."""
     parts = [part.build(request) for part in config.datasets]
     blended: list[Dataset[Row] | None] = []
-    for number, size in enumerate(request.sizes):
-        found = {
+    for split_index, size in enumerate(request.sizes):
+        datasets = {
             index: dataset
             for index, part in enumerate(parts)
-            if (dataset := part[number]) is not None
+            if (dataset := part[split_index]) is not None
         }
-        weights = [config.weights[index] for index in found]
-        blended.append(BlendedRows(list(found.values()), weights, size) if found else None)
+        weights = [config.weights[index] for index in datasets]
+        blended.append(BlendedRows(list(datasets.values()), weights, size) if datasets else None)
     return Splits(*blended)
 
 
@@ -108,7 +108,7 @@ def find_record_problems(config: "SFTDatasetConfig", tokenizer: Tokenizer) -> li
     return sentences
 
 
-def _rows(
+def _make_rows(
     config: "SFTDatasetConfig", samples: Samples, tokenizer: Tokenizer, media: MediaProcessor | None
 ) -> Dataset[Row]:
     multiple, padding = config.sequence_multiple, tokenizer.eod

@@ -70,7 +70,7 @@ class GPTSFTDataset(Dataset[Row]):
         self._opening = [] if bos is None else [bos]
         self._end = [tokenizer.eod] if add_eos else []
         path = Path(file_path)
-        samples = Samples.of(self._sample(line, where) for where, line in read_jsonl(path))
+        samples = Samples.of(self._sample(line, location) for location, line in read_jsonl(path))
         if not len(samples):
             raise UserError(f"{path} is empty: give a file with at least one line")
         size = len(samples) if max_num_samples is None else max_num_samples
@@ -83,17 +83,17 @@ class GPTSFTDataset(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
-    def _sample(self, line: dict[str, Any], where: str) -> Sample:
-        texts = [self._text(name, text, line, where) for name, text in self._parts]
-        first, *others = texts
+    def _sample(self, line: dict[str, Any], location: str) -> Sample:
+        texts = [self._text(name, text, line, location) for name, text in self._parts]
+        first, *later_texts = texts
         parts = [
             self.tokenizer.plain_tokens(first),
-            *(self.tokenizer.continue_tokens(text) for text in others),
+            *(self.tokenizer.continue_tokens(text) for text in later_texts),
         ]
         over = sum(map(len, parts)) + len(self._opening) + len(self._end) - self.max_seq_length - 1
-        for place, (name, _) in enumerate(self._parts):
+        for index, (name, _) in enumerate(self._parts):
             if over > 0 and name == self.truncation_field:
-                parts[place] = self._shorten(parts[place], over)
+                parts[index] = self._shorten(parts[index], over)
         context = [*self._opening, *(token for part in parts[:-1] for token in part)]
         tokens = np.array(
             [*context, *parts[-1], *self._end][: self.max_seq_length + 1], dtype=np.int32
@@ -101,25 +101,27 @@ class GPTSFTDataset(Dataset[Row]):
         trained = np.arange(len(tokens)) >= max(len(context) if self.answer_only_loss else 0, 1)
         if not trained.any():
             raise UserError(
-                f"{where}: the sample has no token in the loss within max_seq_length={self.max_seq_length}: "
+                f"{location}: the sample has no token in the loss within max_seq_length={self.max_seq_length}: "
                 f"increase it, or remove the line"
             )
         return Sample(tokens, trained)
 
-    def _text(self, name: str | None, text: str, line: dict[str, Any], where: str) -> str:
+    def _text(self, name: str | None, text: str, line: dict[str, Any], location: str) -> str:
         """A literal text, or a field and the text before it."""
         if name is not None:
             if not isinstance(line.get(name), str):
                 keys = ", ".join(line) or "none"
                 raise UserError(
-                    f"{where}: the field {name!r} of the template must be a string (keys: {keys})"
+                    f"{location}: the field {name!r} of the template must be a string (keys: {keys})"
                 )
             text += line[name]
         return text
 
     def _shorten(self, tokens: list[int], over: int) -> list[int]:
-        kept = max(len(tokens) - over, 0)
-        return tokens[len(tokens) - kept :] if self.truncation_method == "left" else tokens[:kept]
+        length = max(len(tokens) - over, 0)
+        return (
+            tokens[len(tokens) - length :] if self.truncation_method == "left" else tokens[:length]
+        )
 
 
 def _template_parts(
@@ -138,8 +140,8 @@ def _template_parts(
     parts: list[tuple[str | None, str]] = []
     texts = FIELD.split(template)  # literal, name, literal, name, ..., name, ""
     for literal, name in zip(texts[0::2], texts[1::2], strict=False):
-        own = literal[len(literal.rstrip()) :] if name == label_key else ""
-        before = literal[: len(literal) - len(own)]
+        trailing_space = literal[len(literal.rstrip()) :] if name == label_key else ""
+        before = literal[: len(literal) - len(trailing_space)]
         parts += [(None, before)] if before else []
-        parts.append((name, own))
+        parts.append((name, trailing_space))
     return parts

@@ -38,27 +38,27 @@ def pack(
     rows_with: dict[int, list[int]] = {}  # rows by the space left in them
     spaces: list[int] = []  # the keys of rows_with, sorted
     image_space: list[int] = []  # of each row
-    for sample, size, wanted in zip(
+    for sample, size, image_tokens in zip(
         order.tolist(), sizes[order].tolist(), needed[order].tolist(), strict=True
     ):
-        found = _best_row(spaces, rows_with, image_space, size, wanted)
-        if found is not None:
-            place, index = found
-            space = spaces[place]
+        best_row = _best_row(spaces, rows_with, image_space, size, image_tokens)
+        if best_row is not None:
+            space_index, index = best_row
+            space = spaces[space_index]
             row = rows_with[space].pop(index)
             if not rows_with[space]:
-                del rows_with[space], spaces[place]
+                del rows_with[space], spaces[space_index]
         else:
             space, row = capacity, count
             image_space.append(image_capacity)
             count += 1
         row_of[sample] = row
-        image_space[row] -= wanted
+        image_space[row] -= image_tokens
         if left := space - size:
             if left not in rows_with:
                 insort(spaces, left)
             rows_with.setdefault(left, []).append(row)
-    return _members(row_of, count)
+    return _samples_of_rows(row_of, count)
 
 
 def _best_row(
@@ -66,21 +66,21 @@ def _best_row(
     rows_with: dict[int, list[int]],
     image_space: list[int],
     size: int,
-    wanted: int,
+    image_tokens: int,
 ) -> tuple[int, int] | None:
     """Where the least space that a sample fits in is in ``spaces``, and where a row is among those that have it."""
     tried = 0
-    for place in range(bisect_left(spaces, size), len(spaces)):
-        rows = rows_with[spaces[place]]
+    for space_index in range(bisect_left(spaces, size), len(spaces)):
+        rows = rows_with[spaces[space_index]]
         for index in reversed(range(len(rows))):
-            if image_space[rows[index]] >= wanted:
-                return place, index
+            if image_space[rows[index]] >= image_tokens:
+                return space_index, index
             if (tried := tried + 1) == TRIED_ROWS:
                 return None
     return None
 
 
-def _members(row_of: np.ndarray, count: int) -> list[np.ndarray]:
+def _samples_of_rows(row_of: np.ndarray, count: int) -> list[np.ndarray]:
     """The samples of each row. Rows are ordered by their first sample."""
     if not count:
         return []

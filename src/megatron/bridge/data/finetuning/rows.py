@@ -43,7 +43,7 @@ class SampleRows(Dataset[Row]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Row:
-        samples = [self.samples[place] for place in self._places(index)]
+        samples = [self.samples[sample_index] for sample_index in self._places(index)]
         row = make_row(samples, self.padding, self.multiple, self.seq_length, self.has_cu_seqlens)
         return row if self.media is None else with_images(row, samples, self.media)
 
@@ -53,7 +53,7 @@ class SampleRows(Dataset[Row]):
 
     def titles(self, count: int) -> list[str]:
         """What the first samples are to a reader, those of ``count`` records."""
-        return [f"sample {number + 1}" for number in range(min(count, len(self.samples)))]
+        return [f"sample {index + 1}" for index in range(min(count, len(self.samples)))]
 
     @property
     def has_images(self) -> bool:
@@ -64,8 +64,8 @@ class SampleRows(Dataset[Row]):
         """Tokens of images and videos of a row."""
         return sum(map(self._image_tokens, self._places(index)))
 
-    def _image_tokens(self, place: int) -> int:
-        return 0 if self.media is None else self.media.total_tokens(self.samples.images_of(place))
+    def _image_tokens(self, index: int) -> int:
+        return 0 if self.media is None else self.media.total_tokens(self.samples.images_of(index))
 
     @property
     def fill(self) -> float | None:
@@ -98,9 +98,11 @@ class PackedRows(SampleRows):
     ) -> None:
         assert seq_length % multiple == 0, (seq_length, multiple)
         super().__init__(samples, seq_length, padding, multiple, media)
-        most = media.max_image_tokens if media else None
-        images = None if most is None else list(map(self._image_tokens, range(len(samples))))
-        self.plan = pack(rounded_up(samples.lengths - 1, multiple), seq_length, images, most or 0)
+        image_limit = media.max_image_tokens if media else None
+        images = None if image_limit is None else list(map(self._image_tokens, range(len(samples))))
+        self.plan = pack(
+            rounded_up(samples.lengths - 1, multiple), seq_length, images, image_limit or 0
+        )
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -119,13 +121,13 @@ def make_row(
     """One row of the given samples; see ``SampleRows`` for the parameters."""
     if not has_cu_seqlens:
         assert seq_length is not None, "a row without cu_seqlens has a fixed length"
-        row = _concatenate(samples, [seq_length], padding)
+        row = _concatenate_samples(samples, [seq_length], padding)
         del row["cu_seqlens"]
         return row
     lengths = rounded_up(
         np.array([len(sample.tokens) - 1 for sample in samples]), multiple
     ).tolist()
-    return _concatenate(samples, lengths, padding, seq_length)
+    return _concatenate_samples(samples, lengths, padding, seq_length)
 
 
 def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> Row:
@@ -136,14 +138,14 @@ def with_images(row: Row, samples: Sequence[Sample], media: MediaProcessor) -> R
         bounds = row["cu_seqlens"].tolist() if "cu_seqlens" in row else [0, len(tokens)]
         images = [sample.images for sample in samples] + [()] * len(bounds)
         parts = [
-            media.positions(tokens[start:stop], found)
-            for (start, stop), found in zip(pairwise(bounds), images, strict=False)
+            media.positions(tokens[start:stop], sample_images)
+            for (start, stop), sample_images in zip(pairwise(bounds), images, strict=False)
         ]
         row["position_ids"] = torch.from_numpy(np.concatenate(parts, axis=1))
     return row
 
 
-def _concatenate(
+def _concatenate_samples(
     samples: Sequence[Sample], lengths: Sequence[int], padding: int, total: int | None = None
 ) -> Row:
     """Samples padded to the given lengths; the rest of ``total`` becomes a sequence of padding."""
@@ -155,10 +157,10 @@ def _concatenate(
     loss_mask = np.zeros(length, dtype=np.float32)
     padding_mask = np.ones(length, dtype=np.bool_)
     for start, sample in zip(bounds.tolist(), samples, strict=False):
-        place = slice(start, start + len(sample.tokens) - 1)
-        tokens[place], labels[place] = sample.tokens[:-1], sample.tokens[1:]
-        loss_mask[place] = sample.trained[1:]  # position i predicts token i + 1
-        padding_mask[place] = False
+        span = slice(start, start + len(sample.tokens) - 1)
+        tokens[span], labels[span] = sample.tokens[:-1], sample.tokens[1:]
+        loss_mask[span] = sample.trained[1:]  # position i predicts token i + 1
+        padding_mask[span] = False
     return {
         "tokens": torch.from_numpy(tokens),
         "labels": torch.from_numpy(labels),
@@ -199,14 +201,14 @@ class EpochRows(Dataset[Row]):
     def image_tokens(self, index: int) -> int:
         return self.rows.image_tokens(self._row(*divmod(index, len(self.rows))))
 
-    def _row(self, epoch: int, place: int) -> int:
+    def _row(self, epoch: int, index: int) -> int:
         if self.seed is None:
-            return place
+            return index
         known = self._order  # another thread may replace it meanwhile
         if known is None or known[0] != epoch:
             known = (epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.rows)))
             self._order = known
-        return int(known[1][place])
+        return int(known[1][index])
 
 
 class BlendedRows(Dataset[Row]):

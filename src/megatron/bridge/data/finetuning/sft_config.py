@@ -96,10 +96,10 @@ class SFTDatasetConfig(RecordDatasetConfig):
         counts = ("workers", "max_train_samples", "max_validation_samples", "max_test_samples")
         names = list(self.columns.values())
         twice = sorted({name for name in names if names.count(name) > 1})
-        found = [
+        problems = [
             f"dataset.columns gives two keys the name {name}: choose another one" for name in twice
         ]
-        return [*super().problems(), *too_small(self, *counts), *found]
+        return [*super().problems(), *too_small(self, *counts), *problems]
 
     def build(self, request: DatasetRequest) -> Splits:
         from megatron.bridge.data.finetuning.builder import (
@@ -144,16 +144,16 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
         """The file of a split; a folder without validation or test file trains without them."""
         folder, stem = storage.fetch(self.dataset_root), FILE_STEMS[split]
         candidates = [folder / f"{stem}{suffix}" for suffix in SUFFIXES]
-        found = [path for path in candidates if path.is_file()]
-        if len(found) > 1:
+        files = [path for path in candidates if path.is_file()]
+        if len(files) > 1:
             raise UserError(
-                f"{' and '.join(map(str, found))} both exist: remove or rename one of them"
+                f"{' and '.join(map(str, files))} both exist: remove or rename one of them"
             )
         is_optional = split != "train" and folder.is_dir() and not _other_records(folder)
         # a broken link, for one, is there and no file
         if is_optional and not any(map(os.path.lexists, candidates)):
             return None
-        if not found:
+        if not files:
             names = sorted(path.name for path in folder.iterdir())[:5] if folder.is_dir() else []
             switches = {
                 "valid": ", or set dataset.do_validation=false",
@@ -163,7 +163,7 @@ class FinetuningDatasetConfig(SFTDatasetConfig):
                 f"{folder} has no file {stem} with one of the endings {', '.join(SUFFIXES)} (it holds "
                 f"{', '.join(names) or 'nothing'}): add it{switches.get(split, '')}"
             )
-        return FileSource(found[0])
+        return FileSource(files[0])
 
 
 def _other_records(folder: Path) -> list[str]:
@@ -200,34 +200,34 @@ class BlendedDatasetConfig(DatasetConfig):
         return any(dataset.joins_samples for dataset in self.datasets)
 
     def problems(self) -> list[str]:
-        found, count = super().problems(), len(self.datasets)
+        problems, count = super().problems(), len(self.datasets)
         if not self.datasets:
-            found.append("dataset.datasets is empty: name at least one dataset")
+            problems.append("dataset.datasets is empty: name at least one dataset")
         if len(self.weights) != count:
-            found.append(
+            problems.append(
                 f"dataset.weights has {len(self.weights)} entries for {count} datasets: give one for each"
             )
         if any(not weight > 0 for weight in self.weights):
-            found.append(f"dataset.weights={self.weights}: all must be positive")
+            problems.append(f"dataset.weights={self.weights}: all must be positive")
         for name in ("seq_length", "packed", "padding_free", "sequence_multiple"):
             values = {getattr(dataset, name) for dataset in self.datasets}
             expected = {self.seq_length} if name == "seq_length" else values
             if len(values | expected) > 1:
-                found.append(
+                problems.append(
                     f"dataset.datasets differ in {name}: set it to the same value in all of them"
                 )
-        return found + [
-            problem for number in range(count) for problem in self._part_problems(number)
+        return problems + [
+            problem for index in range(count) for problem in self._part_problems(index)
         ]
 
-    def _part_problems(self, number: int) -> list[str]:
-        part, name = self.datasets[number], f"dataset.datasets[{number}]"
-        found = [
+    def _part_problems(self, index: int) -> list[str]:
+        part, name = self.datasets[index], f"dataset.datasets[{index}]"
+        problems = [
             f"{name}.{entry.name}={value} has no effect: set it on the blend"
             for entry in fields(DatasetConfig)
             if entry.name != "seq_length" and (value := getattr(part, entry.name)) != entry.default
         ]
-        return found + [f"{name}: {problem}" for problem in part.problems()]
+        return problems + [f"{name}: {problem}" for problem in part.problems()]
 
     def check_sources(self) -> None:
         for dataset in self.datasets:
@@ -274,16 +274,16 @@ class HFDatasetConfig(SFTDatasetConfig):
     """Whether to test. It is False by default because many datasets have no test split."""
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not 0 < self.val_proportion < 1:
-            found.append(
+            problems.append(
                 f"dataset.val_proportion={self.val_proportion}: it must be between 0 and 1"
             )
         if self.do_test and self.test_split is None:
-            found.append(
+            problems.append(
                 "dataset.test_split is not set: name a split, or set dataset.do_test=false"
             )
-        return found
+        return problems
 
     @property
     def is_local(self) -> bool:
@@ -301,15 +301,15 @@ class HFDatasetConfig(SFTDatasetConfig):
         name = self.train_split if holds_out else names[split]
         if name is None:
             return None
-        place = storage.fetch(self.dataset_name)
-        place_name = str(place) if storage.is_url(self.dataset_name) else self.dataset_name
-        whole: RecordSource = HubSource(
+        local_path = storage.fetch(self.dataset_name)
+        place_name = str(local_path) if storage.is_url(self.dataset_name) else self.dataset_name
+        full_source: RecordSource = HubSource(
             place_name, self.dataset_subset, name, self.revision, self.streaming
         )
-        if place.is_file():
-            whole = FileSource(place)
+        if local_path.is_file():
+            full_source = FileSource(local_path)
         return (
-            HoldOutSource(whole, self.val_proportion, self.seed, split == "valid")
+            HoldOutSource(full_source, self.val_proportion, self.seed, split == "valid")
             if holds_out
-            else whole
+            else full_source
         )

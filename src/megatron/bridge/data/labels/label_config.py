@@ -49,13 +49,13 @@ class ClassificationDatasetConfig(FinetuningDatasetConfig):
         return LabelEncoder(tokenizer, self.encoding_rules())
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.split_turns:
-            found.append(
+            problems.append(
                 "dataset.split_turns=True: a record has one label, so it is one sample, set it to False"
             )
-        found += _unequal_names(self.label_names, self.num_labels)
-        return found
+        problems += _unequal_names(self.label_names, self.num_labels)
+        return problems
 
 
 def _unequal_names(names: list[str] | None, count: int | None) -> list[str]:
@@ -107,12 +107,12 @@ class TokenClassificationDatasetConfig(PreferenceDatasetConfig):
         return WordLabelRows(samples, padding, self.sequence_multiple)
 
     def problems(self) -> list[str]:
-        found = super().problems() + _unequal_names(self.label_names, self.num_labels)
+        problems = super().problems() + _unequal_names(self.label_names, self.num_labels)
         if self.truncation not in ("refuse", "drop", "right"):
-            found.append(
+            problems.append(
                 f"dataset.truncation={self.truncation}: words are cut at their end, use refuse, drop or right"
             )
-        return found
+        return problems
 
 
 @dataclass(kw_only=True)

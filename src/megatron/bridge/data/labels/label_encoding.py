@@ -21,12 +21,12 @@ from megatron.bridge.data.records.encoding import (
     Draft,
     EncodedRecords,
     RecordEncoder,
-    shorten,
 )
 from megatron.bridge.data.records.formats import Record
 from megatron.bridge.data.records.record_config import EncodingRules
 from megatron.bridge.data.records.samples import EncodingReport, Sample
 from megatron.bridge.data.records.sources import LocatedRecord
+from megatron.bridge.data.records.truncation import shorten
 from megatron.bridge.data.tokenizer import HuggingFaceTokenizer, Tokenizer, appended_tokens
 from megatron.bridge.utils.errors import UserError
 
@@ -37,8 +37,8 @@ _PLACE_HOLDER = 0
 class TargetAtEnd(RecordEncoder):
     """Keeps all tokens of a text as inputs, and its target as one more token."""
 
-    def target(self, where: str) -> int:
-        del where
+    def target(self, location: str) -> int:
+        del location
         return _PLACE_HOLDER
 
     def _close(self, ids: list[int]) -> list[int]:
@@ -52,12 +52,12 @@ class TargetAtEnd(RecordEncoder):
             raise UserError(f"{draft.where}: the text is empty: remove the record")
         return super()._keep(Draft(draft.where, _with_target(draft.sample, _PLACE_HOLDER)), report)
 
-    def _truncate(self, sample: Sample, report: EncodingReport, where: str) -> Sample:
+    def _truncate(self, sample: Sample, report: EncodingReport, location: str) -> Sample:
         limit = self.rules.max_tokens - 1
         if len(sample.tokens) > limit:
             report.cut += 1
             sample = shorten(sample, limit, self.rules.truncation, self._opening)
-        return _with_target(sample, self.target(where))
+        return _with_target(sample, self.target(location))
 
 
 def _with_target(sample: Sample, target: int) -> Sample:
@@ -72,17 +72,17 @@ class LabelEncoder(TargetAtEnd):
         self._labels: dict[str, int] = {}
         return super().__call__(records)
 
-    def target(self, where: str) -> int:
-        return self._labels[where]
+    def target(self, location: str) -> int:
+        return self._labels[location]
 
     def _processed(
         self, records: Sequence[LocatedRecord], report: EncodingReport
     ) -> Iterator[LocatedRecord]:
         rules = self.rules
         assert isinstance(rules, LabelRules)
-        for where, record in super()._processed(records, report):
-            self._labels[where] = rules.number_of(record.get("label"), where)
-            yield where, {key: value for key, value in record.items() if key != "label"}
+        for location, record in super()._processed(records, report):
+            self._labels[location] = rules.number_of(record.get("label"), location)
+            yield location, {key: value for key, value in record.items() if key != "label"}
 
 
 class RewardPairEncoder(TargetAtEnd, PairEncoder):
@@ -92,19 +92,19 @@ class RewardPairEncoder(TargetAtEnd, PairEncoder):
 class EmbeddingPairEncoder(TargetAtEnd, PairEncoder):
     """Tokenizes pairs of texts that belong together."""
 
-    def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
-        texts = [(f"{where}: {name}", _record_of(record, name, where)) for name in TEXTS]
-        return self._both(texts, where, report)
+    def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
+        texts = [(f"{location}: {name}", _record_of(record, name, location)) for name in TEXTS]
+        return self._both(texts, location, report)
 
 
-def _record_of(record: Record, name: str, where: str) -> dict[str, Any]:
-    found = record.get(name)
-    if isinstance(found, str):
-        return {"text": found}
-    if isinstance(found, list):
-        return {"messages": found}
+def _record_of(record: Record, name: str, location: str) -> dict[str, Any]:
+    content = record.get(name)
+    if isinstance(content, str):
+        return {"text": content}
+    if isinstance(content, list):
+        return {"messages": content}
     raise UserError(
-        f"{where}: {name}={found!r} must be a text or a list of messages: a pair has query and positive (keys: "
+        f"{location}: {name}={content!r} must be a text or a list of messages: a pair has query and positive (keys: "
         f"{', '.join(sorted(record))})"
     )
 
@@ -127,38 +127,38 @@ class WordLabelEncoder(PairEncoder):
         encoded.report.tokens //= 2  # classes are not text
         return encoded
 
-    def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
-        words, classes = self._words(record, where)
+    def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
+        words, classes = self._words(record, location)
         encoded = self._hf(words, is_split_into_words=True)
         ids, places = list(encoded["input_ids"]), encoded.word_ids()
-        if not (found := self._fitting(ids, where, report)):
-            report.drop(TOO_LONG, where)
+        if not (length := self._fitting(ids, location, report)):
+            report.drop(TOO_LONG, location)
             return []
         assert isinstance(self.rules, WordLabelRules)
         before = [None, *places[:-1]]
         counts = [
-            place is not None and (self.rules.label_all_tokens or place != last)
-            for place, last in zip(places, before, strict=True)
-        ][:found]
+            word is not None and (self.rules.label_all_tokens or word != last)
+            for word, last in zip(places, before, strict=True)
+        ][:length]
         if not any(counts):
-            report.drop(NO_TARGET, where)
+            report.drop(NO_TARGET, location)
             return []
-        of_tokens = [0 if place is None else classes[place] for place in places[:found]]
-        tokens = np.array([*ids[:found], 0], np.int32)
+        of_tokens = [0 if word is None else classes[word] for word in places[:length]]
+        tokens = np.array([*ids[:length], 0], np.int32)
         labels = np.array([0, *of_tokens], np.int32)
         return [
             Sample(tokens, np.zeros(len(tokens), np.bool_)),
             Sample(labels, np.array([False, *counts])),
         ]
 
-    def _fitting(self, ids: list[int], where: str, report: EncodingReport) -> int:
+    def _fitting(self, ids: list[int], location: str, report: EncodingReport) -> int:
         """How many tokens of a record are kept."""
         limit = self.rules.max_tokens - 1
         if len(ids) <= limit:
             return len(ids)
         if self.rules.truncation == "refuse":
             raise UserError(
-                f"{where}: the words have {len(ids)} tokens, more than dataset.seq_length={limit}: increase it, "
+                f"{location}: the words have {len(ids)} tokens, more than dataset.seq_length={limit}: increase it, "
                 "or set dataset.truncation to drop or right"
             )
         if self.rules.truncation == "drop":
@@ -166,18 +166,18 @@ class WordLabelEncoder(PairEncoder):
         report.cut += 1
         return limit
 
-    def _words(self, record: Record, where: str) -> tuple[list[str], list[int]]:
+    def _words(self, record: Record, location: str) -> tuple[list[str], list[int]]:
         rules: Any = self.rules
         words, labels = record.get(rules.text_column), record.get(rules.label_column)
         if not (
             isinstance(words, list) and isinstance(labels, list) and len(words) == len(labels) > 0
         ):
             raise UserError(
-                f"{where}: {rules.text_column} and {rules.label_column} must be lists of equal length, the words "
+                f"{location}: {rules.text_column} and {rules.label_column} must be lists of equal length, the words "
                 f"and their classes (keys: {', '.join(sorted(record))}): correct it, or set "
                 "dataset.text_column and dataset.label_column"
             )
-        return [str(word) for word in words], [rules.number_of(label, where) for label in labels]
+        return [str(word) for word in words], [rules.number_of(label, location) for label in labels]
 
 
 class WordLabelRows(PairRows):

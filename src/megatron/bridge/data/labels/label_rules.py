@@ -16,7 +16,7 @@ class LabelRules(EncodingRules):
     num_labels: int | None = None
     label_names: tuple[str, ...] = ()
 
-    def number_of(self, label: Any, where: str) -> int:
+    def number_of(self, label: Any, location: str) -> int:
         names = self.label_names
         if isinstance(label, str) and label in names:
             return names.index(label)
@@ -25,7 +25,7 @@ class LabelRules(EncodingRules):
             return label
         choices = f" or one of {', '.join(names)}" if names else ""
         raise UserError(
-            f"{where}: label={label!r} must be a number from 0 to {known - 1}{choices}: correct it, or set "
+            f"{location}: label={label!r} must be a number from 0 to {known - 1}{choices}: correct it, or set "
             "dataset.label_names or model.num_labels"
         )
 

@@ -147,10 +147,12 @@ class NemotronOmni(Expansion):
         )
 
         images, merge = self.processor, round(1 / self.processor.downsample_ratio)
-        most = (images.max_model_len - 4) * merge**2
-        most = max(min(most, images.max_num_patches or most), images.min_num_patches)
+        max_patches = (images.max_model_len - 4) * merge**2
+        max_patches = max(
+            min(max_patches, images.max_num_patches or max_patches), images.min_num_patches
+        )
         grid = get_patch_grid_size(
-            height, width, images.patch_size, merge, images.min_num_patches, most
+            height, width, images.patch_size, merge, images.min_num_patches, max_patches
         )
         return math.prod(grid) // merge**2
 
@@ -300,10 +302,10 @@ class LlavaOneVision(LlavaNext):
 
     def _unpadded(self, height: int, width: int, side: int, patches: int) -> tuple[int, int]:
         rows, columns = super()._unpadded(height, width, side, patches)
-        most = int(
+        max_tiles = int(
             self.values.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
         )
-        ratio = math.sqrt(rows * columns / (most * patches**2))
+        ratio = math.sqrt(rows * columns / (max_tiles * patches**2))
         return (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else (rows, columns)
 
 
@@ -359,8 +361,8 @@ class Idefics(Expansion):
             + "\n"
             for row in range(1, rows + 1)
         ]
-        whole = f"{around}{self.named('global_image_token', '<global-img>')}{tokens}{around}"
-        return "".join(lines) + ("\n" if lines else "") + whole
+        global_image = f"{around}{self.named('global_image_token', '<global-img>')}{tokens}{around}"
+        return "".join(lines) + ("\n" if lines else "") + global_image
 
 
 EXPANSIONS: Mapping[str, type[Expansion]] = {

@@ -32,13 +32,13 @@ PROCESSOR_ERRORS = (
 
 
 @contextmanager
-def loading(path: str, what: str) -> Iterator[None]:
-    """Turn what transformers raises into an error that says that the checkpoint has no ``what``."""
+def loading(path: str, part: str) -> Iterator[None]:
+    """Turn what transformers raises into an error that says that the checkpoint has no ``part``."""
     try:
         yield
     except PROCESSOR_ERRORS as error:
         raise UserError(
-            f"dataset.hf_processor_path={path} has no {what} ({one_line(error)}): give the directory or hub id of a "
+            f"dataset.hf_processor_path={path} has no {part} ({one_line(error)}): give the directory or hub id of a "
             "vision-language model"
         ) from error
 

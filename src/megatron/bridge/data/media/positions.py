@@ -41,17 +41,17 @@ def mrope_positions(
     types = np.asarray(types)
     steps = [1.0] * len(video_grids) if time_steps is None else list(time_steps)
     images = iter([(grid, 1.0) for grid in image_grids])
-    videos = _frames(video_grids, steps, split_frames)
-    found = np.empty((3, len(types)), dtype=np.int64)
+    videos = _frame_grids(video_grids, steps, split_frames)
+    positions = np.empty((3, len(types)), dtype=np.int64)
     at = position = 0
     while at < len(types):
         if types[at] == TEXT:
-            length = _run(types, at)
-            found[:, at : at + length] = np.arange(position, position + length)
+            length = _text_length_at(types, at)
+            positions[:, at : at + length] = np.arange(position, position + length)
             position += length
         else:
             kind = int(types[at])
-            grid, step = _next(images if kind == IMAGE else videos, kind)
+            grid, step = _next_grid(images if kind == IMAGE else videos, kind)
             block = _grid_positions(grid, merge, step)
             length = block.shape[1]
             if (types[at : at + length] != kind).any() or at + length > len(types):
@@ -59,7 +59,7 @@ def mrope_positions(
                     f"{_NAMES[kind]} with the grid {list(map(int, grid))} needs {length} tokens, the sample has "
                     f"fewer at token {at}: expand each placeholder to the size of its image"
                 )
-            found[:, at : at + length] = block + position
+            positions[:, at : at + length] = block + position
             position += max(int(grid[1]), int(grid[2])) // merge
         at += length
     for kind, rest in ((IMAGE, images), (VIDEO, videos)):
@@ -68,14 +68,14 @@ def mrope_positions(
                 f"{left} more {_NAMES[kind]}s are given than the sample has placeholders for: "
                 f"add a placeholder for each, or remove them"
             )
-    return found
+    return positions
 
 
 _NAMES = {IMAGE: "image", VIDEO: "video"}
 _Grids = Iterator[tuple[Any, float]]
 
 
-def _frames(grids: Any, steps: list[float], split: bool) -> _Grids:
+def _frame_grids(grids: Any, steps: list[float], split: bool) -> _Grids:
     for grid, step in zip(grids, steps, strict=True):
         if not split:
             yield grid, step
@@ -84,19 +84,19 @@ def _frames(grids: Any, steps: list[float], split: bool) -> _Grids:
             yield (1, grid[1], grid[2]), 1.0
 
 
-def _run(types: NDArray[Any], at: int) -> int:
+def _text_length_at(types: NDArray[Any], at: int) -> int:
     media = np.flatnonzero(types[at:] != TEXT)
     return int(media[0]) if len(media) else len(types) - at
 
 
-def _next(grids: _Grids, kind: int) -> tuple[Any, float]:
-    found = next(grids, None)
-    if found is None:
+def _next_grid(grids: _Grids, kind: int) -> tuple[Any, float]:
+    grid = next(grids, None)
+    if grid is None:
         raise UserError(
             f"the sample has more placeholders for {_NAMES[kind]}s than {_NAMES[kind]}s are given: "
             f"give one {_NAMES[kind]} for each placeholder"
         )
-    return found
+    return grid
 
 
 def _grid_positions(grid: Any, merge: int, step: float) -> Positions:

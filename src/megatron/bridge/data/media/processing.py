@@ -6,24 +6,28 @@ decode images in order to count tokens, and would lose which characters belong t
 """
 
 import hashlib
-import http.client
 import json
 import math
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
+from megatron.bridge.data.media.downloads import fetched
 from megatron.bridge.data.media.expansion import EXPANSIONS, Grid
-from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules, loading
+from megatron.bridge.data.media.media_rules import PROCESSOR_ERRORS, MediaRules
 from megatron.bridge.data.media.positions import IMAGE, TEXT, VIDEO, Positions, mrope_positions
+from megatron.bridge.data.media.processor_files import (
+    REMOTE_MODELS,
+    chat_template,
+    load_image_processor,
+    read_config,
+    read_json_file,
+)
 from megatron.bridge.data.media.references import (
     ImageReference,
     MediaReference,
@@ -34,8 +38,6 @@ from megatron.bridge.data.media.references import (
 )
 from megatron.bridge.data.media.videos import VideoProcessor, refer_video, zeros_without_memory
 from megatron.bridge.models.vision.media import share_out
-from megatron.bridge.utils import strict_json
-from megatron.bridge.utils.atomic import published_file
 from megatron.bridge.utils.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -43,131 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_DEFAULTS = {"max_num_tiles": 12, "use_thumbnail": True, "patch_size": 16, "downsample_ratio": 0.5}
-
-
-class TileProcessor:
-    """Splits an image into a grid of tiles with the closest aspect ratio, followed by the whole image as one tile.
-
-    This is what the remote code of Nemotron Nano VL v2 computes, which need not run.
-    """
-
-    def __init__(self, values: Mapping[str, Any], path: str) -> None:
-        self.values: dict[str, Any] = {
-            "image_size": values.get("force_image_size", 512),
-            **_DEFAULTS,
-        }
-        self.values |= {
-            key: values[key] for key in (*self.values, "norm_mean", "norm_std") if key in values
-        }
-        if missing := sorted({"norm_mean", "norm_std"} - self.values.keys()):
-            raise UserError(
-                f"{path}: preprocessor_config.json has no {missing[0]}: download it again"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.values
-
-    def count(self, height: int, width: int) -> int:
-        """Tiles of an image of this size."""
-        rows, columns = self._grid(height, width)
-        return rows * columns + (self.values["use_thumbnail"] and rows * columns > 1)
-
-    @property
-    def tokens(self) -> int:
-        return int(
-            (
-                self.values["image_size"]
-                // self.values["patch_size"]
-                * self.values["downsample_ratio"]
-            )
-            ** 2
-        )
-
-    def __call__(self, image: "Image.Image", return_tensors: str = "pt") -> dict[str, Tensor]:
-        whole = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255
-        (rows, columns), side = self._grid(image.height, image.width), self.values["image_size"]
-        grid = _resized(whole, rows * side, columns * side)[0]
-        tiles = (
-            grid.unflatten(2, (columns, side))
-            .unflatten(1, (rows, side))
-            .permute(1, 3, 0, 2, 4)
-            .flatten(0, 1)
-        )
-        if len(tiles) < self.count(image.height, image.width):
-            tiles = torch.cat((tiles, _resized(whole, side, side)))
-        mean, deviation = (
-            torch.tensor(self.values[key]).view(3, 1, 1) for key in ("norm_mean", "norm_std")
-        )
-        return {"pixel_values": (tiles - mean) / deviation}
-
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns."""
-        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
-            get_optimal_tiled_canvas,
-        )
-
-        tile = (self.values["image_size"],) * 2
-        columns, rows = get_optimal_tiled_canvas(
-            (height, width), tile, 1, self.values["max_num_tiles"]
-        )
-        return rows, columns
-
-
-def _resized(image: Tensor, height: int, width: int) -> Tensor:
-    return interpolate(image, (height, width), mode="bicubic", align_corners=False, antialias=True)
-
-
-FOLDER = ".fetched"  # below the root of the media
-MAX_BYTES = 200_000_000
-_SECONDS = 30  # without an answer
-_SCHEMES = ("http://", "https://")
-
-
-def fetched(raw: Any, root: Path, where: str) -> Any:
-    """A record's image or video reference, with URLs replaced by downloaded paths below ``root``."""
-    if isinstance(raw, Mapping):
-        return {key: fetched(value, root, where) for key, value in raw.items()}
-    if isinstance(raw, list):
-        return [fetched(value, root, where) for value in raw]
-    if not isinstance(raw, str) or not raw.startswith(_SCHEMES):
-        return raw
-    name = (
-        hashlib.blake2b(raw.encode(), digest_size=16).hexdigest()
-        + Path(urlsplit(raw).path).suffix[:8]
-    )
-    path = root / FOLDER / name
-    if not path.is_file():
-        content = _download(raw, where)
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with published_file(path) as aside:
-                aside.write_bytes(content)
-        except OSError as error:
-            raise UserError(
-                f"{where}: {raw} cannot be kept in {path.parent} ({error}): set dataset.media_root"
-            ) from error
-    return f"{FOLDER}/{name}"
-
-
-def _download(address: str, where: str) -> bytes:
-    request = urllib.request.Request(address, headers={"User-Agent": "megatron-bridge"})
-    try:
-        with urllib.request.urlopen(request, timeout=_SECONDS) as response:
-            content: bytes = response.read(MAX_BYTES + 1)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(
-            f"{where}: {address} cannot be downloaded ({one_line(error)}): correct it, or remove the record"
-        ) from error
-    if len(content) > MAX_BYTES:
-        raise UserError(
-            f"{where}: {address} has more than {MAX_BYTES:,} bytes: download it, and give its path"
-        )
-    return content
-
-
-_REMOTE = ("NemotronH_Nano_VL_V2",)
-"""Models whose config and image processor are remote code, which need not run."""
 BY_SAMPLE = ("idefics3", "smolvlm")
 """Families in which transformers' tensors are [samples, tiles, ...]."""
 MAX_BLANKS = 1024  # cached tensors that stand for images of other ranks
@@ -189,16 +66,21 @@ class MediaProcessor:
         self.share: tuple[int, int] | None = (0, 1)
         """See ``DatasetRequest.image_share``."""
         path = rules.processor_path
-        config = _config(path)
+        config = read_config(path)
         kind = config.get("model_type", "")
         if kind not in EXPANSIONS:
             raise UserError(
                 f"dataset.hf_processor_path={path} is a {kind or 'model without model_type'}: images are "
                 f"supported for {', '.join(EXPANSIONS)}"
             )
-        self.hf_processor = _image_processor(path, rules, config if kind in _REMOTE else None)
-        own = _json(path, "processor_config.json")
-        values = {**config, **{key: value for key, value in own.items() if value is not None}}
+        self.hf_processor = load_image_processor(
+            path, rules, config if kind in REMOTE_MODELS else None
+        )
+        processor_config = read_json_file(path, "processor_config.json")
+        values = {
+            **config,
+            **{key: value for key, value in processor_config.items() if value is not None},
+        }
         self.expansion = EXPANSIONS[kind](self.hf_processor, values, hf)
         self.chat_template = chat_template(path) or (
             None if hf.chat_template else self.expansion.template
@@ -217,11 +99,11 @@ class MediaProcessor:
         """Loaded with the first video, because it needs further packages."""
         return VideoProcessor(self.kind, self._rules, self._values)
 
-    def _load_videos(self, where: str) -> None:
+    def _load_videos(self, location: str) -> None:
         try:
             _ = self.videos
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{location}: {error}") from error
 
     def placeholder(self, media: MediaReference | None = None) -> str:
         """The text that a chat template writes for a video or an image."""
@@ -252,32 +134,36 @@ class MediaProcessor:
             for name in ("image_seq_length", "image_seq_len", "patch_size")
         ]
         values += [] if self.max_image_tokens is None else [self.max_image_tokens]
-        rules, own = (
+        rules, video_config = (
             self._rules,
-            _json(self._rules.processor_path, "video_preprocessor_config.json"),
+            read_json_file(self._rules.processor_path, "video_preprocessor_config.json"),
         )
-        videos = (rules.fps, rules.max_frames, own or self.expansion.values.get("video_processor"))
+        videos = (
+            rules.fps,
+            rules.max_frames,
+            video_config or self.expansion.values.get("video_processor"),
+        )
         values += [videos] if any(videos) else []
         text = json.dumps([*values, self.chat_template], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
-    def references(self, named: Iterable[tuple[str, Any]], where: str) -> list[MediaReference]:
+    def references(self, named: Iterable[tuple[str, Any]], location: str) -> list[MediaReference]:
         """References to what a record names: ``image`` or ``video``, and what it says about it."""
         if self._rules.fetches:
-            named = [(kind, fetched(raw, self.root, where)) for kind, raw in named]
-        found = [
-            (refer_video if kind == "video" else refer)(raw, self.root, where)
+            named = [(kind, fetched(raw, self.root, location)) for kind, raw in named]
+        references = [
+            (refer_video if kind == "video" else refer)(raw, self.root, location)
             for kind, raw in named
         ]
-        if any(isinstance(item, VideoReference) for item in found):
-            self._load_videos(where)
+        if any(isinstance(item, VideoReference) for item in references):
+            self._load_videos(location)
         limit = self.expansion.images_in_sample
-        if limit is not None and len(found) > limit:
+        if limit is not None and len(references) > limit:
             raise UserError(
-                f"{where}: the record has {len(found)} images, and {self.kind} is supported with {limit} in a "
+                f"{location}: the record has {len(references)} images, and {self.kind} is supported with {limit} in a "
                 "sample: split the record"
             )
-        return found
+        return references
 
     def text(self, media: MediaReference) -> str:
         """The text that replaces the placeholder of ``media``."""
@@ -303,7 +189,7 @@ class MediaProcessor:
         try:
             return rule(image.height, image.width)
         except PROCESSOR_ERRORS as error:
-            raise _unusable(image, error) from error
+            raise _unusable_image(image, error) from error
 
     @property
     def has_grids(self) -> bool:
@@ -332,7 +218,10 @@ class MediaProcessor:
         Those of videos are under the names of ``get_video_features`` where videos have a token of their own. Images
         of other ranks are not decoded: their patches are left out, and whole images are zeros.
         """
-        parts = [self._part(item, own) for item, own in zip(media, self._own(media), strict=True)]
+        parts = [
+            self._part(item, is_local)
+            for item, is_local in zip(media, self._own(media), strict=True)
+        ]
         return join_media(parts)
 
     def _is_video(self, item: MediaReference) -> bool:
@@ -348,10 +237,10 @@ class MediaProcessor:
         if ranks == 1:
             return [[True]] * len(media)
         sizes = [self._sizes(item) for item in media]
-        order = sorted(range(len(media)), key=lambda place: self._is_video(media[place]))
-        owners = iter(share_out([size for place in order for size in sizes[place]], ranks))
-        own = {place: [next(owners) == rank for _ in sizes[place]] for place in order}
-        return [own[place] for place in range(len(media))]
+        order = sorted(range(len(media)), key=lambda index: self._is_video(media[index]))
+        owners = iter(share_out([size for index in order for size in sizes[index]], ranks))
+        is_local = {index: [next(owners) == rank for _ in sizes[index]] for index in order}
+        return [is_local[index] for index in range(len(media))]
 
     def _sizes(self, item: MediaReference) -> list[int]:
         """The work for each grid, in proportion to its patches, or 1 for each tile, because tiles have equal sizes."""
@@ -365,9 +254,9 @@ class MediaProcessor:
             else [1] * self._measured(self.expansion.tiles, item)
         )
 
-    def _part(self, item: MediaReference, own: list[bool]) -> dict[str, Tensor]:
+    def _part(self, item: MediaReference, is_local: list[bool]) -> dict[str, Tensor]:
         """The tensors of one image or video; of patches, only those of the grids that this rank encodes."""
-        if all(own) or (any(own) and not self.has_grids):
+        if all(is_local) or (any(is_local) and not self.has_grids):
             return (
                 self.videos.pixels(item)
                 if isinstance(item, VideoReference)
@@ -379,12 +268,16 @@ class MediaProcessor:
             )
         name, grids = ("video" if self._is_video(item) else "image"), self._grids(item)
         tensors = {f"{name}_grid_thw": torch.tensor(grids)}
-        if any(own):
-            found = self._part(item, [])
-            pixels = next(name for name in found if name.startswith("pixel_values"))
-            patches = found[pixels].split([math.prod(grid) for grid in grids])
+        if any(is_local):
+            all_tensors = self._part(item, [])
+            pixels = next(name for name in all_tensors if name.startswith("pixel_values"))
+            patches = all_tensors[pixels].split([math.prod(grid) for grid in grids])
             tensors[pixels] = torch.cat(
-                [part for part, mine in zip(patches, own, strict=True) if mine]
+                [
+                    part
+                    for part, is_encoded_here in zip(patches, is_local, strict=True)
+                    if is_encoded_here
+                ]
             )
         return tensors
 
@@ -400,24 +293,24 @@ class MediaProcessor:
         if text not in self._blanks:
             if len(self._blanks) == MAX_BLANKS:
                 self._blanks.clear()
-            found = self._processed(image, Image.new("RGB", (image.width, image.height)))
-            pixels = [name for name in found if name.startswith("pixel")]
+            tensors = self._processed(image, Image.new("RGB", (image.width, image.height)))
+            pixels = [name for name in tensors if name.startswith("pixel")]
             zeros = (
                 {}
                 if self.expansion.has_patches
-                else {name: zeros_without_memory(found[name]) for name in pixels}
+                else {name: zeros_without_memory(tensors[name]) for name in pixels}
             )
             self._blanks[text] = {
-                name: value for name, value in found.items() if name not in pixels
+                name: value for name, value in tensors.items() if name not in pixels
             } | zeros
         return self._blanks[text]
 
     def _processed(self, image: ImageReference, decoded: "Image.Image") -> dict[str, Tensor]:
         try:
-            found = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
+            outputs = self.hf_processor(decoded, return_tensors="pt", **self.expansion.arguments)
         except PROCESSOR_ERRORS as error:
-            raise _unusable(image, error) from error
-        tensors = {name: torch.as_tensor(found[name]) for name in _TENSORS if name in found}
+            raise _unusable_image(image, error) from error
+        tensors = {name: torch.as_tensor(outputs[name]) for name in _TENSORS if name in outputs}
         if self.kind in BY_SAMPLE:  # of one sample
             tensors = {name: value[0] for name, value in tensors.items()}
         return tensors
@@ -426,105 +319,25 @@ class MediaProcessor:
 def join_media(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of several images or videos, one after another."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+    return {name: _join_padded([part[name] for part in parts if name in part]) for name in names}
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _join_padded(parts: list[Tensor]) -> Tensor:
     """One after another; images that differ in size are padded with zeros, as transformers pads them."""
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     return torch.cat(
-        [part if list(part.shape[1:]) == shape else _padded(part, shape) for part in parts]
+        [part if list(part.shape[1:]) == shape else _pad_images(part, shape) for part in parts]
     )
 
 
-def _padded(part: Tensor, shape: list[int]) -> Tensor:
-    whole = part.new_zeros(len(part), *shape)
-    whole[tuple(slice(size) for size in part.shape)] = part
-    return whole
+def _pad_images(part: Tensor, shape: list[int]) -> Tensor:
+    padded = part.new_zeros(len(part), *shape)
+    padded[tuple(slice(size) for size in part.shape)] = part
+    return padded
 
 
-def _unusable(image: ImageReference, error: Exception) -> UserError:
+def _unusable_image(image: ImageReference, error: Exception) -> UserError:
     return UserError(
         f"{image.where}: the image {shown(image.source)} with {image.width}x{image.height} pixels cannot be used "
         f"({one_line(error)}): change its size, remove the record, or check the files of the image processor"
     )
-
-
-def _config(path: str) -> Mapping[str, Any]:
-    from transformers import AutoConfig
-
-    with loading(path, "config.json that can be read"):
-        raw = _json(path, "config.json")
-        return (
-            raw if raw.get("model_type") in _REMOTE else AutoConfig.from_pretrained(path).to_dict()
-        )
-
-
-def _image_processor(path: str, rules: MediaRules, remote: Mapping[str, Any] | None) -> Any:
-    from transformers import AutoImageProcessor
-
-    with loading(path, "image processor that can be loaded"):
-        processor: Any = (
-            AutoImageProcessor.from_pretrained(path)
-            if remote is None
-            else TileProcessor({**remote, **_json(path, "preprocessor_config.json")}, path)
-        )
-    _limit(processor, "shortest_edge", rules.min_pixels, "min_pixels")
-    _limit(processor, "longest_edge", rules.max_pixels, "max_pixels")
-    return processor
-
-
-def _limit(processor: Any, edge: str, value: int | None, name: str) -> None:
-    """Set the minimum or maximum number of pixels of an image, which Qwen's and GLM's processors call an edge."""
-    if value is None:
-        return
-    if not hasattr(processor, "merge_size"):
-        raise UserError(
-            f"dataset.{name}={value}: {type(processor).__name__} has no such limit, its images have fixed sizes: "
-            "leave it unset"
-        )
-    from transformers.image_utils import SizeDict
-
-    processor.size = SizeDict(**{**dict(processor.size), edge: value})
-    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
-    if least > most:
-        raise UserError(
-            f"dataset.{name}={value} contradicts the other limit: images would have {least} pixels at least and "
-            f"{most} at most: set dataset.min_pixels and dataset.max_pixels"
-        )
-
-
-def chat_template(path: str) -> str | None:
-    """The processor's template, which takes precedence over the tokenizer's; None if it has none."""
-    text = _text(path, "chat_template.jinja")
-    if text is not None:
-        return text
-    found = _json(path, "chat_template.json").get("chat_template")
-    return found if isinstance(found, str) else None
-
-
-def _json(path: str, name: str) -> Mapping[str, Any]:
-    text = _text(path, name)
-    if text is None:
-        return {}
-    try:
-        found = strict_json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}/{name} is not valid JSON ({error}): download it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}/{name} is not a JSON object: download it again")
-    return found
-
-
-def _text(path: str, name: str) -> str | None:
-    """The content of a file of a checkpoint; None if there is no such file."""
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        path,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return Path(found).read_text(encoding="utf-8") if found else None

@@ -49,16 +49,16 @@ class VideoReference(NamedTuple):
 MediaReference = ImageReference | VideoReference
 
 
-def refer(raw: Any, root: Path, where: str) -> ImageReference:
+def refer(raw: Any, root: Path, location: str) -> ImageReference:
     """The reference to an image that a record names, once its size is read.
 
     ``raw`` is a path, a ``data:`` URL, bytes, a PIL image, or an object with one of them under ``image``, ``path``,
-    ``url`` or ``bytes``. Relative paths start from ``root``, and images outside of it are refused; ``where`` names the
-    record in messages.
+    ``url`` or ``bytes``. Relative paths start from ``root``, and images outside of it are refused; ``location`` names
+    the record in messages.
     """
-    source = source_of(raw, root, where, "image")
-    height, width = _measure(source, where)
-    return ImageReference(source, height, width, where)
+    source = source_of(raw, root, location, "image")
+    height, width = _measure_image(source, location)
+    return ImageReference(source, height, width, location)
 
 
 def decode(reference: ImageReference) -> "Image.Image":
@@ -69,12 +69,12 @@ def decode(reference: ImageReference) -> "Image.Image":
     """
     from PIL import ImageOps
 
-    source, where = reference.source, reference.where
-    with _image_errors(source, where), _opened(source, where) as file:
+    source, location = reference.source, reference.where
+    with _image_errors(source, location), _opened_image(source, location) as file:
         height, width = _turned_size(file)
         if (height, width) != (reference.height, reference.width):
             raise UserError(
-                f"{where}: the image {shown(source)} is {width}x{height} and was "
+                f"{location}: the image {shown(source)} is {width}x{height} and was "
                 f"{reference.width}x{reference.height} when the sample was made: restore it, or remove the prepared "
                 "samples"
             )
@@ -94,36 +94,36 @@ def shown(source: str) -> str:
     return "in the record" if source.startswith(_DATA) else source
 
 
-def source_of(raw: Any, root: Path, where: str, kind: str) -> str:
+def source_of(raw: Any, root: Path, location: str, kind: str) -> str:
     """A path inside of ``root``, or a ``data:`` URL; ``kind`` is the word for it in messages."""
     if isinstance(raw, Mapping):
-        raw = _named(raw, where, kind)
+        raw = _named_source(raw, location, kind)
     if isinstance(raw, bytes | bytearray):
         return f"{_DATA};base64,{base64.b64encode(raw).decode()}"
     if hasattr(raw, "save") and hasattr(raw, "getexif"):  # an image of PIL
-        return source_of(png(raw), root, where, kind)
+        return source_of(png(raw), root, location, kind)
     if not isinstance(raw, str) or not raw:
         raise UserError(
-            f"{where}: the {kind} is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file"
+            f"{location}: the {kind} is {type(raw).__name__}: give a path, a data: URL, or the bytes of a file"
         )
     if raw.startswith(_DATA):
         return raw
     if raw.startswith(_URLS):
         raise UserError(
-            f"{where}: the {kind} {raw} is on the network: download it, or set dataset.fetch_urls=true"
+            f"{location}: the {kind} {raw} is on the network: download it, or set dataset.fetch_urls=true"
         )
-    return str(_inside(raw.removeprefix(_FILE), root, where, kind))
+    return str(_path_inside_root(raw.removeprefix(_FILE), root, location, kind))
 
 
-def _named(raw: Mapping[str, Any], where: str, kind: str) -> Any:
+def _named_source(raw: Mapping[str, Any], location: str, kind: str) -> Any:
     """The value of the first key that says where the file is; tables have both ``bytes`` and ``path``."""
     keys = ("bytes", kind, "path", "url")
-    found = {key: raw[key] for key in keys if raw.get(key) is not None}
-    if not found:
+    sources = {key: raw[key] for key in keys if raw.get(key) is not None}
+    if not sources:
         raise UserError(
-            f"{where}: the {kind} has none of {', '.join(keys)} (keys: {', '.join(raw) or 'none'})"
+            f"{location}: the {kind} has none of {', '.join(keys)} (keys: {', '.join(raw) or 'none'})"
         )
-    return next(iter(found.values()))
+    return next(iter(sources.values()))
 
 
 def png(image: Any) -> bytes:
@@ -132,7 +132,7 @@ def png(image: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _inside(name: str, root: Path, where: str, kind: str) -> Path:
+def _path_inside_root(name: str, root: Path, location: str, kind: str) -> Path:
     try:
         # no file is outside of the root of all files, where names are those of the command's own folder
         path, folder = ((Path() if root == Path("/") else root) / name).resolve(), root.resolve()
@@ -140,26 +140,26 @@ def _inside(name: str, root: Path, where: str, kind: str) -> Path:
     except (OSError, ValueError) as error:  # too long, or with a null byte
         reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(
-            f"{where}: the {kind} path {name!r:.200} cannot be used: {reason}: correct it"
+            f"{location}: the {kind} path {name!r:.200} cannot be used: {reason}: correct it"
         ) from error
     if not path.is_relative_to(folder):
         raise UserError(
-            f"{where}: the {kind} {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
+            f"{location}: the {kind} {name} is outside of dataset.media_root={root}: set dataset.media_root to a "
             f"folder that holds all {kind}s"
         )
     if not is_file:
         raise UserError(
-            f"{where}: the {kind} {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
+            f"{location}: the {kind} {name} is not a file in dataset.media_root={root}: add it, or correct one of both"
         )
     return path
 
 
-def _measure(source: str, where: str) -> tuple[int, int]:
+def _measure_image(source: str, location: str) -> tuple[int, int]:
     """Height and width, as they are after turning."""
-    with _image_errors(source, where), _opened(source, where) as image:
+    with _image_errors(source, location), _opened_image(source, location) as image:
         height, width = _turned_size(image)
     if width * height > MAX_PIXELS:
-        raise _too_large(source, where, f"{width}x{height}")
+        raise _too_large(source, location, f"{width}x{height}")
     return height, width
 
 
@@ -174,7 +174,7 @@ def _turned_size(image: "Image.Image") -> tuple[int, int]:
 
 
 @contextmanager
-def _image_errors(source: str, where: str) -> Generator[None]:
+def _image_errors(source: str, location: str) -> Generator[None]:
     """Convert PIL's errors to one sentence about the image."""
     from PIL import Image
 
@@ -183,7 +183,9 @@ def _image_errors(source: str, where: str) -> Generator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         # of PIL's own limit, about 179 million pixels, which is state of the whole process
         pixels = re.search(r"\d+", str(error))
-        raise _too_large(source, where, f"{int(pixels[0]):,}" if pixels else "too many") from error
+        raise _too_large(
+            source, location, f"{int(pixels[0]):,}" if pixels else "too many"
+        ) from error
     except (
         OSError,
         ValueError,
@@ -193,28 +195,28 @@ def _image_errors(source: str, where: str) -> Generator[None]:
         TypeError,
         KeyError,
     ) as error:
-        raise unreadable("image", source, where, error) from error
+        raise unreadable("image", source, location, error) from error
 
 
-def _too_large(source: str, where: str, pixels: str) -> UserError:
+def _too_large(source: str, location: str, pixels: str) -> UserError:
     return UserError(
-        f"{where}: the image {shown(source)} has {pixels} pixels, more than {MAX_PIXELS:,}: make it smaller"
+        f"{location}: the image {shown(source)} has {pixels} pixels, more than {MAX_PIXELS:,}: make it smaller"
     )
 
 
 @contextmanager
-def _opened(source: str, where: str) -> Generator["Image.Image"]:
+def _opened_image(source: str, location: str) -> Generator["Image.Image"]:
     """Open an image whose pixels are not read yet."""
     from PIL import Image
 
     Image.init()
     formats = [name for name in FORMATS if name in Image.OPEN]
-    with open_file(source, where) as file, Image.open(file, formats=formats) as image:
+    with open_file(source, location) as file, Image.open(file, formats=formats) as image:
         yield image
 
 
 @contextmanager
-def open_file(source: str, where: str) -> Generator[IO[bytes]]:
+def open_file(source: str, location: str) -> Generator[IO[bytes]]:
     """Open the file of a path, or the content of a ``data:`` URL."""
     if not source.startswith(_DATA):
         with open_regular_file(Path(source)) as file:
@@ -222,22 +224,22 @@ def open_file(source: str, where: str) -> Generator[IO[bytes]]:
         return
     head, _, text = source.partition(",")
     if not head.endswith(";base64"):
-        raise UserError(f"{where}: a data: URL without ;base64 is not read: encode it in base64")
+        raise UserError(f"{location}: a data: URL without ;base64 is not read: encode it in base64")
     try:
         content = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise UserError(
-            f"{where}: a data: URL has damaged base64 ({error}): encode it again"
+            f"{location}: a data: URL has damaged base64 ({error}): encode it again"
         ) from error
     yield io.BytesIO(content)
 
 
-def unreadable(kind: str, source: str, where: str, error: Exception) -> UserError:
+def unreadable(kind: str, source: str, location: str, error: Exception) -> UserError:
     """What to raise for a damaged file; ``kind`` is the word for it."""
     if isinstance(error, UserError):
         return error
     reason = getattr(error, "strerror", None) or one_line(error)
     reason = re.sub(r"\s*<_io[^>]*>", "", reason)  # PIL names an open file by its address
     return UserError(
-        f"{where}: the {kind} {shown(source)} cannot be read ({reason}): repair it, or remove the record"
+        f"{location}: the {kind} {shown(source)} cannot be read ({reason}): repair it, or remove the record"
     )

@@ -39,7 +39,7 @@ class VideoProcessor:
     """Transformers' processor of a ``model_type``, whose videos' frames are images or have a token of their own."""
 
     def __init__(self, kind: str, rules: MediaRules, values: Any) -> None:
-        self.processor = _load(kind, rules)
+        self.processor = _load_processor(kind, rules)
         self.placeholder: str = self.processor.video_token
         self.has_own_token = kind in _QWEN
         """Whether other tokens stand for videos than for images; if not, a video is a row of images."""
@@ -53,13 +53,19 @@ class VideoProcessor:
     @property
     def description(self) -> str:
         """The processor, and which frames it uses."""
-        found = self.processor.video_processor
-        if not found.do_sample_frames:
-            return f"{type(found).__name__}, all frames"
-        most = getattr(found, "max_frames", None) or getattr(found, "num_frames", None)
-        chosen = [f"{found.fps:g} frames per second"] if found.fps else []
+        hf_processor = self.processor.video_processor
+        if not hf_processor.do_sample_frames:
+            return f"{type(hf_processor).__name__}, all frames"
+        frame_limit = getattr(hf_processor, "max_frames", None) or getattr(
+            hf_processor, "num_frames", None
+        )
+        chosen = [f"{hf_processor.fps:g} frames per second"] if hf_processor.fps else []
         return ", ".join(
-            [type(found).__name__, *chosen, *([f"at most {most:,} frames"] if most else [])]
+            [
+                type(hf_processor).__name__,
+                *chosen,
+                *([f"at most {frame_limit:,} frames"] if frame_limit else []),
+            ]
         )
 
     def text(self, video: VideoReference) -> str:
@@ -72,10 +78,10 @@ class VideoProcessor:
 
     def grids(self, video: VideoReference) -> list[Grid]:
         """Frames, height and width in patches, of the video or of each of its frames that is an image."""
-        found = self._without_pixels(video).get("video_grid_thw")
-        if found is None:
+        grid_thw = self._without_pixels(video).get("video_grid_thw")
+        if grid_thw is None:
             return []
-        frames, height, width = found[0].tolist()
+        frames, height, width = grid_thw[0].tolist()
         return [(frames, height, width)] if self.has_own_token else [(1, height, width)] * frames
 
     def time_step(self, video: VideoReference) -> float:
@@ -92,8 +98,7 @@ class VideoProcessor:
     def frames(self, video: VideoReference) -> list[int]:
         """The numbers of the frames that are used."""
         return [
-            int(number)
-            for number in self._without_pixels(video)["video_metadata"][0].frames_indices
+            int(index) for index in self._without_pixels(video)["video_metadata"][0].frames_indices
         ]
 
     def pixels(self, video: VideoReference) -> dict[str, Tensor]:
@@ -104,19 +109,19 @@ class VideoProcessor:
 
     def blank(self, video: VideoReference) -> dict[str, Tensor]:
         """Zeros of the shapes of ``pixels``."""
-        found = self._tensors(video, self._without_pixels(video))
-        return {name: zeros_without_memory(value) for name, value in found.items()}
+        tensors = self._tensors(video, self._without_pixels(video))
+        return {name: zeros_without_memory(value) for name, value in tensors.items()}
 
-    def _tensors(self, video: VideoReference, found: Any) -> dict[str, Tensor]:
+    def _tensors(self, video: VideoReference, outputs: Any) -> dict[str, Tensor]:
         if self.has_own_token:
-            return {name: found[name] for name in ("pixel_values_videos", "video_grid_thw")}
-        if "video_grid_thw" in found:
+            return {name: outputs[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        if "video_grid_thw" in outputs:
             return {
-                "pixel_values": found["pixel_values_videos"],
+                "pixel_values": outputs["pixel_values_videos"],
                 "image_grid_thw": torch.tensor(self.grids(video)),
             }
         names = ("pixel_values_videos", "pixel_values", "pixel_attention_mask")
-        return {name.removesuffix("_videos"): found[name][0] for name in names if name in found}
+        return {name.removesuffix("_videos"): outputs[name][0] for name in names if name in outputs}
 
     def _without_pixels(self, video: VideoReference) -> Any:
         """What the processor makes of a video of this size."""
@@ -126,14 +131,15 @@ class VideoProcessor:
             empty = torch.empty(
                 video.frames, 3, video.height, video.width, dtype=torch.uint8, device="meta"
             )
-            found = self._processed(video, empty, False if listed else None)
-            used = len(found["video_metadata"][0].frames_indices)
+            outputs = self._processed(video, empty, False if listed else None)
+            used = len(outputs["video_metadata"][0].frames_indices)
             if used * video.height * video.width > MAX_PIXELS:
                 raise UserError(
-                    f"{video.where}: {used:,} frames of {_named(video)} with {video.width}x{video.height} pixels are "
+                    f"{video.where}: {used:,} frames of {_video_name(video)} with "
+                    f"{video.width}x{video.height} pixels are "
                     f"more than {MAX_PIXELS:,} pixels: set dataset.fps and dataset.max_frames, or make it smaller"
                 )
-            self._sized[key] = found
+            self._sized[key] = outputs
         return self._sized[key]
 
     def _processed(self, video: VideoReference, frames: Tensor, sample: bool | None) -> Any:
@@ -167,7 +173,7 @@ def _video_errors(video: VideoReference) -> Iterator[None]:
         yield
     except PROCESSOR_ERRORS as error:
         raise UserError(
-            f"{video.where}: {_named(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
+            f"{video.where}: {_video_name(video)} with {video.frames} frames of {video.width}x{video.height} pixels at "
             f"{video.fps:g} frames per second cannot be used ({one_line(error)}): change it, remove the record, or "
             "check the files of the video processor"
         ) from error
@@ -178,101 +184,101 @@ def zeros_without_memory(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=like.dtype).expand(like.shape)
 
 
-def refer_video(raw: Any, root: Path, where: str) -> VideoReference:
+def refer_video(raw: Any, root: Path, location: str) -> VideoReference:
     """The reference to a video that a record names, once its size is read.
 
     ``raw`` is what ``references.refer`` takes, or ``{"frames": [images], "fps": rate}``. Relative paths start from
-    ``root``, and files outside of it are refused; ``where`` names the record in messages.
+    ``root``, and files outside of it are refused; ``location`` names the record in messages.
     """
     if isinstance(raw, dict) and "frames" in raw:
-        return _refer_frames(raw["frames"], raw.get("fps"), root, where)
-    source = source_of(raw, root, where, "video")
-    with _open(source, where) as container:
+        return _refer_frames(raw["frames"], raw.get("fps"), root, location)
+    source = source_of(raw, root, location, "video")
+    with _open_video(source, location) as container:
         stream = _picture_stream(container)
         # some containers do not say how many frames they have
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = float(stream.average_rate or 0)
-        video = VideoReference(source, stream.height, stream.width, where, frames, rate)
+        video = VideoReference(source, stream.height, stream.width, location, frames, rate)
     if not 0 < video.frames <= MAX_FRAMES or not video.fps or not video.height or not video.width:
         raise UserError(
-            f"{where}: {_named(video)} has {video.frames:,} frames of {video.width}x{video.height} pixels at "
+            f"{location}: {_video_name(video)} has {video.frames:,} frames of {video.width}x{video.height} pixels at "
             f"{video.fps:g} frames per second, which cannot be used: encode it again"
         )
     return video
 
 
-def _refer_frames(frames: Any, fps: Any, root: Path, where: str) -> VideoReference:
+def _refer_frames(frames: Any, fps: Any, root: Path, location: str) -> VideoReference:
     if not isinstance(frames, list) or not frames:
-        raise UserError(f"{where}: the frames of a video are {frames!r}: give a list of images")
+        raise UserError(f"{location}: the frames of a video are {frames!r}: give a list of images")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1000:
         raise UserError(
-            f"{where}: a video that is a list of frames has fps={fps!r}: say how many there are per second"
+            f"{location}: a video that is a list of frames has fps={fps!r}: say how many there are per second"
         )
-    images = [refer(frame, root, where) for frame in frames]
+    images = [refer(frame, root, location) for frame in frames]
     sizes = sorted({(image.width, image.height) for image in images})
     if len(sizes) > 1:
         raise UserError(
-            f"{where}: the frames of a video have the sizes {sizes[0]} and {sizes[1]}: give them one size"
+            f"{location}: the frames of a video have the sizes {sizes[0]} and {sizes[1]}: give them one size"
         )
     first = images[0]
     return VideoReference(
-        [image.source for image in images], *first[1:3], where, len(images), float(fps)
+        [image.source for image in images], *first[1:3], location, len(images), float(fps)
     )
 
 
 def decode_frames(video: VideoReference, numbers: Sequence[int]) -> Tensor:
     """The frames [numbers, 3, height, width], uint8."""
     if isinstance(video.source, list):
-        found = {number: _of_image(video, number) for number in set(numbers)}
+        frames = {index: _of_image(video, index) for index in set(numbers)}
     else:
-        found = _decoded(video, set(numbers))
-    if missing := sorted(set(numbers) - set(found)):
+        frames = _decode_numbers(video, set(numbers))
+    if missing := sorted(set(numbers) - set(frames)):
         raise UserError(
-            f"{video.where}: {_named(video)} ends before its frame {missing[0]}, and had {video.frames} when the "
+            f"{video.where}: {_video_name(video)} ends before its frame {missing[0]}, and had {video.frames} when the "
             "sample was made: restore it, or remove the record"
         )
-    return torch.from_numpy(np.stack([found[number] for number in numbers])).permute(0, 3, 1, 2)
+    return torch.from_numpy(np.stack([frames[index] for index in numbers])).permute(0, 3, 1, 2)
 
 
-def _of_image(video: VideoReference, number: int) -> np.ndarray:
+def _of_image(video: VideoReference, index: int) -> np.ndarray:
     return np.asarray(
-        decode(ImageReference(video.source[number], video.height, video.width, video.where))
+        decode(ImageReference(video.source[index], video.height, video.width, video.where))
     )
 
 
-def _decoded(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
+def _decode_numbers(video: VideoReference, numbers: set[int]) -> dict[int, np.ndarray]:
     pixels: dict[int, np.ndarray] = {}
-    with _open(str(video.source), video.where) as container:
+    with _open_video(str(video.source), video.where) as container:
         stream = _picture_stream(container)
-        for number, frame in enumerate(container.decode(stream)):
-            if number in numbers:
+        for index, frame in enumerate(container.decode(stream)):
+            if index in numbers:
                 if (frame.width, frame.height) != (video.width, video.height):
                     raise ValueError(
-                        f"its frame {number} has {frame.width}x{frame.height} pixels instead of "
+                        f"its frame {index} has {frame.width}x{frame.height} pixels instead of "
                         f"{video.width}x{video.height}"
                     )
-                pixels[number] = frame.to_ndarray(format="rgb24")
-            if number >= max(numbers):
+                pixels[index] = frame.to_ndarray(format="rgb24")
+            if index >= max(numbers):
                 break
     return pixels
 
 
 @contextmanager
-def _open(source: str, where: str) -> Iterator[Any]:
+def _open_video(source: str, location: str) -> Iterator[Any]:
     """Open a video file with PyAV, and convert errors to one sentence, also those while it is read.
 
     FFmpeg gets the content of one file and no name. By default it would choose among hundreds of
     demuxers by the content, and some (hls, concat, dash, sdp, image2, ...) open further files and
     addresses, which the content names, or listen on a port.
     """
-    av = _av(where)
+    av = _import_av(location)
     try:
-        with open_file(source, where) as file:
+        with open_file(source, location) as file:
             name = _container_format(file)
             with av.open(file, format=name, options=_OPTIONS, io_open=_refuse_further) as container:
                 yield container
     except (av.error.FFmpegError, OSError, ValueError, RuntimeError, MemoryError) as error:
-        raise unreadable("video", source, where, error) from error
+        raise unreadable("video", source, location, error) from error
 
 
 CONTAINERS = "mp4, mov, mkv, webm, avi or gif"
@@ -316,21 +322,21 @@ def _picture_stream(container: Any) -> Any:
     return stream
 
 
-def _av(where: str) -> Any:
+def _import_av(location: str) -> Any:
     try:
         import av  # pyright: ignore[reportMissingImports] - of an extra
     except ImportError as error:
         raise UserError(
-            f"{where}: the record has a video, and PyAV is not installed: {_EXTRA}"
+            f"{location}: the record has a video, and PyAV is not installed: {_EXTRA}"
         ) from error
     return av
 
 
-def _named(video: VideoReference) -> str:
+def _video_name(video: VideoReference) -> str:
     return "the video" if isinstance(video.source, list) else f"the video {shown(video.source)}"
 
 
-def _load(kind: str, rules: MediaRules) -> Any:
+def _load_processor(kind: str, rules: MediaRules) -> Any:
     """Transformers' composite processor, its video processor set as ``rules`` say."""
     from transformers import AutoProcessor
     from transformers.utils import is_torchvision_available
@@ -356,8 +362,10 @@ def _choose_frames(processor: Any, rules: MediaRules, limit: str) -> None:
     """Set which frames are used; ``limit`` is what the processor calls their largest number."""
     if rules.fps is not None:
         processor.do_sample_frames, processor.fps = True, rules.fps
-        most = (getattr(processor, limit, None) or MAX_FRAMES) if limit == "num_frames" else None
-        processor.num_frames = most  # other processors would take this number of any video
+        frame_limit = (
+            (getattr(processor, limit, None) or MAX_FRAMES) if limit == "num_frames" else None
+        )
+        processor.num_frames = frame_limit  # other processors would take this number of any video
     if rules.max_frames is None:
         return
     if not hasattr(processor, limit):

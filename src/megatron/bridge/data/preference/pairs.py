@@ -30,10 +30,10 @@ class PairEncoder(RecordEncoder):
     """Tokenizes pairs. A pair is two samples, the chosen answer first; both are kept, or none."""
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
-        report, kept = EncodingReport(), list[Sample]()
-        for where, record in super()._processed(records, report):
-            kept += self._pair(where, record, report)
-        samples = Samples.of(kept)
+        report, encoded = EncodingReport(), list[Sample]()
+        for location, record in super()._processed(records, report):
+            encoded += self._pair(location, record, report)
+        samples = Samples.of(encoded)
         report.records, report.samples = len(records), len(samples)
         report.tokens, report.trained = len(samples.tokens), int(samples.trained.sum())
         return EncodedRecords(samples, report)
@@ -43,24 +43,24 @@ class PairEncoder(RecordEncoder):
     ) -> Iterator[LocatedRecord]:
         yield from records  # answers of a pair, which has been processed as a whole
 
-    def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
+    def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
         if record.get("chosen") == record.get("rejected") is not None:
-            report.drop(EQUAL, where)
+            report.drop(EQUAL, location)
             return []
         answers = [
-            (f"{where}: {name}", answer) for name, answer in split_pair(record, where).items()
+            (f"{location}: {name}", answer) for name, answer in split_pair(record, location).items()
         ]
-        return self._both(answers, where, report)
+        return self._both(answers, location, report)
 
     def _both(
-        self, texts: Sequence[LocatedRecord], where: str, report: EncodingReport
+        self, texts: Sequence[LocatedRecord], location: str, report: EncodingReport
     ) -> Sequence[Sample]:
         """The samples of two texts; none if one of them is dropped."""
-        samples, found = super().__call__(texts)
-        report.add(found)
+        samples, pair_report = super().__call__(texts)
+        report.add(pair_report)
         if len(samples) == len(ANSWERS):
             return samples
-        report.drop(INCOMPLETE, where)
+        report.drop(INCOMPLETE, location)
         return []
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
@@ -73,15 +73,15 @@ class PairEncoder(RecordEncoder):
         return super()._keep(draft, report)
 
 
-def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
+def split_pair(record: Record, location: str) -> dict[str, dict[str, Any]]:
     """The record of each answer, with ``prompt`` and ``completion``."""
-    _require(
+    _require_keys(
         record,
         ANSWERS,
-        where,
+        location,
         "a pair has prompt, chosen and rejected, or lists of messages chosen and rejected",
     )
-    prompt, begin = _prompt(record, where)
+    prompt, begin = _common_prompt(record, location)
     rest = {key: value for key, value in record.items() if key not in ("prompt", *ANSWERS)}
     return {
         name: {
@@ -93,24 +93,24 @@ def split_pair(record: Record, where: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _require(record: Record, keys: Sequence[str], where: str, rule: str) -> None:
+def _require_keys(record: Record, keys: Sequence[str], location: str, rule: str) -> None:
     if missing := [name for name in keys if record.get(name) is None]:
         names = ", ".join(sorted(record))
-        raise UserError(f"{where}: {' and '.join(missing)} is missing: {rule} (keys: {names})")
+        raise UserError(f"{location}: {' and '.join(missing)} is missing: {rule} (keys: {names})")
 
 
-def _prompt(record: Record, where: str) -> tuple[Any, int]:
+def _common_prompt(record: Record, location: str) -> tuple[Any, int]:
     """The prompt, and where each answer begins in its key."""
     if record.get("prompt") is not None:
         return record["prompt"], 0
     chosen, rejected = (
-        expect(record[name], "a list", where, f"{name} without a prompt") for name in ANSWERS
+        expect(record[name], "a list", location, f"{name} without a prompt") for name in ANSWERS
     )
     both = zip(chosen, rejected, strict=False)
     shared = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
     if not shared:
         raise UserError(
-            f"{where}: chosen and rejected do not begin with the same message: give the key prompt"
+            f"{location}: chosen and rejected do not begin with the same message: give the key prompt"
         )
     return shared, len(shared)
 
@@ -129,8 +129,8 @@ class PairRows(SampleRows):
 
     def titles(self, count: int) -> list[str]:
         return [
-            f"pair {place + 1}, {name}"
-            for place in range(min(count, len(self)))
+            f"pair {index + 1}, {name}"
+            for index in range(min(count, len(self)))
             for name in self._names
         ]
 
@@ -149,18 +149,21 @@ class LabeledEncoder(PairEncoder):
         encoded.report.tokens -= encoded.report.samples  # labels are not text
         return encoded
 
-    def _pair(self, where: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
-        _require(
-            record, KEYS, where, "a record for dpo.loss_type=kto has prompt, completion and label"
+    def _pair(self, location: str, record: Record, report: EncodingReport) -> Sequence[Sample]:
+        _require_keys(
+            record,
+            KEYS,
+            location,
+            "a record for dpo.loss_type=kto has prompt, completion and label",
         )
         label = record["label"]
         if not isinstance(label, bool):
             raise UserError(
-                f"{where}: label={label!r} must be true (desirable) or false: correct it"
+                f"{location}: label={label!r} must be true (desirable) or false: correct it"
             )
         answer = {key: value for key, value in record.items() if key != "label"}
-        samples, found = RecordEncoder.__call__(self, [(where, answer)])
-        report.add(found)
+        samples, sample_report = RecordEncoder.__call__(self, [(location, answer)])
+        report.add(sample_report)
         return [
             Sample(np.append(sample.tokens, np.int32(label)), np.append(sample.trained, False))
             for sample in samples
@@ -205,16 +208,16 @@ class LabeledRows(SampleRows):
         return row
 
     def titles(self, count: int) -> list[str]:
-        labels = [self.answers.label(place) for place in range(min(count, len(self)))]
+        labels = [self.answers.label(index) for index in range(min(count, len(self)))]
         return [
-            f"sample {number}, {'desirable' if label else 'undesirable'}"
-            for number, label in enumerate(labels, start=1)
+            f"sample {position}, {'desirable' if label else 'undesirable'}"
+            for position, label in enumerate(labels, start=1)
         ]
 
     def _mismatched(self, index: int) -> Sample:
-        prompt, _ = _split(self.answers[index])
-        others = (self.answers[(index + step) % len(self)] for step in range(1, len(self)))
-        for other_prompt, answer in map(_split, others):
+        prompt, _ = _split_prompt(self.answers[index])
+        candidates = (self.answers[(index + step) % len(self)] for step in range(1, len(self)))
+        for other_prompt, answer in map(_split_prompt, candidates):
             if not np.array_equal(prompt.tokens, other_prompt.tokens):
                 tokens, trained = map(np.concatenate, zip(prompt[:2], answer[:2], strict=True))
                 return Sample(tokens[: self.longest], trained[: self.longest])
@@ -224,7 +227,7 @@ class LabeledRows(SampleRows):
         )
 
 
-def _split(sample: Sample) -> tuple[Sample, Sample]:
+def _split_prompt(sample: Sample) -> tuple[Sample, Sample]:
     """The tokens before the first one in the loss, and the others."""
     first = int(np.argmax(sample.trained))
     return (

@@ -75,16 +75,16 @@ class PreferenceDatasetConfig(FinetuningDatasetConfig):
         return PairRows(samples, padding, self.sequence_multiple, self.pair_names)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if not self.padding_free or self.packed:
-            found.append(
+            problems.append(
                 "dataset.padding_free=False: rows of pairs have no padding, leave it True, and do not pack"
             )
         if self.train_on not in ("completion", "last"):
-            found.append(
+            problems.append(
                 f"dataset.train_on={self.train_on}: pairs differ in their completion, use completion or last"
             )
-        return found
+        return problems
 
     def build(self, request: DatasetRequest) -> Splits:
         from megatron.bridge.data.finetuning.builder import build_datasets  # imports torch

@@ -26,11 +26,11 @@ def parse_blend(arguments: Sequence[str] | None, name: str = "data_paths") -> Bl
     """
     if not arguments:
         return None
-    weights = [_number(argument) for argument in arguments[0::2]]
+    weights = [_parse_number(argument) for argument in arguments[0::2]]
     prefixes = [str(argument).strip() for argument in arguments[1::2]]
     if len(arguments) % 2 == 0 and all(weight is not None for weight in weights):
         return prefixes, [weight for weight in weights if weight is not None]
-    if any(_number(argument) is not None for argument in arguments):
+    if any(_parse_number(argument) is not None for argument in arguments):
         raise UserError(
             f"{name}={' '.join(map(str, arguments))} mixes weights and paths: give a weight before every path, or "
             f"none at all (write a path that is a number as ./7)"
@@ -38,7 +38,7 @@ def parse_blend(arguments: Sequence[str] | None, name: str = "data_paths") -> Bl
     return [str(argument).strip() for argument in arguments], None
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
@@ -105,12 +105,12 @@ def _per_split_file(path: str) -> BlendPerSplit:
                 f"{path}: unknown key {key!r}: use train, valid or test{did_you_mean(key, SPLITS)}"
             )
     train, valid, test = (
-        parse_blend(_arguments(table.get(name)), f"{path}: {name}") for name in SPLITS
+        parse_blend(_blend_arguments(table.get(name)), f"{path}: {name}") for name in SPLITS
     )
     return train, valid, test
 
 
-def _arguments(value: Any) -> list[str] | None:
+def _blend_arguments(value: Any) -> list[str] | None:
     """Return the arguments of a blend, which is a list or a string in Megatron-LM's files."""
     if isinstance(value, str):
         return value.split()
@@ -124,8 +124,12 @@ def split_problems(split: str | None) -> list[str]:
         >>> split_problems("969,30,1")
         []
     """
-    numbers = [_number(share) for share in (split or "").split(",")]
-    shares = [number for number in numbers if number is not None and 0 <= number < math.inf]
+    numbers = [_parse_number(share) for share in (split or "").split(",")]
+    shares = [
+        share_value
+        for share_value in numbers
+        if share_value is not None and 0 <= share_value < math.inf
+    ]
     if len(shares) == len(numbers) <= len(SPLITS) and sum(shares) > 0:
         return []
     return [

@@ -170,13 +170,13 @@ def _check_corpus(
 
 
 def open_corpus(prefix: str) -> IndexedDataset:
-    place = storage.local(prefix)
-    prefix = str(place)
-    storage.pull(place.parent, lambda name: name.startswith(f"{place.name}."))
+    local_prefix = storage.local(prefix)
+    prefix = str(local_prefix)
+    storage.pull(local_prefix.parent, lambda name: name.startswith(f"{local_prefix.name}."))
     if (manifest := finished_manifest(prefix)) is not None:
         check_digests(prefix, manifest["digests"])
-        for number, shard in enumerate(manifest["shards"]):
-            check_digests(str(shard_prefix(prefix, number)), shard["digests"])
+        for shard_index, shard in enumerate(manifest["shards"]):
+            check_digests(str(shard_prefix(prefix, shard_index)), shard["digests"])
         return ShardedCorpus(prefix)
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():

@@ -78,16 +78,16 @@ class GPTDatasetConfig(DatasetConfig):
         return self.random_seed
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *self._blend_problems()]
+        problems = [*super().problems(), *self._blend_problems()]
         if self.fim is not None:
             masks = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-            found += self.fim.problems()
-            found += [
+            problems += self.fim.problems()
+            problems += [
                 f"dataset.{name}=True is computed before dataset.fim moves tokens: remove one of the two"
                 for name in masks
                 if getattr(self, name)
             ]
-        return found
+        return problems
 
     def _blend_problems(self) -> list[str]:
         if self.blend is None and self.blend_per_split is None:
@@ -99,23 +99,23 @@ class GPTDatasetConfig(DatasetConfig):
         return [*blend_problems("dataset.blend", self.blend), *split_problems(self.split)]
 
     def _per_split_problems(self, blends: BlendPerSplit) -> list[str]:
-        found = []
+        problems = []
         if self.blend is not None:
-            found.append(
+            problems.append(
                 "dataset.blend and dataset.blend_per_split are both set: remove one of them"
             )
         if self.split is not None:
-            found.append(
+            problems.append(
                 f"dataset.split={self.split!r} has no effect with dataset.blend_per_split: remove it"
             )
         if len(blends) != len(SPLITS):
             return [
-                *found,
+                *problems,
                 f"dataset.blend_per_split has {len(blends)} entries: give three (train, valid, test)",
             ]
         for name, blend in zip(SPLITS, blends, strict=True):
-            found += blend_problems(f"dataset.blend_per_split ({name})", blend)
-        return found
+            problems += blend_problems(f"dataset.blend_per_split ({name})", blend)
+        return problems
 
     def check_sources(self) -> None:
         from megatron.bridge.data.pretraining.gpt_builder import open_corpus  # imports torch

@@ -29,16 +29,16 @@ DIGEST_BLOCKS = 16
 
 def digest(path: Path) -> str:
     """Return a hash of a file's size and of up to ``DIGEST_BLOCKS`` evenly spaced blocks."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     size = path.stat().st_size
-    found.update(str(size).encode())
+    hasher.update(str(size).encode())
     last = max(size - DIGEST_BLOCK, 0)
     count = min(DIGEST_BLOCKS, -(-size // DIGEST_BLOCK))
     with path.open("rb") as file:
-        for number in range(count):
-            file.seek(last * number // max(count - 1, 1))
-            found.update(file.read(DIGEST_BLOCK))
-    return found.hexdigest()
+        for block in range(count):
+            file.seek(last * block // max(count - 1, 1))
+            hasher.update(file.read(DIGEST_BLOCK))
+    return hasher.hexdigest()
 
 
 def check_digests(prefix: str, written: dict[str, str]) -> None:
@@ -119,10 +119,10 @@ class WriterState:
         """Read the state in a file; return None if there is no valid state."""
         try:
             saved = json.loads(path.read_text())
-            place, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
+            position, report = InputPosition(*saved["place"]), PreprocessReport(**saved["report"])
             return cls(
                 saved["key"],
-                place,
+                position,
                 report,
                 dict(saved.get("digests", {})),
                 dict(saved.get("facts", {})),
@@ -148,9 +148,9 @@ def write_index(path: Path, dtype: Any, files: list[Lengths]) -> None:
     end = 0
     with path.open("wb") as index:
         index.write(HEADER.pack(INDEX_MAGIC, 1, DTYPE_CODES[width], count, count + 1))
-        for lengths in _blocks(files):
+        for lengths in _length_blocks(files):
             index.write(lengths.tobytes())
-        for lengths in _blocks(files):
+        for lengths in _length_blocks(files):
             ends = end + np.cumsum(lengths, dtype=np.int64) * width
             index.write((ends - lengths * np.int64(width)).tobytes())
             end = int(ends[-1])
@@ -160,7 +160,7 @@ def write_index(path: Path, dtype: Any, files: list[Lengths]) -> None:
         os.fsync(index.fileno())
 
 
-def _blocks(files: list[Lengths]) -> Iterator[np.ndarray]:
+def _length_blocks(files: list[Lengths]) -> Iterator[np.ndarray]:
     for path, offset, count in files:
         for first in range(0, count, BLOCK):
             yield np.fromfile(path, np.int32, min(BLOCK, count - first), offset=offset + 4 * first)
@@ -182,9 +182,12 @@ class IndexedDatasetWriter:
         self._prefix = prefix
         self._dtype = np.dtype(dtype)
         self._tokens_path, self._lengths_path = (
-            _beside(prefix, f"{end}.incomplete") for end in (".bin", ".idx")
+            _path_with_ending(prefix, f"{end}.incomplete") for end in (".bin", ".idx")
         )
-        self._progress, self._index = _beside(prefix, ".progress.json"), _beside(prefix, ".idx.new")
+        self._progress, self._index = (
+            _path_with_ending(prefix, ".progress.json"),
+            _path_with_ending(prefix, ".idx.new"),
+        )
         self.state = WriterState(key)
         self._saved = time.monotonic()
 
@@ -248,7 +251,7 @@ class IndexedDatasetWriter:
             self._index, self._dtype, [Lengths(self._lengths_path, 0, self.state.report.documents)]
         )
         tokens, index, source = (
-            _beside(self._prefix, end) for end in (".bin", ".idx", ".source.json")
+            _path_with_ending(self._prefix, end) for end in (".bin", ".idx", ".source.json")
         )
         for path in (index, source):
             path.unlink(missing_ok=True)  # an old index must never describe new tokens
@@ -259,19 +262,20 @@ class IndexedDatasetWriter:
 
     def _cannot_write(self, error: OSError) -> UserError:
         return UserError(
-            f"cannot write {_beside(self._prefix, '.bin')}: {error.strerror}: free some space, or choose another "
+            f"cannot write {_path_with_ending(self._prefix, '.bin')}: {error.strerror}: free some "
+            "space, or choose another "
             f"output prefix"
         )
 
 
 def finished_state(prefix: Path) -> WriterState | None:
     """Return the state of the finished dataset at ``prefix``, or None if there is no dataset or no valid state."""
-    if not all(_beside(prefix, end).is_file() for end in (".bin", ".idx")):
+    if not all(_path_with_ending(prefix, end).is_file() for end in (".bin", ".idx")):
         return None
-    return WriterState.load(_beside(prefix, ".source.json"))
+    return WriterState.load(_path_with_ending(prefix, ".source.json"))
 
 
-def _beside(prefix: Path, ending: str) -> Path:
+def _path_with_ending(prefix: Path, ending: str) -> Path:
     return Path(f"{prefix}{ending}")
 
 

@@ -63,21 +63,23 @@ class DocumentChunk(NamedTuple):
 def find_parts(config: "PreprocessConfig") -> list[Part]:
     """Return each input as one part; a pattern stands for the matching files, sorted by name."""
     with ThreadPoolExecutor(REQUESTS) as pool:
-        return list(chain(*pool.map(lambda url: _found(str(url), config.format), config.inputs)))
+        return list(
+            chain(*pool.map(lambda url: _find_parts(str(url), config.format), config.inputs))
+        )
 
 
 def divided(config: "PreprocessConfig", parts: Iterable[Part], size: int) -> list[list[Part]]:
     """Divide the inputs into shards of about ``size`` bytes, in order: pieces of large inputs, groups of small ones."""
     with ThreadPoolExecutor(REQUESTS) as pool:
-        pieces = list(chain(*pool.map(lambda part: _pieces(config, part, size), parts)))
+        pieces = list(chain(*pool.map(lambda part: _divide_part(config, part, size), parts)))
     shards: list[list[Part]] = []
-    room = 0
+    free_bytes = 0
     for piece in pieces:
-        if not shards or not 0 < piece.size <= room:
+        if not shards or not 0 < piece.size <= free_bytes:
             shards.append([])
-            room = size
+            free_bytes = size
         shards[-1].append(piece)
-        room -= piece.size or size
+        free_bytes -= piece.size or size
     return shards
 
 
@@ -85,43 +87,45 @@ def read_chunks(
     config: "PreprocessConfig", parts: list[Part], start: InputPosition
 ) -> Iterator[DocumentChunk]:
     """Yield the documents of ``parts`` after ``start``, in pieces of about a megabyte."""
-    for number, part in enumerate(parts):
-        if number >= start.file:
-            resumed = number == start.file and start.line > 1
-            with _named(part.url):
-                yield from _read(
-                    config, part, start if resumed else InputPosition(number, part.start)
+    for index, part in enumerate(parts):
+        if index >= start.file:
+            resumed = index == start.file and start.line > 1
+            with _naming_input(part.url):
+                yield from _read_part(
+                    config, part, start if resumed else InputPosition(index, part.start)
                 )
 
 
-def _read(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[DocumentChunk]:
+def _read_part(
+    config: "PreprocessConfig", part: Part, position: InputPosition
+) -> Iterator[DocumentChunk]:
     if _is_document(config, part):
-        with _opened(part.url) as file:
+        with _opened_input(part.url) as file:
             yield DocumentChunk(
-                part.name, 1, [file.read()], part.format, InputPosition(place.file + 1)
+                part.name, 1, [file.read()], part.format, InputPosition(position.file + 1)
             )
         return
     has_rows = part.url.startswith(HUB) or part.url.endswith(TABLE)
-    for lines in _rows(config, part, place) if has_rows else _lines(part, place):
+    for lines in _read_rows(config, part, position) if has_rows else _read_lines(part, position):
         end = InputPosition(
-            place.file, place.offset + sum(map(len, lines)), place.line + len(lines)
+            position.file, position.offset + sum(map(len, lines)), position.line + len(lines)
         )
-        yield DocumentChunk(part.name, place.line, lines, part.format, end)
-        place = end
+        yield DocumentChunk(part.name, position.line, lines, part.format, end)
+        position = end
 
 
 def _is_document(config: "PreprocessConfig", part: Part) -> bool:
     return part.format == "text" and config.text_document == "file"
 
 
-def _lines(part: Part, place: InputPosition) -> Iterator[list[bytes]]:
-    """Yield the lines that begin between ``place`` and the end of the part."""
-    offset, end = place.offset, sys.maxsize if part.end is None else part.end
-    with _opened(part.url) as file:
+def _read_lines(part: Part, position: InputPosition) -> Iterator[list[bytes]]:
+    """Yield the lines that begin between ``position`` and the end of the part."""
+    offset, end = position.offset, sys.maxsize if part.end is None else part.end
+    with _opened_input(part.url) as file:
         if not file.seekable():
-            deque(islice(file, place.line - 1), maxlen=0)
+            deque(islice(file, position.line - 1), maxlen=0)
         elif (
-            place.line == 1 and offset > 0
+            position.line == 1 and offset > 0
         ):  # it may be inside a line, which belongs to the previous part
             file.seek(offset - 1)
             offset += len(file.readline()) - 1
@@ -138,11 +142,13 @@ def _lines_within(file: io.BufferedReader, size: int) -> list[bytes]:
     return file.readlines(min(CHUNK_BYTES, size - 1)) if size > 1 else file.readlines(1)[:1]
 
 
-def _rows(config: "PreprocessConfig", part: Part, place: InputPosition) -> Iterator[list[bytes]]:
+def _read_rows(
+    config: "PreprocessConfig", part: Part, position: InputPosition
+) -> Iterator[list[bytes]]:
     lines: list[bytes] = []
     size = 0
     rows = _hub_rows(part) if part.url.startswith(HUB) else _table_rows(config, part)
-    for row in islice(rows, place.line - 1, None):
+    for row in islice(rows, position.line - 1, None):
         lines.append(json.dumps(row, ensure_ascii=False, default=str).encode())
         size += len(lines[-1])
         if size >= CHUNK_BYTES:
@@ -153,7 +159,7 @@ def _rows(config: "PreprocessConfig", part: Part, place: InputPosition) -> Itera
 
 
 def _table_rows(config: "PreprocessConfig", part: Part) -> Iterator[dict[str, Any]]:
-    with _table(part.url) as table:
+    with _opened_table(part.url) as table:
         groups = list(range(part.start, table.num_row_groups if part.end is None else part.end))
         only = part.format != "chat" and config.json_key in table.schema_arrow.names
         for batch in table.iter_batches(
@@ -163,12 +169,12 @@ def _table_rows(config: "PreprocessConfig", part: Part) -> Iterator[dict[str, An
 
 
 def _hub_rows(part: Part) -> Iterator[dict[str, Any]]:
-    stream = _hub(part.url)._load()
-    for number in range(part.start, stream.num_shards if part.end is None else part.end):
-        yield from stream.shard(stream.num_shards, number, contiguous=True)
+    stream = _hub_source(part.url)._load()
+    for shard_index in range(part.start, stream.num_shards if part.end is None else part.end):
+        yield from stream.shard(stream.num_shards, shard_index, contiguous=True)
 
 
-def _hub(url: str) -> HubSource:
+def _hub_source(url: str) -> HubSource:
     dataset, _, query = url.removeprefix(HUB).partition("?")
     values = dict(parse_qsl(query))
     if values.keys() - {"name", "split", "revision"} or not (
@@ -187,16 +193,18 @@ def _hub(url: str) -> HubSource:
     )
 
 
-def _found(url: str, kind: Format | None) -> list[Part]:
+def _find_parts(url: str, kind: Format | None) -> list[Part]:
     if url.startswith(HUB):
-        return [Part(url, kind or "jsonl", 0, _hub(url).revision or "")]
-    with _named(url):
-        files, path = _files(url)
+        return [Part(url, kind or "jsonl", 0, _hub_source(url).revision or "")]
+    with _naming_input(url):
+        files, path = _file_system_of(url)
         if "*" in url:
             names = sorted(files.glob(path))
             if not names:
                 raise UserError(f"--input={url} matches no file: check the pattern")
-            return [part for name in names for part in _found(files.unstrip_protocol(name), kind)]
+            return [
+                part for name in names for part in _find_parts(files.unstrip_protocol(name), kind)
+            ]
         info = files.info(path)
     if info["type"] == "directory":
         raise UserError(
@@ -226,23 +234,23 @@ def _format_of(url: str) -> Format:
     return SUFFIXES[plain.suffix]
 
 
-def _pieces(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
+def _divide_part(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
     """Divide the input into pieces of about ``size`` bytes, if it can be read from any position."""
-    with _named(part.url):
+    with _naming_input(part.url):
         if part.url.startswith(HUB):
             return [
                 part._replace(start=at, end=at + 1)
-                for at in range(_hub(part.url)._load().num_shards)
+                for at in range(_hub_source(part.url)._load().num_shards)
             ]
         if part.url.endswith(TABLE):
-            with _table(part.url) as table:
+            with _opened_table(part.url) as table:
                 sizes = [
                     table.metadata.row_group(at).total_byte_size
                     for at in range(table.num_row_groups)
                 ]
             return [
-                part._replace(start=at, end=at + 1, size=max(each, 1))
-                for at, each in enumerate(sizes)
+                part._replace(start=at, end=at + 1, size=max(piece_size, 1))
+                for at, piece_size in enumerate(sizes)
             ]
     if not part.size or Path(part.url).suffix in COMPRESSED or _is_document(config, part):
         return [part]
@@ -252,17 +260,17 @@ def _pieces(config: "PreprocessConfig", part: Part, size: int) -> list[Part]:
     ]
 
 
-def _files(url: str) -> tuple[Any, str]:
+def _file_system_of(url: str) -> tuple[Any, str]:
     import fsspec
 
     return fsspec.core.url_to_fs(url)
 
 
 @contextmanager
-def _opened(url: str) -> Iterator[io.BufferedReader]:
+def _opened_input(url: str) -> Iterator[io.BufferedReader]:
     import pyarrow
 
-    files, path = _files(url)
+    files, path = _file_system_of(url)
     with files.open(path, "rb") if "://" in url else Path(url).open("rb") as raw:
         if (
             Path(url).suffix in COMPRESSED
@@ -274,16 +282,16 @@ def _opened(url: str) -> Iterator[io.BufferedReader]:
 
 
 @contextmanager
-def _table(url: str) -> Iterator[Any]:
+def _opened_table(url: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
-    files, path = _files(url)
+    files, path = _file_system_of(url)
     with files.open(path, "rb") as raw, ParquetFile(raw) as table:
         yield table
 
 
 @contextmanager
-def _named(url: str) -> Iterator[None]:
+def _naming_input(url: str) -> Iterator[None]:
     """Name the input in errors of the file system, whose types differ from store to store."""
     try:
         yield

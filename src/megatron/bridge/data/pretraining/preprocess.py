@@ -15,14 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from megatron.bridge.data.pretraining.indexed_writer import (
     EncodedDocuments,
@@ -106,50 +98,54 @@ class DocumentEncoder:
         return EncodedDocuments(tokens, lengths, empty, sum(map(len, chunk.lines)), chunk.end)
 
     def _chats(self, chunk: DocumentChunk) -> list[list[int]]:
-        records = [(where, parse_record(line, where)) for where, line in _located(chunk)]
-        found = [sample.tokens.tolist() for sample in self._records(records).samples]
-        return [ids if ids[-1:] == self._end else ids + self._end for ids in found]
+        records = [
+            (location, parse_record(line, location)) for location, line in _located_lines(chunk)
+        ]
+        token_lists = [sample.tokens.tolist() for sample in self._records(records).samples]
+        return [ids if ids[-1:] == self._end else ids + self._end for ids in token_lists]
 
     def _texts(self, chunk: DocumentChunk) -> list[list[int]]:
         read = self._json_text if chunk.format == "jsonl" else self._plain_text
-        kept = [text for where, line in _located(chunk) if (text := read(line, where))]
-        return [ids + self._end for ids in encode_many(self.tokenizer, kept, self._special) if ids]
+        texts = [text for location, line in _located_lines(chunk) if (text := read(line, location))]
+        return [ids + self._end for ids in encode_many(self.tokenizer, texts, self._special) if ids]
 
-    def _json_text(self, line: bytes, where: str) -> str:
-        record = parse_record(line, where)
+    def _json_text(self, line: bytes, location: str) -> str:
+        record = parse_record(line, location)
         if self._key not in record:
             keys = ", ".join(record) or "none"
             hint = did_you_mean(self._key, record)
             raise UserError(
-                f"{where}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
+                f"{location}: the key {self._key!r} is missing; name one with --json-key (keys: {keys}){hint}"
             )
-        return expect(record[self._key], "a string", where, repr(self._key))
+        return expect(record[self._key], "a string", location, repr(self._key))
 
-    def _plain_text(self, document: bytes, where: str) -> str:
+    def _plain_text(self, document: bytes, location: str) -> str:
         try:
             text = document.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{where}: the text is not UTF-8 ({error.reason} at byte {error.start})"
+                f"{location}: the text is not UTF-8 ({error.reason} at byte {error.start})"
             ) from error
         return text.rstrip("\r\n") if self._by_line else text
 
 
-def _located(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
+def _located_lines(chunk: DocumentChunk) -> Iterator[tuple[str, bytes]]:
     """Yield the file and line number of each line that is not blank, and the line."""
-    for number, line in enumerate(chunk.lines, start=chunk.first_line):
+    for line_number, line in enumerate(chunk.lines, start=chunk.first_line):
         if line.strip():
-            yield f"{chunk.source}:{number}", line
+            yield f"{chunk.source}:{line_number}", line
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """Tokenize ``config.inputs`` into an indexed dataset, or resume; an error of the input leaves no files behind."""
     parts = checked_parts(config)
     encoder = DocumentEncoder(config)
-    key = dataset_key(config, encoder.tokenizer, [part.format for part in parts], _contents(parts))
-    made = finished_state(config.output_prefix)
-    if made is not None and made.key == key and not config.overwrite:
-        return replace(made.report, found=True)
+    key = dataset_key(
+        config, encoder.tokenizer, [part.format for part in parts], _content_hashes(parts)
+    )
+    finished = finished_state(config.output_prefix)
+    if finished is not None and finished.key == key and not config.overwrite:
+        return replace(finished.report, found=True)
     refuse_existing(config)
     with (
         ordered_map(encoder, config.workers) as encode,
@@ -159,7 +155,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
         if report.documents:
             console().print(f"resuming after {report.documents:,} documents", markup=False)
         chunks = read_chunks(config, parts, output.state.place)
-        for documents in _progress(
+        for documents in _show_progress(
             encode(chunks), sum(part.size for part in parts), report.input_bytes
         ):
             output.write(documents)
@@ -200,7 +196,7 @@ def dataset_key(
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def _contents(parts: list[Part]) -> list[str]:
+def _content_hashes(parts: list[Part]) -> list[str]:
     """Return hashes of local files, which may move, and the versions of remote files, which are not read twice."""
     paths = [Path(part.url) for part in parts]
     return [
@@ -209,7 +205,7 @@ def _contents(parts: list[Part]) -> list[str]:
     ]
 
 
-def _progress(
+def _show_progress(
     results: Iterator[EncodedDocuments], size: int, done: int
 ) -> Iterator[EncodedDocuments]:
     """Show a progress bar in bytes if the output is a terminal."""
@@ -217,6 +213,15 @@ def _progress(
     if not terminal.is_terminal:
         yield from results
         return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("tokenizing"),
         BarColumn(),

@@ -62,11 +62,11 @@ def _run_ray(common: dict[str, Any]) -> None:
 def _run_slurm(common: dict[str, Any], sbatch: dict[str, str]) -> None:
     from datatrove.executor import SlurmPipelineExecutor
 
-    own = {name: sbatch.pop(name, "") for name in ("partition", "time", "qos")}
+    slurm_options = {name: sbatch.pop(name, "") for name in ("partition", "time", "qos")}
     name = f"preprocess-{os.getpid()}-{int(time.time())}"
     path = f"export PATH='{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}'"
     executor = SlurmPipelineExecutor(
-        **common, **own, job_name=name, env_command=path, sbatch_args=sbatch
+        **common, **slurm_options, job_name=name, env_command=path, sbatch_args=sbatch
     )
     executor.launch_merge_stats = partial(
         list

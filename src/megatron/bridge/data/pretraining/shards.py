@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader, _IndexReader
-from rich.progress import track
 
 from megatron.bridge.data.pretraining.indexed_writer import (
     HEADER,
@@ -48,7 +47,7 @@ from megatron.bridge.data.tokenizer import tokenizer_key
 from megatron.bridge.data.worker_pool import ordered_map
 from megatron.bridge.utils import strict_json
 from megatron.bridge.utils.atomic import published_file, refuse_unwritable, write_text
-from megatron.bridge.utils.console import console
+from megatron.bridge.utils.console import console, track
 from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.optional_imports import installed, missing_message
 
@@ -71,8 +70,8 @@ def finished_manifest(prefix: Path | str) -> dict[str, Any] | None:
     path = manifest_path(prefix)
     if not path.is_file() or Path(f"{prefix}.bin").exists():
         return None
-    found = _read_manifest(path, path.stat().st_mtime_ns)
-    return found if isinstance(found, dict) and "documents" in found else None
+    manifest = _read_manifest(path, path.stat().st_mtime_ns)
+    return manifest if isinstance(manifest, dict) and "documents" in manifest else None
 
 
 @lru_cache(maxsize=64)
@@ -81,8 +80,8 @@ def _read_manifest(path: Path, changed: int) -> Any:
     return strict_json.read(path)
 
 
-def shard_prefix(prefix: Path | str, number: int) -> Path:
-    return Path(f"{prefix}.shards", f"{number:06d}")
+def shard_prefix(prefix: Path | str, index: int) -> Path:
+    return Path(f"{prefix}.shards", f"{index:06d}")
 
 
 @dataclass
@@ -112,7 +111,7 @@ class ShardPlan:
         ]
         shards = divided(config, parts, shard_bytes)
         key = dataset_key(config, encoder.tokenizer, [], shards)
-        return cls(config, key, _identity(encoder), np.dtype(encoder.dtype).itemsize, shards)
+        return cls(config, key, _tokenizer_hash(encoder), np.dtype(encoder.dtype).itemsize, shards)
 
     @classmethod
     def load(cls, path: Path) -> "ShardPlan":
@@ -132,40 +131,42 @@ class ShardPlan:
                 f"{path} is not a manifest of this version: choose another --output-prefix"
             ) from error
 
-    def save(self, facts: list[WriterState] | None = None, **more: Any) -> None:
-        found = [asdict(fact) for fact in facts or ()] or [{} for _ in self.shards]
-        shards = [{"parts": parts} | fact for parts, fact in zip(self.shards, found, strict=True)]
+    def save(self, states: list[WriterState] | None = None, **more: Any) -> None:
+        state_dicts = [asdict(fact) for fact in states or ()] or [{} for _ in self.shards]
+        shards = [
+            {"parts": parts} | fact for parts, fact in zip(self.shards, state_dicts, strict=True)
+        ]
         text = json.dumps(asdict(self) | {"shards": shards} | more, default=str, indent=1)
         write_text(manifest_path(self.config.output_prefix), text)
 
-    def prefix(self, number: int) -> Path:
-        return shard_prefix(self.config.output_prefix, number)
+    def prefix(self, index: int) -> Path:
+        return shard_prefix(self.config.output_prefix, index)
 
     @property
     def folder(self) -> Path:
         return self.prefix(0).parent
 
-    def aside(self, number: int, name: str) -> Path:
+    def aside(self, index: int, name: str) -> Path:
         """Return the path of a temporary file of a shard; these files are removed when all shards are finished."""
-        return self.folder / "incomplete" / f"{number:06d}.{name}"
+        return self.folder / "incomplete" / f"{index:06d}.{name}"
 
-    def name(self, number: int) -> str:
-        parts = self.shards[number]
+    def name(self, index: int) -> str:
+        parts = self.shards[index]
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        return f"shard {number} of {len(self.shards)} ({parts[0].name}{more})"
+        return f"shard {index} of {len(self.shards)} ({parts[0].name}{more})"
 
-    def made(self, number: int) -> WriterState | None:
+    def made(self, index: int) -> WriterState | None:
         """Return the state of a shard, or None unless the shard is complete and belongs to this plan."""
-        state = finished_state(self.prefix(number))
+        state = finished_state(self.prefix(index))
         if state is None or state.key != self.key:
             return None
         with suppress(UserError):
-            check_digests(str(self.prefix(number)), state.digests)
+            check_digests(str(self.prefix(index)), state.digests)
             return state
         return None
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        return [number for number in numbers if self.made(number) is None]
+        return [index for index in numbers if self.made(index) is None]
 
 
 def preprocess_shards(
@@ -191,18 +192,18 @@ def preprocess_shards(
     with refuse_unwritable(
         f"--output-prefix={config.output_prefix}", "free some space, or choose another one"
     ):
-        _claim(plan)
+        _claim_folder(plan)
     missing, fruitless = plan.missing(range(len(plan.shards))), 0
-    if not missing and (found := finished_manifest(plan.config.output_prefix)):
-        return found
+    if not missing and (manifest := finished_manifest(plan.config.output_prefix)):
+        return manifest
     while missing and fruitless < ROUNDS:
-        _make(plan, encoder, missing, executor, sbatch)
+        _run_rounds(plan, encoder, missing, executor, sbatch)
         left = plan.missing(missing)
         fruitless = fruitless + 1 if len(left) == len(missing) else 0
         missing = left
     if missing:
-        raise UserError(_lost(plan, missing))
-    return _join(plan)
+        raise UserError(_lost_sentence(plan, missing))
+    return _join_shards(plan)
 
 
 def make_shards(path: Path, numbers: list[int]) -> None:
@@ -210,32 +211,32 @@ def make_shards(path: Path, numbers: list[int]) -> None:
     plan = ShardPlan.load(path)
     try:
         encoder = DocumentEncoder(plan.config)
-        if _identity(encoder) != plan.tokenizer:
+        if _tokenizer_hash(encoder) != plan.tokenizer:
             raise UserError(
                 f"--tokenizer-model={plan.config.tokenizer_model} is another tokenizer here: copy it again"
             )
-        said = next(filter(None, (make_shard(plan, encoder, number) for number in numbers)), "")
+        error_text = next(filter(None, (make_shard(plan, encoder, index) for index in numbers)), "")
     except UserError as error:
-        said = f"node {socket.gethostname()}: {error}"
-    if said:
-        write_text(plan.aside(numbers[0], "failed"), said)
+        error_text = f"node {socket.gethostname()}: {error}"
+    if error_text:
+        write_text(plan.aside(numbers[0], "failed"), error_text)
 
 
-def make_shard(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> str:
+def make_shard(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> str:
     """Make a shard unless it exists, and return the error of its input or the disk, if any."""
     try:
-        if plan.made(number) is None:
-            _write(plan, encoder, number)
+        if plan.made(index) is None:
+            _write_shard(plan, encoder, index)
     except (UserError, OSError) as error:
-        return f"{plan.name(number)} failed on node {socket.gethostname()}: {error}"
+        return f"{plan.name(index)} failed on node {socket.gethostname()}: {error}"
     return ""
 
 
-def _write(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> None:
-    aside, node = plan.aside(number, f"{socket.gethostname()}.{os.getpid()}"), socket.gethostname()
+def _write_shard(plan: ShardPlan, encoder: DocumentEncoder, index: int) -> None:
+    aside, node = plan.aside(index, f"{socket.gethostname()}.{os.getpid()}"), socket.gethostname()
     with IndexedDatasetWriter(aside, encoder.dtype, plan.key) as output:
         for documents in map(
-            encoder, read_chunks(plan.config, plan.shards[number], output.state.place)
+            encoder, read_chunks(plan.config, plan.shards[index], output.state.place)
         ):
             output.write(documents)
     state, sha256 = output.state, hashlib.sha256()
@@ -249,10 +250,10 @@ def _write(plan: ShardPlan, encoder: DocumentEncoder, number: int) -> None:
     state.facts |= {"shortest": int(low), "median": int(middle), "longest": int(high)}
     state.save(Path(f"{aside}.source.json"))
     for ending in (".bin", ".idx", ".source.json"):
-        Path(f"{aside}{ending}").replace(f"{plan.prefix(number)}{ending}")
+        Path(f"{aside}{ending}").replace(f"{plan.prefix(index)}{ending}")
 
 
-def _claim(plan: ShardPlan) -> None:
+def _claim_folder(plan: ShardPlan) -> None:
     """Keep shards of the same plan; refuse shards of another plan, or remove them if the config allows it."""
     path = manifest_path(plan.config.output_prefix)
     if not path.is_file() or ShardPlan.load(path).key != plan.key:
@@ -267,34 +268,28 @@ def _claim(plan: ShardPlan) -> None:
         note.unlink()
 
 
-def _make(
+def _run_rounds(
     plan: ShardPlan,
     encoder: DocumentEncoder,
     missing: list[int],
     executor: str,
     sbatch: dict[str, str],
 ) -> None:
-    said = ""
+    error_text = ""
     if executor == "local":  # a killed worker ends the pool, and the next round resumes
         with (
             suppress(UserError),
-            ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as made,
+            ordered_map(partial(make_shard, plan, encoder), plan.config.workers) as run_ordered,
         ):
-            shown = track(
-                made(missing),
-                "",
-                len(missing),
-                console=console(),
-                disable=not console().is_terminal,
-            )
-            said = next(filter(None, shown), "")
+            shown = track(run_ordered(missing), "", len(missing), show=console().is_terminal)
+            error_text = next(filter(None, shown), "")
     else:
         broken = _run_cluster(plan, missing, executor, sbatch)
-        said = next(
+        error_text = next(
             (note.read_text() for note in sorted(plan.folder.glob("incomplete/*.failed"))), broken
         )
-    if said:
-        raise UserError(said)
+    if error_text:
+        raise UserError(error_text)
 
 
 def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dict[str, str]) -> str:
@@ -319,18 +314,21 @@ def _run_cluster(plan: ShardPlan, missing: list[int], executor: str, sbatch: dic
             process.terminate()
             process.wait()
     lines = log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
-    said = [*lines, *(line for line in lines if line.startswith("sbatch: error: "))][-1]
+    last_line = [*lines, *(line for line in lines if line.startswith("sbatch: error: "))][-1]
     node = (
         os.environ.get("RAY_ADDRESS", socket.gethostname())
         if executor == "ray"
         else socket.gethostname()
     )
     left = f"{len(plan.missing(missing))} of {len(plan.shards)} shards were missing"
-    message = f"--executor {executor} on {node} ended when {left} ({said[:300]}): see {log}, then repeat the command"
+    message = (
+        f"--executor {executor} on {node} ended when {left} ({last_line[:300]}): see {log}, "
+        "then repeat the command"
+    )
     return message if process.returncode else ""
 
 
-def _lost(plan: ShardPlan, missing: list[int]) -> str:
+def _lost_sentence(plan: ShardPlan, missing: list[int]) -> str:
     begun = sorted(
         path.name.rsplit(".", 3)[0] for path in plan.folder.glob(f"incomplete/{missing[0]:06d}.*")
     )
@@ -341,10 +339,12 @@ def _lost(plan: ShardPlan, missing: list[int]) -> str:
     )
 
 
-def _join(plan: ShardPlan) -> dict[str, Any]:
+def _join_shards(plan: ShardPlan) -> dict[str, Any]:
     prefix = plan.config.output_prefix
     states = [
-        state for number in range(len(plan.shards)) if (state := plan.made(number)) is not None
+        state
+        for shard_index in range(len(plan.shards))
+        if (state := plan.made(shard_index)) is not None
     ]
     assert len(states) == len(plan.shards), "the caller makes missing shards again"
     _name_repeated(plan, states)
@@ -355,7 +355,7 @@ def _join(plan: ShardPlan) -> dict[str, Any]:
             f"the input {', '.join(map(str, plan.config.inputs))} holds no text: check --input"
         )
     index = Path(f"{prefix}.idx")
-    files = [Path(f"{plan.prefix(number)}.idx") for number in range(len(states))]
+    files = [Path(f"{plan.prefix(shard_index)}.idx") for shard_index in range(len(states))]
     with refuse_unwritable(f"--output-prefix={prefix}", "free some space, then repeat the command"):
         with published_file(index) as aside:
             pairs = zip(files, reports, strict=True)
@@ -372,21 +372,21 @@ def _join(plan: ShardPlan) -> dict[str, Any]:
 def _name_repeated(plan: ShardPlan, states: list[WriterState]) -> None:
     """Report shards with the same content. They are kept, because small ones may be intended."""
     first: dict[str, int] = {}
-    for number, state in enumerate(states):
-        same = first.setdefault(state.facts["sha256"], number)
-        if same != number and state.report.documents:
-            text = f"{plan.name(number)} repeats {plan.name(same)}: remove one of them from --input"
+    for index, state in enumerate(states):
+        same = first.setdefault(state.facts["sha256"], index)
+        if same != index and state.report.documents:
+            text = f"{plan.name(index)} repeats {plan.name(same)}: remove one of them from --input"
             console().print(text, markup=False)
 
 
-def _identity(encoder: DocumentEncoder) -> str:
+def _tokenizer_hash(encoder: DocumentEncoder) -> str:
     return hashlib.sha256(tokenizer_key(encoder.tokenizer).encode()).hexdigest()
 
 
 class ShardedCorpus(IndexedDataset):
     """An ``IndexedDataset`` whose ``.bin`` is divided into shards."""
 
-    def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *others: Any) -> None:
+    def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *state: Any) -> None:
         """Open the index and the shards; unpickling also calls this."""
         self.path_prefix, self.multimodal, self.mmap = path_prefix, multimodal, mmap
         (
@@ -394,7 +394,7 @@ class ShardedCorpus(IndexedDataset):
             self.fast_cache_load,
             self.sequences_per_dataset,
             self.dtype_code,
-        ) = others
+        ) = state
         manifest = finished_manifest(path_prefix)
         assert manifest is not None
         tokens = [shard["report"]["tokens"] for shard in manifest["shards"]]

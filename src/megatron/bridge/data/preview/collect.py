@@ -63,19 +63,21 @@ def preview_corpora(name: str, dataset: Any, seq_length: int) -> CorpusPreview:
     """The corpora behind ``dataset``, and how much is drawn from each. This reads no samples."""
     if not hasattr(dataset, "__len__"):
         return CorpusPreview(name, None, seq_length, [])
-    return CorpusPreview(name, len(dataset), seq_length, _shares(dataset))
+    return CorpusPreview(name, len(dataset), seq_length, _corpus_shares(dataset))
 
 
-def _shares(dataset: Any) -> list[CorpusShare]:
+def _corpus_shares(dataset: Any) -> list[CorpusShare]:
     if isinstance(dataset, FIMDataset):
         dataset = dataset.dataset
     if isinstance(dataset, BlendedDataset):
         drawn = np.bincount(dataset.dataset_index, minlength=len(dataset.datasets)).tolist()
-        return [_share(part, count) for part, count in zip(dataset.datasets, drawn, strict=True)]
-    return [_share(dataset, len(dataset))] if isinstance(dataset, GPTDataset) else []
+        return [
+            _corpus_share(part, count) for part, count in zip(dataset.datasets, drawn, strict=True)
+        ]
+    return [_corpus_share(dataset, len(dataset))] if isinstance(dataset, GPTDataset) else []
 
 
-def _share(corpus: Any, samples: int) -> CorpusShare:
+def _corpus_share(corpus: Any, samples: int) -> CorpusShare:
     lengths = corpus.dataset.sequence_lengths[corpus.indices]
     return CorpusShare(
         str(corpus.dataset_path), len(lengths), int(lengths.sum(dtype=np.int64)), samples
@@ -169,24 +171,24 @@ def preview(
     splits, corpora = [], []
     for name, iterator in zip(SPLITS, data, strict=True):
         dataset = iterator.dataset if isinstance(iterator, BatchIterator) else iterator
-        parts = list(_parts(name, dataset))
+        parts = list(_parts_of_blend(name, dataset))
         splits += [_preview_split(part_name, part, tokenizer, samples) for part_name, part in parts]
         if dataset is not None and not parts:
             corpora.append(preview_corpora(name, dataset, config.seq_length))
     first = list(_first_batches(config, data.train, sizes))
     batches, described = [batch for batch, _ in first], [of_rank for _, of_rank in first]
     count = min(samples, len(batches[0]["tokens"])) if first and corpora else 0
-    texts = [segments(_beginning(batches[0], row), tokenizer) for row in range(count)]
+    texts = [segments(_beginning_of_row(batches[0], row), tokenizer) for row in range(count)]
     return Preview(splits, corpora, texts, described)
 
 
-def _parts(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
+def _parts_of_blend(name: str, dataset: Any) -> Iterator[tuple[str, EpochRows]]:
     """The datasets of a blend, one by one; nothing for data without records."""
     if isinstance(dataset, EpochRows):
         yield name, dataset
     elif isinstance(dataset, BlendedRows):
-        for number, part in enumerate(dataset.parts):
-            yield f"{name} {number}", part
+        for index, part in enumerate(dataset.parts):
+            yield f"{name} {index}", part
 
 
 def _preview_split(
@@ -206,7 +208,7 @@ def _preview_split(
         fill=rows.fill,
         media=rows.media.description(dataset.report.videos > 0) if rows.media else "",
         samples=[
-            segments(rows.samples[place], tokenizer, rows.media) for place in range(len(titles))
+            segments(rows.samples[index], tokenizer, rows.media) for index in range(len(titles))
         ],
         titles=titles,
     )
@@ -222,7 +224,7 @@ def histogram(lengths: np.ndarray, bins: int = BINS) -> list[tuple[int, int]]:
     longest = int(lengths.max())
     width = -(-longest // bins)
     counts = np.bincount((lengths - 1) // width, minlength=-(-longest // width))
-    return [((place + 1) * width, int(count)) for place, count in enumerate(counts)]
+    return [((bin_index + 1) * width, int(count)) for bin_index, count in enumerate(counts)]
 
 
 def segments(
@@ -232,16 +234,16 @@ def segments(
     images = _image_places(sample, media)
     edges = {
         *(np.flatnonzero(np.diff(sample.trained)) + 1).tolist(),
-        *(place for part in images for place in part),
+        *(edge for part in images for edge in part),
     }
     bounds = [0, *sorted(edges - {0, len(sample.tokens)}), len(sample.tokens)]
     return [
-        _segment(sample, start, stop, images.get((start, stop)), tokenizer)
+        _make_segment(sample, start, stop, images.get((start, stop)), tokenizer)
         for start, stop in pairwise(bounds)
     ]
 
 
-def _segment(
+def _make_segment(
     sample: Sample, start: int, stop: int, image: MediaReference | None, tokenizer: Tokenizer
 ) -> TextSegment:
     trained = bool(sample.trained[start])
@@ -266,15 +268,15 @@ def _image_places(
     if media is None or not sample.images:
         return {}
     places = np.flatnonzero(np.isin(sample.tokens, media.token_ids)).tolist()
-    found, first = {}, 0
+    image_of_span, first = {}, 0
     for image in sample.images:
         count = media.tokens(image)
-        found[places[first], places[first + count - 1] + 1] = image
+        image_of_span[places[first], places[first + count - 1] + 1] = image
         first += count
-    return found
+    return image_of_span
 
 
-def _beginning(batch: Batch, row: int) -> Sample:
+def _beginning_of_row(batch: Batch, row: int) -> Sample:
     tokens = np.concatenate((batch["tokens"][row, :1].numpy(), batch["labels"][row].numpy()))
     trained = np.concatenate((np.zeros(1, np.bool_), batch["loss_mask"][row].numpy() > 0))
     return Sample(tokens[:SHOWN_TOKENS], trained[:SHOWN_TOKENS])
@@ -283,11 +285,11 @@ def _beginning(batch: Batch, row: int) -> Sample:
 def _first_batches(
     config: DatasetConfig, train: DataIterator | None, sizes: tuple[int, int, int]
 ) -> Iterator[tuple[Batch, RankBatch]]:
-    micro, whole, ranks = sizes
-    if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < whole):
+    micro, global_size, ranks = sizes
+    if train is None or (isinstance(train, BatchIterator) and len(train.dataset) < global_size):
         return
     for rank in range(min(ranks, SHOWN_RANKS)):
-        shard = BatchShard(micro, whole, rank, ranks)
+        shard = BatchShard(micro, global_size, rank, ranks)
         if isinstance(train, StreamingBatchIterator):
             batches = train.replicate(shard)
         else:
@@ -299,10 +301,10 @@ def _first_batches(
             sum(map(dataset.image_tokens, ids)) if getattr(dataset, "has_images", False) else None
         )
         tokens, trained = batch["tokens"].numel(), int(batch["loss_mask"].sum())
-        yield batch, RankBatch(rank, ids, tokens, trained, _sequences(batch), images)
+        yield batch, RankBatch(rank, ids, tokens, trained, _count_sequences(batch), images)
 
 
-def _sequences(batch: Batch) -> int:
+def _count_sequences(batch: Batch) -> int:
     """Number of sequences with tokens in the loss; padding at the end of a packed row is one without."""
     if "cu_seqlens" not in batch:
         return len(batch["tokens"])

@@ -41,15 +41,17 @@ PAGE = """<!doctype html>
 
 def to_console(console: Console, preview: Preview) -> None:
     for split in preview.splits:
-        console.print(_split(split))
+        console.print(_render_split(split))
     for corpus in preview.corpora:
         console.print(
             Text(corpus.name, style="bold underline"), *map(Text, corpus.lines()), "", sep="\n"
         )
-    for number, text in enumerate(preview.texts, start=1):
-        console.print(Text(f"beginning of row {number}", style="bold"), _text(text), sep="\n")
+    for row_number, text in enumerate(preview.texts, start=1):
+        console.print(
+            Text(f"beginning of row {row_number}", style="bold"), _sample_text(text), sep="\n"
+        )
     if preview.first_batches:
-        console.print(_batches(preview.first_batches))
+        console.print(_render_batches(preview.first_batches))
 
 
 def to_html(preview: Preview) -> str:
@@ -66,7 +68,7 @@ def to_html(preview: Preview) -> str:
         for part in sample
         if part.image
     )
-    return re.sub(PICTURE, lambda _: _picture(next(shown)), page)
+    return re.sub(PICTURE, lambda _: _media_html(next(shown)), page)
 
 
 def _with_pictures(split: SplitPreview) -> SplitPreview:
@@ -78,14 +80,17 @@ def _with_pictures(split: SplitPreview) -> SplitPreview:
     return replace(split, samples=samples)
 
 
-def _picture(media: MediaReference) -> str:
+def _media_html(media: MediaReference) -> str:
     """The image, or some frames of the video, as HTML, small enough for a page."""
     return "".join(
-        map(_html, [decode(media)] if isinstance(media, ImageReference) else _frames(media))
+        map(
+            _image_html,
+            [decode(media)] if isinstance(media, ImageReference) else _video_frames(media),
+        )
     )
 
 
-def _frames(video: VideoReference) -> list["Image.Image"]:
+def _video_frames(video: VideoReference) -> list["Image.Image"]:
     from PIL import Image
 
     numbers = np.linspace(0, video.frames - 1, min(video.frames, FRAMES)).astype(int).tolist()
@@ -94,18 +99,18 @@ def _frames(video: VideoReference) -> list["Image.Image"]:
     ]
 
 
-def _html(picture: "Image.Image") -> str:
+def _image_html(picture: "Image.Image") -> str:
     picture.thumbnail((PICTURE_WIDTH, PICTURE_WIDTH))
     data = base64.b64encode(png(picture)).decode()
     return f'<img alt="" style="vertical-align: middle" src="data:image/png;base64,{data}">'
 
 
-def _split(split: SplitPreview) -> ConsoleRenderable:
+def _render_split(split: SplitPreview) -> ConsoleRenderable:
     lines: list[ConsoleRenderable] = [Text(split.name, style="bold underline")]
     lines += [Text(line) for line in summary(split)]
-    lines.append(_histogram(split))
+    lines.append(_render_histogram(split))
     for title, sample in zip(split.titles, split.samples, strict=True):
-        lines += [Text(title, style="bold"), _text(sample)]
+        lines += [Text(title, style="bold"), _sample_text(sample)]
     return Group(*lines, Text())
 
 
@@ -119,15 +124,15 @@ def summary(split: SplitPreview) -> Iterator[str]:
     yield f"{split.rows:,} rows in an epoch{fill}"
 
 
-def _histogram(split: SplitPreview) -> Table:
+def _render_histogram(split: SplitPreview) -> Table:
     table = Table(box=None, show_header=False)
-    most = max(count for _, count in split.histogram)
+    largest_count = max(count for _, count in split.histogram)
     for length, count in split.histogram:
-        table.add_row(f"up to {length:,}", "#" * round(BAR * count / most), f"{count:,}")
+        table.add_row(f"up to {length:,}", "#" * round(BAR * count / largest_count), f"{count:,}")
     return table
 
 
-def _text(segments: list[TextSegment]) -> Text:
+def _sample_text(segments: list[TextSegment]) -> Text:
     """The text of a sample. The part in the loss has a color, and brackets for consoles without colors."""
     shown = Text()
     for segment in segments:
@@ -145,7 +150,7 @@ def _text(segments: list[TextSegment]) -> Text:
     return shown
 
 
-def _batches(batches: list[RankBatch]) -> Table:
+def _render_batches(batches: list[RankBatch]) -> Table:
     columns = ["data rank", "samples", "sequences", "tokens", "in the loss"]
     columns += [] if batches[0].images is None else ["of images"]
     table = Table(*columns, title="first microbatch of each data-parallel rank", box=None)

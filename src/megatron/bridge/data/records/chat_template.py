@@ -60,45 +60,45 @@ class ChatTemplate:
                 f"and completion instead of messages"
             )
 
-    def render(self, chat: Chat, train_on: TrainOn, where: str) -> RenderedChat:
+    def render(self, chat: Chat, train_on: TrainOn, location: str) -> RenderedChat:
         """Render ``chat`` and find the part that ``train_on`` selects."""
-        text, marked = self._text(chat, len(chat.messages), False, where)
-        unused = self._unused(chat, text, where)
+        text, marked = self._text(chat, len(chat.messages), False, location)
+        unused = self._unused(chat, text, location)
         if train_on == "everything":
             return RenderedChat(text, [(0, len(text))], unused)
-        selected = _selected(chat, train_on)
-        if GENERATION.search(self._source(chat, where)):
-            spans = _choose(marked, chat, selected, train_on, where)
+        selected = _selected_answers(chat, train_on)
+        if GENERATION.search(self._source(chat, location)):
+            spans = _choose_spans(marked, chat, selected, train_on, location)
         else:
-            spans = [self._span(chat, index, text, where) for index in selected]
-        self._refuse_header(chat, where)
+            spans = [self._span(chat, index, text, location) for index in selected]
+        self._refuse_header(chat, location)
         return RenderedChat(text, spans, unused)
 
-    def prompt(self, chat: Chat, where: str) -> str:
+    def prompt(self, chat: Chat, location: str) -> str:
         """Render the conversation with the generation prompt at the end."""
-        return self._text(chat, len(chat.messages), True, where)[0]
+        return self._text(chat, len(chat.messages), True, location)[0]
 
-    def _unused(self, chat: Chat, text: str, where: str) -> list[str]:
+    def _unused(self, chat: Chat, text: str, location: str) -> list[str]:
         """Return the names of the fields that the template does not render."""
 
-        def render(other: Chat) -> str:
-            return self._text(other, len(other.messages), False, where)[0]
+        def render(changed_chat: Chat) -> str:
+            return self._text(changed_chat, len(changed_chat.messages), False, location)[0]
 
-        found = list(unused_fields(chat, text, render))
-        for name, index in found:
+        unused = list(unused_fields(chat, text, render))
+        for name, index in unused:
             if (
                 index in chat.answers
                 and index not in chat.excluded
                 and not chat.messages[index]["content"]
             ):
                 raise UserError(
-                    f"{where}: message {index + 1} has {name} and no content, and the chat template does not "
+                    f"{location}: message {index + 1} has {name} and no content, and the chat template does not "
                     f"render {name}, so the model would learn to answer with nothing: set dataset.chat_template "
                     f"to one that does, or give the message weight 0"
                 )
-        return [name for name, _ in found]
+        return [name for name, _ in unused]
 
-    def _refuse_header(self, chat: Chat, where: str) -> None:
+    def _refuse_header(self, chat: Chat, location: str) -> None:
         """Refuse a template whose loss covers the text that it writes before every answer, such as the role."""
         if self._checked:
             return
@@ -107,41 +107,43 @@ class ChatTemplate:
         probe = replace(chat, messages=[question, answer])
         try:
             asked, prompted = (
-                self._text(probe, 1, generate, where)[0] for generate in (False, True)
+                self._text(probe, 1, generate, location)[0] for generate in (False, True)
             )
-            text, marked = self._text(probe, 2, False, where)
+            text, marked = self._text(probe, 2, False, location)
         except UserError:  # the template expects other messages
             return
         start = marked[0][0] if marked else len(prompted)
         header = text.removeprefix(asked).partition(PROBE)[0].strip().partition("\n")[0]
         if header and text[start:].partition(PROBE)[0].strip().startswith(header):
             raise UserError(
-                f"{where}: the loss would cover {header!r}, which the template writes before each answer, though "
+                f"{location}: the loss would cover {header!r}, which the template writes before each answer, though "
                 f"inference gives it to the model: use a dataset.chat_template that also writes it for "
                 f"add_generation_prompt, and outside of {{% generation %}} marks"
             )
 
-    def _span(self, chat: Chat, index: int, text: str, where: str) -> Span:
+    def _span(self, chat: Chat, index: int, text: str, location: str) -> Span:
         if index == 0:
             raise UserError(
-                f"{where}: the conversation begins with an answer, so the prompt for it is unknown: put a message "
+                f"{location}: the conversation begins with an answer, so the prompt for it is unknown: put a message "
                 f"before it, or give it weight 0"
             )
-        before, _ = self._text(chat, index, True, where)
-        through, _ = self._text(chat, index + 1, False, where)
+        before, _ = self._text(chat, index, True, location)
+        through, _ = self._text(chat, index + 1, False, location)
         if not through.startswith(before):
-            raise _ambiguous(
-                where, index, "the template changes the prompt once the answer is there"
+            raise _ambiguous_answer(
+                location, index, "the template changes the prompt once the answer is there"
             )
         if not text.startswith(through):
-            raise _ambiguous(
-                where, index, "the template changes the answer once more messages follow"
+            raise _ambiguous_answer(
+                location, index, "the template changes the answer once more messages follow"
             )
         return len(before), len(through)
 
-    def _text(self, chat: Chat, count: int, generate: bool, where: str) -> tuple[str, list[Span]]:
+    def _text(
+        self, chat: Chat, count: int, generate: bool, location: str
+    ) -> tuple[str, list[Span]]:
         """Render the first ``count`` messages; return the text and the parts that are marked as generated."""
-        template = self._source(chat, where)
+        template = self._source(chat, location)
         messages = chat.messages[:count]
         if self.parts and not _STRINGS.search(template):
             messages = [
@@ -160,14 +162,14 @@ class ChatTemplate:
             part = "" if count == len(chat.messages) else f", given its first {count} messages"
             reason = one_line(error) or "it needs too much memory"
             raise UserError(
-                f"{where}: the chat template refuses the conversation{part}: {reason}"
+                f"{location}: the chat template refuses the conversation{part}: {reason}"
             ) from error
 
-    def _source(self, chat: Chat, where: str) -> str:
+    def _source(self, chat: Chat, location: str) -> str:
         try:
             return self.hf.get_chat_template(self.template, chat.tools)  # pyright: ignore[reportArgumentType]
         except ValueError as error:  # several named templates, none of them the default
-            raise UserError(f"{where}: {one_line(error)}") from error
+            raise UserError(f"{location}: {one_line(error)}") from error
 
 
 def template_text(template: str | None) -> str | None:
@@ -177,7 +179,7 @@ def template_text(template: str | None) -> str | None:
     return read_text(Path(template), f"dataset.chat_template={template}")
 
 
-def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
+def _selected_answers(chat: Chat, train_on: TrainOn) -> list[int]:
     """Return the indices of the answers in the loss."""
     answers = chat.answers
     if train_on == "last":
@@ -187,8 +189,8 @@ def _selected(chat: Chat, train_on: TrainOn) -> list[int]:
     return [index for index in answers if index not in chat.excluded]
 
 
-def _choose(
-    spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, where: str
+def _choose_spans(
+    spans: list[Span], chat: Chat, selected: list[int], train_on: TrainOn, location: str
 ) -> list[Span]:
     answers = chat.answers
     if selected == answers:
@@ -196,15 +198,15 @@ def _choose(
     if len(spans) != len(answers):
         choice = "weight=0" if train_on == "assistant" else f"dataset.train_on={train_on}"
         raise UserError(
-            f"{where}: the template marks {len(spans)} parts as generated for {len(answers)} assistant messages, "
+            f"{location}: the template marks {len(spans)} parts as generated for {len(answers)} assistant messages, "
             f"so {choice} cannot be applied: use dataset.train_on=assistant without weights"
         )
     return [span for index, span in zip(answers, spans, strict=True) if index in selected]
 
 
-def _ambiguous(where: str, index: int, reason: str) -> UserError:
+def _ambiguous_answer(location: str, index: int, reason: str) -> UserError:
     return UserError(
-        f"{where}: the answer in message {index + 1} cannot be located in the rendered conversation, because "
+        f"{location}: the answer in message {index + 1} cannot be located in the rendered conversation, because "
         f"{reason}: set dataset.split_turns=true (each answer becomes a sample, as at inference) or "
         f"dataset.train_on=last, or give a dataset.chat_template with {{% generation %}} marks"
     )
@@ -222,25 +224,25 @@ class UnusedField(NamedTuple):
 
 def unused_fields(chat: Chat, text: str, render: RenderChat) -> Iterator[UnusedField]:
     """Yield the fields of ``chat`` without an effect on ``text``."""
-    if chat.tools and _same(text, replace(chat, tools=None), render):
+    if chat.tools and _renders_same(text, replace(chat, tools=None), render):
         yield UnusedField("tools", None)
     for index, message in enumerate(chat.messages):
         for key, value in message.items():
             rendered = isinstance(value, str) and value.strip() in text
             if key == "role" or rendered or value in ([], {}):
                 continue
-            if _same(text, _without(chat, index, key), render):
+            if _renders_same(text, _without_field(chat, index, key), render):
                 yield UnusedField(f"{key} of role {message['role']}", index)
 
 
-def _same(text: str, shorter: Chat, render: RenderChat) -> bool:
+def _renders_same(text: str, shorter: Chat, render: RenderChat) -> bool:
     try:
         return render(shorter) == text
     except UserError:  # the template needs the field, so it reads the field
         return False
 
 
-def _without(chat: Chat, index: int, key: str) -> Chat:
+def _without_field(chat: Chat, index: int, key: str) -> Chat:
     message: Message = {name: value for name, value in chat.messages[index].items() if name != key}
     if key == "content":
         message["content"] = ""

@@ -28,11 +28,11 @@ from megatron.bridge.data.records.media_parts import MARKS, text_of
 from megatron.bridge.data.records.record_config import (
     EncodingRules,
     ProcessExample,
-    TrainOnEOS,
-    Truncation,
 )
 from megatron.bridge.data.records.samples import EncodingReport, Sample, Samples
 from megatron.bridge.data.records.sources import LocatedRecord, TableRow, without_filled_nulls
+from megatron.bridge.data.records.truncation import shorten
+from megatron.bridge.data.records.turn_endings import TurnEndings
 from megatron.bridge.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -50,7 +50,7 @@ from megatron.bridge.utils.user_functions import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 # reasons to drop a sample
@@ -109,16 +109,16 @@ class RecordEncoder:
 
     def __call__(self, records: Sequence[LocatedRecord]) -> EncodedRecords:
         report = EncodingReport(records=len(records))
-        kept = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
-        cut = [self._truncate(draft.sample, report, draft.where) for draft in kept]
-        found = [sample for sample in cut if sample.trained.any()]
-        for draft, sample in zip(kept, cut, strict=True):
+        drafts = [draft for draft in self._drafts(records, report) if self._keep(draft, report)]
+        cut = [self._truncate(draft.sample, report, draft.where) for draft in drafts]
+        trained_samples = [sample for sample in cut if sample.trained.any()]
+        for draft, sample in zip(drafts, cut, strict=True):
             if not sample.trained.any():
                 report.drop(NO_TARGET, draft.where)
-        samples = Samples.of(found)
-        report.samples, report.tokens = len(found), len(samples.tokens)
+        samples = Samples.of(trained_samples)
+        report.samples, report.tokens = len(trained_samples), len(samples.tokens)
         report.trained = int(samples.trained.sum())
-        self._count_images(found, report)
+        self._count_images(trained_samples, report)
         report.notes = +report.notes  # + removes counts of 0
         return EncodedRecords(samples, report)
 
@@ -126,26 +126,30 @@ class RecordEncoder:
         """Tokenize all records in one call, which is several times as fast as one call per record."""
         parsed = list(self._parse(records, report))
         chats = self._chats(
-            [self._render(where, item, report) for where, item in parsed if isinstance(item, Chat)],
+            [
+                self._render(location, item, report)
+                for location, item in parsed
+                if isinstance(item, Chat)
+            ],
             report,
         )
         plain = self._plain([item for _, item in parsed if not isinstance(item, Chat)])
-        for where, item in parsed:
-            yield Draft(where, next(chats if isinstance(item, Chat) else plain))
+        for location, item in parsed:
+            yield Draft(location, next(chats if isinstance(item, Chat) else plain))
 
     def _processed(
         self, records: Sequence[LocatedRecord], report: EncodingReport
     ) -> Iterator[LocatedRecord]:
-        for where, row in records:
+        for location, row in records:
             record = row
             if isinstance(row, TableRow):
                 record = without_filled_nulls(row)
                 report.notes[FILLED] += record != row
-            processed = record if self._process is None else self._process_record(record, where)
+            processed = record if self._process is None else self._process_record(record, location)
             if processed is None:
-                report.drop(BY_FUNCTION, where)
+                report.drop(BY_FUNCTION, location)
             else:
-                yield where, processed
+                yield location, processed
 
     def _process_record(self, record: Any, where: str) -> dict[str, Any] | None:
         """Call the user's function; an error of its own is one sentence with the record and the line of code."""
@@ -167,14 +171,14 @@ class RecordEncoder:
     def _parse(
         self, records: Sequence[LocatedRecord], report: EncodingReport
     ) -> Iterator[tuple[str, ParsedRecord]]:
-        for where, record in self._processed(records, report):
-            parsed = parse(record, where)
+        for location, record in self._processed(records, report):
+            parsed = parse(record, location)
             report.formats[type(parsed).__name__] += 1
             if unused := unused_keys(record, parsed):
                 report.notes[UNUSED_KEYS.format(", ".join(unused))] += 1
             self._note(parsed, report)
             for item in self._turns(parsed):
-                yield where, item
+                yield location, item
 
     def _turns(self, parsed: ParsedRecord) -> Iterator[ParsedRecord]:
         """Split a conversation into one item per answer, with the messages before it, if ``split_turns`` is set."""
@@ -183,9 +187,12 @@ class RecordEncoder:
             return
         for index in parsed.answers:
             if index not in parsed.excluded:
-                kept = tuple(image for image in parsed.images if image.message <= index)
+                earlier_images = tuple(image for image in parsed.images if image.message <= index)
                 yield replace(
-                    parsed, messages=parsed.messages[: index + 1], completion=None, images=kept
+                    parsed,
+                    messages=parsed.messages[: index + 1],
+                    completion=None,
+                    images=earlier_images,
                 )
 
     def _plain(self, parsed: Sequence[PromptCompletion | Text]) -> Iterator[Sample]:
@@ -242,19 +249,19 @@ class RecordEncoder:
         ends = end_tokens(hf, folder if folder.is_dir() else None)
         return ends | end_of_turn(hf, template.template, parts=template.parts)
 
-    def _render(self, where: str, chat: Chat, report: EncodingReport) -> RenderedChat:
+    def _render(self, location: str, chat: Chat, report: EncodingReport) -> RenderedChat:
         if self.media is None and chat.images:
             raise UserError(
-                f"{where}: the record has images or videos, and the model has no processor for them: train a "
+                f"{location}: the record has images or videos, and the model has no processor for them: train a "
                 f"vision-language model, or set dataset.hf_processor_path to the directory of one"
             )
         train_on = "last" if self.rules.split_turns else self.rules.train_on
-        rendered = self.template.render(chat, train_on, where)
+        rendered = self.template.render(chat, train_on, location)
         report.notes.update(UNUSED.format(name) for name in rendered.unused)
         if self.media is None:
             return rendered
-        images = self.media.references(((item.kind, item.raw) for item in chat.images), where)
-        return expand(rendered, images, self.media, where)
+        images = self.media.references(((item.kind, item.raw) for item in chat.images), location)
+        return expand(rendered, images, self.media, location)
 
     def _note(self, parsed: ParsedRecord, report: EncodingReport) -> None:
         """Count properties of records that are rarely intended."""
@@ -286,7 +293,7 @@ class RecordEncoder:
         if not rendered:
             return
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-        endings = _Endings(self.tokenizer.hf, self._end_tokens)
+        endings = TurnEndings(self.tokenizer.hf, self._end_tokens)
         encoded = encode_with_offsets(self.tokenizer.hf, [chat.text for chat in rendered])
         for chat, (tokens, offsets) in zip(rendered, encoded, strict=True):
             ids = np.array(tokens, dtype=np.int32)
@@ -309,9 +316,9 @@ class RecordEncoder:
             yield Sample(ids, trained, chat.images)
 
     def _keep(self, draft: Draft, report: EncodingReport) -> bool:
-        most = self.media.max_image_tokens if self.media else None
-        if most is not None and self._image_tokens(draft.sample) > most:
-            return self._keep_images(draft, report, most)
+        image_limit = self.media.max_image_tokens if self.media else None
+        if image_limit is not None and self._image_tokens(draft.sample) > image_limit:
+            return self._keep_images(draft, report, image_limit)
         length, limit = len(draft.sample.tokens), self.rules.max_tokens
         if length <= limit:
             return True
@@ -325,14 +332,14 @@ class RecordEncoder:
         report.drop(TOO_LONG, draft.where)
         return False
 
-    def _keep_images(self, draft: Draft, report: EncodingReport, most: int) -> bool:
+    def _keep_images(self, draft: Draft, report: EncodingReport, image_limit: int) -> bool:
         """Drop or refuse a sample with too many image tokens."""
         if self.rules.truncation == "drop":
             report.drop(TOO_MANY_IMAGES, draft.where)
             return False
         raise UserError(
             f"{draft.where}: the images of the sample have {self._image_tokens(draft.sample)} tokens, more than "
-            f"dataset.max_image_tokens={most}: increase it, set dataset.max_pixels to a "
+            f"dataset.max_image_tokens={image_limit}: increase it, set dataset.max_pixels to a "
             "smaller value, or dataset.truncation to drop"
         )
 
@@ -342,14 +349,15 @@ class RecordEncoder:
     def _check_count(self, ids: np.ndarray, chat: RenderedChat) -> None:
         """Refuse a tokenizer that splits placeholders, or text that contains them."""
         assert self.media is not None
-        found, wanted = (
+        placeholders, image_tokens = (
             int(np.isin(ids, self.media.token_ids).sum()),
             self.media.total_tokens(chat.images),
         )
-        if found != wanted:
-            where = chat.images[0].where if chat.images else "a record without images"
+        if placeholders != image_tokens:
+            location = chat.images[0].where if chat.images else "a record without images"
             raise UserError(
-                f"{where}: the sample has {found} placeholders {self.media.expansion.token} for {wanted} tokens "
+                f"{location}: the sample has {placeholders} placeholders "
+                f"{self.media.expansion.token} for {image_tokens} tokens "
                 "of images or videos: remove the placeholder from the text, or use the model's own tokenizer"
             )
 
@@ -364,12 +372,12 @@ class RecordEncoder:
             report.image_tokens += tokens
             report.notes[MOSTLY_IMAGES] += 2 * tokens > len(sample.tokens)
 
-    def _truncate(self, sample: Sample, report: EncodingReport, where: str) -> Sample:
+    def _truncate(self, sample: Sample, report: EncodingReport, location: str) -> Sample:
         if len(sample.tokens) <= self.rules.max_tokens:
             return sample
         if sample.images:
             raise UserError(
-                f"{where}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
+                f"{location}: the sample has images and {len(sample.tokens) - 1} tokens, more than "
                 f"dataset.seq_length={self.rules.max_tokens - 1}, and an image cannot be truncated: set "
                 "dataset.truncation to drop, dataset.max_pixels to a smaller value, or dataset.seq_length to a "
                 "larger one"
@@ -401,61 +409,6 @@ def coverage(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(before, offsets[:, 0]), ends
 
 
-class _Endings:
-    """Finds the tokens that end a turn, which white space may follow."""
-
-    def __init__(self, hf: "PreTrainedTokenizerBase", end_tokens: frozenset[int]) -> None:
-        self._hf = hf
-        self._end_tokens = end_tokens
-        self._blank: dict[int, bool] = {}
-
-    def end(self, ids: np.ndarray) -> bool:
-        """Return whether the tokens end a turn; tokens of white space alone count as if they did."""
-        for token in ids[::-1].tolist():
-            if token in self._end_tokens:
-                return True
-            if not self._is_blank(token):
-                return False
-        return True
-
-    def after(self, ids: np.ndarray, answer: np.ndarray) -> np.ndarray:
-        """Return which of ``ids`` end the turn right after an answer that does not end itself.
-
-        ``answer`` is bool, true for its tokens.
-        """
-        ending = np.zeros(len(ids), dtype=np.bool_)
-        places = np.flatnonzero(answer)
-        if not len(places) or self.end(ids[answer]):
-            return ending
-        for place in range(int(places[-1]) + 1, len(ids)):
-            if int(ids[place]) in self._end_tokens:
-                ending[place] = True
-            elif self._is_blank(int(ids[place])):
-                continue
-            break
-        return ending
-
-    def choose(
-        self, ids: np.ndarray, trained: np.ndarray, train_on_eos: TrainOnEOS | None
-    ) -> np.ndarray:
-        """Return ``trained`` with all tokens that end turns, or with the last one alone, as ``train_on_eos`` says."""
-        if train_on_eos in (None, "turn"):
-            return trained
-        ends = np.isin(ids, list(self._end_tokens))
-        if train_on_eos == "all":
-            return trained | ends
-        chosen = trained & ~ends
-        places = np.flatnonzero(ends)
-        if len(places):
-            chosen[places[-1]] = True
-        return chosen
-
-    def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            self._blank[token] = not str(self._hf.decode([token])).strip()
-        return self._blank[token]
-
-
 def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
@@ -479,17 +432,18 @@ def _with_tokenizer(function: ProcessExample | None, tokenizer: Tokenizer) -> Pr
 
 
 def expand(
-    rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, where: str
+    rendered: RenderedChat, images: Sequence[MediaReference], media: MediaProcessor, location: str
 ) -> RenderedChat:
     """Replace the placeholder of each image or video in ``rendered`` by its text, and shift the spans."""
-    wanted = [media.placeholder(image) for image in images]
-    marks = dict.fromkeys((media.placeholder(), *wanted))
+    expected_marks = [media.placeholder(image) for image in images]
+    marks = dict.fromkeys((media.placeholder(), *expected_marks))
     # pieces with odd indices are placeholders
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", rendered.text)
-    found = pieces[1::2]
-    if found != wanted:
+    rendered_marks = pieces[1::2]
+    if rendered_marks != expected_marks:
         raise UserError(
-            f"{where}: the rendered conversation has {len(found)} placeholders {' or '.join(marks)} for {len(wanted)} "
+            f"{location}: the rendered conversation has {len(rendered_marks)} placeholders "
+            f"{' or '.join(marks)} for {len(expected_marks)} "
             "images or videos: the chat template must write one for each in their order, and no text may contain it"
         )
     if not images:
@@ -498,53 +452,13 @@ def expand(
     pieces[1::2] = texts = [media.text(image) for image in images]
     shifts = [
         0,
-        *accumulate(len(text) - len(mark) for text, mark in zip(texts, wanted, strict=True)),
+        *accumulate(
+            len(text) - len(mark) for text, mark in zip(texts, expected_marks, strict=True)
+        ),
     ]
 
-    def moved(place: int) -> int:
-        return place + shifts[bisect_right(ends, place)]
+    def moved(position: int) -> int:
+        return position + shifts[bisect_right(ends, position)]
 
     spans = [(moved(first), moved(last)) for first, last in rendered.spans]
     return replace(rendered, text="".join(pieces), spans=spans, images=tuple(images))
-
-
-def shorten(sample: Sample, limit: int, policy: Truncation, opening: int | None) -> Sample:
-    """Truncate ``sample`` to at most ``limit`` tokens.
-
-    The ``policy`` ``right`` removes the end, ``left`` the beginning. ``keep_answer`` keeps the last run of trained
-    tokens and as many tokens directly before it as fit; it truncates the end of an answer that does not fit alone. If
-    the sample begins with ``opening``, such as BOS, the result does, too: the model has never seen a text without it.
-    """
-    assert policy in ("left", "right", "keep_answer"), policy
-    if policy == "right":
-        return _window(sample, 0, limit)
-    kept = int(opening is not None and sample.tokens[0] == opening)
-    end = len(sample.tokens)
-    if policy == "keep_answer":
-        first, end = last_answer(sample.trained)
-        # the first token of the answer is predicted from the token before it, even if the answer does not fit
-        end = min(end, first + limit - min(first, kept + 1))
-    start = end - limit + kept
-    if start <= kept:
-        return _window(sample, 0, end)
-    part = _window(sample, start, end)
-    if not kept:
-        return part
-    tokens = np.concatenate((sample.tokens[:1], part.tokens))
-    return Sample(tokens, np.concatenate((sample.trained[:1], part.trained)))
-
-
-def last_answer(trained: np.ndarray) -> tuple[int, int]:
-    """Return the start and end of the last run of trained tokens, or of the whole sample if there is none."""
-    places = np.flatnonzero(trained)
-    if not len(places):
-        return 0, len(trained)
-    end = int(places[-1]) + 1
-    breaks = np.flatnonzero(~trained[:end])
-    return (int(breaks[-1]) + 1 if len(breaks) else 0), end
-
-
-def _window(sample: Sample, start: int, end: int) -> Sample:
-    tokens, trained = sample.tokens[start:end], sample.trained[start:end].copy()
-    trained[:1] = False  # nothing predicts the first token
-    return Sample(tokens, trained)

@@ -19,11 +19,11 @@ _MARKER = "\ue000"  # in Unicode's private use area, so no template contains it
 
 def end_tokens(hf: Any, folder: Path | None) -> frozenset[int]:
     """Return the end tokens of the tokenizer, its chat template, and the config files in ``folder``."""
-    found = declared_ends(folder)
+    ids = declared_ends(folder)
     if hf is not None:
-        found |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
-        found |= end_of_turn(hf)
-    return frozenset(found)
+        ids |= {hf.eos_token_id} if isinstance(hf.eos_token_id, int) else set()
+        ids |= end_of_turn(hf)
+    return frozenset(ids)
 
 
 def declared_ends(folder: Path | None) -> set[int]:
@@ -65,8 +65,8 @@ def end_of_turn(
     return {token for token in ids[:1] if token in hf.added_tokens_decoder}
 
 
-def parse_chat(messages: list[dict[str, Any]] | Mapping[str, Any], where: str) -> Chat:
-    """Parse a conversation; error messages begin with ``where``."""
-    parsed = parse(messages if isinstance(messages, Mapping) else {"messages": messages}, where)
+def parse_chat(messages: list[dict[str, Any]] | Mapping[str, Any], location: str) -> Chat:
+    """Parse a conversation; error messages begin with ``location``."""
+    parsed = parse(messages if isinstance(messages, Mapping) else {"messages": messages}, location)
     assert isinstance(parsed, Chat), "messages are a chat"
     return parsed

@@ -37,15 +37,15 @@ def raise_or_skip(error: UserError) -> None:
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the file and line number of each object, and the object; blank lines are skipped."""
     with open_data(path) as file:
-        for number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(file, start=1):
             if line.strip():
-                where = f"{path}:{number}"
+                location = f"{path}:{line_number}"
                 try:
-                    record = parse_record(line, where)
+                    record = parse_record(line, location)
                 except UserError as error:
                     raise_or_skip(error)
                 else:
-                    yield where, record
+                    yield location, record
 
 
 def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -56,14 +56,14 @@ def read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from read_jsonl(path)
         return
     records = strict_json.read(path)
-    for number, record in enumerate(records, start=1):
-        where = f"{path}: record {number}"
+    for record_number, record in enumerate(records, start=1):
+        location = f"{path}: record {record_number}"
         if isinstance(record, dict):
-            yield where, record
+            yield location, record
             continue
         kind = type(record).__name__
         raise_or_skip(
-            UserError(f"{where} must be a JSON object, not {kind}: write a list of objects")
+            UserError(f"{location} must be a JSON object, not {kind}: write a list of objects")
         )
 
 
@@ -74,27 +74,27 @@ def open_data(path: Path) -> BufferedReader:
         raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
 
 
-def parse_record(line: bytes, where: str) -> dict[str, Any]:
-    """Parse the JSON object in ``line``; error messages begin with ``where`` (file and line number)."""
+def parse_record(line: bytes, location: str) -> dict[str, Any]:
+    """Parse the JSON object in ``line``; error messages begin with ``location`` (file and line number)."""
     try:
         record = strict_json.loads(line)
     except strict_json.DuplicateKeyError as error:
-        raise UserError(f"{where}: {error} in one object: keep one") from error
+        raise UserError(f"{location}: {error} in one object: keep one") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: the line is not UTF-8 ({error.reason})") from error
+        raise UserError(f"{location}: the line is not UTF-8 ({error.reason})") from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"{where}: the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno} "
+            f"{location}: the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno} "
             f"(write one whole object per line)"
         ) from error
     except ValueError as error:
-        raise UserError(f"{where}: the line cannot be read: {error}") from error
+        raise UserError(f"{location}: the line cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise UserError(
-            f"{where}: the line must be a JSON object, not {type(record).__name__}: write one object per line"
+            f"{location}: the line must be a JSON object, not {type(record).__name__}: write one object per line"
         )
     if b"\\ud" in line.lower() and (surrogate := _lone_surrogate(record)):
-        raise UserError(f"{where}: {surrogate} is one half of a surrogate pair: repair the line")
+        raise UserError(f"{location}: {surrogate} is one half of a surrogate pair: repair the line")
     return record
 
 

@@ -34,29 +34,33 @@ class PlacedMedium(NamedTuple):
 
 
 def place_media(
-    record: Mapping[str, Any], messages: list[Message], where: str
+    record: Mapping[str, Any], messages: list[Message], location: str
 ) -> list[PlacedMedium]:
     """Find the media of a record and put ``{"type": kind}`` into its messages where each belongs.
 
     Messages are changed: with media, all content becomes a list of parts; without, it stays as it is.
     """
-    lists = {kind: found for kind in MARKS if (found := _listed(record, kind, where)) is not None}
-    given = {kind: iter(found) for kind, found in lists.items()}
-    found = [
+    lists = {
+        kind: placed
+        for kind in MARKS
+        if (placed := _listed_media(record, kind, location)) is not None
+    }
+    given = {kind: iter(placed) for kind, placed in lists.items()}
+    placed = [
         PlacedMedium(index, kind, raw)
         for index, message in enumerate(messages)
-        for kind, raw in _of_message(message, given, f"{where}: message {index + 1}")
+        for kind, raw in _of_message(message, given, f"{location}: message {index + 1}")
     ]
     for kind, rest in given.items():
         if left := len(list(rest)):
             raise UserError(
-                f"{where}: the record has {len(lists[kind])} {kind}s, {left} of them without a place: write "
+                f"{location}: the record has {len(lists[kind])} {kind}s, {left} of them without a place: write "
                 f"{MARKS[kind]} where each belongs"
             )
-    if found:
+    if placed:
         for message in messages:
             message["content"] = as_parts(message["content"])
-    return found
+    return placed
 
 
 def as_parts(content: Any) -> list[dict[str, Any]]:
@@ -70,58 +74,62 @@ def text_of(content: Any) -> str:
     return "".join(part.get("text", "") for part in content)
 
 
-def _listed(record: Mapping[str, Any], kind: str, where: str) -> list[Any] | None:
+def _listed_media(record: Mapping[str, Any], kind: str, location: str) -> list[Any] | None:
     """Return the media of this kind beside the messages, or None if the record has no such list."""
     if key := next((key for key in ("audio", "audios") if record.get(key)), None):
         raise UserError(
-            f"{where}: the record has {key}, and only images and videos are supported: remove {key}"
+            f"{location}: the record has {key}, and only images and videos are supported: remove {key}"
         )
     keys = [key for key in (kind, f"{kind}s") if record.get(key) is not None]
     if len(keys) > 1:
-        raise UserError(f"{where}: the record has both {kind} and {kind}s: keep one")
+        raise UserError(f"{location}: the record has both {kind} and {kind}s: keep one")
     if not keys:
         return None
-    found = record[keys[0]]
-    return list(found) if isinstance(found, list | tuple) else [found]
+    value = record[keys[0]]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _of_message(message: Message, given: _Listed, where: str) -> list[tuple[str, Any]]:
+def _of_message(message: Message, given: _Listed, location: str) -> list[tuple[str, Any]]:
     """Replace the content of a message by parts, and return its media."""
-    content, found = message["content"], []
+    content, media = message["content"], []
     parts: list[dict[str, Any]] = []
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        for piece in _split(part["text"], given) if part["type"] == "text" else [part]:
+        for piece in _split_at_marks(part["text"], given) if part["type"] == "text" else [part]:
             if (kind := piece["type"]) in MARKS:
-                found.append(
+                media.append(
                     (
                         kind,
-                        piece["raw"] if piece.get("raw") is not None else _next(given, kind, where),
+                        piece["raw"]
+                        if piece.get("raw") is not None
+                        else _next_medium(given, kind, location),
                     )
                 )
                 piece = {"type": kind}  # noqa: PLW2901
             parts.append(piece)
-    if found and message["role"] not in _WITH_MEDIA:
+    if media and message["role"] not in _WITH_MEDIA:
         raise UserError(
-            f"{where}: a message of role={message['role']} has an image or a video, where no model reads it: move it "
+            f"{location}: a message of role={message['role']} has an image or a video, where no "
+            "model reads it: move it "
             "to a message of the user"
         )
-    if found:
+    if media:
         message["content"] = parts
-    return found
+    return media
 
 
-def _next(given: _Listed, kind: str, where: str) -> Any:
+def _next_medium(given: _Listed, kind: str, location: str) -> Any:
     missing = object()
-    found = next(given.get(kind, iter(())), missing)
-    if found is missing:
+    medium = next(given.get(kind, iter(())), missing)
+    if medium is missing:
         raise UserError(
-            f"{where}: there are more places for {kind}s than {kind}s: give one {kind} for each {MARKS[kind]} and for "
+            f"{location}: there are more places for {kind}s than {kind}s: give one {kind} for "
+            f"each {MARKS[kind]} and for "
             f"each {kind} part"
         )
-    return found
+    return medium
 
 
-def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
+def _split_at_marks(text: str, given: _Listed) -> list[dict[str, Any]]:
     """Split the text at the marks of the kinds that the record lists, and make a part of each mark."""
     marks = {MARKS[kind]: kind for kind in given}
     pieces = re.split(f"({'|'.join(marks)})", text) if marks else [text]
@@ -132,27 +140,27 @@ def _split(text: str, given: _Listed) -> list[dict[str, Any]]:
     ] or [{"type": "text", "text": ""}]
 
 
-def content_part(part: Any, where: str) -> dict[str, Any]:
+def content_part(part: Any, location: str) -> dict[str, Any]:
     """Parse a part of content. Its type is ``text``, or a key of ``MARKS`` with the record's reference as ``raw``."""
     name = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping):
         # tables fill the keys of other parts with nulls
         part = {key: value for key, value in part.items() if value is not None}
-        name = part.get("type") or _untyped(part)
+        name = part.get("type") or _type_from_keys(part)
         if name == "text" and isinstance(part.get("text"), str):
             return {"type": "text", "text": part["text"]}
         if kind := _TYPES.get(name):
-            return {"type": kind, "raw": _raw(part, kind, where)}
+            return {"type": kind, "raw": _raw_reference(part, kind, location)}
     if name in _AUDIO:
         raise UserError(
-            f"{where}: a content part of type {name}: audio is not supported: remove it"
+            f"{location}: a content part of type {name}: audio is not supported: remove it"
         )
     raise UserError(
-        f"{where}: a content part of type {name} is neither text nor an image nor a video: remove it"
+        f"{location}: a content part of type {name} is neither text nor an image nor a video: remove it"
     )
 
 
-def _untyped(part: Mapping[str, Any]) -> str:
+def _type_from_keys(part: Mapping[str, Any]) -> str:
     """Derive the type of a part without ``type`` from its keys."""
     if "text" in part:
         return "text"
@@ -161,22 +169,22 @@ def _untyped(part: Mapping[str, Any]) -> str:
     return "image" if any(key in part for key in _SOURCES["image"]) else "without type"
 
 
-def _raw(part: Mapping[str, Any], kind: str, where: str) -> Any:
+def _raw_reference(part: Mapping[str, Any], kind: str, location: str) -> Any:
     """Return the reference of a part, or None if it has none. A list of video frames comes with its rate."""
     names = _SOURCES[kind]
-    found = [part[key] for key in names if key in part]
-    if len(found) > 1 and not ("bytes" in part or "path" in part):
+    references = [part[key] for key in names if key in part]
+    if len(references) > 1 and not ("bytes" in part or "path" in part):
         raise UserError(
-            f"{where}: a part of type {kind} has several of {', '.join(names)}: keep one"
+            f"{location}: a part of type {kind} has several of {', '.join(names)}: keep one"
         )
-    if not found:
+    if not references:
         return None
-    raw = part["bytes"] if "bytes" in part else found[0]
+    raw = part["bytes"] if "bytes" in part else references[0]
     if isinstance(raw, list) and kind == "video":
         return {"frames": raw, "fps": part.get("fps")}
     if "fps" in part and kind == "video":
         raise UserError(
-            f"{where}: a video part has fps={part['fps']}, and the file has its own: set dataset.fps"
+            f"{location}: a video part has fps={part['fps']}, and the file has its own: set dataset.fps"
         )
     if isinstance(raw, Mapping) and "url" in raw:  # OpenAI's {"image_url": {"url": ...}}
         return raw["url"]

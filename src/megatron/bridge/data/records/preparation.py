@@ -62,8 +62,10 @@ def prepare(
         prepared = _in_memory(source, encoder, workers)
     else:
         final = _prepared_folder(folder, source, encoder)
-        _on_first_rank(lambda: None if final.is_dir() else _fill(final, source, encoder, workers))
-        prepared = _load(final)
+        _on_first_rank(
+            lambda: None if final.is_dir() else _write_samples(final, source, encoder, workers)
+        )
+        prepared = _load_samples(final)
     if not len(prepared.samples):
         lines = ", ".join(prepared.report.lines()) if prepared.report.records else "it is empty"
         raise UserError(f"{source.name} has no sample to train on ({lines}): check its records")
@@ -148,13 +150,13 @@ def _on_first_rank(action: Callable[[], None]) -> None:
         torch.distributed.destroy_process_group(group)
 
 
-def _fill(final: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> None:
+def _write_samples(final: Path, source: RecordSource, encoder: RecordEncoder, workers: int) -> None:
     """Write the missing parts, join all parts into one set of arrays, and publish it."""
     parts = final.with_name(final.name + ".parts")
     with refuse_unwritable(f"dataset.prepared_dir={final.parent}"):
         parts.mkdir(parents=True, exist_ok=True)
-        made = _make_parts(parts, source, encoder, workers)
-        for _ in track(made, f"tokenizing {source.name} (parts of {PART_RECORDS:,})"):
+        finished_parts = _make_parts(parts, source, encoder, workers)
+        for _ in track(finished_parts, f"tokenizing {source.name} (parts of {PART_RECORDS:,})"):
             pass
         _join_parts(parts, final)
         shutil.rmtree(parts)
@@ -166,16 +168,16 @@ def _make_parts(
     missing: list[Path] = []
 
     def records() -> Iterator[tuple[LocatedRecord, ...]]:
-        for number, part in enumerate(batched(source.records(), PART_RECORDS)):
-            path = folder / f"{number:06}.npz"
+        for index, part in enumerate(batched(source.records(), PART_RECORDS)):
+            path = folder / f"{index:06}.npz"
             if not path.exists():
                 missing.append(path)
                 yield part
 
     with ordered_map(encoder, workers) as encode:
-        for number, part in enumerate(encode(records())):
-            _write_part(missing[number], part)
-            yield missing[number]
+        for index, part in enumerate(encode(records())):
+            _write_part(missing[index], part)
+            yield missing[index]
 
 
 def _write_part(path: Path, part: EncodedRecords) -> None:
@@ -217,14 +219,14 @@ def _write_pieces(
         sample += len(part) - 1
     np.save(folder / f"{bounds_name}.npy", bounds)
     for name, dtype in kinds.items():
-        whole, start = _create(folder / f"{name}.npy", dtype, int(bounds[-1])), 0
+        joined, start = _create_array(folder / f"{name}.npy", dtype, int(bounds[-1])), 0
         for path in parts:
             part = np.load(path)[name]
-            whole[start : start + len(part)] = part
+            joined[start : start + len(part)] = part
             start += len(part)
 
 
-def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
+def _create_array(path: Path, dtype: Any, length: int) -> np.ndarray:
     """Create a memory-mapped file, or an ordinary file for an empty array, which cannot be mapped."""
     if length:
         return np.lib.format.open_memmap(path, "w+", dtype, (length,))
@@ -232,17 +234,17 @@ def _create(path: Path, dtype: Any, length: int) -> np.ndarray:
     return np.empty(0, dtype)
 
 
-def _load(folder: Path) -> PreparedSamples:
+def _load_samples(folder: Path) -> PreparedSamples:
     try:
         bounds = np.load(folder / "bounds.npy")
         tokens, trained = (
-            _mapped(folder / f"{name}.npy", bounds) for name in ("tokens", "trained")
+            _map_array(folder / f"{name}.npy", bounds) for name in ("tokens", "trained")
         )
         report = EncodingReport.from_dict(json.loads((folder / "report.json").read_text()))
         images: list[np.ndarray] = []
         if report.images or report.videos:
             image_bounds = np.load(folder / "image_bounds.npy")
-            images = [_mapped(folder / "images.npy", image_bounds), image_bounds]
+            images = [_map_array(folder / "images.npy", image_bounds), image_bounds]
         return PreparedSamples(Samples(tokens, trained, bounds, *images), report)
     except (OSError, ValueError, AssertionError) as error:
         raise UserError(
@@ -250,6 +252,6 @@ def _load(folder: Path) -> PreparedSamples:
         ) from error
 
 
-def _mapped(path: Path, bounds: np.ndarray) -> np.ndarray:
+def _map_array(path: Path, bounds: np.ndarray) -> np.ndarray:
     """Return the array, memory-mapped unless it is empty."""
     return np.load(path, mmap_mode="r" if bounds[-1] else None)

@@ -31,7 +31,7 @@ class _Kind:
         first = _PLACE.match(self.sentence)
         file = first.group(1).rpartition(":")[0] if first else ""
         # the lines of the same file are given by their numbers
-        places = [place.removeprefix(f"{file}:").strip() for place in self.other_places]
+        places = [location.removeprefix(f"{file}:").strip() for location in self.other_places]
         return f"{self.sentence} (the same at {first_few(places)})"
 
 
@@ -41,10 +41,10 @@ def find_problems(
     """Return a sentence for each mistake in the first records of ``source``, in their order."""
     sentences: list[str] = []
     with skip_unreadable_records() as unreadable:
-        for number, record in enumerate(source.records()):
+        for index, record in enumerate(source.records()):
             sentences += unreadable
             unreadable.clear()
-            if number >= EXAMINED_RECORDS or len(sentences) >= _MOST_PROBLEMS:
+            if index >= EXAMINED_RECORDS or len(sentences) >= _MOST_PROBLEMS:
                 return sentences
             try:
                 encode([record])
@@ -58,12 +58,12 @@ def join_problems(sentences: Sequence[str]) -> str:
     kinds: dict[str, _Kind] = {}
     for sentence in sentences:
         match = _PLACE.match(sentence)
-        place, rest = match.groups() if match else ("", sentence)
+        location, rest = match.groups() if match else ("", sentence)
         key = _VALUE.sub("", rest.partition(": ")[0])
         if key not in kinds:
             kinds[key] = _Kind(sentence)
-        elif place:
-            kinds[key].other_places.append(place)
+        elif location:
+            kinds[key].other_places.append(location)
     lines = [kind.text() for kind in kinds.values()]
     if len(lines) > _SHOWN_KINDS:
         lines = [*lines[:_SHOWN_KINDS], f"and {len(lines) - _SHOWN_KINDS} mistakes of other kinds"]

@@ -178,7 +178,7 @@ class RecordDatasetConfig(DatasetConfig):
         return MediaRules(self.hf_processor_path, self.media_folder, *limits)
 
     def problems(self) -> list[str]:
-        found = [
+        problems = [
             *super().problems(),
             *unknown(self, "truncation", get_args(Truncation)),
             *unknown(self, "train_on", get_args(TrainOn)),
@@ -186,41 +186,45 @@ class RecordDatasetConfig(DatasetConfig):
             *too_small(self, "min_pixels", "max_pixels", "max_image_tokens", "max_frames"),
         ]
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            found.append(
+            problems.append(
                 f"dataset.min_pixels={self.min_pixels} is more than dataset.max_pixels={self.max_pixels}: change "
                 "one of them"
             )
         if self.fps is not None and not 0 < self.fps <= 1000:
-            found.append(
+            problems.append(
                 f"dataset.fps={self.fps}: choose a number of frames per second above 0, at most 1000"
             )
         if self.split_turns and self.train_on != "assistant":
-            found.append(
+            problems.append(
                 f"dataset.split_turns=True trains on one answer of each sample, so "
                 f"dataset.train_on={self.train_on} has no effect: remove one of them"
             )
-        return found if self.packed_sequence_specs is None else [*found, *self._packing_problems()]
+        return (
+            problems
+            if self.packed_sequence_specs is None
+            else [*problems, *self._packing_problems()]
+        )
 
     def _packing_problems(self) -> list[str]:
         assert self.packed_sequence_specs is not None
-        found, name = [], "dataset.packed_sequence_specs"
+        problems, name = [], "dataset.packed_sequence_specs"
         size, multiple = self.packed_sequence_specs.packed_sequence_size, self.sequence_multiple
         if self.packed and self.padding_free:
-            found.append(
+            problems.append(
                 "dataset.padding_free=True concatenates samples instead of packing them: remove one of the two"
             )
         if self.packed and size != self.seq_length:
-            found.append(
+            problems.append(
                 f"{name}.packed_sequence_size={size} differs from dataset.seq_length={self.seq_length}: set both "
                 f"to one value, because packed rows have the length of other rows"
             )
         if not self.packed and size != -1:
-            found.append(
+            problems.append(
                 f"{name}.packed_sequence_size={size}: set it to dataset.seq_length, or to -1 for no packing"
             )
         if multiple < 1 or self.seq_length % multiple:
-            found.append(
+            problems.append(
                 f"{name}.pad_seq_to_mult={multiple} does not divide dataset.seq_length={self.seq_length}: choose "
                 f"another value"
             )
-        return found
+        return problems

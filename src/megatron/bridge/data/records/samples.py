@@ -48,16 +48,18 @@ class Samples(Sequence[Sample]):
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> "Samples":
-        kept = list(samples)
-        tokens = [sample.tokens for sample in kept] or [np.empty(0, np.int32)]
-        trained = [sample.trained for sample in kept] or [np.empty(0, np.bool_)]
-        images = [json.dumps(sample.images).encode() if sample.images else b"" for sample in kept]
+        sample_list = list(samples)
+        tokens = [sample.tokens for sample in sample_list] or [np.empty(0, np.int32)]
+        trained = [sample.trained for sample in sample_list] or [np.empty(0, np.bool_)]
+        images = [
+            json.dumps(sample.images).encode() if sample.images else b"" for sample in sample_list
+        ]
         return cls(
             np.concatenate(tokens),
             np.concatenate(trained),
-            _bounds(map(len, (sample.tokens for sample in kept))),
+            _bounds_of(map(len, (sample.tokens for sample in sample_list))),
             np.frombuffer(b"".join(images), np.uint8),
-            _bounds(map(len, images)),
+            _bounds_of(map(len, images)),
         )
 
     @classmethod
@@ -67,9 +69,9 @@ class Samples(Sequence[Sample]):
         return cls(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.trained for part in parts]),
-            _bounds(length for part in parts for length in part.lengths),
+            _bounds_of(length for part in parts for length in part.lengths),
             np.concatenate([part.images for part in parts]),
-            _bounds(length for part in parts for length in np.diff(part.image_bounds)),
+            _bounds_of(length for part in parts for length in np.diff(part.image_bounds)),
         )
 
     def __len__(self) -> int:
@@ -97,7 +99,7 @@ class Samples(Sequence[Sample]):
         return np.diff(self.bounds)
 
 
-def _bounds(lengths: Iterable[int]) -> np.ndarray:
+def _bounds_of(lengths: Iterable[int]) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(list(lengths), dtype=np.int64)))
 
 
@@ -121,12 +123,12 @@ class EncodingReport:
     )  # unusual property of a kept sample -> count
     formats: Counter[str] = field(default_factory=Counter)  # number of records of each format
 
-    def drop(self, reason: str, where: str) -> None:
+    def drop(self, reason: str, location: str) -> None:
         self.dropped[reason] += 1
-        self.first_dropped.setdefault(reason, where)
+        self.first_dropped.setdefault(reason, location)
 
-    def add(self, other: "EncodingReport") -> None:
-        for name, value in vars(other).items():
+    def add(self, report: "EncodingReport") -> None:
+        for name, value in vars(report).items():
             if isinstance(value, Counter):
                 getattr(self, name).update(value)
             elif isinstance(value, dict):
@@ -152,7 +154,7 @@ class EncodingReport:
         """Return the report as text, one sentence per item, without counts of zero."""
         losses = [
             f"{count:,} dropped {reason}"
-            + (f" (first: {where})" if (where := self.first_dropped.get(reason)) else "")
+            + (f" (first: {location})" if (location := self.first_dropped.get(reason)) else "")
             for reason, count in self.dropped.items()
         ]
         cut = [f"{self.cut:,} truncated"] if self.cut else []

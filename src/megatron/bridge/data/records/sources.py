@@ -54,7 +54,9 @@ class FileSource:
         if self.path.suffix not in TABLES:
             raise UserError(f"{self.path}: the ending is unknown: use one of {', '.join(SUFFIXES)}")
         open_data(self.path).close()
-        yield from _rows(str(self.path), _stream_table(TABLES[self.path.suffix], self.path))
+        yield from _numbered_rows(
+            str(self.path), _stream_table(TABLES[self.path.suffix], self.path)
+        )
 
     def fingerprint(self) -> str:
         with open_data(self.path) as file:
@@ -65,9 +67,9 @@ class TableRow(dict[str, Any]):
     """A record that was a row of a table, whose objects all have the same keys: null stands for an absent one."""
 
 
-def _rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{name}: row {number}", TableRow(row)
+def _numbered_rows(name: str, rows: Any) -> Iterator[LocatedRecord]:
+    for row_number, row in enumerate(rows, start=1):
+        yield f"{name}: row {row_number}", TableRow(row)
 
 
 FREE_KEYS = ("tools", "tool_calls", "chat_template_kwargs")
@@ -138,7 +140,7 @@ class HubSource:
         return "/".join(part for part in (self.dataset_name, self.subset, self.split) if part)
 
     def records(self) -> Iterator[LocatedRecord]:
-        return _rows(self.name, self._load())
+        return _numbered_rows(self.name, self._load())
 
     def fingerprint(self) -> str:
         """Return the fingerprint of `datasets`, or the revision of a stream, which must be set."""
@@ -237,28 +239,28 @@ class RenamedSource:
         return self.source.name
 
     def records(self) -> Iterator[LocatedRecord]:
-        for where, record in self.source.records():
+        for location, record in self.source.records():
             try:
-                renamed = self._rename(where, record)
+                renamed = self._rename(location, record)
             except UserError as error:
                 raise_or_skip(error)
             else:
-                yield where, renamed
+                yield location, renamed
 
-    def _rename(self, where: str, record: dict[str, Any]) -> dict[str, Any]:
+    def _rename(self, location: str, record: dict[str, Any]) -> dict[str, Any]:
         if missing := [key for key in self.columns if key not in record]:
             raise UserError(
-                f"{where}: there is no {missing[0]}, which dataset.columns names; the record has "
+                f"{location}: there is no {missing[0]}, which dataset.columns names; the record has "
                 f"{', '.join(record)}"
             )
-        kept = {key: value for key, value in record.items() if key not in self.columns}
-        if taken := [name for name in self.columns.values() if name in kept]:
+        unnamed = {key: value for key, value in record.items() if key not in self.columns}
+        if taken := [name for name in self.columns.values() if name in unnamed]:
             raise UserError(
-                f"{where}: the record has the key {taken[0]}, and dataset.columns renames another "
+                f"{location}: the record has the key {taken[0]}, and dataset.columns renames another "
                 "key to it: rename both"
             )
         renamed = {new: record[old] for old, new in self.columns.items()}
-        return type(record)({**kept, **renamed})
+        return type(record)({**unnamed, **renamed})
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{dict(self.columns)}"

@@ -47,7 +47,7 @@ class TemplateProcess:
         request = pickle.dumps((cpu_seconds, arguments))
         with self._lock:
             child = self._running_child()
-            line = _ask(child, request)
+            line = _ask_child(child, request)
             if not line.endswith(b"\n"):
                 raise _end_reason(child, cpu_seconds)
         answer = json.loads(line)
@@ -72,7 +72,7 @@ class TemplateProcess:
 PROCESS = TemplateProcess()
 
 
-def _ask(child: "subprocess.Popen[bytes]", request: bytes) -> bytes:
+def _ask_child(child: "subprocess.Popen[bytes]", request: bytes) -> bytes:
     """Return the line of the answer; part of one or nothing if the process has ended."""
     assert child.stdin is not None
     assert child.stdout is not None
@@ -104,7 +104,7 @@ def main() -> None:
             limits_are_set = True
         cpu_seconds, arguments = request
         _limit_time(cpu_seconds)
-        answers.write(json.dumps(_answer(arguments)).encode() + b"\n")
+        answers.write(json.dumps(_answer_request(arguments)).encode() + b"\n")
         answers.flush()
 
 
@@ -121,7 +121,7 @@ def _limit_time(cpu_seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _answer_request(arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
         text, spans = render_here(**arguments)
     except Exception as error:  # the template is a program of its own

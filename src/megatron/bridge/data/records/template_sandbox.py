@@ -42,7 +42,7 @@ def render_here(
         options: See there.
         find_spans: See there.
     """
-    texts, spans = _renderer()(
+    texts, spans = _bounded_renderer()(
         [list(messages)],
         tools=list(tools) if tools else None,
         chat_template=template,
@@ -96,7 +96,7 @@ def limit_memory(memory: int) -> tuple[int, int]:
 
 
 @cache
-def _renderer() -> Callable[..., Any]:
+def _bounded_renderer() -> Callable[..., Any]:
     """Return transformers' ``render_jinja_template`` with arithmetic of bounded size.
 
     A single operation such as ``9**9**9`` takes hours, in which Python handles no signal. The functions of
@@ -137,12 +137,12 @@ def _bounded_environment() -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.binop_table |= {"*": _multiply, "**": _raise_to_power}
+            self.binop_table |= {"*": _multiply_bounded, "**": _raise_to_power}
 
     return BoundedEnvironment
 
 
-def _multiply(left: Any, right: Any) -> Any:
+def _multiply_bounded(left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
         if left.bit_length() + right.bit_length() > MAX_BITS:
             raise OverflowError(f"it computes a number of more than {MAX_BITS:,} bits")

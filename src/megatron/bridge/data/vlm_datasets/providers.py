@@ -138,13 +138,13 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
         return MAKERS[name]
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.process_example_fn is not None:
-            found.append(
+            problems.append(
                 f"dataset.process_example_fn has no effect with dataset.maker_name={self.maker_name}, which makes "
                 "the records: use HFDatasetConfig, or leave it unset"
             )
-        return found
+        return problems
 
     def check_sources(self) -> None:
         self.maker  # noqa: B018 - raises for an unknown name
@@ -163,9 +163,12 @@ class HFDatasetConversationProvider(SFTDatasetConfig):
             )
         if name is None:
             return None
-        own = self.dataset_name is None
+        is_default = self.dataset_name is None
         return HubSource(
-            self.dataset_name or maker.dataset, maker.subset if own else None, name, self.revision
+            self.dataset_name or maker.dataset,
+            maker.subset if is_default else None,
+            name,
+            self.revision,
         )
 
 
@@ -183,12 +186,12 @@ class MockVLMConversationProvider(SFTDatasetConfig):
     num_samples: int = 64  # different samples of a split
 
     def problems(self) -> list[str]:
-        found = [*super().problems(), *too_small(self, "num_samples")]
+        problems = [*super().problems(), *too_small(self, "num_samples")]
         if self.num_images < 0:
-            found.append(f"dataset.num_images={self.num_images}: it cannot be negative")
+            problems.append(f"dataset.num_images={self.num_images}: it cannot be negative")
         if min(self.image_size) < 1:
-            found.append(f"dataset.image_size={self.image_size}: both sides must be at least 1")
-        return found
+            problems.append(f"dataset.image_size={self.image_size}: both sides must be at least 1")
+        return problems
 
     def source(self, split: Split) -> "MockImageSource":
         seed = (self.random_seed, SPLITS.index(split))
@@ -256,13 +259,13 @@ class PreloadedVLMConversationProvider(SFTDatasetConfig):
         return self.media_root or self.image_folder or str(Path(self.train_data_path).parent)
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.media_root and self.image_folder and self.media_root != self.image_folder:
-            found.append(
+            problems.append(
                 f"dataset.image_folder={self.image_folder} and dataset.media_root={self.media_root} mean the "
                 "same: set one of them"
             )
-        return found
+        return problems
 
     def check_sources(self) -> None:
         for name in ("train_data_path", "valid_data_path", "test_data_path"):

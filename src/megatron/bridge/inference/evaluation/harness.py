@@ -85,13 +85,16 @@ class HarnessModel(TemplateLM):
             first = max(1, len(prompt) - len(continuation))
             prompts.append(prompt)
             sampling.append(Sampling(max_new_tokens=0, prompt_logprobs=0, score_from=first))
-        found: list[tuple[float, bool]] = []
+        results: list[tuple[float, bool]] = []
         for completions in self.llm.generate_each(prompts, sampling):
             scored = completions[0].prompt_logprobs
-            found.append(
-                (sum(one.logprob for one in scored), all(one.is_most_likely for one in scored))
+            results.append(
+                (
+                    sum(token.logprob for token in scored),
+                    all(token.is_most_likely for token in scored),
+                )
             )
-        return found
+        return results
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -128,7 +131,7 @@ class HarnessModel(TemplateLM):
             prompts.append(self.tok_encode(request.args[0])[-(self.max_length - count) :])
             # like the harness's own model, in which the end of a turn does not end a text
             ends = {"ignore_eos": True, "stop_ids": sorted(self.llm.declared_ends)}
-            sampling.append(_sampling(values, count, stops[-1], ends))
+            sampling.append(_make_sampling(values, count, stops[-1], ends))
         texts = [completions[0].text for completions in self.llm.generate_each(prompts, sampling)]
         return [
             postprocess_generated_text(text, stop, None)
@@ -136,7 +139,7 @@ class HarnessModel(TemplateLM):
         ]
 
 
-def _sampling(
+def _make_sampling(
     values: dict[str, Any], count: int, stop: list[str], ends: dict[str, Any]
 ) -> Sampling:
     names = ("top_k", "top_p", "min_p", "repetition_penalty")

@@ -43,9 +43,13 @@ class Canary:
             jobs = [engine.submit(prompt, SCORING)[0] for prompt in self.prompts]
             list(engine.run())
         self._dtype = config.params_dtype
-        return [one.logprob for job in jobs for one in job.completion.prompt_logprobs]
+        return [
+            token_logprob.logprob
+            for job in jobs
+            for token_logprob in job.completion.prompt_logprobs
+        ]
 
-    def check(self, expected: Sequence[float], found: Sequence[float]) -> float:
+    def check(self, expected: Sequence[float], actual: Sequence[float]) -> float:
         """Compare the engine's log-probabilities with the trainer's and return the largest difference.
 
         ``expected`` is saved for the next comparison.
@@ -54,7 +58,7 @@ class Canary:
             UserError: the engine has other weights, or still has the previous ones.
         """
         limit = TOLERANCE[self._dtype] if self._tolerance is None else self._tolerance
-        worst = _distance(expected, found)
+        worst = _largest_difference(expected, actual)
         old, self._old = self._old, list(expected)
         if not worst <= limit:
             raise UserError(
@@ -63,8 +67,8 @@ class Canary:
             )
         if (
             old is not None
-            and _distance(old, expected) > 0
-            and _mean(old, found) < _mean(expected, found)
+            and _largest_difference(old, expected) > 0
+            and _mean_difference(old, actual) < _mean_difference(expected, actual)
         ):
             raise UserError(
                 "the engine's log-probabilities of the canary are closer to the trainer's previous values than to the "
@@ -73,10 +77,10 @@ class Canary:
         return worst
 
 
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+def _largest_difference(expected: Sequence[float], actual: Sequence[float]) -> float:
     """Return the largest difference, or NaN if any number is NaN."""
-    return float((torch.tensor(one).double() - torch.tensor(other).double()).abs().max())
+    return float((torch.tensor(expected).double() - torch.tensor(actual).double()).abs().max())
 
 
-def _mean(one: Sequence[float], other: Sequence[float]) -> float:
-    return float((torch.tensor(one).double() - torch.tensor(other).double()).abs().mean())
+def _mean_difference(expected: Sequence[float], actual: Sequence[float]) -> float:
+    return float((torch.tensor(expected).double() - torch.tensor(actual).double()).abs().mean())

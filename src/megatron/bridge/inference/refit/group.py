@@ -123,7 +123,7 @@ def _to_vllm(
     buckets = dense_layout(infos, bucket_bytes)
     packed = {"packed": True, "packed_buffer_size_bytes": bucket_bytes, "packed_num_buffers": 2}
     wait = call({**described(infos, "dtype_names"), **packed})
-    for _ in _broadcast(group, buckets, writes):
+    for _ in _broadcast_buckets(group, buckets, writes):
         pass
     wait()
 
@@ -134,7 +134,7 @@ def _to_sglang(
     buckets = dense_layout(infos, bucket_bytes)
     name = getattr(group, "group_name", GROUP_NAME)
     waits: list[Wait] = []
-    for bucket in _broadcast(group, buckets, writes):
+    for bucket in _broadcast_buckets(group, buckets, writes):
         for wait in waits:  # the engine handles one call at a time
             wait()
         keywords = described([slot.info for slot in bucket], "dtypes")
@@ -143,7 +143,7 @@ def _to_sglang(
         wait()
 
 
-def _broadcast(
+def _broadcast_buckets(
     group: Any, buckets: Sequence[Sequence[Slot]], writes: Iterator[Write]
 ) -> Iterator[Sequence[Slot]]:
     """Yield each bucket when it is full; its broadcast overlaps with filling the next bucket."""

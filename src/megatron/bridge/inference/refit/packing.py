@@ -51,13 +51,13 @@ def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
     buckets: list[list[Slot]] = []
     end = 0
     for info in infos:
-        start = _aligned(end)
+        start = _align_size(end)
         if not buckets or start + info.bytes > bucket_bytes // 2:
             buckets.append([])
             start = 0
         buckets[-1].append(Slot(info, start))
         end = start + info.bytes
-    sizes = [_aligned(bucket[-1].stop) for bucket in buckets]
+    sizes = [_align_size(bucket[-1].stop) for bucket in buckets]
     end = max((sum(sizes[index : index + 2]) for index in range(len(sizes))), default=0)
     return [
         [Slot(slot.info, slot.start + (end - size if index % 2 else 0)) for slot in bucket]
@@ -65,7 +65,7 @@ def layout(infos: Sequence[WeightInfo], bucket_bytes: int) -> list[list[Slot]]:
     ]
 
 
-def _aligned(size: int) -> int:
+def _align_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -91,7 +91,7 @@ class SharedBuffer:
 
     def __init__(self, size: int) -> None:
         self.size = max(size, 1)
-        self.path = _reserved(self.size)
+        self.path = _reserve_file(self.size)
         self.bytes = attached(self.path, self.size)
 
     def unlink(self) -> None:
@@ -104,7 +104,7 @@ def attached(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def _reserved(size: int) -> Path:
+def _reserve_file(size: int) -> Path:
     folders = [folder for folder in (_MEMORY, Path(tempfile.gettempdir())) if folder.is_dir()]
     for folder in folders:
         handle, name = tempfile.mkstemp(prefix="megatron-bridge-refit-", dir=folder)

@@ -56,13 +56,13 @@ class NativeReceiver:
         missing = [] if partial else sorted(self._names - names)
         surplus = sorted(names - self._names - self._left_out - set(self._ties))
         if missing or surplus:
-            what = (
+            difference = (
                 f"lack {first_few(missing)}"
                 if missing
                 else f"have {first_few(surplus)} in addition"
             )
             raise UserError(
-                f"the weights of the trainer {what}: load the model that is trained into the engine"
+                f"the weights of the trainer {difference}: load the model that is trained into the engine"
             )
         self._arrived = _Arrived()
         self._left = {id(task): set(task.mapping.hf_names) & names for task in self._tasks}

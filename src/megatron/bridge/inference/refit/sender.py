@@ -43,7 +43,9 @@ def send_weights(
     of ``bucket_bytes`` holds two buckets; a larger tensor uses as much as it needs. ``changed_only`` skips tensors that
     have not changed since the last call; ``running`` says what to do with running texts.
     """
-    push = None if take is None else partial(_send, take, bucket_bytes, changed_only, running)
+    push = (
+        None if take is None else partial(_send_weights, take, bucket_bytes, changed_only, running)
+    )
     return sent(stream, push, changed_only)
 
 
@@ -72,7 +74,7 @@ def sent(
     return RefitReport(len(infos), sum(info.bytes for info in infos), time.perf_counter() - start)
 
 
-def _send(
+def _send_weights(
     take: Callable[[WeightStep], object],
     bucket_bytes: int,
     changed_only: bool,
@@ -120,7 +122,11 @@ class Refit:
         if self._llm is None:
             return report
         assert rank() == 0, "rank 0 owns the engine"
-        found = self._llm.generate(self._canary.prompts, SCORING)
-        logprobs = [one.logprob for completions in found for one in completions[0].prompt_logprobs]
+        scored = self._llm.generate(self._canary.prompts, SCORING)
+        logprobs = [
+            token_logprob.logprob
+            for completions in scored
+            for token_logprob in completions[0].prompt_logprobs
+        ]
         difference = self._canary.check(expected, logprobs)
         return RefitReport(report.tensors, report.bytes, report.seconds, difference)

@@ -66,7 +66,9 @@ class WeightStream:
         """Return names, shapes and dtypes of ``tasks`` (default: all) in iteration order; does not communicate."""
         if tasks is None:
             return list(self._all)
-        return [info for task, names in _completed(tasks) for info in self._infos(task, names)]
+        return [
+            info for task, names in _completed_tensors(tasks) for info in self._infos(task, names)
+        ]
 
     @cached_property
     def _all(self) -> list[WeightInfo]:
@@ -101,7 +103,7 @@ class WeightStream:
             weight_dtype=self._dtype,
         )
         for info, (name, weight) in zip(self.metadata(tasks), named, strict=True):
-            _check(info, name, weight, weight.dtype == info.dtype)
+            _check_tensor(info, name, weight, weight.dtype == info.dtype)
             yield name, weight
 
     def writes(
@@ -115,16 +117,16 @@ class WeightStream:
         hook = bridge_for(self._bridge.hf_config)
         if hook.computes_on_export:
             for _, weight in self.send(tasks):
-                yield partial(_put, weight)
+                yield partial(_put_weight, weight)
             return
         plan = Plan(tuple(self._plan.tasks if tasks is None else tasks))
         named = buckets.to_first_rank(plan, self._bucket_bytes)
         if rank() != 0:
-            yield from (partial(_put, weight) for _, weight in named)
+            yield from (partial(_put_weight, weight) for _, weight in named)
             return
         for info, (name, weight) in zip(self.metadata(tasks), named, strict=True):
-            _check(info, name, weight)
-            yield partial(_put, weight)
+            _check_tensor(info, name, weight)
+            yield partial(_put_weight, weight)
 
     def changed(self) -> list[WeightConversionTask]:
         """Return the tasks whose parameter, on any rank, differs from the last ``mark_sent``.
@@ -134,7 +136,9 @@ class WeightStream:
         """
         tasks = self._plan.tasks
         self._new = {
-            task.global_param_name: _hash(task) for task in tasks if task.param_weight is not None
+            task.global_param_name: _hash_part(task)
+            for task in tasks
+            if task.param_weight is not None
         }
         flags = [self._differs(task) for task in tasks]
         anywhere = [bool(flag) for flag in reduce_numbers(flags, "MAX")]
@@ -157,7 +161,7 @@ class WeightStream:
         self._hashes |= self._new
 
 
-def _check(info: WeightInfo, name: str, weight: Any, same_dtype: bool = True) -> None:
+def _check_tensor(info: WeightInfo, name: str, weight: Any, same_dtype: bool = True) -> None:
     if (name, tuple(weight.shape)) != (info.name, info.shape) or not same_dtype:
         raise UserError(
             f"tensor {name} is {list(weight.shape)} {weight.dtype}, but the metadata says {info.name} "
@@ -166,11 +170,11 @@ def _check(info: WeightInfo, name: str, weight: Any, same_dtype: bool = True) ->
 
 
 @torch.no_grad()
-def _put(weight: Tensor | Unjoined, target: Tensor) -> None:
+def _put_weight(weight: Tensor | Unjoined, target: Tensor) -> None:
     buckets.put(weight, target)
 
 
-def _completed(
+def _completed_tensors(
     tasks: Sequence[WeightConversionTask],
 ) -> Iterator[tuple[WeightConversionTask, list[str]]]:
     """Yield each exported task with the tensors that are complete after it."""
@@ -181,16 +185,16 @@ def _completed(
         if not task.mapping.is_stacked:
             yield task, list(task.hf_slice_shapes)
             continue
-        whole: list[str] = []
+        complete: list[str] = []
         experts: int = task.shard.config.num_moe_experts
         for name in task.hf_slice_shapes:
             missing[name] = missing.get(name, experts) - 1
-            whole += [] if missing[name] else [name]
-        yield task, whole
+            complete += [] if missing[name] else [name]
+        yield task, complete
 
 
 @torch.no_grad()
-def _hash(task: WeightConversionTask) -> str:
+def _hash_part(task: WeightConversionTask) -> str:
     """Return a hash of this rank's part of a parameter."""
     assert task.param_weight is not None
     local = sharded_rows.local_rows(task.param_weight).detach().contiguous().cpu()

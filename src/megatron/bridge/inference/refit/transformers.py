@@ -46,13 +46,14 @@ class TransformersReceiver:
             if identity not in filled and not partial
         ]
         if problems or missing:
-            what = (
+            difference = (
                 f"have {first_few(problems)} in addition"
                 if problems
                 else f"lack {first_few(missing)}"
             )
             raise UserError(
-                f"the weights of the trainer {what}: transformers stores this model differently, so load an export"
+                f"the weights of the trainer {difference}: transformers stores this model "
+                "differently, so load an export"
             )
 
     @torch.no_grad()
@@ -72,19 +73,19 @@ class TransformersReceiver:
     def _target(self, name: str) -> Tensor | None:
         if name in self._state:
             return self._state[name]
-        found = _EXPERT.fullmatch(name)
+        expert_name = _EXPERT.fullmatch(name)
         (stack, *_) = [*self._parameters_of(name), None]
-        if found is None or stack is None:
+        if expert_name is None or stack is None:
             return None
-        expert = stack.detach()[int(found[2])]
-        if found[3] == "down":
+        expert = stack.detach()[int(expert_name[2])]
+        if expert_name[3] == "down":
             return expert
-        return expert.chunk(2)[0 if found[3] == "gate" else 1]
+        return expert.chunk(2)[0 if expert_name[3] == "gate" else 1]
 
     def _parameters_of(self, name: str) -> Iterator[Tensor]:
         if name in self._state:
             yield self._state[name]
-        elif found := _EXPERT.fullmatch(name):
-            kind = "down_proj" if found[3] == "down" else "gate_up_proj"
-            if f"{found[1]}.{kind}" in self._state:
-                yield self._state[f"{found[1]}.{kind}"]
+        elif expert_name := _EXPERT.fullmatch(name):
+            kind = "down_proj" if expert_name[3] == "down" else "gate_up_proj"
+            if f"{expert_name[1]}.{kind}" in self._state:
+                yield self._state[f"{expert_name[1]}.{kind}"]

@@ -59,9 +59,9 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 def _bytes_by_character() -> dict[str, int]:
     """The byte that each character of a token stands for in byte-level BPE, as GPT-2 spells it."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    not_printable = [byte for byte in range(256) if byte not in printable]
     spelled = {chr(byte): byte for byte in printable}
-    return spelled | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return spelled | {chr(256 + offset): byte for offset, byte in enumerate(not_printable)}
 
 
 _BYTE_OF = _bytes_by_character()
@@ -159,31 +159,42 @@ class CompletionFormat:
         echo: bool,
         over: bool = True,
     ) -> Json:
-        found = None if self.top is None else self._logprobs(choice, logprobs, echo)
+        formatted = None if self.top is None else self._logprobs(choice, logprobs, echo)
         reason = choice.finish_reason if over else None
-        return {"index": choice.index, "text": text, "logprobs": found, "finish_reason": reason}
+        return {"index": choice.index, "text": text, "logprobs": formatted, "finish_reason": reason}
 
     def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], echo: bool) -> Json:
-        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo:
-            self._append(found, choice, choice.prompt[0], None)
-            for one in choice.prompt_logprobs:
-                self._append(found, choice, one.token, one)
-        for one in logprobs:
-            self._append(found, choice, one.token, one)
-        return found
+            self._append(lists, choice, choice.prompt[0], None)
+            for token_logprob in choice.prompt_logprobs:
+                self._append(lists, choice, token_logprob.token, token_logprob)
+        for token_logprob in logprobs:
+            self._append(lists, choice, token_logprob.token, token_logprob)
+        return lists
 
-    def _append(self, found: Json, choice: Choice, token: int, one: TokenLogprob | None) -> None:
+    def _append(
+        self, lists: Json, choice: Choice, token: int, token_logprob: TokenLogprob | None
+    ) -> None:
         written = self._written.setdefault(choice.index, _WrittenText(self.texts))
-        found["tokens"].append(self.texts.of(token))
-        found["text_offset"].append(written.characters)
+        lists["tokens"].append(self.texts.of(token))
+        lists["text_offset"].append(written.characters)
         written.add(token, choice.echoed)
-        found["token_logprobs"].append(None if one is None else one.logprob)
-        found["top_logprobs"].append(None if one is None or not self.top else self._top(one))
+        lists["token_logprobs"].append(None if token_logprob is None else token_logprob.logprob)
+        lists["top_logprobs"].append(
+            None if token_logprob is None or not self.top else self._top(token_logprob)
+        )
 
-    def _top(self, one: TokenLogprob) -> Json:
+    def _top(self, token_logprob: TokenLogprob) -> Json:
         """Return log-probabilities by text; of tokens with the same text, the most likely one."""
-        ranked = {**one.top, **({one.token: one.logprob} if one.token not in one.top else {})}
+        ranked = {
+            **token_logprob.top,
+            **(
+                {token_logprob.token: token_logprob.logprob}
+                if token_logprob.token not in token_logprob.top
+                else {}
+            ),
+        }
         named: Json = {}
         for token, logprob in ranked.items():
             named.setdefault(self.texts.of(token), logprob)
@@ -219,7 +230,7 @@ class ChatFormat:
         content = (
             None
             if self.top is None
-            else {"content": [self._logprob(choice, one) for one in logprobs]}
+            else {"content": [self._logprob(choice, token_logprob) for token_logprob in logprobs]}
         )
         return {
             "index": choice.index,
@@ -228,14 +239,17 @@ class ChatFormat:
             "finish_reason": choice.finish_reason,
         }
 
-    def _logprob(self, choice: Choice, one: TokenLogprob) -> Json:
+    def _logprob(self, choice: Choice, token_logprob: TokenLogprob) -> Json:
         is_first = choice.index not in self._begun
         self._begun.add(choice.index)
         top = [
             self._token(token, logprob, is_first)
-            for token, logprob in list(one.top.items())[: self.top]
+            for token, logprob in list(token_logprob.top.items())[: self.top]
         ]
-        return {**self._token(one.token, one.logprob, is_first), "top_logprobs": top}
+        return {
+            **self._token(token_logprob.token, token_logprob.logprob, is_first),
+            "top_logprobs": top,
+        }
 
     def _token(self, token: int, logprob: float, is_first: bool) -> Json:
         written = list(self.texts.bytes_of(token, is_first))

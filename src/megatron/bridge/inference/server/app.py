@@ -75,11 +75,11 @@ class Server:
 
     def check_length(self, tokens: int) -> int:
         """Return the number of tokens that may follow a prompt."""
-        room = self.max_context - tokens
-        if room < 1:
+        free_tokens = self.max_context - tokens
+        if free_tokens < 1:
             message = f"the prompt has {tokens} tokens, more than the context of {self.max_context} allows: shorten it"
             raise ApiError(400, message, "prompt", "context_length_exceeded")
-        return room
+        return free_tokens
 
     def generation(
         self,
@@ -119,7 +119,7 @@ def make_app(server: Server) -> FastAPI:
     return app
 
 
-def _error(error: ApiError) -> Response:
+def _error_response(error: ApiError) -> Response:
     return AsciiJSONResponse(error.body, error.status, error.headers)
 
 
@@ -139,7 +139,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _add_errors(app: FastAPI) -> None:
     async def known(_: Request, error: Exception) -> Response:
-        return _error(as_api_error(error))
+        return _error_response(as_api_error(error))
 
     for kind in (ApiError, UserError, EngineGoneError, Exception):
         app.add_exception_handler(kind, known)
@@ -148,10 +148,10 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         names = list(_FIELDS.get(request.url.path, ()))
         deepest = max(
-            error.errors(), key=lambda one: len(one["loc"])
+            error.errors(), key=lambda item: len(item["loc"])
         )  # the most specific error of a union's variants
         message, param = schemas.describe(deepest, names)
-        return _error(ApiError(400, message, param))
+        return _error_response(ApiError(400, message, param))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -160,7 +160,9 @@ def _add_errors(app: FastAPI) -> None:
             if error.status_code != 400
             else error.detail
         )
-        return _error(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+        return _error_response(
+            ApiError(error.status_code, message, headers=dict(error.headers or {}))
+        )
 
 
 _FIELDS = {
@@ -178,17 +180,17 @@ def _add_facts(app: FastAPI, server: Server) -> None:
         "X-Content-Type-Options": "nosniff",
         "X-Frame-Options": "DENY",
     }
-    facts = {
+    model_card = {
         "created": server.created,
         "owned_by": "megatron-bridge",
         "max_model_len": server.max_context,
     }
-    facts["input_modalities"] = ["text", "image"] if server.reader.media else ["text"]
+    model_card["input_modalities"] = ["text", "image"] if server.reader.media else ["text"]
     served = {
         name: {
             "id": name,
             "object": "model",
-            **facts,
+            **model_card,
             **({"parent": server.name} if name != server.name else {}),
         }
         for name in (server.name, *server.adapters)
@@ -224,7 +226,7 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.adapter_of(body.model)
-        tokens = await server.tokenize(_tokens, server, body)
+        tokens = await server.tokenize(_tokenize_body, server, body)
         names = hf.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return {
             "count": len(tokens),
@@ -253,12 +255,12 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
             "padding_side",
             "model_max_length",
         )
-        found = {name: getattr(hf, name, None) for name in names}
+        special_tokens = {name: getattr(hf, name, None) for name in names}
         template = server.reader.template or hf.chat_template
-        return {"tokenizer_class": type(hf).__name__, "chat_template": template, **found}
+        return {"tokenizer_class": type(hf).__name__, "chat_template": template, **special_tokens}
 
 
-def _tokens(server: Server, body: TokenizeRequest) -> list[int]:
+def _tokenize_body(server: Server, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         return server.reader.tokens([message.as_record() for message in body.messages], "messages")
     return server.reader.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -278,28 +280,30 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         echoed = None
         if body.echo:
             echoed = [
-                it if isinstance(it, str) else await server.tokenize(hf.decode, it)
-                for it in body.prompts
+                prompt_part
+                if isinstance(prompt_part, str)
+                else await server.tokenize(hf.decode, prompt_part)
+                for prompt_part in body.prompts
             ]
             more["prompt_logprobs"] = body.logprobs
         format = CompletionFormat(server.texts, body.logprobs)
         generation = server.generation(
             format, prompts, body.sampling(**more), body.include_usage, echoed
         )
-        return await _answer(generation, request, bool(body.stream))
+        return await _answer_request(generation, request, bool(body.stream))
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         adapter = server.adapter_of(body.model)
         records = [message.as_record() for message in body.messages]
         prompt = await server.tokenize(server.reader.tokens, records, "messages")
-        room = server.check_length(len(prompt))
+        free_tokens = server.check_length(len(prompt))
         limit = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         top = (body.top_logprobs or 0) if body.logprobs else None
         more = {
-            "max_new_tokens": room if limit is None else limit,
+            "max_new_tokens": free_tokens if limit is None else limit,
             "logprobs": top,
             "adapter_name": adapter,
         }
@@ -307,7 +311,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         generation = server.generation(
             ChatFormat(server.texts, top), [prompt], sampling, body.include_usage
         )
-        return await _answer(generation, request, bool(body.stream))
+        return await _answer_request(generation, request, bool(body.stream))
 
 
 def _check_ids(prompts: Sequence[str | list[int]]) -> None:
@@ -321,11 +325,11 @@ def _check_ids(prompts: Sequence[str | list[int]]) -> None:
             )
 
 
-async def _answer(generation: Generation, request: Request, stream: bool) -> Response:
+async def _answer_request(generation: Generation, request: Request, stream: bool) -> Response:
     if stream:
         await generation.start()
         return StreamingResponse(
-            _events(generation), media_type="text/event-stream", headers=_NO_BUFFERS
+            _event_stream(generation), media_type="text/event-stream", headers=_NO_BUFFERS
         )
     return AsciiJSONResponse(await _unless_gone(generation, request))
 
@@ -333,7 +337,7 @@ async def _answer(generation: Generation, request: Request, stream: bool) -> Res
 _NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _events(generation: Generation) -> AsyncIterator[bytes]:
+async def _event_stream(generation: Generation) -> AsyncIterator[bytes]:
     """Yield server-sent events; an error is the last event, without [DONE]."""
     try:
         async for piece in generation.pieces():
@@ -353,7 +357,7 @@ async def _unless_gone(generation: Generation, request: Request) -> dict[str, An
         return await generation.whole()
 
     work = asyncio.create_task(compute())
-    gone = asyncio.create_task(_left(request.receive))
+    gone = asyncio.create_task(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -365,6 +369,6 @@ async def _unless_gone(generation: Generation, request: Request) -> dict[str, An
         generation.close()
 
 
-async def _left(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _wait_for_disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

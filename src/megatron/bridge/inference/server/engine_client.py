@@ -112,8 +112,8 @@ class RequestStream:
         open_choices: number of choices that have not ended.
     """
 
-    def __init__(self, client: EngineClient, number: int, choices: int) -> None:
-        self.id = number
+    def __init__(self, client: EngineClient, request_id: int, choices: int) -> None:
+        self.id = request_id
         self.open_choices = choices
         self._client = client
         self._events: asyncio.Queue[Event | EngineGoneError] = asyncio.Queue()

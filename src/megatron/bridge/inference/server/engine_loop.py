@@ -118,7 +118,7 @@ class EngineLoop:
         self._engine.step()
         for request, jobs in list(self._sent.items()):
             for sent in list(jobs):
-                progress = _news(request, sent)
+                progress = _unreported_part(request, sent)
                 if progress is not None:
                     yield progress
                 if sent.job.is_over:
@@ -136,13 +136,13 @@ class EngineLoop:
         return Load(running, waiting, held / size if size else 0.0)
 
 
-def _news(request: int, sent: _Sent) -> Progress | None:
+def _unreported_part(request: int, sent: _Sent) -> Progress | None:
     """Return the part of a job that has not been reported, if any."""
     job, completion = sent.job, sent.job.completion
     if job.is_over or len(completion.tokens) > sent.tokens:
         text = job.detokenizer.text if job.detokenizer is not None else ""
         logprobs = completion.logprobs[: _visible_logprobs(job)]
-        found = Progress(
+        progress = Progress(
             request,
             completion.choice,
             text[sent.text :],
@@ -157,7 +157,7 @@ def _news(request: int, sent: _Sent) -> Progress | None:
             len(logprobs),
         )
         sent.prompt_logprobs = len(completion.prompt_logprobs)
-        return found
+        return progress
     return None
 
 

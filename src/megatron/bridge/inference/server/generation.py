@@ -45,14 +45,14 @@ class Generation:
             "created": int(time.time()),
             "model": self.model,
         }
-        each = self.sampling.n
+        choices_per_prompt = self.sampling.n
         self._choices = [
             Choice(
                 index,
-                self.prompts[index // each],
-                self.echoed[index // each] if self.echoed else None,
+                self.prompts[index // choices_per_prompt],
+                self.echoed[index // choices_per_prompt] if self.echoed else None,
             )
-            for index in range(each * len(self.prompts))
+            for index in range(choices_per_prompt * len(self.prompts))
         ]
 
     async def start(self) -> None:
@@ -65,8 +65,8 @@ class Generation:
         """
         self._end = asyncio.get_running_loop().time() + self.seconds
         try:
-            for number, prompt in enumerate(self.prompts):
-                self._streams.append(self.client.submit(prompt, self._sampling_of(number)))
+            for index, prompt in enumerate(self.prompts):
+                self._streams.append(self.client.submit(prompt, self._sampling_of(index)))
             async with self._deadline():
                 for stream in self._streams:
                     await stream.accepted()
@@ -81,11 +81,11 @@ class Generation:
             raise
         self._times = self.metrics.watch(sum(map(len, self.prompts)))
 
-    def _sampling_of(self, number: int) -> Sampling:
+    def _sampling_of(self, prompt_index: int) -> Sampling:
         """Return the sampling of a prompt; if the request has a seed, each prompt gets a different one."""
-        if self.sampling.seed is None or number == 0:
+        if self.sampling.seed is None or prompt_index == 0:
             return self.sampling
-        return replace(self.sampling, seed=self.sampling.seed + number)
+        return replace(self.sampling, seed=self.sampling.seed + prompt_index)
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
@@ -103,26 +103,27 @@ class Generation:
         """Yield the steps of all choices as they are computed."""
         merged: asyncio.Queue[Any] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(_pour(index, it, merged)) for index, it in enumerate(self._streams)
+            asyncio.create_task(_pour_events(index, stream, merged))
+            for index, stream in enumerate(self._streams)
         ]
         try:
             left = len(tasks)
             while left:
                 async with self._deadline():
-                    number, found = await merged.get()
-                if isinstance(found, Exception):
-                    raise found
-                if found is None:
+                    prompt_index, event = await merged.get()
+                if isinstance(event, Exception):
+                    raise event
+                if event is None:
                     left -= 1
                     continue
-                yield self._noted(number, found), found
+                yield self._noted(prompt_index, event), event
             self._times.over()
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _noted(self, number: int, progress: Progress) -> Choice:
-        choice = self._choices[number * self.sampling.n + progress.choice]
+    def _noted(self, prompt_index: int, progress: Progress) -> Choice:
+        choice = self._choices[prompt_index * self.sampling.n + progress.choice]
         choice.add(progress)
         if progress.tokens:
             self._times.tokens(choice.index, len(progress.tokens))
@@ -167,11 +168,13 @@ class Generation:
             stream.close()
 
 
-async def _pour(number: int, stream: RequestStream, merged: "asyncio.Queue[Any]") -> None:
+async def _pour_events(
+    prompt_index: int, stream: RequestStream, merged: "asyncio.Queue[Any]"
+) -> None:
     """Put the events of one prompt into the shared queue, then None or the error."""
     try:
         async for progress in stream.progress():
-            merged.put_nowait((number, progress))
-        merged.put_nowait((number, None))
+            merged.put_nowait((prompt_index, progress))
+        merged.put_nowait((prompt_index, None))
     except Exception as error:  # the reader of the queue raises it
-        merged.put_nowait((number, error))
+        merged.put_nowait((prompt_index, error))

@@ -26,8 +26,10 @@ class Metrics:
         self._registry = CollectorRegistry()
 
         def labeled(kind: Any, metric: str, text: str, **options: Any) -> Any:
-            made = kind(f"vllm:{metric}", text, ["model_name"], registry=self._registry, **options)
-            return made.labels(name)
+            metric_object = kind(
+                f"vllm:{metric}", text, ["model_name"], registry=self._registry, **options
+            )
+            return metric_object.labels(name)
 
         labeled(Gauge, "num_requests_running", "texts that are computed").set_function(
             lambda: load().running

@@ -68,27 +68,27 @@ class Guard:
             return
         try:
             refused = self._refusal(scope)
-            most = (
+            byte_limit = (
                 self._config.body_bytes
                 if scope["path"] == IMAGE_PATH
                 else min(self._config.body_bytes, TEXT_BYTES)
             )
             # a client that is still sending when the connection closes would not read the response
             body = await asyncio.wait_for(
-                _read(receive, most, keep=refused is None), self._config.seconds
+                _read_body(receive, byte_limit, keep=refused is None), self._config.seconds
             )
             if refused is not None:
                 raise refused
         except TimeoutError:
-            await _refuse(
+            await _refuse_request(
                 send, ApiError(408, f"the body did not arrive within {self._config.seconds:.0f} s")
             )
             return
         except ApiError as error:
-            await _refuse(send, error)
+            await _refuse_request(send, error)
             return
         if body is not None:
-            await self._app(scope, _replayed(body, receive), self._in_time(send))
+            await self._app(scope, _replay_body(body, receive), self._in_time(send))
 
     def _refusal(self, scope: Message) -> ApiError | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -126,7 +126,7 @@ def _host_name(value: str) -> str:
     return value.rpartition(":")[0].lower() if value.count(":") == 1 else value.lower()
 
 
-async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
+async def _read_body(receive: Receive, byte_limit: int, keep: bool) -> bytes | None:
     """Read the body of a request (empty unless ``keep``), or None if the client has disconnected.
 
     A body that is too large is read to its end and dropped: a client that is still sending when the connection
@@ -140,20 +140,20 @@ async def _read(receive: Receive, most: int, keep: bool) -> bytes | None:
             return None
         part = message.get("body", b"")
         size += len(part)
-        if size > most:
+        if size > byte_limit:
             parts.clear()
         elif keep:
             parts.append(part)
         if not message.get("more_body"):
             break
-    if size > most:
+    if size > byte_limit:
         raise ApiError(
-            413, f"the body exceeds {most} bytes: send a shorter prompt, or several requests"
+            413, f"the body exceeds {byte_limit} bytes: send a shorter prompt, or several requests"
         )
     return b"".join(parts)
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     first = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -162,7 +162,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(send: Send, error: ApiError) -> None:
+async def _refuse_request(send: Send, error: ApiError) -> None:
     """Send an error and close the connection, because the client may still be sending the body."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
@@ -190,7 +190,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             f"--host {config.host} can be reached by others: give --api-key-file, or leave the host at 127.0.0.1"
         )
     size = llm_module.ranks_of(options)
-    with _bound(config) as sock, Workers(size, LLM, path, options) as workers:
+    with _bound_socket(config) as sock, Workers(size, LLM, path, options) as workers:
         ((reader, max_context, _),) = workers.iterate("facts", ())
         if reader.hf is None:
             raise UserError(f"{path} has no tokenizer, which a server needs: give --tokenizer")
@@ -211,7 +211,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
 
 
 @contextmanager
-def _bound(config: ServeConfig) -> Iterator[socket.socket]:
+def _bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
     """Bind a socket to the port before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -266,8 +266,8 @@ class _Run:
     @asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._stop)
         client = EngineClient(self._workers, self._capacity, self._failed)
         self._server.client = client
         self._server.metrics = Metrics(self._server.name, lambda: client.load)

@@ -21,7 +21,7 @@ NOT_SUPPORTED = {
     "audio": "audio is not supported: leave it out",
     "modalities": "only text is generated: leave it out",
     "prediction": "predicted outputs are not supported: leave it out",
-    "chat_template": "templates of requests are not used: start the server with --template",
+    "chat_template": "templates of requests are not used: start the server with --chat-template",
     "guided_json": "grammars are not supported: leave it out",
     "guided_regex": "grammars are not supported: leave it out",
     "suffix": "text cannot be inserted before a suffix: leave it out",
@@ -33,7 +33,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", *_PENALTIES)
 
 
-def _encodable(text: str) -> str:
+def _check_encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -43,7 +43,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(_check_encodable)]
 StopText = Text | list[Text] | None
 
 
@@ -251,12 +251,12 @@ class DetokenizeRequest(_Strict):
 
 def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | None]:
     """Return a message for a pydantic error, and its field if it is one of ``names``."""
-    where = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
-    field = ".".join(where)[:100] or None
+    path = [str(part) for part in error["loc"] if part != "body" and not _is_variant(part)]
+    field = ".".join(path)[:100] or None
     if error["type"] == "extra_forbidden":
         if field in NOT_SUPPORTED:
             return f"{field}: {NOT_SUPPORTED[field]}", field
-        return f"{field} is not a field of this request{did_you_mean(where[-1], names)}", field
+        return f"{field} is not a field of this request{did_you_mean(path[-1], names)}", field
     message = str(error["msg"]).removeprefix("Value error, ")
     return (message if field is None else f"{field}: {message}"), field
 

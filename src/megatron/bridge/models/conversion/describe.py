@@ -25,43 +25,43 @@ def write_description(
 ) -> None:
     """Write the tokenizer and ``config.json``; the default is an architecture that computes the same."""
     provider = stored_provider.read(checkpoint)
-    config = _config(provider, _chosen(provider, architecture))
+    config = _config_for(provider, _choose_architecture(provider, architecture))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
         known = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-        config.update({name: number for name, number in known.items() if number is not None})
+        config.update({name: token_id for name, token_id in known.items() if token_id is not None})
     config.save_pretrained(directory)
 
 
 def architectures_of(provider: Any) -> list[str]:
     """Return the architectures whose models compute the same as the provider's model."""
-    return [name for name in architectures() if _says(provider, name)]
+    return [name for name in architectures() if _can_describe(provider, name)]
 
 
-def _chosen(provider: Any, architecture: str | None) -> str:
+def _choose_architecture(provider: Any, architecture: str | None) -> str:
     if architecture is not None:
         if architecture not in architectures():
             hint = did_you_mean(architecture, architectures())
             raise UserError(f"--architecture {architecture} is not supported{hint}")
-        if not _says(provider, architecture):
-            others = ", ".join(architectures_of(provider)) or "no architecture does"
+        if not _can_describe(provider, architecture):
+            alternatives = ", ".join(architectures_of(provider)) or "no architecture does"
             raise UserError(
-                f"--architecture {architecture} does not compute what this model does; use {others}"
+                f"--architecture {architecture} does not compute what this model does; use {alternatives}"
             )
         return architecture
-    found = architectures_of(provider)
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    candidates = architectures_of(provider)
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
         raise UserError(
             "no Hugging Face architecture computes what this model does: give --hf-model"
         )
     raise UserError(
-        f"{', '.join(found)} compute what this model does: choose one with --architecture {found[0]}"
+        f"{', '.join(candidates)} compute what this model does: choose one with --architecture {candidates[0]}"
     )
 
 
-def _says(provider: Any, architecture: str) -> bool:
+def _can_describe(provider: Any, architecture: str) -> bool:
     """Return whether a config of the architecture can describe the provider's model exactly."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -74,7 +74,7 @@ def _says(provider: Any, architecture: str) -> bool:
         return False
 
     try:
-        config = _config(provider, architecture)
+        config = _config_for(provider, architecture)
         again = bridge.provider_bridge(SimpleNamespace(config=config))
     except (
         UserError,
@@ -88,7 +88,7 @@ def _says(provider: Any, architecture: str) -> bool:
     )
 
 
-def _config(provider: Any, architecture: str) -> Any:
+def _config_for(provider: Any, architecture: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 

@@ -37,14 +37,14 @@ class Deviation:
 
 
 def _rotates_long_texts(config: Any) -> bool:
-    if not _is(config, "phimoe"):
+    if not _is_model_type(config, "phimoe"):
         return False
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return parameters.get("rope_type") == "longrope"
 
 
 def _adds_noise(config: Any) -> bool:
-    return _is(config, "phimoe") and bool(getattr(config, "input_jitter_noise", 0))
+    return _is_model_type(config, "phimoe") and bool(getattr(config, "input_jitter_noise", 0))
 
 
 def _balances_experts(config: Any) -> bool:
@@ -78,7 +78,7 @@ def _has_padding_row(config: Any) -> bool:
     return "self.padding_idx" in inspect.getsource(sys.modules[kind.__module__])
 
 
-def _is(config: Any, model_type: str) -> bool:
+def _is_model_type(config: Any, model_type: str) -> bool:
     return getattr(config, "model_type", None) == model_type
 
 

@@ -34,25 +34,31 @@ class HeadedClass(NamedTuple):
 
 def headed_class(architecture: str, model_type: str | None) -> HeadedClass | None:
     """Return the description of ``architecture`` if it is a transformers class with a head."""
-    causal = _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
-    found = [
-        head for head, table in _TABLES.items() if _table(table).get(model_type) == architecture
+    causal = _model_table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES").get(model_type)
+    matching_heads = [
+        head
+        for head, table in _TABLES.items()
+        if _model_table(table).get(model_type) == architecture
     ]
-    return HeadedClass(found[0], causal) if found and isinstance(causal, str) else None
+    return (
+        HeadedClass(matching_heads[0], causal)
+        if matching_heads and isinstance(causal, str)
+        else None
+    )
 
 
 def architecture_of(head: str, model_type: str | None) -> str:
     """Return the transformers class for ``head``."""
-    found = _table(_TABLES[head]).get(model_type)
-    if not isinstance(found, str):
+    architecture = _model_table(_TABLES[head]).get(model_type)
+    if not isinstance(architecture, str):
         raise UserError(
             f"model.head={head}: transformers has no such class for model_type={model_type}, so the model cannot be "
             "exported to Hugging Face: use another architecture"
         )
-    return found
+    return architecture
 
 
-def _table(name: str) -> Mapping[str | None, Any]:
+def _model_table(name: str) -> Mapping[str | None, Any]:
     from transformers.models.auto import modeling_auto
 
     return getattr(modeling_auto, name)
@@ -74,17 +80,27 @@ def with_head(
     """Return ``registry`` with the head of the provider ``config`` in place of the output layer."""
     if getattr(config, "head", None) is None:
         return registry
-    kept = [it for it in registry.get_all_mappings() if not it.megatron_param.startswith(_OUTPUT)]
+    decoder_mappings = [
+        mapping
+        for mapping in registry.get_all_mappings()
+        if not mapping.megatron_param.startswith(_OUTPUT)
+    ]
     if config.head == "embedding":
-        return MegatronMappingRegistry(*kept)
+        return MegatronMappingRegistry(*decoder_mappings)
     name = "classifier" if architecture_of(config.head, model_type) in _CLASSIFIER else "score"
-    own = (AutoMapping(f"{_OUTPUT}{part}", f"{name}.{part}") for part in ("weight", "bias"))
-    return MegatronMappingRegistry(*kept, *own)
+    head_mappings = (
+        AutoMapping(f"{_OUTPUT}{part}", f"{name}.{part}") for part in ("weight", "bias")
+    )
+    return MegatronMappingRegistry(*decoder_mappings, *head_mappings)
 
 
 def output_tensors(registry: MegatronMappingRegistry) -> frozenset[str]:
     """Return the Hugging Face names of the output layer, which a head replaces."""
-    outputs = (it for it in registry.get_all_mappings() if it.megatron_param.startswith(_OUTPUT))
+    outputs = (
+        candidate
+        for candidate in registry.get_all_mappings()
+        if candidate.megatron_param.startswith(_OUTPUT)
+    )
     return frozenset(name for mapping in outputs for name in mapping.hf_names)
 
 
@@ -105,7 +121,7 @@ def without_prefix(
         return registry
     mappings = registry.get_all_mappings()
     return MegatronMappingRegistry(
-        *(it.renamed(str, lambda name: name.removeprefix(prefix)) for it in mappings)
+        *(item.renamed(str, lambda name: name.removeprefix(prefix)) for item in mappings)
     )
 
 
@@ -122,8 +138,8 @@ def changed_keys(provider: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         and provider.num_labels is not None
         and len(config.get("id2label") or (0, 1)) != provider.num_labels
     ):
-        names = [f"LABEL_{number}" for number in range(provider.num_labels)]
+        names = [f"LABEL_{label_id}" for label_id in range(provider.num_labels)]
     if names is not None:
-        changed["id2label"] = {str(number): label for number, label in enumerate(names)}
-        changed["label2id"] = {label: number for number, label in enumerate(names)}
+        changed["id2label"] = {str(label_id): label for label_id, label in enumerate(names)}
+        changed["label2id"] = {label: label_id for label_id, label in enumerate(names)}
     return {key: value for key, value in changed.items() if config.get(key) != value}

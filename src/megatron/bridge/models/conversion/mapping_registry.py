@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"\d+")
 _NEAR_WILDCARD = re.compile(r"\d*(\*+)\d*")
 
 
-def _kind(pattern: str) -> str:
+def _pattern_kind(pattern: str) -> str:
     """Return a pattern that matches, with numbers replaced by 0, every name that ``pattern`` matches."""
     return _NUMBER.sub("0", _NEAR_WILDCARD.sub(r"\1", pattern))
 
@@ -55,7 +55,7 @@ class MegatronMappingRegistry:
         kind = _NUMBER.sub("0", megatron_param)
         if kind not in self._candidates:
             self._candidates[kind] = [
-                m for m in self._wild if patterns.match(_kind(m.megatron_param), kind)
+                m for m in self._wild if patterns.match(_pattern_kind(m.megatron_param), kind)
             ]
         return self._candidates[kind]
 

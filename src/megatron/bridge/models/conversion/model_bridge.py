@@ -119,9 +119,9 @@ class MegatronModelBridge:
             declared: Any = bridge
             if issubclass(declared, DecoderBridge):
                 refuse(_unknown_settings(declared, provider or GPTModelProvider))
-            own = bridge.__module__.startswith(_OWN_FAMILIES)
+            is_builtin = bridge.__module__.startswith(_OWN_FAMILIES)
             if not (
-                own and name in _REGISTRY
+                is_builtin and name in _REGISTRY
             ):  # a user's bridge has priority, regardless of the import order
                 _REGISTRY[name] = Registration(bridge, target, provider, model_type)
             return bridge
@@ -233,7 +233,7 @@ class DecoderBridge(MegatronModelBridge):
     def __init_subclass__(cls) -> None:
         """Refuse an inconsistent declaration and report all its mistakes."""
         super().__init_subclass__()
-        refuse(f"{cls.__name__}.{problem}" for problem in _mistakes(cls))
+        refuse(f"{cls.__name__}.{problem}" for problem in _declaration_mistakes(cls))
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
         """Return the provider with the attributes from the fields and the fixed values.
@@ -287,10 +287,12 @@ class DecoderBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """Return the mappings of all blocks whose names do not depend on the size of the model."""
-        return _registry(block for block in self.weights if not callable(block))
+        return _make_registry(block for block in self.weights if not callable(block))
 
     def registry_for(self, config: Any) -> MegatronMappingRegistry:
-        registry = _registry(block(config) if callable(block) else block for block in self.weights)
+        registry = _make_registry(
+            block(config) if callable(block) else block for block in self.weights
+        )
         return heads.with_head(
             registry, config, self.registration.model_type if self.registration else None
         )
@@ -334,13 +336,13 @@ class DecoderBridge(MegatronModelBridge):
 
     def _unsaid(self, provider: Any) -> list[str]:
         """Return settings that this architecture cannot express, as ``name=value``."""
-        said = {name for field in self.fields for name in field.names}
+        expressible = {name for field in self.fields for name in field.names}
         implied = {
             field.name: field.default for field in dataclasses.fields(self._provider)
         } | self.fixed
         names = (
             name
-            for name in sorted(function_fields() - said)
+            for name in sorted(function_fields() - expressible)
             if name in implied and hasattr(provider, name)
         )
         return [
@@ -351,7 +353,7 @@ class DecoderBridge(MegatronModelBridge):
 
     @property
     def _architecture(self) -> str:
-        return next(name for name, found in _REGISTRY.items() if found.bridge is type(self))
+        return next(name for name, entry in _REGISTRY.items() if entry.bridge is type(self))
 
     @property
     def _provider(self) -> Any:
@@ -365,7 +367,7 @@ def unread_values(config: Mapping[str, Any], readable: Mapping[str, Any]) -> dic
     return {key: transformers_reads.value_at(config, key) for key in missing}
 
 
-def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
+def _declaration_mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
     """Yield a phrase for each value of a wrong type, and for each key that two fields read."""
     for index, field in enumerate(cast("tuple[Any, ...]", bridge.fields)):
         if not isinstance(field, Field):
@@ -389,10 +391,13 @@ def _mistakes(bridge: type[DecoderBridge]) -> Iterator[str]:
 def _unknown_settings(bridge: type[DecoderBridge], provider: Any) -> Iterator[str]:
     """Yield a phrase for each name in ``fields`` and ``fixed`` that the provider does not have."""
     known = {field.name for field in dataclasses.fields(provider)}
-    told = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
-    for name, where in {**told, **{name: f"fixed[{name!r}]" for name in bridge.fixed}}.items():
+    declared = {name: f"fields sets {name}" for field in bridge.fields for name in field.names}
+    for name, declaration in {
+        **declared,
+        **{name: f"fixed[{name!r}]" for name in bridge.fixed},
+    }.items():
         if name not in known:
-            yield f"{bridge.__name__}.{where}, which {provider.__name__} does not have{misspelling(name, known)}"
+            yield f"{bridge.__name__}.{declaration}, which {provider.__name__} does not have{misspelling(name, known)}"
 
 
 # attributes that bridges set, but that do not change what a trained model computes: layout, precision, losses
@@ -423,11 +428,13 @@ _OF_TRAINING = {
 def function_fields() -> frozenset[str]:
     """Return the provider attributes that bridges set and that change what a trained model computes."""
     _load_families()
-    bridges = [it.bridge for it in _REGISTRY.values() if issubclass(it.bridge, DecoderBridge)]
-    told = {
+    bridges = [
+        entry.bridge for entry in _REGISTRY.values() if issubclass(entry.bridge, DecoderBridge)
+    ]
+    settings = {
         name for fields in declared_fields().values() for field in fields for name in field.names
     }
-    return frozenset(told.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
+    return frozenset(settings.union(*(bridge.fixed for bridge in bridges)) - _OF_TRAINING)
 
 
 def _key_hint(key: str, claimed: Iterable[str]) -> str:
@@ -462,7 +469,7 @@ def forget(architecture: str) -> None:
     _REGISTRY.pop(architecture, None)
 
 
-def _registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
+def _make_registry(blocks: Iterable[Block]) -> MegatronMappingRegistry:
     return MegatronMappingRegistry(*(mapping for block in blocks for mapping in block))
 
 
@@ -520,7 +527,7 @@ def bridge_for(config: Any) -> MegatronModelBridge:
         )
     known = architectures()
     for name in names:
-        headed = None if name in known else _headed(name, config)
+        headed = None if name in known else _headed_class_of(name, config)
         if name in known or headed is not None:
             registration = _REGISTRY[headed.causal if headed else name]
             bridge = registration.bridge()
@@ -537,7 +544,9 @@ def bridge_for(config: Any) -> MegatronModelBridge:
 def is_known(config: Any) -> bool:
     """Return whether there is a bridge for one of the architectures in a Hugging Face config."""
     names = map(registered_name, getattr(config, "architectures", None) or ())
-    return any(name in architectures() or _headed(name, config) is not None for name in names)
+    return any(
+        name in architectures() or _headed_class_of(name, config) is not None for name in names
+    )
 
 
 def registered_name(architecture: str) -> str:
@@ -550,14 +559,14 @@ def registered_name(architecture: str) -> str:
     )
 
 
-def _headed(architecture: str, config: Any) -> heads.HeadedClass | None:
+def _headed_class_of(architecture: str, config: Any) -> heads.HeadedClass | None:
     """Return the description of a class with a head if the bridge of its decoder is declarative."""
-    found = heads.headed_class(architecture, getattr(config, "model_type", None))
-    if found is None or found.causal.endswith(
+    described = heads.headed_class(architecture, getattr(config, "model_type", None))
+    if described is None or described.causal.endswith(
         "ForConditionalGeneration"
     ):  # models with images are more than a decoder
         return None
-    return found if found.causal in declared_bridges() else None
+    return described if described.causal in declared_bridges() else None
 
 
 def _is_derived(key: str, value: Any, config: Mapping[str, Any]) -> bool:

@@ -41,9 +41,9 @@ def tokenizer_of(name: str | Path) -> str | None:
     if Path(name).is_dir() and hub.has_tokenizer(Path(name)):
         return str(name)
     if is_megatron_checkpoint(name):
-        kept = model_io.tokenizer_dir(name)
-        if kept is not None:
-            return str(kept)
+        saved_tokenizer = model_io.tokenizer_dir(name)
+        if saved_tokenizer is not None:
+            return str(saved_tokenizer)
         if not (paths.resolve(name) / paths.RUN_CONFIG).is_file():
             return None
         tokenizer: dict[str, str | None] = model_io.read_run_config(name).get("tokenizer") or {}

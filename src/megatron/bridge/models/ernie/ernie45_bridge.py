@@ -46,7 +46,7 @@ _ROUTER = (
 )
 
 
-def _count(width: int | None, provider: Any) -> int:
+def _shared_expert_count(width: int | None, provider: Any) -> int:
     return width // provider.moe_ffn_hidden_size if width else 0
 
 
@@ -57,7 +57,7 @@ class Ernie45MoeBridge(DecoderBridge):
     fields = (
         *DENSE,
         *expert_sizes("moe_num_experts", chosen="moe_k"),
-        replace(SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_count),
+        replace(SHARED_EXPERTS, hf="moe_num_shared_experts", default=0, back=_shared_expert_count),
         *SPARSE_BETWEEN,
         Field("moe_norm_min", "moe_router_norm_min", default=1e-12),
         AUX_LOSS,

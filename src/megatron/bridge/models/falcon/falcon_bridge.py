@@ -23,7 +23,7 @@ from megatron.bridge.models.families import (
 )
 
 
-def _layer(config: Any) -> Block:
+def _layer_block(config: Any) -> Block:
     first, second = {
         "own_norms": ("ln_attn", "ln_mlp"),
         "shared_norm": ("input_layernorm", None),
@@ -49,7 +49,7 @@ class FalconBridge(DecoderBridge):
         "apply_residual_connection_post_layernorm": (False,),
         **dict.fromkeys(("n_embed", "n_head", "n_layer")),  # copies under older names
     }
-    weights = (ends("transformer.word_embeddings.weight", "transformer.ln_f"), _layer)
+    weights = (ends("transformer.word_embeddings.weight", "transformer.ln_f"), _layer_block)
 
 
 @register_bridge("FalconH1ForCausalLM", model_type="falcon_h1")
@@ -75,6 +75,6 @@ class FalconH1Bridge(DecoderBridge):
     weights = (
         ends(norm="model.final_layernorm"),
         attention(),
-        mamba("model.layers.*", "mamba", None, ours="self_attention.mixer"),
+        mamba("model.layers.*", "mamba", None, module="self_attention.mixer"),
         mlp(norm="pre_ff_layernorm", names="feed_forward"),
     )

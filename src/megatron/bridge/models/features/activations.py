@@ -31,10 +31,10 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
 
 def xielu(x: Tensor) -> Tensor:
     """The activation xIELU with its initial parameters; ``apply_xielu`` makes them trainable in each layer."""
-    return _xielu(x, _ALPHA, _ALPHA - _BETA, _BETA, x.clamp(max=_EPS))
+    return _xielu_formula(x, _ALPHA, _ALPHA - _BETA, _BETA, x.clamp(max=_EPS))
 
 
-def _xielu(x: Tensor, positive: Any, negative: Any, beta: Any, capped: Tensor) -> Tensor:
+def _xielu_formula(x: Tensor, positive: Any, negative: Any, beta: Any, capped: Tensor) -> Tensor:
     return (
         torch.where(x > 0, positive * x * x, (torch.expm1(capped) - x) * (negative + beta))
         + beta * x
@@ -62,7 +62,7 @@ class XIELU(nn.Module):
             for alpha in (self.alpha_p, self.alpha_n)
         )
         beta, eps = self.get_buffer("beta"), self.get_buffer("eps")
-        return _xielu(x, positive, negative, beta, torch.minimum(x, eps))
+        return _xielu_formula(x, positive, negative, beta, torch.minimum(x, eps))
 
 
 def apply_xielu(model: nn.Module, config: Any) -> None:

@@ -28,16 +28,18 @@ def apply_biases(model: Any, config: Any) -> None:
     if config.attention_output_bias and not config.add_bias_linear:
         _add_to_output_projections(model, config)
     for name in _PARTS:
-        wanted = getattr(config, name)
-        if name == "attention_output_bias" and wanted:
+        has_bias = getattr(config, name)
+        if name == "attention_output_bias" and has_bias:
             continue
-        if wanted and not config.add_bias_linear:
+        if has_bias and not config.add_bias_linear:
             raise UserError(
                 f"{name}=True has no effect with add_bias_linear=False: set model.add_bias_linear=True"
             )
-        if wanted is False and config.add_bias_linear:
-            for linear in _linears(model, name, keep_output=bool(config.attention_output_bias)):
-                _remove(linear, name)
+        if has_bias is False and config.add_bias_linear:
+            for linear in _linears_of_part(
+                model, name, keep_output=bool(config.attention_output_bias)
+            ):
+                _remove_bias(linear, name)
 
 
 def _add_to_output_projections(model: nn.Module, config: Any) -> None:
@@ -68,7 +70,7 @@ def apply_output_bias(model: Any, config: Any) -> None:
     output.bias = bias
 
 
-def _linears(model: nn.Module, name: str, keep_output: bool) -> Iterator[nn.Module]:
+def _linears_of_part(model: nn.Module, name: str, keep_output: bool) -> Iterator[nn.Module]:
     for layer in model.modules():  # those of multi-token prediction too
         if not isinstance(layer, TransformerLayer):
             continue
@@ -83,7 +85,7 @@ def _linears(model: nn.Module, name: str, keep_output: bool) -> Iterator[nn.Modu
                 yield getattr(part, linear)
 
 
-def _remove(linear: nn.Module, name: str) -> None:
+def _remove_bias(linear: nn.Module, name: str) -> None:
     _refuse_transformer_engine(linear, name)
     linear.bias = None  # type: ignore[assignment]
 

@@ -83,20 +83,20 @@ def _check_layers(config: TransformerConfig, layers: str) -> None:
         [name for name in _SPLIT[layers] if not (is_mamba_1 and name == "mamba_state_dim")],
         layers,
     )
-    others: dict[str, Any] = {
+    required: dict[str, Any] = {
         **_OF_ATTENTION,
         "experimental_attention_variant": None,
         "mtp_num_layers": None,
     }
     if layers == "mamba_layers":
-        others["mamba_num_groups"] = 1
+        required["mamba_num_groups"] = 1
     else:
-        others["mamba_layers"] = None
+        required["mamba_layers"] = None
     if layers == "kda_layers":
-        others["multi_latent_attention"] = True
-        others["linear_value_head_dim"] = config.linear_key_head_dim
-        others["linear_num_value_heads"] = config.linear_num_key_heads
-    exclude(config, others, f"with {layers}")
+        required["multi_latent_attention"] = True
+        required["linear_value_head_dim"] = config.linear_key_head_dim
+        required["linear_num_value_heads"] = config.linear_num_key_heads
+    exclude(config, required, f"with {layers}")
 
 
 def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
@@ -110,12 +110,14 @@ def check_split(config: Any, names: Iterable[str], needed_by: str) -> None:
             )
 
 
-def exclude(config: Any, harmless: Mapping[str, Any], where: str, say_value: bool = False) -> None:
-    """Refuse settings that are not supported ``where``, unless they are ``harmless``, a value that may be named."""
+def exclude(
+    config: Any, harmless: Mapping[str, Any], context: str, say_value: bool = False
+) -> None:
+    """Refuse settings that are not supported ``context``, unless they are ``harmless``, a value that may be named."""
     for name, value in harmless.items():
         if (given := getattr(config, name, value)) != value:
             way_out = f": set model.{name}={value!r}" if say_value else ""
-            raise UserError(f"{name}={given!r} is not supported {where}{way_out}")
+            raise UserError(f"{name}={given!r} is not supported {context}{way_out}")
 
 
 def _check_heads(config: TransformerConfig) -> None:

@@ -88,19 +88,21 @@ def apply(model: nn.Module, config: Any) -> None:
                 states,
                 mixer.nheads_local_tp,
             )
-            each = [factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]]
-            mixer.in_proj.register_forward_hook(partial(_multiply, each, sizes))
+            section_factors = [
+                factors["ssm_in_multiplier"] * factor for factor in factors["ssm_multipliers"]
+            ]
+            mixer.in_proj.register_forward_hook(partial(_multiply_outputs, section_factors, sizes))
         elif isinstance(module, MLP):
             width = config.ffn_hidden_size // config.tensor_model_parallel_size
             module.get_submodule("linear_fc1").register_forward_hook(
-                partial(_multiply, (gate, 1.0), (width, width))
+                partial(_multiply_outputs, (gate, 1.0), (width, width))
             )
             module.get_submodule("linear_fc2").register_forward_hook(
-                partial(_multiply, (down,), (config.hidden_size,))
+                partial(_multiply_outputs, (down,), (config.hidden_size,))
             )
 
 
-def _multiply(
+def _multiply_outputs(
     factors: Sequence[float],
     sizes: Sequence[int],
     _module: nn.Module,

@@ -65,17 +65,17 @@ def apply_query_scaling(model: nn.Module, config: Any) -> None:
     """Scale the rotated queries of ``model`` (a ``GPTModel``) if ``config.query_scaling_beta`` is not None."""
     if config.query_scaling_beta is None:
         return
-    own = config.query_scaling_length
-    length = own or (config.rope_parameters or {}).get("original_max_position_embeddings")
+    given_length = config.query_scaling_length
+    length = given_length or (config.rope_parameters or {}).get("original_max_position_embeddings")
     if not length:
         raise UserError(
             f"query_scaling_beta={config.query_scaling_beta} has no length from which to scale queries: set "
             "rope_parameters.original_max_position_embeddings, or model.query_scaling_length"
         )
     for module in model.modules():
-        if isinstance(module, SelfAttention) and (own is None or _is_unrotated(module)):
+        if isinstance(module, SelfAttention) and (given_length is None or _is_unrotated(module)):
             scale = _scale_queries(
-                module, config.query_scaling_beta, length, first=0 if own is None else 1
+                module, config.query_scaling_beta, length, first=0 if given_length is None else 1
             )
             module.get_submodule("core_attention").register_forward_pre_hook(
                 scale, with_kwargs=True
@@ -91,38 +91,38 @@ def _scale_queries(attention: SelfAttention, beta: float, length: int, first: in
     group = attention.pg_collection.cp
 
     def scale(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        query, key, *others = args
+        query, key, *other_args = args
         if getattr(module, "cache", None) is not None:  # new tokens of several texts
             positions = module.cache.step.positions
         else:
-            positions = _positions(query, key, kwargs.get("packed_seq_params"), group)
+            positions = _query_positions(query, key, kwargs.get("packed_seq_params"), group)
         factors = 1 + beta * torch.log1p(((positions + first) / length).floor())
         return (
             query * factors.view(-1, *[1] * (query.ndim - 1)).to(query.dtype),
             key,
-            *others,
+            *other_args,
         ), kwargs
 
     return scale
 
 
-def _positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
+def _query_positions(query: Tensor, key: Tensor, packed: Any, group: Any) -> Tensor:
     """Positions of this rank's queries [s, b, h, d], or packed [t, h, d], from the start of each sequence."""
     if packed is not None and packed.qkv_format == "thd":
         parts = packed_segments(packed)[0]
         group, first = packed.cp_group if packed.local_cp_size is not None else group, 0
     else:
-        total = query.size(0) * _size(group)
+        total = query.size(0) * _group_size(group)
         # with cached keys, the queries are the last positions
         parts, first = [PackedSegment(0, total, total)], key.size(0) - query.size(0)
     positions = first + torch.cat(
         [torch.arange(part.padded, device=query.device) for part in parts]
     )
-    if _size(group) > 1:
+    if _group_size(group) > 1:
         by_rank = context_parallel.to_rank_order(positions, parts, group.size())
         positions = by_rank.chunk(group.size())[group.rank()]
     return torch.nn.functional.pad(positions, (0, query.size(0) - len(positions)))
 
 
-def _size(group: Any) -> int:
+def _group_size(group: Any) -> int:
     return 1 if group is None else group.size()

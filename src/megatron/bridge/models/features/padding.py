@@ -48,9 +48,9 @@ def _mask_padded_vocabulary(model: nn.Module, config: Any) -> None:
 
     def mask(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         logits, bias = outputs
-        whole = logits.shape[-1] == config.padded_vocab_size  # gathered from all ranks
+        is_gathered = logits.shape[-1] == config.padded_vocab_size  # gathered from all ranks
         # the lowest finite value: infinity would turn label smoothing into NaN
-        logits[..., config.vocab_size if whole else true :] = torch.finfo(logits.dtype).min
+        logits[..., config.vocab_size if is_gathered else true :] = torch.finfo(logits.dtype).min
         return logits, bias
 
     output.register_forward_hook(mask)

@@ -55,12 +55,15 @@ class PerLayerInputs(MegatronModule):
 
     def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
         width = self.width
-        own = self.word_embeddings(ids)
-        own = own if self.config.sequence_parallel else own.transpose(0, 1)
-        own = own * self.scale
+        token_inputs = self.word_embeddings(ids)
+        token_inputs = (
+            token_inputs if self.config.sequence_parallel else token_inputs.transpose(0, 1)
+        )
+        token_inputs = token_inputs * self.scale
         projected = self.projection(embeddings) * self.config.hidden_size**-0.5
         return (
-            self.norm(projected.unflatten(-1, (-1, width))) + own.unflatten(-1, (-1, width))
+            self.norm(projected.unflatten(-1, (-1, width)))
+            + token_inputs.unflatten(-1, (-1, width))
         ) * 2**-0.5
 
 
@@ -76,8 +79,8 @@ class PerLayerGate(nn.Module):
         )
         self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, stream: Tensor, own: Tensor) -> Tensor:
-        return self.norm(self.projection(self.activation(self.gate(stream)) * own))
+    def forward(self, stream: Tensor, layer_input: Tensor) -> Tensor:
+        return self.norm(self.projection(self.activation(self.gate(stream)) * layer_input))
 
 
 _GIVEN = ("hidden_size_per_layer_input", "shared_kv_layers")
@@ -132,7 +135,7 @@ def apply_layer_ends(model: nn.Module, config: Any) -> None:
         _add_inputs(model, layers, config)
     if config.layer_scales or config.hidden_size_per_layer_input:
         for layer in layers:
-            layer.register_forward_hook(_end)
+            layer.register_forward_hook(_finish_layer)
 
 
 def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None:
@@ -140,19 +143,19 @@ def _add_inputs(model: Any, layers: list[TransformerLayer], config: Any) -> None
 
     def compute(_: nn.Module, args: Any, kwargs: dict[str, Any], embeddings: Tensor) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        for layer, own in zip(
+        for layer, layer_input in zip(
             layers, model.per_layer_inputs(ids, embeddings).unbind(-2), strict=True
         ):
-            layer.own_input = own
+            layer.own_input = layer_input
 
     for layer in layers:
         layer.per_layer_gate = PerLayerGate(config)
     model.embedding.register_forward_hook(compute, with_kwargs=True)
 
 
-def _end(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _finish_layer(layer: Any, _: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     stream, context = outputs
     if hasattr(layer, "per_layer_gate"):
-        own, layer.own_input = layer.own_input, None
-        stream = stream + layer.per_layer_gate(stream, own)
+        layer_input, layer.own_input = layer.own_input, None
+        stream = stream + layer.per_layer_gate(stream, layer_input)
     return (stream * layer.layer_scale if hasattr(layer, "layer_scale") else stream), context

@@ -124,7 +124,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     """Megatron's rotary embedding, in the layout of ``plain``, with frequencies from one of transformers' rules."""
 
     def __init__(self, plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> None:
-        super().__init__(**_layout(plain, config, parameters))
+        super().__init__(**_embedding_arguments(plain, config, parameters))
         self._kind: str = parameters["rope_type"]
         self._reference = reference_config(config, parameters, config.kv_channels)
         device = self.inv_freq.device
@@ -167,9 +167,9 @@ class LayerwiseRotaryEmbedding(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Angles [2, s, 1, 1, most rotated dimensions]; the arguments are those of Megatron-Core's embedding."""
         both = self.everywhere(*args, **kwargs), self.local(*args, **kwargs)
-        most = max(angles.size(-1) for angles in both)
+        width = max(angles.size(-1) for angles in both)
         return torch.stack(
-            [nn.functional.pad(angles, (0, most - angles.size(-1))) for angles in both]
+            [nn.functional.pad(angles, (0, width - angles.size(-1))) for angles in both]
         )
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
@@ -224,34 +224,41 @@ def apply_rope(model: Any, config: Any) -> None:
     if config.multi_latent_attention or (_is_plain(parameters) and not local):
         return  # latent attention has an embedding in each layer: ``apply_latent_rope``
     if config.position_embedding_type != "rope" or config.rope_scaling:
-        name, what = "rope_parameters", f"rope_parameters.rope_type={parameters.get('rope_type')!r}"
+        name, setting = (
+            "rope_parameters",
+            f"rope_parameters.rope_type={parameters.get('rope_type')!r}",
+        )
         if _is_plain(parameters):
-            name = what = "local_rope_parameters"
+            name = setting = "local_rope_parameters"
         raise UserError(
-            f"{what} has no effect with position_embedding_type={config.position_embedding_type!r} and "
+            f"{setting} has no effect with position_embedding_type={config.position_embedding_type!r} and "
             f"rope_scaling={config.rope_scaling}: use 'rope' and False, or remove {name}"
         )
     plain = model.rotary_pos_emb
     unwindowed = copy.copy(config)
     unwindowed.kv_channels = config.global_kv_channels or config.kv_channels
-    everywhere = _embedding(plain, unwindowed, {**parameters, "rope_theta": config.rotary_base})
+    everywhere = _rotary_embedding(
+        plain, unwindowed, {**parameters, "rope_theta": config.rotary_base}
+    )
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if not local:
         model.rotary_pos_emb = everywhere
         _set_attention_factor(layers, config, everywhere)
         return
-    model.rotary_pos_emb = LayerwiseRotaryEmbedding(everywhere, _embedding(plain, config, local))
+    model.rotary_pos_emb = LayerwiseRotaryEmbedding(
+        everywhere, _rotary_embedding(plain, config, local)
+    )
     for layer in layers:
         is_local = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer.layer_number
         )
-        own = model.rotary_pos_emb.local if is_local else everywhere
-        take = partial(_take, int(is_local), 2 * len(own.inv_freq))
+        embedding = model.rotary_pos_emb.local if is_local else everywhere
+        take = partial(_take_own_angles, int(is_local), 2 * len(embedding.inv_freq))
         layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
-        _set_attention_factor([layer], config, own)
+        _set_attention_factor([layer], config, embedding)
 
 
-def _take(
+def _take_own_angles(
     index: int, width: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Select a layer's own angles from those of ``LayerwiseRotaryEmbedding``."""
@@ -262,14 +269,18 @@ def _is_plain(parameters: dict[str, Any]) -> bool:
     return parameters.get("rope_type", "default") == "default"
 
 
-def _embedding(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> RotaryEmbedding:
+def _rotary_embedding(
+    plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]
+) -> RotaryEmbedding:
     check_parameters(parameters)
     if _is_plain(parameters):
-        return RotaryEmbedding(**_layout(plain, config, parameters))
+        return RotaryEmbedding(**_embedding_arguments(plain, config, parameters))
     return ScaledRotaryEmbedding(plain, config, parameters)
 
 
-def _layout(plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+def _embedding_arguments(
+    plain: RotaryEmbedding, config: Any, parameters: dict[str, Any]
+) -> dict[str, Any]:
     """The arguments to build a rotary embedding like ``plain`` with the base of ``parameters``."""
     return {
         "kv_channels": config.kv_channels,

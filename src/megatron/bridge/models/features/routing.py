@@ -104,20 +104,20 @@ def apply_routing(model: nn.Module, config: Any) -> None:
         if _ranks_groups(config):
             router.router_replay = BestExpertGroups(_BEST[config.moe_router_group_score])
         if config.moe_router_norm_min is not None:
-            _correct(router, config.moe_router_norm_min)
+            _correct_router(router, config.moe_router_norm_min)
         elif eps is not None:
             router.routing = partial(_sparse_mixer, router.routing, config, eps)
         elif (
             not config.moe_router_norm_topk and config.moe_router_topk > 1
         ):  # Megatron-Core does not normalize a single one
-            router.routing = partial(_unnormalized, router.routing, config.num_moe_experts)
+            router.routing = partial(_undo_normalization, router.routing, config.num_moe_experts)
     if config.moe_router_norm_min is not None:
         config.moe_router_enable_expert_bias = (
             True  # of the resolved copy: Megatron-Core trains the correction
         )
 
 
-def _correct(router: Any, smallest: float) -> None:
+def _correct_router(router: Any, smallest: float) -> None:
     zeros = torch.zeros_like(router.weight[:, 0], dtype=torch.float32)
     del router.local_tokens_per_expert, router.expert_bias  # None so far
     router.register_buffer("local_tokens_per_expert", zeros, persistent=False)
@@ -126,7 +126,7 @@ def _correct(router: Any, smallest: float) -> None:
     router.router_replay = CorrectedSoftmax(router, smallest)
 
 
-def _unnormalized(
+def _undo_normalization(
     normalized: Callable[..., Routing], experts: int, logits: Tensor, *args: Any, **kwargs: Any
 ) -> Routing:
     weights, chosen = normalized(logits, *args, **kwargs)

@@ -46,15 +46,15 @@ def check(config: Any) -> None:
 
 def _check_shared(config: Any) -> None:
     """Layers that share a choice must run in the same pass through the same stage."""
-    where = f"dsa_indexer_topk_freq={config.dsa_indexer_topk_freq} lets layers share what an indexer chooses"
+    reason = f"dsa_indexer_topk_freq={config.dsa_indexer_topk_freq} lets layers share what an indexer chooses"
     if config.mtp_num_layers:
         raise UserError(
-            f"{where}, which mtp_num_layers={config.mtp_num_layers} does not support: set it to None"
+            f"{reason}, which mtp_num_layers={config.mtp_num_layers} does not support: set it to None"
         )
     stages, recompute = config.pipeline_model_parallel_size, config.recompute_granularity
     if stages > 1 and recompute:
         raise UserError(
-            f"{where}, but recompute_granularity={recompute!r} with pipeline_model_parallel_size={stages} would "
+            f"{reason}, but recompute_granularity={recompute!r} with pipeline_model_parallel_size={stages} would "
             "take the choice of another microbatch: set one of them to its default"
         )
 

@@ -26,7 +26,7 @@ _SINKS = "decoder.layers.*.self_attention.core_attention.softmax_offset"
 _EXPERTS = "model.layers.*.mlp.experts"
 
 
-def _experts(kind: str, suffix: str) -> Block:
+def _expert_mappings(kind: str, suffix: str) -> Block:
     """Weights [experts, in, out], or biases [experts, out]; gate and up alternate."""
     fc1, fc2 = (expert_names(linear, kind) for linear in ("linear_fc1", "linear_fc2"))
     turned = kind == "weight"
@@ -69,8 +69,8 @@ class GptOssBridge(DecoderBridge):
         attention(),
         (AutoMapping(_SINKS, "model.layers.*.self_attn.sinks"),),
         router("mlp.router", norm="post_attention_layernorm"),
-        _experts("weight", ""),
-        _experts("bias", "_bias"),
+        _expert_mappings("weight", ""),
+        _expert_mappings("bias", "_bias"),
     )
 
 

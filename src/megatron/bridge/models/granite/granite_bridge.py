@@ -79,23 +79,23 @@ class GraniteMoeSharedBridge(GraniteMoeBridge):
 _EXPERTS, _CHOSEN, _WIDTH = expert_sizes("num_local_experts", "intermediate_size")
 
 
-def _count(experts: int | None, config: Mapping[str, Any]) -> int | None:
+def _expert_count(experts: int | None, config: Mapping[str, Any]) -> int | None:
     return _EXPERTS.to(experts, config) if experts and _EXPERTS.to else None
 
 
-def _chosen(_: int, config: Mapping[str, Any]) -> int:
+def _experts_per_token(_: int, config: Mapping[str, Any]) -> int:
     return (
         _CHOSEN.read(config)["moe_router_topk"] if config[_EXPERTS.hf] else 2
     )  # Megatron-Core's default
 
 
-def _width(width: int, config: Mapping[str, Any]) -> int | None:
+def _expert_width(width: int, config: Mapping[str, Any]) -> int | None:
     return width if config[_EXPERTS.hf] else None
 
 
-def _shared(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
+def _shared_widths(width: int, config: Mapping[str, Any]) -> tuple[int, int | None]:
     """Width of the feed-forward layers; beside experts, they are one that all tokens pass."""
-    return width, _width(width, config)
+    return width, _expert_width(width, config)
 
 
 _POSITIONS = {"rope": "rope", "nope": "none", None: "none"}
@@ -108,20 +108,22 @@ class GraniteMoeHybridBridge(GraniteMoeBridge):
     fields = (
         *override(
             GraniteMoeBridge.fields,
-            replace(_EXPERTS, to=_count, back=lambda count, _: count or 0),
+            replace(_EXPERTS, to=_expert_count, back=lambda count, _: count or 0),
             replace(
                 _CHOSEN,
-                to=_chosen,
+                to=_experts_per_token,
                 back=lambda experts, provider: experts if provider.num_moe_experts else 0,
             ),
             replace(
-                _WIDTH, to=_width, back=lambda width, provider: width or provider.ffn_hidden_size
+                _WIDTH,
+                to=_expert_width,
+                back=lambda width, provider: width or provider.ffn_hidden_size,
             ),
             *ONE_GROUP_MAMBA,
             Field(
                 "shared_intermediate_size",
                 ("ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-                to=_shared,
+                to=_shared_widths,
             ),
         ),
         named("position_embedding_type", "position_embedding_type", _POSITIONS, default=None),

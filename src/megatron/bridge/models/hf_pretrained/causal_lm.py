@@ -117,11 +117,11 @@ class PreTrainedCausalLM:
     @cached_property
     def raw_config(self) -> dict[str, Any]:
         path = self.directory / "config.json"
-        found = strict_json.read(path, _constant)
-        if not isinstance(found, dict):
+        content = strict_json.read(path, _parse_constant)
+        if not isinstance(content, dict):
             raise UserError(f"{path} is not a JSON object")
-        raw = cast(dict[str, Any], found)
-        _check(raw, path)
+        raw = cast(dict[str, Any], content)
+        _check_raw_config(raw, path)
         return raw
 
     @cached_property
@@ -133,14 +133,14 @@ class PreTrainedCausalLM:
         kind = raw.get("model_type", "")
         alias = _OMNI if kind == _OMNI and raw.get("sound_config") else _ALIASES.get(kind)
         try:
-            if (own := own_config(kind)) is not None:
-                config: Any = own.from_pretrained(self.directory)
+            if (config_class := own_config(kind)) is not None:
+                config: Any = config_class.from_pretrained(self.directory)
             elif alias is None:
                 remote = self.trust_remote_code and not _is_native(raw)
                 config = auto.from_pretrained(self.directory, trust_remote_code=remote)
             else:
                 kinds = cast(Any, transformers.CONFIG_MAPPING)
-                config = kinds[alias].from_dict(_renamed(raw, alias))
+                config = kinds[alias].from_dict(_with_model_type(raw, alias))
         except Exception as error:  # transformers computes with the numbers before it looks at them
             # the first line of a validation error names the validator, the last one the mistake
             lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -236,11 +236,11 @@ class PreTrainedCausalLM:
             return (
                 None  # a config without weights; reading the weights says what is wrong with them
             )
-        found = {entry.dtype for entry in entries.values()}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {entry.dtype for entry in entries.values()}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _renamed(raw: dict[str, Any], alias: str) -> dict[str, Any]:
+def _with_model_type(raw: dict[str, Any], alias: str) -> dict[str, Any]:
     """``raw`` as a model that transformers knows; the released ``sound_config`` is of a type that it does not."""
     known = {**raw, "model_type": alias}
     if alias == _OMNI:
@@ -264,22 +264,22 @@ def _unknown_value(raw: Mapping[str, Any], name: Any) -> str:
     )
 
 
-def _constant(name: str) -> float:
+def _parse_constant(name: str) -> float:
     """``Infinity`` is a limit that some models have; ``NaN`` is nothing that a model can compute with."""
     if name == "NaN":
         raise ValueError("NaN is no number that a model can have")
     return float(name)
 
 
-def _divisors(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _divisor_values(raw: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The keys of ``_ABOVE_ZERO`` with their values; rotary parameters may be given for each kind of layer."""
     yield from ((key, raw[key]) for key in _ABOVE_ZERO if raw.get(key) is not None)
     for value in raw.values():
         if isinstance(value, dict):
-            yield from _divisors(cast(dict[str, Any], value))
+            yield from _divisor_values(cast(dict[str, Any], value))
 
 
-def _check(raw: dict[str, Any], path: Path) -> None:
+def _check_raw_config(raw: dict[str, Any], path: Path) -> None:
     """Refuse what every model would stumble over, in its own words."""
     names = raw.get("architectures")
     if names is not None and not (
@@ -288,14 +288,14 @@ def _check(raw: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{path}: architectures={names!r} must be a list of names, such as ['LlamaForCausalLM']"
         )
-    for key, value in _divisors(raw):
+    for key, value in _divisor_values(raw):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise UserError(f"{path}: {key}={value!r} must be a number above 0")
-    for key, most in _SIZES.items():
+    for key, limit in _SIZES.items():
         if isinstance(raw.get(key), bool):
             raise UserError(f"{path}: {key}={raw[key]} must be a number")
-        if isinstance(raw.get(key), int) and not 1 <= raw[key] <= most:
-            rule = "at least 1" if raw[key] < 1 else f"at most {most}"
+        if isinstance(raw.get(key), int) and not 1 <= raw[key] <= limit:
+            rule = "at least 1" if raw[key] < 1 else f"at most {limit}"
             raise UserError(f"{path}: {key}={raw[key]} must be {rule}")
 
 
@@ -312,9 +312,9 @@ def to_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """The torch dtype of a name such as ``bfloat16``; None and ``auto`` stay undecided."""
     if value is None or value == "auto" or isinstance(value, torch.dtype):
         return None if isinstance(value, str) else value
-    found = getattr(torch, str(value).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise UserError(
             f"dtype={value!r} is not a dtype of torch: use float32, bfloat16 or float16"
         )
-    return found
+    return torch_dtype

@@ -97,10 +97,10 @@ def on_this_machine(name: str | Path) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(str(name), CONFIG)
+        cached_config = try_to_load_from_cache(str(name), CONFIG)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached_config).parent if isinstance(cached_config, str) else None
 
 
 def resolve(
@@ -122,7 +122,7 @@ def resolve(
         deep=True,
         exact=weights,
     )
-    return local_folder(model) or _download(str(model), weights, revision, cache_dir)
+    return local_folder(model) or _download_model(str(model), weights, revision, cache_dir)
 
 
 def leaves_out_adapter(model: str | Path, adapter: str | Path | None) -> bool:
@@ -173,20 +173,20 @@ def check_folder(directory: Path) -> None:
         allowed.append(home.parents[1] / "blobs")
     for path in sorted(directory.iterdir()):
         try:
-            found = path.resolve(strict=True)
+            target = path.resolve(strict=True)
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"{path} is a link to nothing: remove it, or download the model again"
             ) from error
-        if path.is_symlink() and not any(found.is_relative_to(folder) for folder in allowed):
+        if path.is_symlink() and not any(target.is_relative_to(folder) for folder in allowed):
             raise UserError(
-                f"{path} is a link out of the model's folder, to {found}: put the file itself there"
+                f"{path} is a link out of the model's folder, to {target}: put the file itself there"
             )
-        if not (found.is_file() or found.is_dir()):
+        if not (target.is_file() or target.is_dir()):
             raise UserError(f"{path} is neither a file nor a folder: remove it")
 
 
-def _download(model: str, weights: bool, revision: str | None, cache_dir: str | None) -> Path:
+def _download_model(model: str, weights: bool, revision: str | None, cache_dir: str | None) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -199,8 +199,8 @@ def _download(model: str, weights: bool, revision: str | None, cache_dir: str | 
 
     download: Any = cast(Any, huggingface_hub).snapshot_download
     source = {"repo_id": model, "revision": revision, "cache_dir": cache_dir}
-    wanted = _SAFETENSORS if weights else _INDEX
-    unwanted = [pattern for pattern in WEIGHT_PATTERNS if pattern not in wanted]
+    weight_patterns = _SAFETENSORS if weights else _INDEX
+    unwanted = [pattern for pattern in WEIGHT_PATTERNS if pattern not in weight_patterns]
     try:
         path = Path(download(**source, ignore_patterns=[*unwanted, "original/*"]))
         if weights and not any(path.glob("*.safetensors")):

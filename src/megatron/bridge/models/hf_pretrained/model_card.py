@@ -62,25 +62,27 @@ def compose(title: str, source: str | None, source_card: str | None, history: Hi
     """
     if source_card is not None and not history.changed:
         return source_card
-    theirs, text = _split(source_card or "")
-    metadata = {key: value for key, value in theirs.items() if key not in _OF_THE_SOURCE_ONLY}
+    source_metadata, text = _split_metadata(source_card or "")
+    metadata = {
+        key: value for key, value in source_metadata.items() if key not in _OF_THE_SOURCE_ONLY
+    }
     metadata.setdefault("library_name", "transformers")
     if source is not None and _HUB_ID.fullmatch(source) and not history.from_scratch:
         metadata["base_model"] = source
-    metadata["tags"] = list(dict.fromkeys([*_listed(theirs.get("tags")), TAG]))
+    metadata["tags"] = list(dict.fromkeys([*_as_list(source_metadata.get("tags")), TAG]))
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
         "---",
         "",
     ]
-    lines += [f"# {title}", "", *_told(source, history)]
+    lines += [f"# {title}", "", *_card_lines(source, history)]
     if text.strip():
         lines += ["", f"## The card of {source or 'the source'}", "", text.strip()]
     return "\n".join(lines) + "\n"
 
 
-def _told(source: str | None, history: History) -> Iterator[str]:
+def _card_lines(source: str | None, history: History) -> Iterator[str]:
     if source is not None:
         yield (
             f"Config and tokenizer of {source}."
@@ -123,17 +125,17 @@ def public_name(model: str) -> str:
     return path.resolve().name if path.exists() or not _HUB_ID.fullmatch(model) else model
 
 
-def _split(card: str) -> tuple[dict[str, Any], str]:
+def _split_metadata(card: str) -> tuple[dict[str, Any], str]:
     """Metadata and text; what is not valid metadata is text."""
-    found = _METADATA.match(card)
+    header = _METADATA.match(card)
     try:
-        metadata = yaml.safe_load(found[1]) if found else None
+        metadata = yaml.safe_load(header[1]) if header else None
     except yaml.YAMLError:
         metadata = None
-    if found is None or not isinstance(metadata, dict):
+    if header is None or not isinstance(metadata, dict):
         return {}, card
-    return cast(dict[str, Any], metadata), card[found.end() :]
+    return cast(dict[str, Any], metadata), card[header.end() :]
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else [] if value is None else [value]

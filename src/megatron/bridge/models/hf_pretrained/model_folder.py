@@ -71,7 +71,7 @@ def publish(staging: Path, folder: Path) -> None:
     cleans up.
     """
     files = sorted(path for path in staging.rglob("*") if path.is_file())
-    new = {str(path.relative_to(staging)): _stamp(path) or [] for path in files}
+    new = {str(path.relative_to(staging)): _stamp_of(path) or [] for path in files}
     if url_of(folder) is not None:
         publish_in_bucket(
             staging, folder, last=[name for name in (*_ENTRY_POINTS, *_CONFIGS) if name in new]
@@ -87,27 +87,27 @@ def publish(staging: Path, folder: Path) -> None:
     atomic.flush(staging)
     _write_record(folder, old, {name: new[name] for name in (*weights, *side)})
     if any(name in old for name in side):  # not weights of one save with the config of another
-        _remove(folder, [name for name in _ENTRY_POINTS if name in old])
-    _move(staging, folder, [*side, *(name for name in weights if name not in _ENTRY_POINTS)])
-    _move(staging, folder, [name for name in _ENTRY_POINTS if name in new])
+        _remove_files(folder, [name for name in _ENTRY_POINTS if name in old])
+    _move_files(staging, folder, [*side, *(name for name in weights if name not in _ENTRY_POINTS)])
+    _move_files(staging, folder, [name for name in _ENTRY_POINTS if name in new])
     gone = [name for name in old if _is_weight(name) and name not in new]
-    _remove(folder, sorted(gone, key=lambda name: name not in _ENTRY_POINTS))
-    kept = {name: stamp for name, stamp in old.items() if name not in gone}
-    _write_record(folder, {**kept, **{name: new[name] for name in (*weights, *side)}})
+    _remove_files(folder, sorted(gone, key=lambda name: name not in _ENTRY_POINTS))
+    remaining = {name: stamp for name, stamp in old.items() if name not in gone}
+    _write_record(folder, {**remaining, **{name: new[name] for name in (*weights, *side)}})
     shutil.rmtree(staging, ignore_errors=True)
 
 
 def published(folder: Path) -> Stamps:
     """The files of earlier saves that are as these left them."""
     try:
-        found: Any = json.loads((folder / RECORD).read_text())
+        records: Any = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(records, dict):
         return {}
-    now = {name: _stamp(folder / name) for name in found}
+    now = {name: _stamp_of(folder / name) for name in records}
     return {
-        name: stamp for name, stamp in now.items() if stamp is not None and stamp in found[name]
+        name: stamp for name, stamp in now.items() if stamp is not None and stamp in records[name]
     }
 
 
@@ -126,9 +126,9 @@ def _refuse_weights(folder: Path, overwrite: bool) -> None:
     held = (
         [path.name for path in folder.iterdir() if _is_weight(path.name)] if folder.is_dir() else []
     )
-    ours = published(folder) if held else {}
+    written_before = published(folder) if held else {}
     for name in sorted(held):
-        if name not in ours:
+        if name not in written_before:
             raise UserError(
                 f"output directory {folder} exists and holds {name}, which no save of this package wrote: "
                 "remove it or choose another directory"
@@ -146,37 +146,39 @@ def _is_weight(name: str) -> bool:
 
 def _may_write(staging: Path, folder: Path, name: str, old: Stamps) -> bool:
     """Whether a side file is to be written; a file of somebody else stays, and so does one with the same bytes."""
-    theirs = folder / name
-    if not theirs.exists():
+    existing = folder / name
+    if not existing.exists():
         return True
-    if theirs.is_file() and theirs.read_bytes() == (staging / name).read_bytes():
+    if existing.is_file() and existing.read_bytes() == (staging / name).read_bytes():
         return False
     if name in old:
         return True
     if name == "config.json":
-        _refuse_other_model(staging / name, theirs)
+        _refuse_other_model(staging / name, existing)
     return False
 
 
-def _refuse_other_model(ours: Path, theirs: Path) -> None:
+def _refuse_other_model(new_file: Path, existing_file: Path) -> None:
     try:
-        config, other = json.loads(ours.read_text()), json.loads(theirs.read_text())
+        config, existing = json.loads(new_file.read_text()), json.loads(existing_file.read_text())
     except ValueError as error:
-        raise UserError(f"{theirs} is not JSON: remove it or choose another directory") from error
+        raise UserError(
+            f"{existing_file} is not JSON: remove it or choose another directory"
+        ) from error
     for key in _SIZES:
-        if key in config and key in other and config[key] != other[key]:
+        if key in config and key in existing and config[key] != existing[key]:
             raise UserError(
-                f"{theirs} has {key}={other[key]} and the model has {key}={config[key]}: remove that file or "
+                f"{existing_file} has {key}={existing[key]} and the model has {key}={config[key]}: remove that file or "
                 "choose another directory"
             )
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp_of(path: Path) -> Stamp | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return [found.st_size, found.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _write_record(folder: Path, *saves: Stamps) -> None:
@@ -185,14 +187,14 @@ def _write_record(folder: Path, *saves: Stamps) -> None:
     atomic.write_text(folder / RECORD, json.dumps(record) + "\n")
 
 
-def _move(staging: Path, folder: Path, names: Iterable[str]) -> None:
+def _move_files(staging: Path, folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).replace(folder / name)
     atomic.fsync(folder)
 
 
-def _remove(folder: Path, names: Iterable[str]) -> None:
+def _remove_files(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
     atomic.fsync(folder)
@@ -210,16 +212,16 @@ def prepare_in_bucket(folder: Path) -> None:
 def publish_in_bucket(staging: Path, folder: Path, last: Sequence[str]) -> None:
     """Upload the files of ``staging``; at the end, in this order, ``last``, without which no reader takes the rest."""
     hashes = {name: hash_file(staging / name).hash for name in files_of(staging)}
-    found, before = (
+    uploaded, before = (
         storage.listing(folder, deep=True),
         json.loads(storage.read(staging_path(folder)) or "{}"),
     )
     done = {
         name: found_hash
         for name, found_hash in hashes.items()
-        if name in found and before.get(name) == found_hash
+        if name in uploaded and before.get(name) == found_hash
     }
-    for name in found.keys() - done.keys():
+    for name in uploaded.keys() - done.keys():
         storage.delete(folder / name)
     first = [name for name in hashes if name not in (*done, *last)]
     for names in (

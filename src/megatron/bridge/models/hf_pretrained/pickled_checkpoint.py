@@ -44,13 +44,13 @@ class PickledCheckpoint(SafetensorsCheckpoint):
         files: dict[str, tuple[dict[str, TensorEntry], dict[str, str]]] = {}
         for file, tensors in self._tensors_by_file.items():
             path = self.directory / file
-            entries = {name: _entry(path, name, tensor) for name, tensor in tensors.items()}
+            entries = {name: _entry_of(path, name, tensor) for name, tensor in tensors.items()}
             files[file] = self._without_prefix(entries), {}
         return files
 
     @cached_property
     def _tensors_by_file(self) -> dict[str, dict[str, Tensor]]:
-        tensors_by_file = {name: _read(self.directory / name) for name in self._file_names}
+        tensors_by_file = {name: _read_pickle(self.directory / name) for name in self._file_names}
         for name, file in (self._index or {}).items():
             if name not in tensors_by_file[file]:
                 raise UserError(
@@ -92,7 +92,7 @@ class PickledCheckpoint(SafetensorsCheckpoint):
         """Do nothing: the kernel drops pages of a mapped file when it needs the memory."""
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_pickle(path: Path) -> dict[str, Tensor]:
     """Return the tensors of one pickled file.
 
     Raises:
@@ -111,16 +111,17 @@ def _read(path: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise UserError(f"{path} is not a whole PyTorch file: download it again") from error
     values = cast(Mapping[str, Any], state) if isinstance(state, Mapping) else {}
-    others = [str(name) for name, value in values.items() if not isinstance(value, Tensor)]
-    if not values or others:
+    non_tensors = [str(name) for name, value in values.items() if not isinstance(value, Tensor)]
+    if not values or non_tensors:
         raise UserError(
-            f"{path} is not a state dict of tensors{': it has ' + first_few(others) if others else ''}; save the "
+            f"{path} is not a state dict of "
+            f"tensors{': it has ' + first_few(non_tensors) if non_tensors else ''}; save the "
             "model with save_pretrained"
         )
     return dict(values)
 
 
-def _entry(path: Path, name: str, tensor: Tensor) -> TensorEntry:
+def _entry_of(path: Path, name: str, tensor: Tensor) -> TensorEntry:
     return TensorEntry(
         name=name,
         file=path,

@@ -70,15 +70,15 @@ class BlockScaledFP8:
             target: of the part's shape, in any dtype.
         """
         height, width = self.block or self.shape
-        rows, columns = map(_range, self.shape, _full(index, 2))
+        rows, columns = map(_range_of, self.shape, _full_index(index, 2))
         scale = stored[self.scale.name].float().reshape(-(-self.shape[0] // height), -1)
-        weight = stored[self.weight.name][:, _slice(columns)]
+        weight = stored[self.weight.name][:, _slice_of(columns)]
         of_column = torch.arange(columns.start, columns.stop, columns.step).div(
             width, rounding_mode="floor"
         )
         at_once = max(1, _AT_ONCE // max(1, len(columns)))
-        for number, here, there in _spans(rows, height, at_once):
-            factors = scale[number, of_column] if scale.numel() > 1 else scale[0]
+        for block_row, here, there in _block_spans(rows, height, at_once):
+            factors = scale[block_row, of_column] if scale.numel() > 1 else scale[0]
             target[there].copy_(_look_up(_E4M3, weight[here].view(torch.uint8)).mul_(factors))
 
 
@@ -101,20 +101,20 @@ class MXFP4:
 
     def fill(self, stored: Mapping[str, Tensor], index: Index, target: Tensor) -> None:
         """The same, one matrix and some columns at a time."""
-        which, *inner = _full(index, 3)
+        which, *inner = _full_index(index, 3)
         if isinstance(which, slice):
-            for number, part in zip(range(self.shape[0])[which], target, strict=True):
-                self.fill(stored, (number, *inner), part)
+            for matrix, part in zip(range(self.shape[0])[which], target, strict=True):
+                self.fill(stored, (matrix, *inner), part)
             return
-        rows, columns = map(_range, self.shape[1:], inner)
+        rows, columns = map(_range_of, self.shape[1:], inner)
         groups = slice(rows.start // _MX_BLOCK, -(-rows.stop // _MX_BLOCK))
         skip = groups.start * _MX_BLOCK
         blocks, scales = (
-            stored[entry.name][which, _slice(columns), groups] for entry in self.sources
+            stored[entry.name][which, _slice_of(columns), groups] for entry in self.sources
         )
         step = max(1, _AT_ONCE // max(1, blocks[:1].numel() * 2))
         for start in range(0, len(columns), step):
-            part = _unpacked(blocks[start : start + step], scales[start : start + step])
+            part = _unpack_blocks(blocks[start : start + step], scales[start : start + step])
             target[:, start : start + step].copy_(
                 part[:, rows.start - skip : rows.stop - skip : rows.step].t()
             )
@@ -124,7 +124,7 @@ QuantizedTensor = BlockScaledFP8 | MXFP4
 """One tensor that is stored as several."""
 
 
-def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+def _unpack_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
     """[columns, 32 x groups] from [columns, groups, 16] bytes and [columns, groups] exponents."""
     numbers = _look_up(_E2M1_PAIRS, blocks).flatten(-2)
     return numbers.mul_(torch.exp2(scales.float() - _E8M0_BIAS).unsqueeze(-1)).flatten(-2)
@@ -146,28 +146,28 @@ def is_mxfp4(blocks: TensorEntry, scales: TensorEntry) -> bool:
     return right_bytes and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, _MX_BYTES)
 
 
-def _full(index: Index, dimensions: int) -> list[int | slice]:
+def _full_index(index: Index, dimensions: int) -> list[int | slice]:
     return [*index, *[slice(None)] * (dimensions - len(index))]
 
 
-def _range(size: int, part: int | slice) -> range:
+def _range_of(size: int, part: int | slice) -> range:
     """The indices of a slice of ``size`` rows or columns."""
     assert isinstance(part, slice), "rows and columns are indexed by slices"
     return range(size)[part]
 
 
-def _slice(indices: range) -> slice:
+def _slice_of(indices: range) -> slice:
     return slice(indices.start, indices.stop, indices.step)
 
 
-def _spans(indices: range, length: int, most: int) -> Iterator[tuple[int, slice, slice]]:
-    """(block, indices in it, their positions in ``indices``), for up to ``most`` of ``indices`` at a time."""
+def _block_spans(indices: range, length: int, limit: int) -> Iterator[tuple[int, slice, slice]]:
+    """(block, indices in it, their positions in ``indices``), for up to ``limit`` of ``indices`` at a time."""
     at = 0
     while at < len(indices):
-        number = indices[at] // length
-        count = -(-((number + 1) * length - indices[at]) // indices.step)
-        here = indices[at : at + min(count, most)]
-        yield number, _slice(here), slice(at, at + len(here))
+        block = indices[at] // length
+        count = -(-((block + 1) * length - indices[at]) // indices.step)
+        here = indices[at : at + min(count, limit)]
+        yield block, _slice_of(here), slice(at, at + len(here))
         at += len(here)
 
 
@@ -178,7 +178,7 @@ Found = tuple[dict[str, QuantizedTensor], list[str], list[str]]
 """Packed tensors by plain name, names of their other stored tensors, problems."""
 
 
-def _anything(_: Any) -> bool:
+def _accept_anything(_: Any) -> bool:
     return True
 
 
@@ -196,12 +196,12 @@ _METHODS: dict[str, dict[str, Callable[[Any], bool]]] = {
         "fmt": ("e4m3", None).__contains__,
         "scale_fmt": ("float", "ue8m0", None).__contains__,
         "expert_dtype": ("fp8", None).__contains__,
-        "dequantize": _anything,
+        "dequantize": _accept_anything,
         **dict.fromkeys(
-            ("modules_to_not_convert", "modules_to_convert", "ignored_layers"), _anything
+            ("modules_to_not_convert", "modules_to_convert", "ignored_layers"), _accept_anything
         ),
     },
-    "mxfp4": {"dequantize": _anything, "modules_to_not_convert": _anything},
+    "mxfp4": {"dequantize": _accept_anything, "modules_to_not_convert": _accept_anything},
 }
 
 
@@ -233,7 +233,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """The Hugging Face config of the dequantized model."""
     plain = dict(config)
     if plain.get("quantization_config") is not None:
-        check(_plain(plain.pop("quantization_config")))
+        check(_as_plain_dict(plain.pop("quantization_config")))
     return plain
 
 
@@ -296,17 +296,17 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     def entries(self) -> dict[str, TensorEntry]:
         """All tensors as they appear, each in the file that holds its largest part."""
         belongings = set(self._found[1])
-        whole: dict[str, TensorEntry] = {}
+        full_entries: dict[str, TensorEntry] = {}
         plain_name = {packed.sources[0].name: name for name, packed in self._packed.items()}
         for name, entry in self._stored.entries.items():
             if name in plain_name:
                 packed = self._packed[plain_name[name]]
-                whole[plain_name[name]] = replace(
+                full_entries[plain_name[name]] = replace(
                     entry, name=plain_name[name], dtype=self._dtype, shape=packed.shape
                 )
             elif name not in belongings:
-                whole[name] = entry
-        return whole
+                full_entries[name] = entry
+        return full_entries
 
     @property
     def _packed(self) -> dict[str, QuantizedTensor]:
@@ -315,10 +315,12 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
     @cached_property
     def _found(self) -> Found:
         stored = self._stored.entries
-        found = (
-            _microscaled(stored) if self.method == "mxfp4" else _block_scaled(stored, self._config)
+        quantized = (
+            _find_microscaled(stored)
+            if self.method == "mxfp4"
+            else _block_scaled(stored, self._config)
         )
-        packed, _, problems = found
+        packed, _, problems = quantized
         if not packed and not problems:
             problems.append(
                 f"config.json has a quantization_config ({self.method}), but no weight in {self.directory} is "
@@ -326,15 +328,15 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             )
         if problems:
             raise UserError(first_problems(problems))
-        return found
+        return quantized
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._packed:
             return self._stored[name]
         entry = self.entries[name]
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
-        self._packed[name].fill(self._stored, (), whole)
-        return whole
+        full_tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._packed[name].fill(self._stored, (), full_tensor)
+        return full_tensor
 
     def copy(self, name: str, index: tuple[int | slice, ...], target: Tensor) -> None:
         """Copy a part of a tensor into ``target``; only that part is dequantized."""
@@ -343,8 +345,8 @@ class QuantizedCheckpoint(SafetensorsCheckpoint):
             return
         packed = self._packed[name]
         packed.fill(self._stored, index, target)
-        stored, whole = packed.sources[0], torch.Size(packed.shape).numel()
-        self._count(target.numel() * (stored.end - stored.begin) // max(whole, 1))
+        stored, full_numel = packed.sources[0], torch.Size(packed.shape).numel()
+        self._count(target.numel() * (stored.end - stored.begin) // max(full_numel, 1))
 
     def release(self, name: str, row: int | None = None) -> None:
         sources = self._packed[name].sources if name in self._packed else (self.entries[name],)
@@ -376,7 +378,7 @@ def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
             scale_names.append(name)
             if not _is_float8(stored.get(weight_name)):
                 problems.append(
-                    f"tensor {name} scales {weight_name}, which {_instead(stored, weight_name)}"
+                    f"tensor {name} scales {weight_name}, which {_actual_state(stored, weight_name)}"
                 )
         if not _is_float8(entry):
             continue
@@ -392,8 +394,8 @@ def _block_scaled(stored: Entries, config: Mapping[str, Any]) -> Found:
     modules = {name.rpartition(".")[0] for name in packed}
     ends = _INFERENCE_SCALES if config.get("activation_scheme") == "static" else ()
     inference_scales = [f"{module}.{end}" for module in modules for end in ends]
-    others = [*scale_names, *(name for name in inference_scales if name in stored)]
-    return packed, others, problems
+    scales = [*scale_names, *(name for name in inference_scales if name in stored)]
+    return packed, scales, problems
 
 
 def _is_per_row(weight: TensorEntry, scale: TensorEntry) -> bool:
@@ -406,7 +408,7 @@ def _is_float8(entry: TensorEntry | None) -> bool:
     return entry is not None and entry.dtype is torch.float8_e4m3fn
 
 
-def _instead(stored: Entries, name: str) -> str:
+def _actual_state(stored: Entries, name: str) -> str:
     return f"is {dtype_name(stored[name].dtype)}" if name in stored else "is not in the checkpoint"
 
 
@@ -424,20 +426,20 @@ def _wrong_scale(
         return f"tensor {scale.name} is {dtype_name(scale.dtype)}, not a float"
     if block is None:
         is_right = torch.Size(scale.shape).numel() == 1
-        wanted = "one number"
+        requirement = "one number"
     else:
         grid = block_grid(weight.shape, block)
         is_right = scale.shape == grid or (block[0] == 1 and scale.shape == grid[:1])
-        wanted = f"shape {list(grid)}"
+        requirement = f"shape {list(grid)}"
     if is_right:
         return None
     return (
         f"tensor {scale.name} has shape {list(scale.shape)}, but weight_block_size={block} and the shape "
-        f"{list(weight.shape)} of {weight.name} require {wanted}"
+        f"{list(weight.shape)} of {weight.name} require {requirement}"
     )
 
 
-def _microscaled(stored: Entries) -> Found:
+def _find_microscaled(stored: Entries) -> Found:
     """Tensors ``name_blocks`` with scales ``name_scales``."""
     packed: dict[str, QuantizedTensor] = {}
     problems: list[str] = []
@@ -460,7 +462,8 @@ def _microscaled(stored: Entries) -> Found:
             )
         elif not is_mxfp4(blocks, scales):
             problems.append(
-                f"tensors {blocks.name} {_what(blocks)} and {scales.name} {_what(scales)} are not MXFP4, which needs "
+                f"tensors {blocks.name} {_entry_phrase(blocks)} and {scales.name} "
+                f"{_entry_phrase(scales)} are not MXFP4, which needs "
                 "uint8 [experts, rows, groups, 16] and [experts, rows, groups]"
             )
         else:
@@ -468,11 +471,11 @@ def _microscaled(stored: Entries) -> Found:
     return packed, [f"{name}_scales" for name in plain], problems
 
 
-def _what(entry: TensorEntry) -> str:
+def _entry_phrase(entry: TensorEntry) -> str:
     return f"({dtype_name(entry.dtype)} {list(entry.shape)})"
 
 
-def _plain(quantization: Any) -> Mapping[str, Any]:
+def _as_plain_dict(quantization: Any) -> Mapping[str, Any]:
     """A ``quantization_config`` as a dict; transformers may have made it an object."""
     if isinstance(quantization, Mapping):
         return cast(Mapping[str, Any], quantization)

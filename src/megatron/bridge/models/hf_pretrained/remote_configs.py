@@ -58,18 +58,18 @@ class NanoVLConfig(NemotronH_Omni_Reasoning_V3_Config):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.vision_config, dict):
-            self.vision_config = {**_sizes(self.vision_config), **self.vision_config}
+            self.vision_config = {**_trained_sizes(self.vision_config), **self.vision_config}
         super().__post_init__(**kwargs)
 
 
-def _sizes(vision: dict[str, Any]) -> dict[str, Any]:
+def _trained_sizes(vision: dict[str, Any]) -> dict[str, Any]:
     """What ``args``, the settings that the tower was trained with, say of its sizes."""
     args: dict[str, Any] = vision.get("args") or {}
     if "hidden_size" not in vision and args.get("model", _HUGE) != _HUGE:
         raise ValueError(f"vision_config.args.model={args['model']!r} is not supported: {_HUGE} is")
-    found = {"max_img_size": args["cpe_max_size"]} if args.get("cpe_max_size") else {}
+    sizes = {"max_img_size": args["cpe_max_size"]} if args.get("cpe_max_size") else {}
     if multiple := args.get("register_multiple"):
         teachers = {teacher["name"] for teacher in args.get("teachers", ())}
         tokens = len(teachers) if args.get("cls_token_per_teacher") else 1
-        found |= {"num_cls_tokens": tokens, "num_registers": multiple - tokens % multiple}
-    return found
+        sizes |= {"num_cls_tokens": tokens, "num_registers": multiple - tokens % multiple}
+    return sizes

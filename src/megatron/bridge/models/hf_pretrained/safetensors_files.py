@@ -72,7 +72,9 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
                 raise UserError(f"{file} is not a whole safetensors file: download it again")
             header = strict_json.loads(stream.read(length))
         metadata = header.pop("__metadata__", {})
-        entries = [_entry(file, name, item, _LENGTH + length) for name, item in header.items()]
+        entries = [
+            _parse_entry(file, name, item, _LENGTH + length) for name, item in header.items()
+        ]
     except UserError:
         raise
     except OSError as error:
@@ -101,14 +103,14 @@ def _check_places(file: Path, entries: list[TensorEntry], begin: int, size: int)
         )
 
 
-def _entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
+def _parse_entry(file: Path, name: str, item: dict[str, Any], data: int) -> TensorEntry:
     code, shape = item["dtype"], tuple(item["shape"])
     if code not in DTYPES:
         raise UserError(
             f"{name} in {file} has dtype {code}, which is not supported: {', '.join(DTYPES)} are"
         )
     begin, end = item["data_offsets"]
-    are_whole = all(type(number) is int for number in (*shape, begin, end))
+    are_whole = all(type(value) is int for value in (*shape, begin, end))
     if not are_whole or min(shape, default=0) < 0:
         raise ValueError("shapes and offsets are whole numbers")
     entry = TensorEntry(name, file, DTYPES[code], shape, data + begin, data + end)
@@ -196,15 +198,15 @@ class SafetensorsCheckpoint(Mapping[str, Tensor]):
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        found: dict[str, TensorEntry] = {}
+        all_entries: dict[str, TensorEntry] = {}
         for tensors, _ in self.files.values():
             for name, entry in tensors.items():
-                if name in found:
+                if name in all_entries:
                     raise UserError(
-                        f"tensor {name} is in both {found[name].file.name} and {entry.file.name}"
+                        f"tensor {name} is in both {all_entries[name].file.name} and {entry.file.name}"
                     )
-                found[name] = entry
-        return found
+                all_entries[name] = entry
+        return all_entries
 
     @cached_property
     def _index(self) -> dict[str, str] | None:

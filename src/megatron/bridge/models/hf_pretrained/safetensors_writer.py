@@ -64,7 +64,7 @@ def output_files_like(source: SafetensorsCheckpoint, tensors: TensorSpecs) -> li
         if specs == {name: (entry.dtype, entry.shape) for name, entry in entries.items()}:
             layouts.append(OutputFile(file, _header_of(source.directory / file), entries))
         elif specs:
-            layouts.append(_file(file, specs, metadata))
+            layouts.append(_output_file(file, specs, metadata))
     if SINGLE not in source.files:
         layouts += _additional_shards(additional)
     return layouts
@@ -76,44 +76,47 @@ def _additional_shards(tensors: TensorSpecs) -> list[OutputFile]:
     for layout in new_output_files(tensors):
         specs = {name: (entry.dtype, entry.shape) for name, entry in layout.entries.items()}
         name = layout.name.replace("model", "model-extra", 1)
-        shards.append(_file(name, specs, {"format": "pt"}))
+        shards.append(_output_file(name, specs, {"format": "pt"}))
     return shards
 
 
 def new_output_files(tensors: TensorSpecs, shard_bytes: int = SHARD_BYTES) -> list[OutputFile]:
     """Files of at most ``shard_bytes``, unless one tensor is larger, named as transformers names them."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = []
-    room = 0
+    free_bytes = 0
     for name, item in tensors.items():
-        size = _size(*item)
-        if not groups or size > room:
+        size = _tensor_bytes(*item)
+        if not groups or size > free_bytes:
             groups.append({})
-            room = shard_bytes
+            free_bytes = shard_bytes
         groups[-1][name] = item
-        room -= size
+        free_bytes -= size
     if len(groups) == 1:
-        return [_file(SINGLE, groups[0], {"format": "pt"})]
+        return [_output_file(SINGLE, groups[0], {"format": "pt"})]
     names = (
         f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)
     )
-    return [_file(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+    return [
+        _output_file(name, group, {"format": "pt"})
+        for name, group in zip(names, groups, strict=True)
+    ]
 
 
 def write_index(
     directory: Path, layouts: Iterable[OutputFile], source: SafetensorsCheckpoint | None
 ) -> None:
     """Write the index where there are several files, or where the source has one; unchanged if it still holds."""
-    where = {name: layout.name for layout in layouts for name in layout.entries}
+    weight_map = {name: layout.name for layout in layouts for name in layout.entries}
     sizes = sum(entry.end - entry.begin for layout in layouts for entry in layout.entries.values())
     original = source.directory / INDEX if source is not None and source.as_stored else None
     if original is not None and original.is_file():
         text = original.read_text()
-        if json.loads(text)["weight_map"] == where:
+        if json.loads(text)["weight_map"] == weight_map:
             (directory / INDEX).write_text(text)
             return
-    if set(where.values()) == {SINGLE}:
+    if set(weight_map.values()) == {SINGLE}:
         return
-    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(where.items()))}
+    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -207,11 +210,11 @@ class Writer:
             os.fsync(self._descriptors[file])
 
 
-def _file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> OutputFile:
+def _output_file(name: str, tensors: TensorSpecs, metadata: Mapping[str, str]) -> OutputFile:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for tensor, (dtype, shape) in tensors.items():
-        size = _size(dtype, shape)
+        size = _tensor_bytes(dtype, shape)
         header[tensor] = {
             "dtype": CODES[dtype],
             "shape": list(shape),
@@ -240,5 +243,5 @@ def _header_of(path: Path) -> bytes:
         return length + file.read(int.from_bytes(length, "little"))
 
 
-def _size(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+def _tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel() * dtype.itemsize

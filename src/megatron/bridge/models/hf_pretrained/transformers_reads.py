@@ -129,11 +129,11 @@ class _ReferenceModel:
 
 def _reference_model(config: Mapping[str, Any]) -> _ReferenceModel | None:
     """Build transformers' model of ``config`` and run it; return None if transformers has no such model."""
-    return _examine(json.dumps(config, sort_keys=True, default=str))
+    return _examine_config(json.dumps(config, sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=16)
-def _examine(as_json: str) -> _ReferenceModel | None:
+def _examine_config(as_json: str) -> _ReferenceModel | None:
     values = json.loads(as_json)
     config_class, model_class = _classes_of(values)
     if model_class is None:
@@ -141,10 +141,10 @@ def _examine(as_json: str) -> _ReferenceModel | None:
     with _quiet_transformers():
         config = config_class.from_dict(values)
         try:
-            with _recording(config) as recorder:
+            with _recording_reads(config) as recorder:
                 with torch.device("meta"):
                     model = model_class._from_config(config).to(torch.bfloat16)
-                ran = _run(model)
+                ran = _run_model(model)
         except Exception:  # transformers cannot build it: nothing is known to be unread
             return None
     from transformers import conversion_mapping, core_model_loading
@@ -176,7 +176,7 @@ def _classes_of(config: Mapping[str, Any]) -> tuple[Any, Any]:
     return config_class, None
 
 
-def _run(model: Any) -> bool:
+def _run_model(model: Any) -> bool:
     """Run the model on a few tokens; return whether that ran all of its code that reads the config.
 
     A model with a tower is not run on images, whose inputs differ from family to family.
@@ -271,8 +271,8 @@ class _RecordingDict(dict[str, Any]):
         self._record(*super().keys())
         return super().copy()
 
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
+    def __or__(self, mapping: Any) -> Any:
+        return self.copy() | mapping
 
     def __deepcopy__(self, memo: Any) -> "_RecordingDict":
         values = {key: copy.deepcopy(value, memo) for key, value in dict.items(self)}
@@ -301,7 +301,7 @@ def _wrap_dict(
 
 
 @contextmanager
-def _recording(config: Any) -> Iterator[_Recorder]:
+def _recording_reads(config: Any) -> Iterator[_Recorder]:
     """Record which attributes of configs are read, other than to write the config; other threads wait."""
     from transformers import PreTrainedConfig
 
@@ -374,8 +374,8 @@ def _changes_config(config_class: Any, raw: Mapping[str, Any], key: str) -> bool
                 changed = config_class.from_dict(copy.deepcopy(reduced)).to_dict()
         except Exception:  # the config needs the key
             return True
-        for other in spellings:
-            complete, changed = without_key(complete, other), without_key(changed, other)
+        for alias in spellings:
+            complete, changed = without_key(complete, alias), without_key(changed, alias)
         return complete != changed
     return False  # transformers added the key itself, with its default
 

@@ -32,9 +32,9 @@ class NemotronHOmniBridge(VisionBridge):
         provider.radio_layer_scales = any(".layer_scale1." in name for name in stored)
         return provider
 
-    def _check(self, whole: Mapping[str, Any]) -> None:
-        super()._check(whole)
-        if count := whole["text_config"].get("num_nextn_predict_layers"):
+    def _check(self, full_config: Mapping[str, Any]) -> None:
+        super()._check(full_config)
+        if count := full_config["text_config"].get("num_nextn_predict_layers"):
             raise UserError(
                 f"text_config.num_nextn_predict_layers={count} adds a norm to the tower: set it to 0"
             )
@@ -65,9 +65,9 @@ class NemotronNanoVLBridge(NemotronHOmniBridge):
         "language_model.model.": {**NemotronHOmniBridge.names, "backbone.": "language_model.model."}
     }
 
-    def _check(self, whole: Mapping[str, Any]) -> None:
-        super()._check(whole)
-        if (version := whole.get("ps_version", "v1")) != "v2":
+    def _check(self, full_config: Mapping[str, Any]) -> None:
+        super()._check(full_config)
+        if (version := full_config.get("ps_version", "v1")) != "v2":
             raise UserError(
                 f"ps_version={version!r}, which transposes tiles, is not supported: v2 is"
             )

@@ -71,13 +71,13 @@ class _ThreeProjections(ReplicatedMapping):
 def as_modules(registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
     """``registry`` under the names of transformers' modules."""
     modules = {
-        **{theirs: ours for ours, theirs in _TENSORS.items()},
+        **{hf_name: megatron_name for megatron_name, hf_name in _TENSORS.items()},
         LANGUAGE: "language_model.model.",
     }
-    found = renamed(registry.get_all_mappings(), modules).get_all_mappings()
+    mappings = renamed(registry.get_all_mappings(), modules).get_all_mappings()
     qkv = _ThreeProjections(
         f"vision.{_QKV}.**", *(f"{_RADIO}.attention.{name}_proj.**" for name in "qkv")
     )
     return MegatronMappingRegistry(
-        *(it for it in found if it.megatron_param != qkv.megatron_param), qkv
+        *(mapping for mapping in mappings if mapping.megatron_param != qkv.megatron_param), qkv
     )

@@ -54,8 +54,8 @@ _GATED_LIKE = {
 
 
 def _next_tokens(_: Any, depth: int) -> MTPNames:
-    own = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-    return MTPNames(f"mtp.layers.{depth}", *own)
+    module_names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+    return MTPNames(f"mtp.layers.{depth}", *module_names)
 
 
 @register_bridge("Qwen3NextForCausalLM", model_type="qwen3_next")

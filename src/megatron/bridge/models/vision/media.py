@@ -28,7 +28,7 @@ def split_kinds(media: Media | None) -> list[Media]:
 
 def costs(media: Media) -> list[int]:
     """Patches, or pixels, of each image."""
-    grids = _grids(media)
+    grids = _find_grids(media)
     if grids is not None:
         return [int(size) for size in grids.prod(-1)]
     pixels = next(value for name, value in media.items() if name.startswith("pixel_values"))
@@ -37,7 +37,7 @@ def costs(media: Media) -> list[int]:
 
 def select(media: Media, chosen: Sequence[int]) -> dict[str, Tensor]:
     """The tensors of the chosen images only; the patches may be only theirs already."""
-    grids = _grids(media)
+    grids = _find_grids(media)
     if grids is None:
         index = torch.tensor(chosen, dtype=torch.long)
         return {name: value[index.to(value.device)] for name, value in media.items()}
@@ -77,10 +77,10 @@ def can_share(media: Media) -> bool:
     """Whether every tensor says which image an entry is of."""
     if any("video" in name and value.dim() == 4 for name, value in media.items()):
         return False  # frames
-    return _grids(media) is not None or len({len(value) for value in media.values()}) == 1
+    return _find_grids(media) is not None or len({len(value) for value in media.values()}) == 1
 
 
-def _grids(media: Media) -> Tensor | None:
+def _find_grids(media: Media) -> Tensor | None:
     return next(
         (value for name, value in media.items() if name.endswith(("grid_thw", "grid_hw"))), None
     )

@@ -21,9 +21,9 @@ def media_rows(input_ids: Tensor, image_token: int | None, video_token: int | No
     """
     rows, first = torch.full_like(input_ids, -1), 0
     for token in dict.fromkeys(token for token in (image_token, video_token) if token is not None):
-        found = input_ids == token
-        count = int(found.sum())
-        rows[found] = torch.arange(first, first + count, device=rows.device)
+        is_placeholder = input_ids == token
+        count = int(is_placeholder.sum())
+        rows[is_placeholder] = torch.arange(first, first + count, device=rows.device)
         first += count
     return rows
 
@@ -52,10 +52,11 @@ def prompt_look_ahead(loss_mask: Tensor, bounds: Sequence[int]) -> Tensor:
 
 def check_rows(rows: Tensor, features: Tensor | None) -> None:
     """Refuse placeholders without images and images without placeholders."""
-    wanted, given = int((rows >= 0).sum()), 0 if features is None else len(features)
-    if wanted != given:
+    placeholders, feature_rows = int((rows >= 0).sum()), 0 if features is None else len(features)
+    if placeholders != feature_rows:
         raise UserError(
-            f"input_ids has {wanted} placeholders for tokens of images, the images have {given}: give each image "
+            f"input_ids has {placeholders} placeholders for tokens of images, the images have "
+            f"{feature_rows}: give each image "
             "as many placeholders as the tower makes tokens of it"
         )
 
@@ -70,9 +71,9 @@ class Places:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             rows = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         flat = rows.flatten()
-        where = torch.nonzero(flat >= 0).flatten()
+        positions = torch.nonzero(flat >= 0).flatten()
         self.where, self.rows = (
-            places.to(device, non_blocking=True) for places in (where, flat[where])
+            places.to(device, non_blocking=True) for places in (positions, flat[positions])
         )
 
     def whole_gradient(self, features: Tensor) -> Tensor:

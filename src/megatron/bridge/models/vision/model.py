@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
+from megatron.bridge.backends.attention.block_mask import is_mask_of_valid_tokens
 from megatron.bridge.models.vision import merge, sharing
 from megatron.bridge.models.vision.media import Media, split_kinds
 from megatron.bridge.utils.errors import UserError
@@ -54,9 +55,9 @@ class WithVision(LanguageModule):
             input_ids: [b, s], a placeholder for each token of an image.
             position_ids: [b, s], or [3, b, s] for multimodal rotary embeddings
                 (``megatron.bridge.data.media.positions``).
-            attention_mask: None for causal attention; of models with ``bidirectional_images``,
-                ``merge.look_ahead`` of the whole sequence, which context parallelism and packed rows need; of
-                models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
+            attention_mask: None, or booleans [b, s] that are true for valid tokens, for causal attention. Of models
+                with ``bidirectional_images``, ``merge.look_ahead`` of the whole sequence, which context parallelism
+                and packed rows need; of models with ``bidirectional_prompt``, ``merge.prompt_look_ahead`` of it.
             decoder_input: embeddings to use; the tower does not run.
             *args: of ``GPTModel.forward``.
             media: tensors of the images under transformers' names: ``pixel_values``, ``image_grid_thw``,
@@ -71,6 +72,8 @@ class WithVision(LanguageModule):
                 "position_ids is [batch, sequence] and the sample has images: give [3, batch, sequence] of "
                 "megatron.bridge.data.media.positions.mrope_positions"
             )
+        if attention_mask is not None and is_mask_of_valid_tokens(attention_mask):
+            attention_mask = None  # causal attention ignores it, see TorchAttention.forward
         config: Any = self.config
         if config.bidirectional_images and attention_mask is None:
             attention_mask = self._sight(input_ids)
@@ -94,20 +97,22 @@ class WithVision(LanguageModule):
         """Embeddings [s, b, h] of text and images."""
         config: Any = self.config
         assert self.vision is not None
-        found, spare = sharing.features(self.vision, media, config.share_images, self._dummy)
+        image_features, spare = sharing.features(
+            self.vision, media, config.share_images, self._dummy
+        )
         rows = self._find_rows(input_ids, media) if rows is None else rows
         if parallel_state.get_context_parallel_world_size() == 1:
-            merge.check_rows(rows, found)
+            merge.check_rows(rows, image_features)
         replaced = rows.to(input_ids.device, non_blocking=True) >= 0
         text = input_ids.masked_fill(replaced, 0)  # placeholders may lie outside the vocabulary
         embeddings = self.embedding(input_ids=text, position_ids=position_ids)
-        if found is not None:
-            embeddings = self._merged(embeddings, found, rows)
+        if image_features is not None:
+            embeddings = self._merged(embeddings, image_features, rows)
         return embeddings if spare is None else sharing.Anchor.apply(embeddings, spare)  # type: ignore[return-value]
 
-    def _merged(self, embeddings: Tensor, found: Tensor, rows: Tensor) -> Tensor:
-        places = merge.Places(rows, self.config.sequence_parallel, found.device)
-        first, *deep = places.whole_gradient(found).split(self.config.hidden_size, dim=-1)
+    def _merged(self, embeddings: Tensor, image_features: Tensor, rows: Tensor) -> Tensor:
+        places = merge.Places(rows, self.config.sequence_parallel, image_features.device)
+        first, *deep = places.whole_gradient(image_features).split(self.config.hidden_size, dim=-1)
         if self._deepstack:
             self._deepstack.set(places, tuple(deep))
         return places.put(embeddings, first)

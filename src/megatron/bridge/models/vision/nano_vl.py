@@ -19,9 +19,9 @@ class NanoVLModel(NemotronH_Omni_Reasoning_V3):
     def get_image_features(self, pixel_values: Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:  # type: ignore[override]
         """Features of tiles [tiles, channels, height, width]."""
         height, width = (side // self.vision_model.patch_size for side in pixel_values.shape[-2:])
-        found = self.vision_model(pixel_values.to(self.vision_model.config.dtype))
+        encoded = self.vision_model(pixel_values.to(self.vision_model.config.dtype))
         return BaseModelOutputWithPooling(
-            pooler_output=self.project_vision_features(found.features, height, width)
+            pooler_output=self.project_vision_features(encoded.features, height, width)
         )
 
     def get_video_features(

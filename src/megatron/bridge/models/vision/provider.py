@@ -66,8 +66,10 @@ def axes_of(sections: list[int], interleaved: bool) -> Tensor:
     """
     axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
     if interleaved:
-        turns = {place: axis for axis in (1, 2) for place in range(axis, 3 * sections[axis], 3)}
-        axes = [turns.get(place, 0) for place in range(sum(sections))]
+        turns = {
+            frequency: axis for axis in (1, 2) for frequency in range(axis, 3 * sections[axis], 3)
+        }
+        axes = [turns.get(frequency, 0) for frequency in range(sum(sections))]
     return torch.tensor(
         axes, device="cpu"
     )  # numbers, even while the model is built on the meta device
@@ -207,9 +209,9 @@ class VisionGPTModelProvider(GPTModelProvider):
 
     def _add_tower(self, model: WithVision) -> None:
         assert self.vision is not None
-        if (found := len(model.decoder.layers)) < self.deep_layers:
+        if (stage_layers := len(model.decoder.layers)) < self.deep_layers:
             raise UserError(
-                f"num_layers_in_first_pipeline_stage={found} is less than the {self.deep_layers} layers that "
+                f"num_layers_in_first_pipeline_stage={stage_layers} is less than the {self.deep_layers} layers that "
                 f"features of images are added behind: give the first stage at least {self.deep_layers} layers"
             )
         tower: Any = self._build_tower(self.vision)
@@ -235,7 +237,7 @@ class VisionGPTModelProvider(GPTModelProvider):
             self.freeze_vision_projection,
         )
         for name, parameter in model.named_parameters():
-            if frozen[_part(name)]:
+            if frozen[_part_of_model(name)]:
                 parameter.requires_grad_(False)
 
 
@@ -253,7 +255,7 @@ class VisionHybridModelProvider(VisionGPTModelProvider, MambaModelProvider):
         return radio.as_stored(super()._build_tower(vision), self.radio_layer_scales)
 
 
-def _part(name: str) -> int:
+def _part_of_model(name: str) -> int:
     """0 for the decoder, 1 for the tower, 2 for the projector."""
     path = name.split(".")
     if path[0] != "vision":

@@ -31,7 +31,7 @@ def as_stored(tower: Any, has_scales: bool) -> nn.Module:
     if videos:
         tower.vision_model.embeddings.register_forward_hook(_with_both)
     for layer in tower.vision_model.encoder.layer:
-        _fuse(layer.attention)
+        _fuse_qkv(layer.attention)
         if not has_scales:
             layer.layer_scale1 = layer.layer_scale2 = nn.Identity()
     return tower
@@ -50,7 +50,7 @@ def _with_both(embeddings: Any, _: Any, output: Tensor) -> Any:
     return output
 
 
-def _fuse(attention: Any) -> None:
+def _fuse_qkv(attention: Any) -> None:
     """Replace three layers by one ``qkv``; transformers calls them in this order, with the same input."""
     parts = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
     width, first = sum(part.out_features for part in parts), parts[0]
@@ -62,16 +62,16 @@ def _fuse(attention: Any) -> None:
     waiting: list[Tensor] = []
     attention.qkv = fused
     attention.q_proj, attention.k_proj = (
-        partial(_queries, attention, waiting),
-        partial(_next, waiting),
+        partial(_project_queries, attention, waiting),
+        partial(_next_waiting, waiting),
     )
-    attention.v_proj = partial(_next, waiting)
+    attention.v_proj = partial(_next_waiting, waiting)
 
 
-def _queries(attention: Any, waiting: list[Tensor], hidden: Tensor) -> Tensor:
+def _project_queries(attention: Any, waiting: list[Tensor], hidden: Tensor) -> Tensor:
     queries, *waiting[:] = attention.qkv(hidden).chunk(3, dim=-1)
     return queries
 
 
-def _next(waiting: list[Tensor], _: Tensor) -> Tensor:
+def _next_waiting(waiting: list[Tensor], _: Tensor) -> Tensor:
     return waiting.pop(0)

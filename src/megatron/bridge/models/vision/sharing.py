@@ -44,9 +44,15 @@ def features(
         group: Any = parallel_state.get_tensor_and_context_parallel_group()
         ranks = group.size() if share and all(map(layouts.can_share, kinds)) else 1
         owners = layouts.share_out(costs, ranks)
-        own = [index for index, owner in enumerate(owners) if ranks == 1 or owner == group.rank()]
-        encoded = _encode(tower, kinds, own)
-        spare = encode(tower, _beside(tower, dummy)).rows if trained and not own else None
+        local_images = [
+            index for index, owner in enumerate(owners) if ranks == 1 or owner == group.rank()
+        ]
+        encoded = _encode_local_images(tower, kinds, local_images)
+        spare = (
+            encode(tower, _media_for_tower(tower, dummy)).rows
+            if trained and not local_images
+            else None
+        )
         if not kinds:
             return None, spare
         if ranks == 1:
@@ -62,7 +68,7 @@ def features(
         return _Gather.apply(local, counts, owners, group), spare  # type: ignore[return-value]
 
 
-def _beside(tower: nn.Module, media: Media) -> Media:
+def _media_for_tower(tower: nn.Module, media: Media) -> Media:
     device = next(tower.parameters()).device
     return {
         name: value.to(device) if value.is_floating_point() else value
@@ -70,18 +76,20 @@ def _beside(tower: nn.Module, media: Media) -> Media:
     }
 
 
-def _encode(tower: nn.Module, kinds: list[Media], own: list[int]) -> list[tuple[Tensor, list[int]]]:
+def _encode_local_images(
+    tower: nn.Module, kinds: list[Media], local_images: list[int]
+) -> list[tuple[Tensor, list[int]]]:
     """Feature rows, and the number per image, of this rank's images of each kind."""
-    found, first = [], 0
+    encoded, first = [], 0
     for kind in kinds:
         total = len(layouts.costs(kind))
-        here = [index - first for index in own if first <= index < first + total]
+        here = [index - first for index in local_images if first <= index < first + total]
         first += total
         if here:
             chosen = kind if len(here) == total else layouts.select(kind, here)
             result = encode(tower, chosen)
-            found.append((result.rows, result.counts))
-    return found
+            encoded.append((result.rows, result.counts))
+    return encoded
 
 
 def _known_sizes(tower: Any, costs: list[int]) -> tuple[list[int], int] | None:
@@ -101,10 +109,10 @@ def _exchanged_sizes(
     """Tokens of each image and the width of features, exchanged between the ranks that encoded them."""
     device = next(tower.parameters()).device
     here = [index for index, owner in enumerate(owners) if owner == group.rank()]
-    own = [count for _, counts in encoded for count in counts]
+    local_counts = [count for _, counts in encoded for count in counts]
     sizes = torch.zeros(len(owners) + 1, dtype=torch.long)
     sizes[here], sizes[-1] = (
-        torch.tensor(own, dtype=torch.long),
+        torch.tensor(local_counts, dtype=torch.long),
         encoded[0][0].shape[-1] if encoded else 0,
     )
     sizes = sizes.to(device)
@@ -144,7 +152,9 @@ class _Gather(torch.autograd.Function):
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
         parts = [
-            part for part, mine in zip(gradient.split(ctx.counts), ctx.mine, strict=True) if mine
+            part
+            for part, is_local in zip(gradient.split(ctx.counts), ctx.mine, strict=True)
+            if is_local
         ]
         local = torch.cat(parts) if parts else gradient[:0]
         # parameters' gradients are averaged over tensor-parallel ranks, and their sum is meant
@@ -155,9 +165,9 @@ class Anchor(torch.autograd.Function):
     """Identity of the first tensor whose backward gives the second zeros, so that its parameters have a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, spare: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, activation: Tensor, spare: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(spare)
-        return kept.view_as(kept)
+        return activation.view_as(activation)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]

@@ -50,25 +50,25 @@ def _with_sizes(
     """What ``visual`` would compute from the grid, computed on the host and sent to the patches' device."""
     grid, device = kwargs["grid_thw"].cpu(), args[0].device
     return args, kwargs | {
-        name: _sent(value, device) for name, value in _sizes(visual, grid).items()
+        name: _send_to_device(value, device) for name, value in _derived_sizes(visual, grid).items()
     }
 
 
-def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
+def _derived_sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
     from transformers import vision_utils as sizes
 
     config, merge = visual.config, visual.spatial_merge_size
     bounds = sizes.get_vision_cu_seqlens(grid)
-    found = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
-    found |= {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
+    derived = {"grid_thw": grid, "position_ids": sizes.get_vision_position_ids(grid, merge)}
+    derived |= {"cu_seqlens": bounds, "max_seqlen": _longest_sequence(bounds)}
     if hasattr(config, "window_size"):
         order, bounds = sizes.get_vision_window_index(
             grid, merge, config.window_size, config.patch_size
         )
-        found |= {
+        derived |= {
             "window_index": order,
             "cu_window_seqlens": bounds,
-            "max_window_seqlen": _longest(bounds),
+            "max_window_seqlen": _longest_sequence(bounds),
         }
     if hasattr(visual, "num_grid_per_side"):
         places, weights = sizes.get_vision_interpolation_indices_and_weights(
@@ -78,15 +78,15 @@ def _sizes(visual: Any, grid: Tensor) -> dict[str, Any]:
             visual.interpolation_align_corners,
             merge,
         )
-        found |= {"interp_indices": places, "interp_weights": weights}
-    return found
+        derived |= {"interp_indices": places, "interp_weights": weights}
+    return derived
 
 
-def _longest(bounds: Tensor) -> int:
+def _longest_sequence(bounds: Tensor) -> int:
     return int(bounds.diff().max())
 
 
-def _sent(value: Any, device: torch.device) -> Any:
+def _send_to_device(value: Any, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     sent = value.to(device, non_blocking=True)
@@ -165,7 +165,7 @@ def build_tower(
         text.layers_block_type = []
     try:
         with nullcontext() if initialize else no_init_weights():
-            tower = _builder(config)(config, dtype=torch.float32)
+            tower = _model_builder(config)(config, dtype=torch.float32)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"vision: transformers cannot build this tower: {error}") from error
     for name in (*_LANGUAGE, *_AUDIO):
@@ -181,7 +181,7 @@ def build_tower(
     return tower
 
 
-def _builder(config: Any) -> Any:
+def _model_builder(config: Any) -> Any:
     """What builds transformers' model of ``config``."""
     import transformers
 
@@ -200,11 +200,11 @@ def hf_config(vision: Mapping[str, Any]) -> Any:
 
     values = copy.deepcopy(dict(vision))
     kind = values.pop("model_type")
-    own = own_config(kind)
+    config_class = own_config(kind)
     return (
         cast(Any, transformers.AutoConfig).for_model(kind, **values)
-        if own is None
-        else own(**values)
+        if config_class is None
+        else config_class(**values)
     )
 
 
@@ -219,7 +219,7 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
     if tower.config.model_type in _LISTS_OF_IMAGES:
         media = {name: value[:, None] for name, value in media.items()}
     try:
-        found = compute(**media, return_dict=True)
+        outputs = compute(**media, return_dict=True)
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -228,24 +228,26 @@ def encode(tower: Any, media: Mapping[str, Tensor]) -> Features:
             f"{type(tower).__name__} of transformers cannot encode media with {shapes} ({error}): check the "
             "shapes, and model.vision"
         ) from error
-    rows, counts = _flat(_projected(tower, found))
-    deep = [_flat(part)[0] for part in getattr(found, "deepstack_features", None) or ()]
+    rows, counts = _flatten_features(_projected_features(tower, outputs))
+    deep = [
+        _flatten_features(part)[0] for part in getattr(outputs, "deepstack_features", None) or ()
+    ]
     return Features(torch.cat((rows, *deep), dim=-1) if deep else rows, counts)
 
 
-def _projected(tower: Any, found: Any) -> Any:
+def _projected_features(tower: Any, outputs: Any) -> Any:
     if (
         tower.config.model_type == "llama4"
     ):  # transformers projects its images in the forward pass only
-        return tower.multi_modal_projector(found.last_hidden_state)
-    return found.pooler_output
+        return tower.multi_modal_projector(outputs.last_hidden_state)
+    return outputs.pooler_output
 
 
 def is_video(media: Mapping[str, Tensor]) -> bool:
     return any("video" in name for name in media)
 
 
-def _flat(features: Any) -> tuple[Tensor, list[int]]:
+def _flatten_features(features: Any) -> tuple[Tensor, list[int]]:
     """[tokens, hidden] and how many tokens each image has."""
     parts = [part.flatten(0, -2) for part in features]
     return torch.cat(parts), [len(part) for part in parts]
@@ -278,20 +280,20 @@ def _layers_taken(config: Any) -> int | None:
     if chosen is None:
         return None
     layers = config.vision_config.num_hidden_layers
-    wanted = [chosen] if isinstance(chosen, int) else list(chosen)
-    return max(layer if layer >= 0 else layers + 1 + layer for layer in wanted)
+    chosen_layers = [chosen] if isinstance(chosen, int) else list(chosen)
+    return max(layer if layer >= 0 else layers + 1 + layer for layer in chosen_layers)
 
 
 def dummy_media(tower: Any) -> dict[str, Tensor]:
     """Tensors of the smallest image, under the names of transformers' ``get_image_features``."""
     config = tower.config
     if hasattr(tower, "visual"):
-        return _patches(config.vision_config)
+        return _dummy_patches(config.vision_config)
     if config.model_type == "nemotron_h_omni":
         side = round(1 / config.downsample_ratio)
         patches = torch.ones(side**2, config.vision_config.patch_dim)
         return {"pixel_values": patches, "image_grid_hw": torch.tensor([[side, side]])}
-    size = _size(config)
+    size = _image_side(config)
     pixels = torch.ones(1, getattr(config.vision_config, "num_channels", 3), size, size)
     if config.model_type == "mistral3":  # transformers fails with a single token
         return {
@@ -299,11 +301,11 @@ def dummy_media(tower: Any) -> dict[str, Tensor]:
             "image_sizes": torch.tensor([[size, 2 * size]]),
         }
     if config.model_type in ("llava_next", "llava_onevision"):
-        return _tiles(config, pixels)
+        return _dummy_tiles(config, pixels)
     return {"pixel_values": pixels}
 
 
-def _patches(vision: Any) -> dict[str, Tensor]:
+def _dummy_patches(vision: Any) -> dict[str, Tensor]:
     merge = vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     width = channels * vision.temporal_patch_size * vision.patch_size**2
@@ -313,7 +315,7 @@ def _patches(vision: Any) -> dict[str, Tensor]:
     }
 
 
-def _size(config: Any) -> int:
+def _image_side(config: Any) -> int:
     """Pixels along a side."""
     vision = config.vision_config
     if config.model_type == _TILES:
@@ -323,7 +325,7 @@ def _size(config: Any) -> int:
     return vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
 
 
-def _tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
+def _dummy_tiles(config: Any, pixels: Tensor) -> dict[str, Tensor]:
     """A square image, which needs the fewest tiles: one, and a copy of the whole."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 

@@ -3,7 +3,7 @@
 
 from megatron.bridge.utils.optional_imports import lazy_names
 
-_HOME = "megatron.bridge.training.facade"
+_HOME = "megatron.bridge.compat.training_calls"
 _CALLS = (
     "apply_peft_adapter_filter_to_state_dict",
     "checkpoint_exists",

@@ -6,7 +6,7 @@ from megatron.bridge.utils.optional_imports import lazy_names
 __getattr__ = lazy_names(
     __name__,
     {
-        "initialize_megatron": "megatron.bridge.training.facade:initialize_megatron",
-        "set_jit_fusion_options": "megatron.bridge.training.facade:set_jit_fusion_options",
+        "initialize_megatron": "megatron.bridge.compat.training_calls:initialize_megatron",
+        "set_jit_fusion_options": "megatron.bridge.compat.training_calls:set_jit_fusion_options",
     },
 )

@@ -4,5 +4,5 @@
 from megatron.bridge.utils.optional_imports import lazy_names
 
 __getattr__ = lazy_names(
-    __name__, {"setup_optimizer": "megatron.bridge.training.facade:setup_optimizer"}
+    __name__, {"setup_optimizer": "megatron.bridge.compat.training_calls:setup_optimizer"}
 )

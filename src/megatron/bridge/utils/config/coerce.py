@@ -34,9 +34,9 @@ FUNCTION_MODULES = ("torch.nn.functional", "torch.nn.init", "megatron.core.activ
 class CoercionError(UserError):
     """A value that does not match the type of its field."""
 
-    def __init__(self, wanted: str, value: Any, hint: str = "") -> None:
-        super().__init__(f"must be {wanted}, not {value!r}{hint}")
-        self.wanted = wanted
+    def __init__(self, expected: str, value: Any, hint: str = "") -> None:
+        super().__init__(f"must be {expected}, not {value!r}{hint}")
+        self.wanted = expected
         self.hint = hint
         """A phrase with the nearest choices, or an empty string."""
 
@@ -47,10 +47,12 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)
     except (NameError, AttributeError, TypeError):
-        return {entry.name: _resolve(kind, entry.name) for entry in dataclasses.fields(kind)}
+        return {
+            entry.name: _resolve_annotation(kind, entry.name) for entry in dataclasses.fields(kind)
+        }
 
 
-def _resolve(kind: type[Any], name: str) -> Any:
+def _resolve_annotation(kind: type[Any], name: str) -> Any:
     owner = next(base for base in kind.__mro__ if name in vars(base).get("__annotations__", {}))
     annotation = owner.__annotations__[name]
     if get_origin(annotation) is typing.Annotated:
@@ -92,12 +94,12 @@ def coerce(value: Any, annotation: Any, text: str | None = None) -> Any:
     return _coerce_class(value, annotation)
 
 
-def _refuse(wanted: str, value: Any, hint: str = "") -> typing.NoReturn:
-    raise CoercionError(wanted, value, hint)
+def _refuse_value(expected: str, value: Any, hint: str = "") -> typing.NoReturn:
+    raise CoercionError(expected, value, hint)
 
 
 def _coerce_none(value: Any, args: Sequence[Any], text: str | None) -> Any:
-    return None if value is None else _refuse("null", value)
+    return None if value is None else _refuse_value("null", value)
 
 
 def _coerce_bool(value: Any, args: Sequence[Any], text: str | None) -> Any:
@@ -105,13 +107,13 @@ def _coerce_bool(value: Any, args: Sequence[Any], text: str | None) -> Any:
         return value
     if isinstance(value, str) and value.lower() in TRUE_WORDS | FALSE_WORDS:
         return value.lower() in TRUE_WORDS
-    return _refuse("true or false", value)
+    return _refuse_value("true or false", value)
 
 
 def _coerce_int(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)  # a million is often written as 1e6
-    return value if type(value) is int else _refuse("an integer", value)
+    return value if type(value) is int else _refuse_value("an integer", value)
 
 
 def _coerce_str(value: Any, args: Sequence[Any], text: str | None) -> Any:
@@ -120,13 +122,13 @@ def _coerce_str(value: Any, args: Sequence[Any], text: str | None) -> Any:
     return (
         text
         if text is not None and type(value) in (bool, int, float)
-        else _refuse("a string", value)
+        else _refuse_value("a string", value)
     )
 
 
 def _coerce_list(value: Any, args: Sequence[Any], text: str | None) -> list[Any]:
     if not isinstance(value, (list, tuple)):
-        _refuse("a list, written as [a,b]", value)
+        _refuse_value("a list, written as [a,b]", value)
     return [coerce(item, args[0] if args else Any) for item in cast(list[Any], value)]
 
 
@@ -138,13 +140,13 @@ def _coerce_tuple(value: Any, args: Sequence[Any], text: str | None) -> Any:
         else (args or [Any] * len(items))
     )
     if len(items) != len(kinds):
-        _refuse(f"a list of {len(kinds)}", value)
+        _refuse_value(f"a list of {len(kinds)}", value)
     return tuple(coerce(item, kind) for item, kind in zip(items, kinds, strict=True))
 
 
 def _coerce_dict(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if not isinstance(value, dict):
-        _refuse("a mapping, written as {a: 1}", value)
+        _refuse_value("a mapping, written as {a: 1}", value)
     key_kind, item_kind = args if len(args) == 2 else (Any, Any)
     mapping = cast(dict[Any, Any], value)
     return {coerce(key, key_kind): coerce(item, item_kind) for key, item in mapping.items()}
@@ -152,7 +154,7 @@ def _coerce_dict(value: Any, args: Sequence[Any], text: str | None) -> Any:
 
 def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
     if not isinstance(value, str):
-        return value if callable(value) else _refuse("the name of a function", value)
+        return value if callable(value) else _refuse_value("the name of a function", value)
     if "." not in value:
         modules = [
             module
@@ -166,10 +168,10 @@ def _coerce_callable(value: Any, args: Sequence[Any], text: str | None) -> Any:
                 for name in dir(import_module(module))
                 if name[0] != "_"
             ]
-            _refuse("the name of a function", value, did_you_mean(value, known))
+            _refuse_value("the name of a function", value, did_you_mean(value, known))
         return getattr(modules[0], value)
-    found = locate(value)
-    return found if callable(found) else _refuse("the name of a function", value)
+    located = locate(value)
+    return located if callable(located) else _refuse_value("the name of a function", value)
 
 
 def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
@@ -185,8 +187,8 @@ def _coerce_union(value: Any, members: Sequence[Any], text: str | None) -> Any:
             return coerce(value, member, text)
         except CoercionError as error:
             misfits += [error] if member is not type(None) else []
-    wanted = [error.wanted for error in misfits] + ["null"] * (type(None) in members)
-    return _refuse(" or ".join(wanted), value, "".join(error.hint for error in misfits))
+    expected = [error.wanted for error in misfits] + ["null"] * (type(None) in members)
+    return _refuse_value(" or ".join(expected), value, "".join(error.hint for error in misfits))
 
 
 def _coerce_choice(value: Any, choices: Sequence[Any], text: str | None) -> Any:
@@ -196,7 +198,7 @@ def _coerce_choice(value: Any, choices: Sequence[Any], text: str | None) -> Any:
         ):
             return choice
     names = [str(choice) for choice in choices]
-    return _refuse(f"one of {', '.join(names)}", value)
+    return _refuse_value(f"one of {', '.join(names)}", value)
 
 
 def _coerce_class(value: Any, annotation: Any) -> Any:
@@ -211,13 +213,13 @@ def _coerce_class(value: Any, annotation: Any) -> Any:
         return _coerce_dtype(value)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         members = cast(dict[Any, Any], value)
-        wanted = field_types(kind)
+        annotations = field_types(kind)
         typed = {
-            name: _coerce_member(name, item, wanted.get(name, Any))
+            name: _coerce_member(name, item, annotations.get(name, Any))
             for name, item in members.items()
         }
         return from_plain({TARGET: f"{kind.__module__}.{kind.__qualname__}", **typed}, trust=True)
-    return _refuse(f"a {kind.__name__}", value)
+    return _refuse_value(f"a {kind.__name__}", value)
 
 
 def _coerce_member(name: str, value: Any, annotation: Any) -> Any:
@@ -231,16 +233,16 @@ def _coerce_enum(value: Any, kind: type[enum.Enum]) -> Any:
     for member in kind:
         if value in (member.name, member.value):
             return member
-    return _refuse(f"one of {', '.join(member.name for member in kind)}", value)
+    return _refuse_value(f"one of {', '.join(member.name for member in kind)}", value)
 
 
 def _coerce_dtype(value: Any) -> Any:
     if isinstance(value, str):
         name = value.removeprefix("torch.")
-        found = getattr(import_module("torch"), DTYPE_NAMES.get(name, name), None)
-        if is_dtype(found):
-            return found
-    return _refuse("a torch dtype such as bfloat16", value)
+        dtype = getattr(import_module("torch"), DTYPE_NAMES.get(name, name), None)
+        if is_dtype(dtype):
+            return dtype
+    return _refuse_value("a torch dtype such as bfloat16", value)
 
 
 _CONVERTERS: dict[Any, Callable[[Any, Sequence[Any], str | None], Any]] = {
@@ -249,7 +251,7 @@ _CONVERTERS: dict[Any, Callable[[Any, Sequence[Any], str | None], Any]] = {
     bool: _coerce_bool,
     int: _coerce_int,
     float: lambda value, args, text: (
-        float(value) if type(value) in (int, float) else _refuse("a number", value)
+        float(value) if type(value) in (int, float) else _refuse_value("a number", value)
     ),
     str: _coerce_str,
     Path: lambda value, args, text: (

@@ -30,8 +30,8 @@ def escape(text: str) -> str:
 def unescape(text: str) -> str:
     """Undo ``escape``; references stay unchanged."""
 
-    def plain(found: "re.Match[str]") -> str:
-        return found[0] if _is_reference(found) else found[1][: len(found[1]) // 2] + "${"
+    def plain(match: "re.Match[str]") -> str:
+        return match[0] if _is_reference(match) else match[1][: len(match[1]) // 2] + "${"
 
     return _OPENING.sub(plain, text)
 
@@ -45,8 +45,8 @@ def has_reference(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(map(has_reference, cast("list[Any]", value)))
 
 
-def _is_reference(found: "re.Match[str]") -> bool:
-    return len(found[1]) % 2 == 0
+def _is_reference(match: "re.Match[str]") -> bool:
+    return len(match[1]) % 2 == 0
 
 
 def references_in(values: object, key: str = "") -> dict[str, Any]:
@@ -95,25 +95,27 @@ def resolve(raw: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
             OmegaConf.update(root, key, value, merge=False, force_add=True)
     except OmegaConfBaseException as error:
         key = error.full_key or ""
-        raise UserError(_sentence(key, raw.get(key), error, tree)) from None
+        raise UserError(_error_sentence(key, raw.get(key), error, tree)) from None
     for key, value in raw.items():
         try:
-            found: Any = OmegaConf.select(root, key)
+            selected: Any = OmegaConf.select(root, key)
             resolved[key] = (
-                OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                OmegaConf.to_container(selected, resolve=True)
+                if OmegaConf.is_config(selected)
+                else selected
             )
         except OmegaConfBaseException as error:
-            problems.append(_sentence(key, value, error, tree))
+            problems.append(_error_sentence(key, value, error, tree))
     refuse(problems)
     return resolved
 
 
-def _sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -> str:
+def _error_sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -> str:
     reason = str(error).partition("\n")[0]
-    if found := _NO_KEY.search(reason):
-        return f"{key}={value}: there is no {found[1]}{suggestion(nearest_keys(found[1], _keys(tree)))}"
-    if found := _NO_VARIABLE.search(reason):
-        name = found[1]
+    if match := _NO_KEY.search(reason):
+        return f"{key}={value}: there is no {match[1]}{suggestion(nearest_keys(match[1], _dotted_keys(tree)))}"
+    if match := _NO_VARIABLE.search(reason):
+        name = match[1]
         return (
             f"{key}={value}: the environment variable {name} is not set; set it, or give a default: "
             f"${{oc.env:{name},default}}"
@@ -121,8 +123,8 @@ def _sentence(key: str, value: Any, error: Exception, tree: Mapping[str, Any]) -
     return f"{key}={value} cannot be resolved: {reason}; write the value itself, or \\${{ for a literal ${{"
 
 
-def _keys(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+def _dotted_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
     for name, value in tree.items():
         yield f"{prefix}{name}"
         if isinstance(value, dict):
-            yield from _keys(cast("dict[str, Any]", value), f"{prefix}{name}.")
+            yield from _dotted_keys(cast("dict[str, Any]", value), f"{prefix}{name}.")

@@ -26,7 +26,7 @@ class Origins:
         return cls(
             {
                 key: DEFAULT if _is_default(entry, value) else source
-                for key, entry, value in _entries(config)
+                for key, entry, value in _leaf_entries(config)
             }
         )
 
@@ -51,12 +51,12 @@ class Origins:
 
     def record_given(self, config: Any, before: dict[str, Any], source: str) -> None:
         """Record ``source`` as the origin of values that differ from ``before``; defaults stay defaults."""
-        changed = _changed(config, before)
+        changed = _changed_keys(config, before)
         self._table.update({key: source for key in changed if self._table[key] != DEFAULT})
 
     def record_derived(self, config: Any, before: dict[str, Any]) -> None:
         """Record the values that differ from ``before`` as derived."""
-        self._table.update(dict.fromkeys(_changed(config, before), DERIVED))
+        self._table.update(dict.fromkeys(_changed_keys(config, before), DERIVED))
 
     def copy(self) -> "Origins":
         return Origins(dict(self._table))
@@ -68,18 +68,18 @@ class Origins:
 
 def leaf_values(config: Any) -> dict[str, Any]:
     """Return the leaves of the config by dotted key."""
-    return {key: value for key, _, value in _entries(config)}
+    return {key: value for key, _, value in _leaf_entries(config)}
 
 
 def non_defaults(config: Any, origins: Origins | None = None) -> list[str]:
     """Return a line with value, default and origin of each value that is neither its field's default nor derived."""
     origins = origins or Origins({})
     lines: list[str] = []
-    for key, entry, value in _entries(config):
+    for key, entry, value in _leaf_entries(config):
         source = origins.get(key)
         if not _is_default(entry, value) and source != DERIVED:
             known = f", from {source}" if source else ""
-            lines.append(f"{key}={_shown(value)}  (default {_default(entry)}{known})")
+            lines.append(f"{key}={_shown_value(value)}  (default {_default_text(entry)}{known})")
     return lines
 
 
@@ -87,11 +87,11 @@ def annotated_yaml(config: Any, origins: Origins, defaults: bool = True) -> str:
     """Return the config as YAML for ``load_yaml``, with the origin of each value as a comment."""
     skipped = set[str]() if defaults else origins.defaults()
     return "".join(
-        f"{line}\n" for line in _annotated(to_plain(config), config, "", origins, skipped)
+        f"{line}\n" for line in _annotated_lines(to_plain(config), config, "", origins, skipped)
     )
 
 
-def _annotated(
+def _annotated_lines(
     plain: Any, owner: Any, prefix: str, origins: Origins, skipped: set[str]
 ) -> Iterator[str]:
     indent = "  " * prefix.count(".")
@@ -102,7 +102,7 @@ def _annotated(
             continue
         if is_group(value):
             yield f"{indent}{entry.name}:"
-            yield from _annotated(plain[entry.name], value, f"{key}.", origins, skipped)
+            yield from _annotated_lines(plain[entry.name], value, f"{key}.", origins, skipped)
             continue
         lines = [
             indent + line for line in yaml_text.write({entry.name: plain[entry.name]}).splitlines()
@@ -121,23 +121,25 @@ def _with_comment(lines: list[str], indent: str, source: str | None) -> list[str
     ]  # inside a value of several lines a comment could become text
 
 
-def _entries(owner: Any, prefix: str = "") -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
+def _leaf_entries(
+    owner: Any, prefix: str = ""
+) -> "Iterator[tuple[str, dataclasses.Field[Any], Any]]":
     """Yield the dotted key, the field and the value of each leaf."""
     for entry in config_fields(owner):
         value = getattr(owner, entry.name)
         if is_group(value):
-            yield from _entries(value, f"{prefix}{entry.name}.")
+            yield from _leaf_entries(value, f"{prefix}{entry.name}.")
         else:
             yield f"{prefix}{entry.name}", entry, value
 
 
-def _default(entry: "dataclasses.Field[Any]") -> str:
+def _default_text(entry: "dataclasses.Field[Any]") -> str:
     if entry.default_factory is not dataclasses.MISSING:
-        return _shown(entry.default_factory())
-    return "does not exist" if entry.default is dataclasses.MISSING else _shown(entry.default)
+        return _shown_value(entry.default_factory())
+    return "does not exist" if entry.default is dataclasses.MISSING else _shown_value(entry.default)
 
 
-def _shown(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     """Format a value; functions and classes are shown by their names."""
     return (name_of(value) if is_named(value) else None) or repr(value)
 
@@ -148,7 +150,7 @@ def _is_default(entry: "dataclasses.Field[Any]", value: Any) -> bool:
     return entry.default is not dataclasses.MISSING and repr(entry.default) == repr(value)
 
 
-def _changed(config: Any, before: dict[str, Any]) -> list[str]:
+def _changed_keys(config: Any, before: dict[str, Any]) -> list[str]:
     now = leaf_values(config)
     return [
         key for key, value in now.items() if key not in before or repr(before[key]) != repr(value)

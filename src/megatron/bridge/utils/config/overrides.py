@@ -115,19 +115,19 @@ def settle_types(config: Any) -> None:
 
 def _settle_types(config: Any, prefix: str) -> Iterator[str]:
     for key in dotted_keys(config):
-        slot = _find(config, key)
+        slot = _find_slot(config, key)
         value = slot.get()
         if is_group(value) or (value is None and slot.nullable):
             continue
         try:
-            found = coerce(value, slot.annotation)
+            coerced = coerce(value, slot.annotation)
         except UserError as error:
             yield f"{prefix}{key} {error}"
             continue
-        if type(found) is not type(value):
-            slot.set(found)
+        if type(coerced) is not type(value):
+            slot.set(coerced)
         for index, item in enumerate(
-            cast("list[Any]", found) if isinstance(found, list | tuple) else ()
+            cast("list[Any]", coerced) if isinstance(coerced, list | tuple) else ()
         ):
             if is_group(item):
                 yield from _settle_types(item, f"{prefix}{key}[{index}].")
@@ -140,7 +140,7 @@ def check_sticks(config: Any, changes: Iterable[Change]) -> None:
             f"{change.key}={change.new!r} from the {change.origin} has no effect: another setting changed it to {now!r}"
             for change in {change.key: change for change in changes}.values()
             if change.new is not None
-            and not _holds(now := _value_at(config, change.key), change.new)
+            and not _still_holds(now := _value_at(config, change.key), change.new)
         ]
     )
 
@@ -175,13 +175,15 @@ class _Transaction:
     def apply(self, layer: Layer) -> None:
         """Set the values of a layer, then resolve the references of all layers so far."""
         problems: list[str] = []
-        requests = [_Request(_dotted(key), value) for key, value in layer.values.items()]
+        requests = [_Request(_dotted_index(key), value) for key, value in layer.values.items()]
         requests += [
-            request for item in layer.overrides if (request := _parse(item, problems)) is not None
+            request
+            for item in layer.overrides
+            if (request := _parse_item(item, problems)) is not None
         ]
         for request in requests:
             self._create_groups(request.key.split(".")[:-1])
-        leaves = [leaf for request in requests for leaf in _leaves(self._config, request)]
+        leaves = [leaf for request in requests for leaf in _split_leaves(self._config, request)]
         keys = [leaf.key for leaf in leaves]
         problems += [
             f"{key} is given twice; keep one of the two" for key in keys if keys.count(key) > 1
@@ -198,19 +200,21 @@ class _Transaction:
         """Set the unset groups of a dotted key to their defaults."""
         owner: Any = self._config
         for depth, name in enumerate(names):
-            if (child := _child(owner, name)) is _MISSING:
+            if (child := _child_of(owner, name)) is _MISSING:
                 return
             if (
                 child is None
                 and is_group(owner)
                 and (kind := _class_of_unset(owner, name)) is not None
             ):
-                self._undo.append(_find(self._config, ".".join(names[: depth + 1])).set(kind()))
-            owner = _child(owner, name)
+                self._undo.append(
+                    _find_slot(self._config, ".".join(names[: depth + 1])).set(kind())
+                )
+            owner = _child_of(owner, name)
 
     def _set(self, leaf: _Request, origin: str, problems: list[str]) -> None:
         try:
-            slot = _find(self._config, leaf.key)
+            slot = _find_slot(self._config, leaf.key)
             with importing(leaf.trusted):
                 change = Change(leaf.key, slot.get(), slot.typed(leaf), origin)
         except UserError as error:
@@ -219,14 +223,14 @@ class _Transaction:
         self._undo.append(slot.set(change.new))
         self._changes.pop(leaf.key, None)
         self._changes[leaf.key] = change
-        for key, other in self._changes.items():
+        for key, earlier in self._changes.items():
             if leaf.key.startswith(f"{key}."):
-                self._changes[key] = dataclasses.replace(other, new=_value_at(self._config, key))
+                self._changes[key] = dataclasses.replace(earlier, new=_value_at(self._config, key))
 
     def _forget(self, keys: list[str]) -> None:
         """Drop the references of earlier layers that this layer overrides."""
         for key in list(self._references):
-            if any(key == other or key.startswith(f"{other}.") for other in keys):
+            if any(key == overridden or key.startswith(f"{overridden}.") for overridden in keys):
                 del self._references[key]
 
     def _set_references(self, leaves: list[_Request], origin: str, problems: list[str]) -> None:
@@ -244,23 +248,23 @@ class _Transaction:
             return
         raw = {key: value for key, (value, _) in references.items()}
         try:
-            found = interpolation.resolve(raw, _tree(self._config))
+            values = interpolation.resolve(raw, _value_tree(self._config))
         except UserError as error:
             problems.append(str(error))
             return
         for key, (_, origin) in references.items():
             self._set(
-                _Request(key, found[key], str(found[key]), from_reference=True), origin, problems
+                _Request(key, values[key], str(values[key]), from_reference=True), origin, problems
             )
 
 
-def _dotted(key: str) -> str:
+def _dotted_index(key: str) -> str:
     return _INDEX.sub(r".\1", str(key))
 
 
-def _parse(item: str, problems: list[str]) -> _Request | None:
+def _parse_item(item: str, problems: list[str]) -> _Request | None:
     key, equals, text = item.partition("=")
-    key, text = _dotted(key.strip()), text.strip()
+    key, text = _dotted_index(key.strip()), text.strip()
     if not equals or not key:
         problems.append(f"override {item!r} is not of the form key.sub=value")
         return None
@@ -304,31 +308,35 @@ def _class_of_unset(owner: Any, name: str) -> "type[Any] | None":
     return None if any(required) else cast("type[Any]", kinds[0])
 
 
-def _leaves(config: Any, request: _Request) -> list[_Request]:
+def _split_leaves(config: Any, request: _Request) -> list[_Request]:
     """Split a mapping for a group into its members, unless it names another class; any other value is one leaf."""
     current = _value_at(config, request.key)
     value: Any = request.value
     if not isinstance(value, dict) or not is_group(current):
         return [request]
     mapping = dict(cast(dict[Any, Any], value))
-    own = name_of(type(current)) or ""
-    if import_path(str(mapping.pop(TARGET, own))) != import_path(own):
+    current_class = name_of(type(current)) or ""
+    if import_path(str(mapping.pop(TARGET, current_class))) != import_path(current_class):
         return [request]
     parts = [
         dataclasses.replace(request, key=f"{request.key}.{name}", value=value)
         for name, value in mapping.items()
     ]
-    return [leaf for part in parts for leaf in _leaves(config, part)]
+    return [leaf for part in parts for leaf in _split_leaves(config, part)]
 
 
-def _tree(owner: Any) -> Any:
+def _value_tree(owner: Any) -> Any:
     """Return the values of a config as nested mappings and lists, for references."""
     if is_group(owner):
-        return {entry.name: _tree(getattr(owner, entry.name)) for entry in config_fields(owner)}
+        return {
+            entry.name: _value_tree(getattr(owner, entry.name)) for entry in config_fields(owner)
+        }
     if isinstance(owner, dict):
-        return {str(key): _tree(value) for key, value in cast("dict[Any, Any]", owner).items()}
+        return {
+            str(key): _value_tree(value) for key, value in cast("dict[Any, Any]", owner).items()
+        }
     if isinstance(owner, (list, tuple)):
-        return [_tree(value) for value in cast("list[Any]", owner)]
+        return [_value_tree(value) for value in cast("list[Any]", owner)]
     if isinstance(owner, type):
         return name_of(owner)
     return interpolation.escape(owner) if isinstance(owner, str) else owner
@@ -353,18 +361,18 @@ class _Slot:
     parent: "_Slot | None"
 
     def get(self) -> Any:
-        value = _child(self.owner, self.name)
+        value = _child_of(self.owner, self.name)
         return None if value is _MISSING else value
 
     def set(self, value: Any) -> Callable[[], None]:
         """Set the value, and return a function that undoes it."""
-        old, owner = _child(self.owner, self.name), self.owner
+        old, owner = _child_of(self.owner, self.name), self.owner
         if is_group(owner):
             setattr(owner, self.name, value)
             return lambda: setattr(owner, self.name, old)
         if isinstance(owner, dict):
             owner[self.name] = value
-            return lambda: _restore(cast("dict[str, Any]", owner), self.name, old)
+            return lambda: _restore_member(cast("dict[str, Any]", owner), self.name, old)
         assert self.parent is not None, "a config is not a list"
         items = list(
             self.parent.get()
@@ -397,14 +405,14 @@ class _Slot:
         return _expand_home(coerce(value, self.annotation, text))
 
 
-def _restore(owner: dict[str, Any], name: str, old: Any) -> None:
+def _restore_member(owner: dict[str, Any], name: str, old: Any) -> None:
     if old is _MISSING:
         del owner[name]
     else:
         owner[name] = old
 
 
-def _find(config: Any, key: str) -> _Slot:
+def _find_slot(config: Any, key: str) -> _Slot:
     """Return the slot of ``key``, which must exist and be settable; an error names the nearest keys."""
     names = key.split(".")
     owner, slot = config, _Slot("", None, "", Any, False, None)
@@ -413,16 +421,16 @@ def _find(config: Any, key: str) -> _Slot:
             raise UserError(
                 f"{key} cannot be set: {slot.key} is {owner!r}, which has no members; set {slot.key} itself"
             )
-        child = _child(owner, name)
+        child = _child_of(owner, name)
         if child is _MISSING and not (isinstance(owner, dict) and depth == len(names) - 1):
-            raise _missing(config, key, slot.key, owner)
+            raise _missing_key(config, key, slot.key, owner)
         path = ".".join(names[: depth + 1])
-        slot = _Slot(path, owner, name, *_annotation(owner, name, slot.annotation), slot)
+        slot = _Slot(path, owner, name, *_member_annotation(owner, name, slot.annotation), slot)
         owner = child
     return slot
 
 
-def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
+def _member_annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
     """Return the type of a member from the ``annotation`` of its owner, and whether None is its default."""
     if is_group(owner):
         entry = next(entry for entry in config_fields(owner) if entry.name == name)
@@ -435,7 +443,7 @@ def _annotation(owner: Any, name: str, annotation: Any) -> tuple[Any, bool]:
     return Any, False
 
 
-def _child(owner: Any, name: str) -> Any:
+def _child_of(owner: Any, name: str) -> Any:
     if is_group(owner):
         return (
             getattr(owner, name)
@@ -450,7 +458,7 @@ def _child(owner: Any, name: str) -> Any:
     return _MISSING
 
 
-def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
+def _missing_key(config: Any, key: str, parent: str, owner: Any) -> UserError:
     group, _, last = key.rpartition(".")
     if isinstance(owner, (list, tuple)):
         count = len(cast("list[Any]", owner))
@@ -459,20 +467,20 @@ def _missing(config: Any, key: str, parent: str, owner: Any) -> UserError:
         )
     if group == parent and hasattr(owner, last):
         return UserError(f"{key} is computed from other values and cannot be set")
-    where = f" in {type(owner).__name__}" if group and group == parent else ""
+    owner_phrase = f" in {type(owner).__name__}" if group and group == parent else ""
     known = OTHER_NAMES.get(last)
     close = [known] if known else nearest_keys(key, dotted_keys(config))
-    return UserError(f"there is no {key}{where}{suggestion(close)}")
+    return UserError(f"there is no {key}{owner_phrase}{suggestion(close)}")
 
 
 def _value_at(config: Any, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
-        value = _child(value, name)
+        value = _child_of(value, name)
     return value
 
 
-def _holds(now: Any, given: Any) -> bool:
+def _still_holds(now: Any, given: Any) -> bool:
     """Return whether ``now`` equals the given value; in a block that was set as a whole, a None may be derived."""
     if now is given or repr(now) == repr(given) or bool(now == given):
         return True
@@ -481,4 +489,7 @@ def _holds(now: Any, given: Any) -> bool:
     pairs = [
         (getattr(now, entry.name), getattr(given, entry.name)) for entry in config_fields(given)
     ]
-    return all(theirs is None or _holds(ours, theirs) for ours, theirs in pairs)
+    return all(
+        given_value is None or _still_holds(current_value, given_value)
+        for current_value, given_value in pairs
+    )

@@ -38,7 +38,7 @@ PARTIAL_HOMES = ("torch.nn.init.",)
 def to_plain(value: object) -> Any:
     """Convert ``value`` to plain data for ``from_plain``; an error names every field that cannot be written."""
     problems: list[str] = []
-    plain = _write(value, "", problems)
+    plain = _write_value(value, "", problems)
     refuse(problems)
     return plain
 
@@ -51,7 +51,7 @@ def from_plain(data: object, trust: bool = False) -> Any:
     """
     problems: list[str] = []
     with importing(trust):
-        value = _read(data, "", problems)
+        value = _read_value(data, "", problems)
     refuse(problems)
     return value
 
@@ -72,7 +72,7 @@ def copy_config(value: Any) -> Any:
     ``copy.deepcopy`` would also copy the objects that hooks and datasets refer to.
     """
     if isinstance(value, list):
-        return [copy_config(item) if is_group(item) else item for item in _items(value)]
+        return [copy_config(item) if is_group(item) else item for item in _as_items(value)]
     if isinstance(value, dict):
         return copy.copy(
             cast(dict[Any, Any], value)
@@ -83,7 +83,7 @@ def copy_config(value: Any) -> Any:
     # a hook that is registered on the copy does not change the original
     for name, held in cast(dict[str, Any], vars(copied)).items():
         if isinstance(held, list):
-            object.__setattr__(copied, name, list(_items(held)))
+            object.__setattr__(copied, name, list(_as_items(held)))
     for entry in config_fields(copied):
         object.__setattr__(copied, entry.name, copy_config(getattr(copied, entry.name)))
     return copied
@@ -107,7 +107,7 @@ def is_group(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _write(value: Any, path: str, problems: list[str]) -> Any:
+def _write_value(value: Any, path: str, problems: list[str]) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
     if (writer := _WRITERS.get(cast(Any, type(value)))) is not None:
@@ -128,14 +128,14 @@ def _write(value: Any, path: str, problems: list[str]) -> Any:
 
 
 def _write_list(value: Sequence[Any], path: str, problems: list[str]) -> list[Any]:
-    return [_write(item, f"{path}[{index}]", problems) for index, item in enumerate(value)]
+    return [_write_value(item, f"{path}[{index}]", problems) for index, item in enumerate(value)]
 
 
 def _write_mapping(value: dict[Any, Any], path: str, problems: list[str]) -> dict[Any, Any]:
     for key in value:
         if type(key) not in (str, int, bool, float) or key in MARKERS:
             problems.append(f"{_or_top(path)} cannot be written: it has the key {key!r}")
-    return {key: _write(item, _join(path, key), problems) for key, item in value.items()}
+    return {key: _write_value(item, _join_path(path, key), problems) for key, item in value.items()}
 
 
 def _write_partial(value: "functools.partial[Any]", path: str, problems: list[str]) -> Any:
@@ -156,7 +156,9 @@ def _write_dataclass(value: Any, path: str, problems: list[str]) -> dict[str, An
     problems.extend(phantom_attributes(value, path))
     plain: dict[str, Any] = {TARGET: name}
     for entry in config_fields(value):
-        plain[entry.name] = _write(getattr(value, entry.name), _join(path, entry.name), problems)
+        plain[entry.name] = _write_value(
+            getattr(value, entry.name), _join_path(path, entry.name), problems
+        )
     return plain
 
 
@@ -170,7 +172,7 @@ def phantom_attributes(value: Any, path: str = "") -> list[str]:
         if name not in fields and not name.startswith("_") and not hasattr(kind, name)
     ]
     return [
-        f"{_join(path, name)} is not a field of {kind.__name__}{did_you_mean(name, fields)}"
+        f"{_join_path(path, name)} is not a field of {kind.__name__}{did_you_mean(name, fields)}"
         for name in extra
         if name not in _own_attributes(kind)
     ]
@@ -184,10 +186,11 @@ def _own_attributes(kind: type[Any]) -> frozenset[str]:
     return frozenset(name for code in codes if code is not None for name in code.co_names)
 
 
-def _read(data: Any, path: str, problems: list[str]) -> Any:
+def _read_value(data: Any, path: str, problems: list[str]) -> Any:
     if isinstance(data, list):
         return [
-            _read(item, f"{path}[{index}]", problems) for index, item in enumerate(_items(data))
+            _read_value(item, f"{path}[{index}]", problems)
+            for index, item in enumerate(_as_items(data))
         ]
     if not isinstance(data, dict):
         return interpolation.unescape(data) if isinstance(data, str) else data
@@ -195,10 +198,12 @@ def _read(data: Any, path: str, problems: list[str]) -> Any:
     for marker, read in _READERS.items():
         if marker in mapping:
             return read(mapping, path, problems)
-    return {key: _read(item, _join(path, key), problems) for key, item in mapping.items()}
+    return {
+        key: _read_value(item, _join_path(path, key), problems) for key, item in mapping.items()
+    }
 
 
-def _items(data: Any) -> list[Any]:
+def _as_items(data: Any) -> list[Any]:
     return cast(list[Any], data)
 
 
@@ -237,7 +242,7 @@ def _read_partial(mapping: dict[Any, Any], target: Any, path: str, problems: lis
     if not name.startswith(PARTIAL_HOMES) or name_of(target) != name:
         problems.append(f"{_or_top(path)}: {name} may not be preset with arguments from a config")
         return None
-    return functools.partial(target, **_read(mapping["_partial_"], path, problems))
+    return functools.partial(target, **_read_value(mapping["_partial_"], path, problems))
 
 
 def _read_dataclass(
@@ -251,9 +256,9 @@ def _read_dataclass(
             continue
         if key not in known:
             hint = did_you_mean(str(key), known)
-            problems.append(f"{_join(path, key)} is not a field of {target.__name__}{hint}")
+            problems.append(f"{_join_path(path, key)} is not a field of {target.__name__}{hint}")
             continue
-        values[key] = _read(item, _join(path, key), problems)
+        values[key] = _read_value(item, _join_path(path, key), problems)
     if len(problems) > before:
         return None
     try:
@@ -263,7 +268,7 @@ def _read_dataclass(
         return None
 
 
-def _join(path: str, key: object) -> str:
+def _join_path(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
@@ -280,7 +285,7 @@ _WRITERS: dict[type, Callable[[Any, str, list[str]], Any]] = {
 }
 _READERS: dict[str, Callable[[dict[Any, Any], str, list[str]], Any]] = {
     "_tuple_": lambda mapping, path, problems: tuple(
-        _items(_read(mapping["_tuple_"], path, problems))
+        _as_items(_read_value(mapping["_tuple_"], path, problems))
     ),
     "_path_": lambda mapping, _, __: Path(interpolation.unescape(mapping["_path_"])),
     TARGET: _read_target,

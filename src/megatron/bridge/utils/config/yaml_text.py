@@ -41,9 +41,9 @@ class _Loader(_BaseLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
-                where = node.value[index][0].start_mark
+                mark = node.value[index][0].start_mark
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is given twice", problem_mark=where
+                    problem=f"the key {key!r} is given twice", problem_mark=mark
                 )
         return _BaseLoader.construct_mapping(self, node, deep=deep)
 
@@ -116,8 +116,8 @@ def read(text: str, source: str = "the YAML text") -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{source} is not valid YAML{where}: {error.problem}") from error
+        position = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{source} is not valid YAML{position}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise UserError(f"{source} is not valid YAML: {error}") from error
     except UserError:

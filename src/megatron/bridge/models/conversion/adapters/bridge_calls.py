@@ -69,12 +69,14 @@ class AdapterCalls:
         """
         plan = self._adapter_plan(model)
         stream = peft_format.stream(plan)
-        for found in console.track(
+        for adapter in console.track(
             stream, "Exporting", total=len(plan.hf_names), show=show_progress
         ):
-            for name, weight in found.named(prefix).items():
+            for name, weight in adapter.named(prefix).items():
                 named = HFWeightTuple(name, weight.cpu() if cpu else weight)
-                yield HFWeightTriple(*named, found.megatron_param) if with_megatron_names else named
+                yield (
+                    HFWeightTriple(*named, adapter.megatron_param) if with_megatron_names else named
+                )
 
     def save_hf_adapter(
         self,

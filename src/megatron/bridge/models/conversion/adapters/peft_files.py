@@ -160,13 +160,13 @@ def _check_tensors(
             )
     counterparts = {A: B, B: A, EMBEDDING_A: EMBEDDING_B, EMBEDDING_B: EMBEDDING_A}
     for name, tensor in tensors.items():
-        for end, other in counterparts.items():
+        for end, counterpart in counterparts.items():
             if not name.endswith(f".{end}"):
                 continue
             module = name.removesuffix(f".{end}")
-            if f"{module}.{other}" not in tensors:
+            if f"{module}.{counterpart}" not in tensors:
                 raise UserError(
-                    f"the adapter {directory} has {name} without {module}.{other}: save it again"
+                    f"the adapter {directory} has {name} without {module}.{counterpart}: save it again"
                 )
             rank = rank_and_alpha(config, module.removeprefix(PREFIX))[0]
             axis = 0 if end in (A, EMBEDDING_A) else 1
@@ -181,10 +181,10 @@ def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
     """Return rank and alpha of a module; patterns are regular expressions that match the end of its name."""
 
     def of(patterns: Mapping[str, Any], default: Any) -> Any:
-        found = (
+        matching_values = (
             value for key, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{key})", module)
         )
-        return next(found, default)
+        return next(matching_values, default)
 
     return of(config.get("rank_pattern") or {}, config["r"]), of(
         config.get("alpha_pattern") or {}, config["lora_alpha"]

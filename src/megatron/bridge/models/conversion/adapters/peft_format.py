@@ -105,11 +105,11 @@ def merging(plan: Plan) -> Plan:
 def stream(plan: Plan) -> Iterator[ModuleTensors]:
     """Yield the adapters of a model as full tensors on every rank, in the order of the model."""
     for task in plan.tasks:
-        mine = [] if task.is_copy or task.param_weight is None else _of_task(task)
+        local_modules = [] if task.is_copy or task.param_weight is None else _of_task(task)
         for index, (module, described, outlines) in enumerate(
-            exchange.broadcast_object(task.owner, _outlines(mine))
+            exchange.broadcast_object(task.owner, _outline_tensors(local_modules))
         ):
-            held = mine[index].tensors if mine else {}
+            held = local_modules[index].tensors if local_modules else {}
             tensors = {
                 name: exchange.from_owner(held.get(name), shape, dtype, task.owner)
                 for name, (shape, dtype) in outlines.items()
@@ -130,14 +130,14 @@ def _tied_to(
                 yield ModuleTensors(tied_module, None, {tied_kind: tensor}, megatron_name)
 
 
-def _outlines(found: list[ModuleTensors]) -> list[Any]:
+def _outline_tensors(modules: list[ModuleTensors]) -> list[Any]:
     return [
         (
-            one.module,
-            one.described,
-            {name: (tuple(it.shape), it.dtype) for name, it in one.tensors.items()},
+            module.module,
+            module.described,
+            {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in module.tensors.items()},
         )
-        for one in found
+        for module in modules
     ]
 
 
@@ -146,15 +146,17 @@ def _of_task(task: WeightConversionTask) -> list[ModuleTensors]:
     """Return the adapter tensors of one parameter on this rank; a collective over the ranks of its shards."""
     module, weight = task.megatron_module, cast(Tensor, task.param_weight)
     if is_whole(weight):
-        whole = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
-        return [ModuleTensors(*_split(name, tensor)) for name, tensor in whole.items()]
+        full_tensors = task.mapping.megatron_to_hf(sharded_rows.whole(weight), module)
+        return [ModuleTensors(*_split_name(name, tensor)) for name, tensor in full_tensors.items()]
     if not isinstance(module, AdaptedModule):
         return []
     with sharded_rows.gathered(cast(nn.Module, getattr(module, ADAPTER))):
-        return [found for part in module.low_rank_parts(weight) for found in _of_part(task, part)]
+        return [
+            tensors for part in module.low_rank_parts(weight) for tensors in _of_part(task, part)
+        ]
 
 
-def _split(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:
+def _split_name(name: str, tensor: Tensor) -> tuple[str, None, dict[str, Tensor]]:
     module, _, kind = name.rpartition(".")
     return module, None, {kind: tensor}
 
@@ -163,19 +165,22 @@ def _of_part(task: WeightConversionTask, part: LowRankPart) -> Iterator[ModuleTe
     described = Described(
         part.a.shape[0], part.alpha, part.use_rslora, part.magnitude is not None, part.dropout
     )
-    tensors = {A: _whole(task, part, part.a, "row"), B: _whole(task, part, part.b, "column")}
+    tensors = {
+        A: _join_factor(task, part, part.a, "row"),
+        B: _join_factor(task, part, part.b, "column"),
+    }
     if part.magnitude is not None:
-        tensors[MAGNITUDE] = _whole(task, part, part.magnitude, "column")
-    for name in _names(task.mapping, part):
-        found = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
-        yield ModuleTensors(_module_of(name), described, found)
+        tensors[MAGNITUDE] = _join_factor(task, part, part.magnitude, "column")
+    for name in _updated_names(task.mapping, part):
+        factors = {kind: by_name[name].detach().contiguous() for kind, by_name in tensors.items()}
+        yield ModuleTensors(_module_of(name), described, factors)
 
 
-def _whole(
+def _join_factor(
     task: WeightConversionTask, part: LowRankPart, factor: Tensor, side: ParallelKind
 ) -> dict[str, Tensor]:
     """Join a factor of each Hugging Face tensor from all ranks; the outputs lie along ``column``."""
-    names = _names(task.mapping, part)
+    names = _updated_names(task.mapping, part)
     shard = task.shard
     if not _is_split(shard, side):  # every rank has the full factor, which all tensors share
         return dict.fromkeys(names, factor)
@@ -192,7 +197,7 @@ def _is_split(shard: ShardSpec, side: ParallelKind) -> bool:
     return side == shard.kind or (side, shard.kind) == ("column", "replicated")
 
 
-def _names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
+def _updated_names(mapping: MegatronParamMapping, part: LowRankPart) -> list[str]:
     """Return the Hugging Face tensors that a part updates."""
     if mapping.is_stacked or not mapping.copies:
         reason = "holds all experts in one tensor" if mapping.is_stacked else "is computed from it"
@@ -214,12 +219,16 @@ def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None) -> dict[str, Any]:
+def adapter_config(
+    modules: Sequence[ModuleTensors], plan: Plan, base: str | None
+) -> dict[str, Any]:
     """Return the content of ``adapter_config.json`` for the adapters of ``stream``, with the shortest exact names."""
-    adapters = {one.module: one.described for one in found if one.described is not None}
+    adapters = {
+        module.module: module.described for module in modules if module.described is not None
+    }
     first = mode(adapters.values())
     for key in ("use_rslora", "use_dora", "dropout"):
-        if len({getattr(one, key) for one in adapters.values()}) > 1:
+        if len({getattr(module, key) for module in adapters.values()}) > 1:
             raise UserError(
                 f"the adapters differ in {key}, which the peft format has once for all: merge them"
             )
@@ -227,15 +236,15 @@ def adapter_config(found: Sequence[ModuleTensors], plan: Plan, base: str | None)
     return {
         **config_of(first, base),
         "task_type": TASK_TYPES[head],
-        "target_modules": _briefly(adapters, plan) or [],
+        "target_modules": _brief_names(adapters, plan) or [],
         "modules_to_save": _brief_saved(
-            {one.module for one in found if one.described is None}, plan
+            {module.module for module in modules if module.described is None}, plan
         ),
         "rank_pattern": {
-            name: one.rank for name, one in adapters.items() if one.rank != first.rank
+            name: module.rank for name, module in adapters.items() if module.rank != first.rank
         },
         "alpha_pattern": {
-            name: one.alpha for name, one in adapters.items() if one.alpha != first.alpha
+            name: module.alpha for name, module in adapters.items() if module.alpha != first.alpha
         },
     }
 
@@ -257,19 +266,27 @@ def config_of(described: Described, base: str | None) -> dict[str, Any]:
     }
 
 
-def _leaf(module: str) -> str:
+def _last_segment(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def _briefly(modules: Iterable[str], plan: Plan) -> list[str] | None:
+def _brief_names(modules: Iterable[str], plan: Plan) -> list[str] | None:
     """Return names for ``modules``: the last segment if it matches only these, otherwise the full names."""
-    wanted = set(modules)
+    adapted = set(modules)
     names: dict[str, None] = {}
     everywhere = {_module_of(name) for name in plan.hf_names}
-    for module in sorted(wanted):
-        same = {other for other in everywhere if _leaf(other) == _leaf(module)}
+    for module in sorted(adapted):
+        same = {
+            candidate
+            for candidate in everywhere
+            if _last_segment(candidate) == _last_segment(module)
+        }
         # a numeric segment also matches the layer with this number
-        names[_leaf(module) if same <= wanted and not _leaf(module).isdigit() else module] = None
+        names[
+            _last_segment(module)
+            if same <= adapted and not _last_segment(module).isdigit()
+            else module
+        ] = None
     return list(names) or None
 
 
@@ -281,23 +298,25 @@ def _brief_saved(modules: set[str], plan: Plan) -> list[str] | None:
     everywhere = {_module_of(name) for name in plan.hf_names}
     names: dict[str, None] = {}
     for module in sorted(modules):
-        alike = {other for other in everywhere if other.endswith(_leaf(module))}
-        names[_leaf(module) if alike <= modules else module] = None
+        alike = {candidate for candidate in everywhere if candidate.endswith(_last_segment(module))}
+        names[_last_segment(module) if alike <= modules else module] = None
     return list(names) or None
 
 
 def save(plan: Plan, directory: Path, base: str | None, write: bool) -> None:
     """Write the adapters of a model into ``directory``; all ranks call this, and the ranks with ``write`` write."""
-    found = [
-        replace(one, tensors={name: it.cpu() for name, it in one.tensors.items()})
-        for one in stream(plan)
+    modules = [
+        replace(module, tensors={name: factor.cpu() for name, factor in module.tensors.items()})
+        for module in stream(plan)
     ]
-    if not any(one.described for one in found):
+    if not any(module.described for module in modules):
         raise UserError("this model has no adapters to write: save the model itself")
-    _refuse_what_is_dropped(plan, {one.module for one in found if one.described})
-    config = adapter_config(found, plan, base)
+    _refuse_what_is_dropped(plan, {module.module for module in modules if module.described})
+    config = adapter_config(modules, plan, base)
     if write:
-        tensors = {name: tensor.clone() for one in found for name, tensor in one.named().items()}
+        tensors = {
+            name: tensor.clone() for module in modules for name, tensor in module.named().items()
+        }
         content = safetensors.torch.save(tensors, metadata={"format": "pt"})
         (directory / TENSORS).write_bytes(
             content
@@ -312,17 +331,24 @@ def _refuse_what_is_dropped(plan: Plan, modules: set[str]) -> None:
         for task in plan.tasks
         if ".experts." in task.global_param_name
     }
-    _refuse_namesakes({module for theirs in experts.values() for module in theirs}, modules)
-    _refuse_half_of_experts({name for name, theirs in experts.items() if theirs & modules})
+    _refuse_namesakes(
+        {module for expert_modules in experts.values() for module in expert_modules}, modules
+    )
+    _refuse_half_of_experts(
+        {name for name, expert_modules in experts.items() if expert_modules & modules}
+    )
 
 
 def _refuse_namesakes(experts: set[str], modules: set[str]) -> None:
     """Refuse shared experts or dense layers that ``peft`` would confuse with experts of the same name."""
-    leaves = {_leaf(module) for module in experts}
-    other = next((module for module in sorted(modules - experts) if _leaf(module) in leaves), None)
-    if other is not None:
+    leaves = {_last_segment(module) for module in experts}
+    namesake = next(
+        (module for module in sorted(modules - experts) if _last_segment(module) in leaves), None
+    )
+    if namesake is not None:
         raise UserError(
-            f"{other} has an adapter that peft cannot load, because layers of experts are also called {_leaf(other)}: "
+            f"{namesake} has an adapter that peft cannot load, because layers of experts are also "
+            f"called {_last_segment(namesake)}: "
             "leave it out with peft.exclude_modules, or merge the adapters into the model"
         )
 
@@ -350,8 +376,8 @@ def load(plan: Plan, directory: Path) -> None:
     trained_whole: list[WeightConversionTask] = []
     claimed: set[str] = set()
     for task in plan.tasks:
-        parts = [] if task.param_weight is None else _parts(task)
-        names = [name for part in parts for name in _claims(task, part)]
+        parts = [] if task.param_weight is None else _adapter_parts(task)
+        names = [name for part in parts for name in _claimed_keys(task, part)]
         jobs += [(task, part) for part in parts]
         if task.param_weight is not None and is_whole(task.param_weight):
             trained_whole.append(task)
@@ -365,13 +391,13 @@ def load(plan: Plan, directory: Path) -> None:
             f"{len(wrong)} tensors from the model's adapters: adapt the model with the result of peft_for"
         )
     for task, part in jobs:
-        _check(task, part, config, tensors, directory)
+        _check_part(task, part, config, tensors, directory)
     for task in trained_whole:
         _check_whole(task, tensors, directory)
     _check_base_weights(plan, tensors, directory)
     with torch.no_grad():
         for task, part in jobs:
-            _fill(task, part, tensors)
+            _fill_factors(task, part, tensors)
         for task in trained_whole:
             _fill_whole(task, config, tensors)
 
@@ -407,8 +433,8 @@ def _claims_of_whole(task: WeightConversionTask, tensors: Mapping[str, Tensor]) 
     """Return the tensors that a module which is trained whole is loaded from."""
     names: list[str] = []
     for hf_name in task.mapping.hf_names:
-        if _key(hf_name, EMBEDDING_A) in tensors:
-            names += [_key(hf_name, EMBEDDING_A), _key(hf_name, EMBEDDING_B)]
+        if _tensor_key(hf_name, EMBEDDING_A) in tensors:
+            names += [_tensor_key(hf_name, EMBEDDING_A), _tensor_key(hf_name, EMBEDDING_B)]
         else:
             names.append(f"{PREFIX}{hf_name}")
     return names
@@ -419,9 +445,9 @@ def _check_whole(
 ) -> None:
     """Refuse tensors of modules that are trained whole if their shapes are others than the model's."""
     for hf_name, shape in task.mapping.hf_shapes(task.shard).items():
-        if _key(hf_name, EMBEDDING_A) in tensors:
-            inputs = tensors[_key(hf_name, EMBEDDING_A)].shape[1]
-            stored_shape = (inputs, tensors[_key(hf_name, EMBEDDING_B)].shape[0])
+        if _tensor_key(hf_name, EMBEDDING_A) in tensors:
+            inputs = tensors[_tensor_key(hf_name, EMBEDDING_A)].shape[1]
+            stored_shape = (inputs, tensors[_tensor_key(hf_name, EMBEDDING_B)].shape[0])
         else:
             stored_shape = tuple(tensors[f"{PREFIX}{hf_name}"].shape)
         if stored_shape != tuple(shape):
@@ -440,7 +466,9 @@ def _check_base_weights(plan: Plan, tensors: Mapping[str, Tensor], directory: Pa
     for task in plan.tasks:
         if task.param_weight is None or not task.mapping.copies:
             continue
-        stored = {name: tensors.get(_key(name, BASE_WEIGHT)) for name in task.mapping.hf_names}
+        stored = {
+            name: tensors.get(_tensor_key(name, BASE_WEIGHT)) for name in task.mapping.hf_names
+        }
         if all(weight is None for weight in stored.values()):
             continue
         shapes = task.mapping.hf_shapes(task.shard)
@@ -465,8 +493,11 @@ def _fill_whole(
     parameter = cast(Tensor, task.param_weight)
     updates: dict[str, Tensor] = {}
     for hf_name in task.mapping.hf_names:
-        if _key(hf_name, EMBEDDING_A) in tensors:
-            a, b = tensors[_key(hf_name, EMBEDDING_A)], tensors[_key(hf_name, EMBEDDING_B)]
+        if _tensor_key(hf_name, EMBEDDING_A) in tensors:
+            a, b = (
+                tensors[_tensor_key(hf_name, EMBEDDING_A)],
+                tensors[_tensor_key(hf_name, EMBEDDING_B)],
+            )
             rank, alpha = rank_and_alpha(config, _module_of(hf_name))
             scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
             updates[hf_name] = (b.float() @ a.float()).T * scaling
@@ -479,7 +510,7 @@ def _fill_whole(
             rows.copy_(piece.of_hf(tensors[f"{PREFIX}{piece.hf}"]))
 
 
-def _parts(task: WeightConversionTask) -> list[LowRankPart]:
+def _adapter_parts(task: WeightConversionTask) -> list[LowRankPart]:
     module = task.megatron_module
     return (
         module.low_rank_parts(cast(Tensor, task.param_weight))
@@ -488,36 +519,39 @@ def _parts(task: WeightConversionTask) -> list[LowRankPart]:
     )
 
 
-def _claims(task: WeightConversionTask, part: LowRankPart) -> list[str]:
+def _claimed_keys(task: WeightConversionTask, part: LowRankPart) -> list[str]:
     kinds = [A, B, *([MAGNITUDE] if part.magnitude is not None else [])]
-    return [_key(name, kind) for name in _names(task.mapping, part) for kind in kinds]
+    return [
+        _tensor_key(name, kind) for name in _updated_names(task.mapping, part) for kind in kinds
+    ]
 
 
-def _key(name: str, kind: str) -> str:
+def _tensor_key(name: str, kind: str) -> str:
     return f"{PREFIX}{_module_of(name)}.{kind}"
 
 
-def _check(
+def _check_part(
     task: WeightConversionTask,
     part: LowRankPart,
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     directory: Path,
 ) -> None:
-    names = _names(task.mapping, part)
+    names = _updated_names(task.mapping, part)
     for name in names:
         rank, alpha = rank_and_alpha(config, _module_of(name))
-        ours = (part.a.shape[0], part.alpha, part.use_rslora)
-        theirs = (rank, alpha, bool(config.get("use_rslora")))
-        if ours != theirs:
+        of_model = (part.a.shape[0], part.alpha, part.use_rslora)
+        of_files = (rank, alpha, bool(config.get("use_rslora")))
+        if of_model != of_files:
             raise UserError(
-                f"the adapter {directory} has rank, alpha and use_rslora {theirs} for {name}, the model's adapter "
-                f"has {ours}: adapt the model with the result of peft_for"
+                f"the adapter {directory} has rank, alpha and use_rslora {of_files} for {name}, the model's adapter "
+                f"has {of_model}: adapt the model with the result of peft_for"
             )
         _check_shapes(task, part, name, tensors, directory)
     shared = task.shard.kind != "row" and part.role is None
     if shared and any(
-        not torch.equal(tensors[_key(names[0], A)], tensors[_key(name, A)]) for name in names[1:]
+        not torch.equal(tensors[_tensor_key(names[0], A)], tensors[_tensor_key(name, A)])
+        for name in names[1:]
     ):
         raise UserError(
             f"the adapter {directory} has different factors A for {', '.join(names)}, which an adapter of "
@@ -535,38 +569,41 @@ def _check_shapes(
     """Refuse factors whose matrix has a different shape: a slice of a wider factor would fit."""
     outputs, inputs = task.mapping.hf_shapes(task.shard)[name]
     rank = part.a.shape[0]
-    wanted: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
+    expected_shapes: dict[str, tuple[int, ...]] = {A: (rank, inputs), B: (outputs, rank)}
     if part.magnitude is not None:
-        wanted[MAGNITUDE] = (outputs,)
-    for kind, fits in wanted.items():
-        found = tuple(tensors[_key(name, kind)].shape)
-        if found != fits:
+        expected_shapes[MAGNITUDE] = (outputs,)
+    for kind, expected_shape in expected_shapes.items():
+        stored_shape = tuple(tensors[_tensor_key(name, kind)].shape)
+        if stored_shape != expected_shape:
             raise UserError(
-                f"the adapter {directory} has {_key(name, kind)} of shape {list(found)} where this model needs "
-                f"{list(fits)}: give the base model that it was trained for"
+                f"the adapter {directory} has {_tensor_key(name, kind)} of shape "
+                f"{list(stored_shape)} where this model needs "
+                f"{list(expected_shape)}: give the base model that it was trained for"
             )
 
 
-def _fill(task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, Tensor]) -> None:
+def _fill_factors(
+    task: WeightConversionTask, part: LowRankPart, tensors: Mapping[str, Tensor]
+) -> None:
     sides: list[tuple[Tensor, str, ParallelKind]] = [(part.a, A, "row"), (part.b, B, "column")]
     if part.magnitude is not None:
         sides.append((part.magnitude, MAGNITUDE, "column"))
-    names = _names(task.mapping, part)
+    names = _updated_names(task.mapping, part)
     for factor, kind, side in sides:
-        found = {name: tensors[_key(name, kind)] for name in names}
+        stored = {name: tensors[_tensor_key(name, kind)] for name in names}
         if not _is_split(task.shard, side):
-            factor.copy_(found[names[0]])
+            factor.copy_(stored[names[0]])
         elif part.role is not None:
-            _copy_rows(factor, found[names[0]], task.shard)
+            _copy_rows(factor, stored[names[0]], task.shard)
         else:
             factor.zero_()
             for piece in task.mapping.copy_ranges(replace(task.shard, shape=tuple(factor.shape))):
-                piece.of_shard(factor).copy_(piece.of_hf(found[piece.hf]))
+                piece.of_shard(factor).copy_(piece.of_hf(stored[piece.hf]))
 
 
-def _copy_rows(factor: Tensor, whole: Tensor, shard: ShardSpec) -> None:
+def _copy_rows(factor: Tensor, full_factor: Tensor, shard: ShardSpec) -> None:
     """Copy this rank's rows; rows that pad the heads become zero."""
     rows = factor.shape[0]
-    mine = whole[shard.part * rows : (shard.part + 1) * rows]
+    local_rows = full_factor[shard.part * rows : (shard.part + 1) * rows]
     factor.zero_()
-    factor[: mine.shape[0]].copy_(mine)
+    factor[: local_rows.shape[0]].copy_(local_rows)

@@ -57,11 +57,14 @@ def prove(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> tuple[dict[str, TensorProof], tuple[str, ...]]:
     """Compare exported tensors with the checkpoint; return proofs by name, and names that were not exported."""
-    proofs = {name: _compare(weight, source[name]) for name, weight in _known(weights, source)}
+    proofs = {
+        name: _compare_tensors(weight, source[name])
+        for name, weight in _known_weights(weights, source)
+    }
     return proofs, tuple(name for name in source if name not in proofs)
 
 
-def _known(
+def _known_weights(
     weights: Iterable[HFWeightTuple], source: SafetensorsCheckpoint
 ) -> Iterable[HFWeightTuple]:
     for weight in weights:
@@ -72,16 +75,19 @@ def _known(
         source.release(weight.param_name)
 
 
-def _compare(found: Tensor, stored: Tensor) -> TensorProof:
-    mine, theirs = _bytes(found.detach().cpu().to(stored.dtype)), _bytes(stored)
+def _compare_tensors(tensor: Tensor, stored: Tensor) -> TensorProof:
+    tensor_bytes, stored_bytes = (
+        _byte_view(tensor.detach().cpu().to(stored.dtype)),
+        _byte_view(stored),
+    )
     return TensorProof(
         shape=tuple(stored.shape),
         dtype=dtype_name(stored.dtype),
-        sha256=hashlib.sha256(memoryview(theirs.numpy())).hexdigest(),
-        equal=found.shape == stored.shape and torch.equal(mine, theirs),
+        sha256=hashlib.sha256(memoryview(stored_bytes.numpy())).hexdigest(),
+        equal=tensor.shape == stored.shape and torch.equal(tensor_bytes, stored_bytes),
         not_finite=not_finite(stored),
     )
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _byte_view(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)

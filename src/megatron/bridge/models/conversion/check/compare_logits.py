@@ -45,11 +45,11 @@ class LogitComparison:
         return self.largest / self.scale
 
 
-def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
-    """Compare ``other`` with ``reference``, without the padding of the vocabulary."""
+def compare(reference: ModelOutputs, outputs: ModelOutputs) -> LogitComparison:
+    """Compare ``outputs`` with ``reference``, without the padding of the vocabulary."""
     expected = reference.logits.float()
-    found = other.logits.float()[..., : expected.shape[-1]]
-    difference = (found - expected).abs()
+    logits = outputs.logits.float()[..., : expected.shape[-1]]
+    difference = (logits - expected).abs()
     row, position, token = (
         int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)
     )
@@ -57,15 +57,15 @@ def compare(reference: ModelOutputs, other: ModelOutputs) -> LogitComparison:
         largest=float(difference.max()),
         scale=float(expected.std()),
         worst=(row, position, token),
-        pair=(float(expected[row, position, token]), float(found[row, position, token])),
-        cosine=float(torch.cosine_similarity(expected, found, dim=-1).min()),
-        same_choice=float((expected.argmax(-1) == found.argmax(-1)).float().mean()),
+        pair=(float(expected[row, position, token]), float(logits[row, position, token])),
+        cosine=float(torch.cosine_similarity(expected, logits, dim=-1).min()),
+        same_choice=float((expected.argmax(-1) == logits.argmax(-1)).float().mean()),
         layers={
             name: float(
-                (other.hidden[name].float() - state.float()).abs().max() / state.float().std()
+                (outputs.hidden[name].float() - state.float()).abs().max() / state.float().std()
             )
             for name, state in reference.hidden.items()
-            if name in other.hidden
+            if name in outputs.hidden
         },
     )
 
@@ -84,7 +84,7 @@ def run_hf(model: Any, ids: Tensor, **extra: Any) -> ModelOutputs:
 
     named = {f"layer {index}": layer for index, layer in enumerate(layers)}
     # the input of the first layer: some models scale the embedding's output
-    with layers[0].register_forward_pre_hook(keep_embedding), _recorded(named, hidden):
+    with layers[0].register_forward_pre_hook(keep_embedding), _recorded_outputs(named, hidden):
         logits = model(input_ids=ids, use_cache=False, **extra).logits
     return ModelOutputs(logits.cpu(), hidden)
 
@@ -98,22 +98,22 @@ def run_megatron(chunks: Sequence[nn.Module], ids: Tensor, **extra: Any) -> Mode
         if getattr(chunk, "pre_process", False):
             modules[EMBEDDING] = chunk.get_submodule("embedding")
         for index, layer in enumerate(chunk.get_submodule("decoder.layers").children()):
-            number = global_name(chunk, f"decoder.layers.{index}.").split(".")[2]
-            modules[f"layer {number}"] = layer
-    with _recorded(modules, hidden):
-        logits = _pipeline(chunks, ids, extra)
+            layer_index = global_name(chunk, f"decoder.layers.{index}.").split(".")[2]
+            modules[f"layer {layer_index}"] = layer
+    with _recorded_outputs(modules, hidden):
+        logits = _run_pipeline(chunks, ids, extra)
     config: Any = unwrap(chunks[0]).config
-    whole = {name: _batch_first(state, config) for name, state in hidden.items()}
-    stages = exchange.all_gather_stages((logits, whole))
+    layer_states = {name: _batch_first(state, config) for name, state in hidden.items()}
+    stages = exchange.all_gather_stages((logits, layer_states))
     return ModelOutputs(
-        next(found for found, _ in stages if found is not None),
+        next(stage_logits for stage_logits, _ in stages if stage_logits is not None),
         {name: state for _, states in stages for name, state in states.items()},
     )
 
 
-def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
+def _run_pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -> Tensor | None:
     """Run a forward pass through all stages; return the logits on the last stage."""
-    found: list[Tensor] = []
+    local_logits: list[Tensor] = []
     ids = ids.to(torch.cuda.current_device())
     usual = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     inputs: dict[str, Any] = {"attention_mask": None, **extra}
@@ -132,7 +132,7 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -
         def keep(logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
             group = exchange.tensor_group()
             shards = exchange.all_gather(logits, group, exchange.rank_and_size(group)[1])
-            found.append(torch.cat(shards, dim=-1).cpu())
+            local_logits.append(torch.cat(shards, dim=-1).cpu())
             return logits.sum(), {}
 
         return chunk(input_ids=ids, **inputs), keep
@@ -146,11 +146,11 @@ def _pipeline(chunks: Sequence[nn.Module], ids: Tensor, extra: dict[str, Any]) -
         micro_batch_size=ids.shape[0],
         forward_only=True,
     )
-    return found[0] if found else None
+    return local_logits[0] if local_logits else None
 
 
 @contextmanager
-def _recorded(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
+def _recorded_outputs(modules: dict[str, nn.Module], into: dict[str, Tensor]) -> Generator[None]:
     def keep(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             into[name] = cast(Tensor, output[0] if isinstance(output, tuple) else output).detach()

@@ -67,14 +67,14 @@ def attention(
             queries first.
         turned: matrices are stored as [in, out].
     """
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
     block: Block = (
-        *_qkv(f"{ours}.linear_qkv", theirs, fused, gated, grouped, turned),
-        *linear(f"{ours}.linear_proj", f"{layers}.{output}", turned),
+        *_qkv_mappings(f"{megatron_name}.linear_qkv", hf_name, fused, gated, grouped, turned),
+        *linear(f"{megatron_name}.linear_proj", f"{layers}.{output}", turned),
     )
     if norm:
         block += fused_norm(
-            "decoder.layers.*.input_layernorm", f"{ours}.linear_qkv", f"{layers}.{norm}"
+            "decoder.layers.*.input_layernorm", f"{megatron_name}.linear_qkv", f"{layers}.{norm}"
         )
     if not qk_norm:
         return block
@@ -82,30 +82,41 @@ def attention(
     name = qk_norm if isinstance(qk_norm, str) else "norm"
     names_of = {role: f"{role}_{name}" for role in "qk"}
     if isinstance(qk_norm, tuple):
-        ours, names_of = f"{ours}.late_", dict(zip("qk", qk_norm, strict=True))
+        megatron_name, names_of = f"{megatron_name}.late_", dict(zip("qk", qk_norm, strict=True))
     else:
-        ours = f"{ours}."
-    norms = (linear(f"{ours}{role}_layernorm", f"{theirs}.{own}") for role, own in names_of.items())
+        megatron_name = f"{megatron_name}."
+    norms = (
+        linear(f"{megatron_name}{role}_layernorm", f"{hf_name}.{hf_norm}")
+        for role, hf_norm in names_of.items()
+    )
     return (*block, *(mapping for pair in norms for mapping in pair))
 
 
-def _qkv(
-    ours: str, theirs: str, fused: bool | str, gated: bool | str, grouped: bool, turned: bool
+def _qkv_mappings(
+    megatron_name: str,
+    hf_name: str,
+    fused: bool | str,
+    gated: bool | str,
+    grouped: bool,
+    turned: bool,
 ) -> Block:
     if fused:
-        theirs = f"{theirs}.{'qkv_proj' if fused is True else fused}"
-        one = GroupedQKVMapping if grouped else ConcatenatedQKVMapping
-        weight, bias = (one(f"{ours}.{name}", f"{theirs}.{name}") for name in ("weight", "bias"))
+        hf_name = f"{hf_name}.{'qkv_proj' if fused is True else fused}"
+        mapping_class = GroupedQKVMapping if grouped else ConcatenatedQKVMapping
+        weight, bias = (
+            mapping_class(f"{megatron_name}.{name}", f"{hf_name}.{name}")
+            for name in ("weight", "bias")
+        )
         return weight.turned() if turned else weight, bias
     if isinstance(gated, str):
         roles = {
-            **{role: f"{theirs}.{role}_proj.weight" for role in "qkv"},
-            "gate": f"{theirs}.{gated}.weight",
+            **{role: f"{hf_name}.{role}_proj.weight" for role in "qkv"},
+            "gate": f"{hf_name}.{gated}.weight",
         }
-        return (SeparatelyGatedQKVMapping(f"{ours}.weight", **roles),)
+        return (SeparatelyGatedQKVMapping(f"{megatron_name}.weight", **roles),)
     kind = GatedQKVMapping if gated else QKVMapping
     return tuple(
-        kind(f"{ours}.{name}", **{role: f"{theirs}.{role}_proj.{name}" for role in "qkv"})
+        kind(f"{megatron_name}.{name}", **{role: f"{hf_name}.{role}_proj.{name}" for role in "qkv"})
         for name in ("weight", "bias")
     )
 
@@ -130,31 +141,32 @@ def mlp(
         projections: Hugging Face names of gate, up and down projection.
         turned: matrices are stored as [in, out]; only for layers without a gate.
     """
-    ours, theirs = "decoder.layers.*.mlp", f"{layers}.{names}" if names else layers
-    gate, up, down = (f"{theirs}.{name}" for name in projections)
+    megatron_name, hf_name = "decoder.layers.*.mlp", f"{layers}.{names}" if names else layers
+    gate, up, down = (f"{hf_name}.{name}" for name in projections)
     if fused:
         name = "gate_up_proj" if fused is True else fused
         pairs = (
-            (f"{ours}.linear_fc1.{kind}", f"{theirs}.{name}.{kind}") for kind in ("weight", "bias")
+            (f"{megatron_name}.linear_fc1.{kind}", f"{hf_name}.{name}.{kind}")
+            for kind in ("weight", "bias")
         )
         fc1: Block = tuple(ConcatenatedGatedMLPMapping(*pair) for pair in pairs)
     else:
         fc1 = (
-            _gated(f"{ours}.linear_fc1", gate, up)
+            _gated_mappings(f"{megatron_name}.linear_fc1", gate, up)
             if gated
-            else linear(f"{ours}.linear_fc1", up, turned)
+            else linear(f"{megatron_name}.linear_fc1", up, turned)
         )
-    block = (*fc1, *linear(f"{ours}.linear_fc2", down, turned))
+    block = (*fc1, *linear(f"{megatron_name}.linear_fc2", down, turned))
     if norm:
         block += fused_norm(
-            "decoder.layers.*.pre_mlp_layernorm", f"{ours}.linear_fc1", f"{layers}.{norm}"
+            "decoder.layers.*.pre_mlp_layernorm", f"{megatron_name}.linear_fc1", f"{layers}.{norm}"
         )
     return block
 
 
-def _gated(ours: str, gate: str, up: str) -> Block:
+def _gated_mappings(megatron_name: str, gate: str, up: str) -> Block:
     return tuple(
-        GatedMLPMapping(f"{ours}.{name}", gate=f"{gate}.{name}", up=f"{up}.{name}")
+        GatedMLPMapping(f"{megatron_name}.{name}", gate=f"{gate}.{name}", up=f"{up}.{name}")
         for name in ("weight", "bias")
     )
 
@@ -163,8 +175,10 @@ def post_norms(attention: str, mlp: str, layers: str = "model.layers.*") -> Bloc
     """The normalizations of the outputs of attention and feed-forward layer before the residual additions."""
     names = {"self_attn_bda": attention, "mlp_bda": mlp}
     return tuple(
-        ReplicatedMapping(f"decoder.layers.*.{ours}.norm.weight", f"{layers}.{theirs}.weight")
-        for ours, theirs in names.items()
+        ReplicatedMapping(
+            f"decoder.layers.*.{megatron_name}.norm.weight", f"{layers}.{hf_name}.weight"
+        )
+        for megatron_name, hf_name in names.items()
     )
 
 
@@ -192,12 +206,14 @@ def fused_norm(separate: str, linear: str, hf: str) -> Block:
 
 
 def replace_blocks(
-    blocks: tuple[Block | SizedBlock, ...], *own: Block
+    blocks: tuple[Block | SizedBlock, ...], *replacements: Block
 ) -> tuple[Block | SizedBlock, ...]:
-    """Return ``blocks`` with the mappings of the same parameters replaced by those of an architecture's ``own``."""
-    taken = {mapping.megatron_param for block in own for mapping in block}
-    kept = (
-        it if callable(it) else tuple(m for m in it if m.megatron_param not in taken)
-        for it in blocks
+    """Return ``blocks``, in which an architecture's ``replacements`` replace the mappings of the same parameters."""
+    taken = {mapping.megatron_param for block in replacements for mapping in block}
+    unchanged = (
+        block_or_sized
+        if callable(block_or_sized)
+        else tuple(m for m in block_or_sized if m.megatron_param not in taken)
+        for block_or_sized in blocks
     )
-    return (*kept, *own)
+    return (*unchanged, *replacements)

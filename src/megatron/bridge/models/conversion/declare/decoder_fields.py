@@ -34,7 +34,7 @@ _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+def _read_activation(name: Any, config: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     if name not in _ACTIVATIONS:
         keys = (
             "hidden_act",
@@ -52,7 +52,9 @@ def _activation_name(function: Any, _: Any) -> str:
     return next(name for name, known in _ACTIVATIONS.items() if known is function)
 
 
-def _rope(parameters: Any, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float, float]:
+def _read_rope(
+    parameters: Any, config: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, float, float]:
     """Return ``_partial_rope`` for architectures that read a rotated share and rotate whole heads."""
     values = _partial_rope(parameters, config)
     if values[2] != 1.0:
@@ -101,44 +103,44 @@ def _rope_of_text(
     parameters: Any, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any] | None, float, float]:
     """Remove keys for multi-axis positions: text tokens have the same position on all three axes."""
-    own = dict(parameters or {})
+    text_parameters = dict(parameters or {})
     for key in ("mrope_section", "mrope_interleaved"):
-        own.pop(key, None)
-    return _partial_rope(own, config)
+        text_parameters.pop(key, None)
+    return _partial_rope(text_parameters, config)
 
 
 def _scaled_query_rope(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the scaling, base and rotated share, and beta: queries are scaled beyond the original length."""
-    own = dict(parameters or {})
+    rope_parameters = dict(parameters or {})
     for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-        if own.get(key) is None:  # transformers fails without them
+        if rope_parameters.get(key) is None:  # transformers fails without them
             raise UserError(
                 f"rope_parameters.{key} is missing: this architecture scales its queries by it"
             )
-    beta = own.pop("llama_4_scaling_beta")
-    own.pop("max_position_embeddings", None)  # an unused copy of the config's value
-    return *_rope(own, config), beta
+    beta = rope_parameters.pop("llama_4_scaling_beta")
+    rope_parameters.pop("max_position_embeddings", None)  # an unused copy of the config's value
+    return *_read_rope(rope_parameters, config), beta
 
 
-def _ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_layer_ropes(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return (scaling, base, rotated share) of layers without a window, and the parameters of layers with one."""
     if sorted(parameters or ()) != sorted(_LAYER_TYPES):
         raise UserError(
             f"rope_parameters={parameters} must have the keys {' and '.join(_LAYER_TYPES)}"
         )
-    everywhere, local = (_rope(parameters[kind], config) for kind in _LAYER_TYPES)
+    everywhere, local = (_read_rope(parameters[kind], config) for kind in _LAYER_TYPES)
     return *everywhere, _rope_back(local, None)
 
 
 def _ntk_alpha(parameters: Any, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Extend ``_rope`` by the kind ``dynamic`` with an ``alpha``, which is static despite its name."""
-    own = dict(parameters or {})
-    if own.get("rope_type") != "dynamic" or not own.get("alpha"):
-        return _rope(own, config)
-    own.pop("type", None)
-    base = own.pop("rope_theta", 10000.0)
-    check_parameters({**own, "rope_type": NTK_ALPHA})
-    return {**own, "rope_type": NTK_ALPHA}, base, 1.0
+    """Extend ``_read_rope`` by the kind ``dynamic`` with an ``alpha``, which is static despite its name."""
+    rope_parameters = dict(parameters or {})
+    if rope_parameters.get("rope_type") != "dynamic" or not rope_parameters.get("alpha"):
+        return _read_rope(rope_parameters, config)
+    rope_parameters.pop("type", None)
+    base = rope_parameters.pop("rope_theta", 10000.0)
+    check_parameters({**rope_parameters, "rope_type": NTK_ALPHA})
+    return {**rope_parameters, "rope_type": NTK_ALPHA}, base, 1.0
 
 
 def _ntk_alpha_back(values: Any, _: Any) -> dict[str, Any]:
@@ -152,14 +154,14 @@ def _from_scale(scale: float, _: Any) -> float | int:
     return round(scalar) if round(scalar) ** -0.5 == scale else scalar
 
 
-def _precision(dtype: Any, _: Mapping[str, Any]) -> tuple[torch.dtype, bool, bool]:
+def _read_precision(dtype: Any, _: Mapping[str, Any]) -> tuple[torch.dtype, bool, bool]:
     """Return (dtype of the parameters, bf16, fp16)."""
     from megatron.bridge.models.hf_pretrained.causal_lm import to_dtype
 
-    found = to_dtype(dtype) or torch.float32
-    if found not in (torch.float32, torch.bfloat16, torch.float16):
+    torch_dtype = to_dtype(dtype) or torch.float32
+    if torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(f"dtype={dtype} is not supported: float32, bfloat16 and float16 are")
-    return found, found is torch.bfloat16, found is torch.float16
+    return torch_dtype, torch_dtype is torch.bfloat16, torch_dtype is torch.float16
 
 
 def _precision_back(values: tuple[torch.dtype, bool, bool], _: Any) -> str:
@@ -178,9 +180,9 @@ def _head_width(width: Any, config: Mapping[str, Any]) -> int:
     return config["hidden_size"] // config["num_attention_heads"] if width is None else width
 
 
-def _with_any_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
+def _with_any_bias(has_bias: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return (this bias, whether the model has any): Megatron-Core has one switch, the provider two more."""
-    return own, bool(config.get("attention_bias") or config.get("mlp_bias"))
+    return has_bias, bool(config.get("attention_bias") or config.get("mlp_bias"))
 
 
 def _part_biases(_: Any, config: Mapping[str, Any]) -> tuple[bool | None, ...]:
@@ -196,7 +198,7 @@ def _has_bias(part: int, values: tuple[bool | None, ...], _: Any) -> bool:
     return bool(values[1]) and values[part] is not False
 
 
-def _inverse(scale: float | None, _: Any) -> float:
+def _invert_scale(scale: float | None, _: Any) -> float:
     return 1.0 / scale if scale else 1.0
 
 
@@ -206,7 +208,7 @@ def _inverse_back(divisor: float, _: Any) -> float:
     )  # the original number, without a rounding error in the last bit
 
 
-def _window(width: Any, _: Mapping[str, Any]) -> tuple[int, int] | None:
+def _read_window(width: Any, _: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (number of earlier keys, of later keys) that a query sees; Hugging Face also counts its own key."""
     if width is None:
         return None
@@ -219,7 +221,7 @@ def _window_back(window: tuple[int, int] | None, _: Any) -> int | None:
     return None if window is None else window[0] + 1
 
 
-def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+def _window_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with a window, 0 for each without."""
     windowed = kind_indices("layer_types", kinds, _LAYER_TYPES, config)
     if any(windowed) and not config.get("sliding_window"):
@@ -228,7 +230,7 @@ def _windowed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 
 def _switched_window(_: Any, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    return _window(
+    return _read_window(
         config.get("sliding_window") if config.get("use_sliding_window", True) else None, config
     )
 
@@ -238,11 +240,11 @@ def _switched_layers(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
         raise UserError(
             f"use_sliding_window=False and layer_types has {_LAYER_TYPES[1]}: make them agree"
         )
-    return _windowed(kinds, config)
+    return _window_pattern(kinds, config)
 
 
 def _windowed_rope(kinds: list[str], config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    windowed = _windowed(kinds, config)
+    windowed = _window_pattern(kinds, config)
     return windowed, [int(not window) for window in windowed]
 
 
@@ -271,7 +273,7 @@ def _without_rope(rotated: list[int], config: Mapping[str, Any]) -> list[int]:
     return [int(not rotates) for rotates in rotated[:layers]]
 
 
-def _rotated(without: list[int] | None, provider: Any) -> list[int]:
+def _rotation_pattern(without: list[int] | None, provider: Any) -> list[int]:
     return [int(not skips) for skips in without or [0] * provider.num_layers]
 
 
@@ -279,14 +281,18 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 DTYPE = Field(
-    "dtype", ("params_dtype", "bf16", "fp16"), default=None, to=_precision, back=_precision_back
+    "dtype",
+    ("params_dtype", "bf16", "fp16"),
+    default=None,
+    to=_read_precision,
+    back=_precision_back,
 )
 
 ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent"),
     default=None,
-    to=_rope,
+    to=_read_rope,
     back=_rope_back,
 )
 
@@ -299,7 +305,7 @@ PARTIAL_ROPE_OF_TEXT = replace(PARTIAL_ROPE, to=_rope_of_text)
 LAYER_ROPE = Field(
     "rope_parameters",
     ("rope_parameters", "rotary_base", "rotary_percent", "local_rope_parameters"),
-    to=_ropes,
+    to=_read_layer_ropes,
     back=lambda values, _: dict(
         zip(_LAYER_TYPES, (_rope_back(values[:3], None), values[3]), strict=True)
     ),
@@ -320,7 +326,7 @@ SCALED_QUERY_ROPE = Field(
 """Rotary embedding, and scaling of queries with their position."""
 
 ACTIVATION = Field(
-    "hidden_act", "activation_func", default="silu", to=_activation, back=_activation_name
+    "hidden_act", "activation_func", default="silu", to=_read_activation, back=_activation_name
 )
 
 DENSE: tuple[Field, ...] = (
@@ -382,7 +388,9 @@ PART_BIASES: tuple[Field, ...] = (
 ALL_BIASES = Field("use_bias", "add_bias_linear", default=False)
 """One switch for the biases of attention and feed-forward layer."""
 
-LOGIT_SCALE = Field("logit_scale", "logits_scaling", default=1.0, to=_inverse, back=_inverse_back)
+LOGIT_SCALE = Field(
+    "logit_scale", "logits_scaling", default=1.0, to=_invert_scale, back=_inverse_back
+)
 """Factor of the logits; the provider has its inverse."""
 
 ONLY_QKV_BIAS: dict[str, Any] = {"add_qkv_bias": True, "add_bias_linear": False}
@@ -393,10 +401,10 @@ QUERY_SCALE = Field(
 )
 """Number whose root divides the attention scores, instead of the root of the head's width."""
 
-WINDOW = Field("sliding_window", "window_size", default=None, to=_window, back=_window_back)
+WINDOW = Field("sliding_window", "window_size", default=None, to=_read_window, back=_window_back)
 """Width of the window of all layers, including the query's own key; null means all keys."""
 
-LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_windowed, back=_windowed_back)
+LAYER_TYPES = Field("layer_types", "window_attn_skip_freq", to=_window_pattern, back=_windowed_back)
 """Layers with the window."""
 
 WINDOWED_ROPE = Field(
@@ -410,7 +418,7 @@ WINDOWED_ROPE = Field(
 WINDOWED_ROPE_IF_ANY = replace(WINDOWED_ROPE, to=_windowed_rope_if_any)
 """Layers with the window, which alone have a rotary embedding, unless ``sliding_window`` is null."""
 
-NO_ROPE_LAYERS = Field("no_rope_layers", "no_rope_freq", to=_without_rope, back=_rotated)
+NO_ROPE_LAYERS = Field("no_rope_layers", "no_rope_freq", to=_without_rope, back=_rotation_pattern)
 """Layers with a rotary embedding, as 1; null means all layers."""
 
 WINDOWS: tuple[Field, ...] = (WINDOW, LAYER_TYPES)

@@ -15,11 +15,11 @@ from megatron.bridge.models.conversion.declare.fields import (
 from megatron.bridge.utils.errors import UserError
 
 
-def _width(width: int | None, config: Mapping[str, Any]) -> int:
+def _ffn_width(width: int | None, config: Mapping[str, Any]) -> int:
     return 4 * config["hidden_size"] if width is None else width
 
 
-def _groups(count: int | None, config: Mapping[str, Any]) -> int:
+def _key_heads(count: int | None, config: Mapping[str, Any]) -> int:
     """Return the number of key-value heads; ``multi_query`` decides without ``new_decoder_architecture``."""
     if not config.get("new_decoder_architecture") and config.get("multi_query", True):
         return 1
@@ -30,7 +30,7 @@ def _groups_back(groups: int, provider: Any) -> int:
     return groups if _is_new(provider) else provider.num_attention_heads
 
 
-def _norms(parallel: bool, config: Mapping[str, Any]) -> str | None:
+def _norm_placement(parallel: bool, config: Mapping[str, Any]) -> str | None:
     """Return the placement: two parallel norms, one norm for both parts of a layer, or one before each part."""
     if not config.get("new_decoder_architecture"):
         return "shared_norm" if parallel else None
@@ -61,10 +61,10 @@ def _norm_count(provider: Any) -> int | None:
 
 _OWN = (
     replace(ACTIVATION, hf="activation", default="gelu"),
-    Field("ffn_hidden_size", "ffn_hidden_size", default=None, to=_width),
+    Field("ffn_hidden_size", "ffn_hidden_size", default=None, to=_ffn_width),
     Field("layer_norm_epsilon", "layernorm_epsilon", default=1e-5),
     Field("max_position_embeddings", ("max_position_embeddings", "seq_length"), default=2048),
-    Field("num_kv_heads", "num_query_groups", default=None, to=_groups, back=_groups_back),
+    Field("num_kv_heads", "num_query_groups", default=None, to=_key_heads, back=_groups_back),
     Field("tie_word_embeddings", "share_embeddings_and_output_weights", default=True),
 )
 
@@ -75,7 +75,7 @@ FALCON = (
         "parallel_attn",
         "parallel_residual",
         default=True,
-        to=_norms,
+        to=_norm_placement,
         back=lambda kind, _: kind is not None,
     ),
     read_by_others("new_decoder_architecture", False, _is_new),

@@ -42,10 +42,10 @@ class Field:
         value = config.get(self.hf, self.default)
         if value is REQUIRED:
             raise UserError(f"key {self.hf} is missing")
-        found = self.to(value, config) if self.to else value
+        megatron_value = self.to(value, config) if self.to else value
         if isinstance(self.megatron, str):
-            return {self.megatron: found}
-        values: Sequence[Any] = found if self.to else [found] * len(self.megatron)
+            return {self.megatron: megatron_value}
+        values: Sequence[Any] = megatron_value if self.to else [megatron_value] * len(self.megatron)
         return dict(zip(self.megatron, values, strict=True))
 
     def write(self, provider: Any) -> Any:
@@ -75,8 +75,10 @@ def named(key: str, megatron: str, names: Mapping[Any, Any], default: Any = REQU
         _refuse_others(key, value, names)
         return names[value]
 
-    def back(found: Any, _: Any) -> Any:
-        return next((name for name, own in names.items() if own == found), None)
+    def back(megatron_value: Any, _: Any) -> Any:
+        return next(
+            (name for name, megatron_name in names.items() if megatron_name == megatron_value), None
+        )
 
     return Field(key, megatron, default=default, to=to, back=back)
 
@@ -106,10 +108,10 @@ def read_by_others(key: str, default: Any, back: Callable[[Any], Any]) -> Field:
     return Field(key, (), default=default, to=nothing, back=lambda _, provider: back(provider))
 
 
-def override(fields: Iterable[Field], *own: Field) -> tuple[Field, ...]:
-    """Return ``fields``, in which an architecture's ``own`` replace the fields for the same attributes."""
-    taken = {name for field in own for name in field.names}
-    return (*(field for field in fields if not taken & set(field.names)), *own)
+def override(fields: Iterable[Field], *replacements: Field) -> tuple[Field, ...]:
+    """Return ``fields``, in which an architecture's ``replacements`` replace the fields for the same attributes."""
+    taken = {name for field in replacements for name in field.names}
+    return (*(field for field in fields if not taken & set(field.names)), *replacements)
 
 
 def kind_indices(
@@ -123,9 +125,9 @@ def kind_indices(
     for kind in sorted(set(kinds) - set(known)):
         raise UserError(f"{key}={kind!r} is not supported; known: {', '.join(known)}")
     if len(kinds) != config["num_hidden_layers"]:
-        wanted = config["num_hidden_layers"]
+        num_layers = config["num_hidden_layers"]
         raise UserError(
-            f"{key} lists {len(kinds)} layers, num_hidden_layers={wanted}: make them agree"
+            f"{key} lists {len(kinds)} layers, num_hidden_layers={num_layers}: make them agree"
         )
     return [known.index(kind) for kind in kinds]
 
@@ -232,7 +234,7 @@ KeyHint = Callable[
 ]  # (unknown key, known keys) -> end of the message about the unknown key
 
 
-def _hint(key: str, claimed: Iterable[str]) -> str:
+def _unknown_key_hint(key: str, claimed: Iterable[str]) -> str:
     return misspelling(key, claimed) or ", remove it if it changes nothing"
 
 
@@ -254,7 +256,7 @@ def read_all(
     fields: Iterable[Field],
     config: Mapping[str, Any],
     irrelevant: HarmlessKeys = IRRELEVANT,
-    hint: KeyHint = _hint,
+    hint: KeyHint = _unknown_key_hint,
 ) -> dict[str, Any]:
     """Return the provider's attributes that ``config`` sets.
 
@@ -319,7 +321,7 @@ def unknown_keys(
     fields: Iterable[Field],
     config: Mapping[str, Any],
     irrelevant: HarmlessKeys,
-    hint: KeyHint = _hint,
+    hint: KeyHint = _unknown_key_hint,
 ) -> dict[str, str]:
     """Return a phrase for each key that no field claims and that could change the computation."""
     claimed = {field.hf for field in fields}

@@ -22,7 +22,7 @@ from megatron.bridge.utils.errors import UserError
 _KINDS = ("full_attention", "linear_attention")
 
 
-def _linear(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
+def _linear_pattern(kinds: list[str], config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for each gated delta net, or the period of attention layers if it is regular."""
     pattern = kind_indices("layer_types", kinds, _KINDS, config)
     layers = len(pattern)
@@ -51,7 +51,7 @@ SILU = replace(ACTIVATION, to=_only_silu)
 """Activation of feed-forward layers and of the convolutions of gated delta nets and Mamba-2 mixers."""
 
 DELTA_NET: tuple[Field, ...] = (
-    Field("layer_types", "linear_attention_freq", to=_linear, back=_linear_back),
+    Field("layer_types", "linear_attention_freq", to=_linear_pattern, back=_linear_back),
     *(
         Field(name, name)
         for name in (
@@ -82,7 +82,7 @@ def delta_net(
 
     ``split``: the input projection is four tensors instead of two tensors that are grouped by key head.
     """
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.linear_attn"
     kind, roles = (
         (SplitGDNLinearMapping, ("qkv", "z", "b", "a"))
         if split
@@ -90,31 +90,32 @@ def delta_net(
     )
     return (
         kind(
-            f"{ours}.in_proj.weight", **{role: f"{theirs}.in_proj_{role}.weight" for role in roles}
+            f"{megatron_name}.in_proj.weight",
+            **{role: f"{hf_name}.in_proj_{role}.weight" for role in roles},
         ),
-        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
-        GDNConv1dMapping(f"{ours}.conv1d.weight", f"{theirs}.conv1d.weight"),
-        AutoMapping(f"{ours}.A_log", f"{theirs}.A_log"),
-        AutoMapping(f"{ours}.dt_bias", f"{theirs}.dt_bias"),
-        ReplicatedMapping(f"{ours}.out_norm.weight", f"{theirs}.norm.weight"),
-        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+        ReplicatedMapping(f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        GDNConv1dMapping(f"{megatron_name}.conv1d.weight", f"{hf_name}.conv1d.weight"),
+        AutoMapping(f"{megatron_name}.A_log", f"{hf_name}.A_log"),
+        AutoMapping(f"{megatron_name}.dt_bias", f"{hf_name}.dt_bias"),
+        ReplicatedMapping(f"{megatron_name}.out_norm.weight", f"{hf_name}.norm.weight"),
+        AutoMapping(f"{megatron_name}.out_proj.weight", f"{hf_name}.out_proj.weight"),
     )
 
 
 def kimi_delta(layers: str = "model.layers.*", names: str = "self_attn") -> Block:
     """Kimi delta attention; ``latent_attention`` maps the normalization before it."""
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
     cut = (
         *(f"{name}_proj" for name in ("q", "k", "v", "b", "f_b", "g_b")),
         *(f"{name}_conv1d" for name in "qkv"),
     )
     return (
-        *(AutoMapping(f"{ours}.{name}", f"{theirs}.{name}.weight") for name in cut),
+        *(AutoMapping(f"{megatron_name}.{name}", f"{hf_name}.{name}.weight") for name in cut),
         *(
-            ReplicatedMapping(f"{ours}.{name}", f"{theirs}.{name}.weight")
+            ReplicatedMapping(f"{megatron_name}.{name}", f"{hf_name}.{name}.weight")
             for name in ("f_a_proj", "g_a_proj", "o_norm")
         ),
-        AutoMapping(f"{ours}.dt_bias", f"{theirs}.dt_bias"),
-        HeadRatesMapping(f"{ours}.A_log", f"{theirs}.A_log"),
-        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.o_proj.weight"),
+        AutoMapping(f"{megatron_name}.dt_bias", f"{hf_name}.dt_bias"),
+        HeadRatesMapping(f"{megatron_name}.A_log", f"{hf_name}.A_log"),
+        AutoMapping(f"{megatron_name}.out_proj.weight", f"{hf_name}.o_proj.weight"),
     )

@@ -24,12 +24,12 @@ _FULL = "full_attention"
 _WIDTHS = ("head_dim", "num_key_value_heads")
 
 
-def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[Any, ...]:
     """Read rotary embeddings as in Gemma 3, except that ``proportional`` applies ``partial_rotary_factor`` itself."""
     assert LAYER_ROPE.to is not None
     ropes = parameters or {}
     scaling, base, share, local = LAYER_ROPE.to(
-        {kind: _whole(own) for kind, own in ropes.items()}, config
+        {kind: _without_partial_share(rope) for kind, rope in ropes.items()}, config
     )
     return (
         _own_share(scaling, ropes[_FULL]),
@@ -39,45 +39,54 @@ def _ropes(parameters: Mapping[str, Any] | None, config: Mapping[str, Any]) -> t
     )
 
 
-def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
-    turns = own.get("rope_type") == "proportional"
+def _without_partial_share(rope: Mapping[str, Any]) -> dict[str, Any]:
+    turns = rope.get("rope_type") == "proportional"
     return {
-        key: value for key, value in own.items() if not (turns and key == "partial_rotary_factor")
+        key: value for key, value in rope.items() if not (turns and key == "partial_rotary_factor")
     }
 
 
-def _own_share(read: Any, own: Mapping[str, Any]) -> Any:
-    lost = {key: value for key, value in own.items() if key not in _whole(own)}
+def _own_share(read: Any, rope: Mapping[str, Any]) -> Any:
+    lost = {key: value for key, value in rope.items() if key not in _without_partial_share(rope)}
     return {**read, **lost} if lost else read
 
 
-def _unlike(
+def _read_full_layers(
     layers: Mapping[Any, Mapping[str, Any]] | None, config: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Return head width and number of key heads of the layers without a window."""
     full = [index for index, kind in enumerate(config["layer_types"]) if kind == _FULL]
-    own = {int(layer): values for layer, values in (layers or {}).items()}
-    if own and sorted(own) != full:
-        raise UserError(f"per_layer_config={own} must describe the layers without a window: {full}")
-    first = next(iter(own.values()), cast(Mapping[str, Any], {}))
-    if any(one != first or set(one) - set(_WIDTHS) for one in own.values()):
+    layer_values = {int(layer): values for layer, values in (layers or {}).items()}
+    if layer_values and sorted(layer_values) != full:
         raise UserError(
-            f"per_layer_config={own} must have the same {' and '.join(_WIDTHS)} for each layer"
+            f"per_layer_config={layer_values} must describe the layers without a window: {full}"
+        )
+    first = next(iter(layer_values.values()), cast(Mapping[str, Any], {}))
+    if any(
+        values_of_layer != first or set(values_of_layer) - set(_WIDTHS)
+        for values_of_layer in layer_values.values()
+    ):
+        raise UserError(
+            f"per_layer_config={layer_values} must have the same {' and '.join(_WIDTHS)} for each layer"
         )
     return first.get(_WIDTHS[0]), first.get(_WIDTHS[1])
 
 
 def _unlike_back(values: tuple[Any, ...], provider: Any) -> dict[str, dict[str, Any]]:
-    own = {name: value for name, value in zip(_WIDTHS, values, strict=True) if value is not None}
+    layer_values = {
+        name: value for name, value in zip(_WIDTHS, values, strict=True) if value is not None
+    }
     full = [
-        layer for layer in range(provider.num_layers) if own and not has_window(provider, layer + 1)
+        layer
+        for layer in range(provider.num_layers)
+        if layer_values and not has_window(provider, layer + 1)
     ]
     return {
-        str(layer).zfill(len(str(full[-1]))): own for layer in full
+        str(layer).zfill(len(str(full[-1]))): layer_values for layer in full
     }  # the format of transformers
 
 
-def _shared(count: int, config: Mapping[str, Any]) -> list[int] | None:
+def _sharing_pattern(count: int, config: Mapping[str, Any]) -> list[int] | None:
     layers, kinds = config["num_hidden_layers"], config["layer_types"]
     if not 0 <= count < layers or set(kinds[: layers - count]) != set(kinds):
         raise UserError(
@@ -101,24 +110,26 @@ _DENSE: dict[str, Any] = {
 _SPARSE = {**DROPLESS, "experts_beside_mlp": True, "moe_router_load_balancing_type": "none"}
 
 
-def _experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
+def _read_experts(has_some: bool, config: Mapping[str, Any]) -> tuple[Any, ...]:
     if not has_some:
         return None, 2, None, *_DENSE.values()
-    found = [config.get(key) for key in _EXPERTS]
-    if None in found:
+    expert_values = [config.get(key) for key in _EXPERTS]
+    if None in expert_values:
         raise UserError(f"enable_moe_block=True needs {', '.join(_EXPERTS)}")
-    if not 1 < cast(int, found[1]) <= cast(int, found[0]):
-        raise UserError(f"top_k_experts={found[1]} must be from 2 to num_experts={found[0]}")
-    return *found, *(_SPARSE[name] for name in _DENSE)
+    if not 1 < cast(int, expert_values[1]) <= cast(int, expert_values[0]):
+        raise UserError(
+            f"top_k_experts={expert_values[1]} must be from 2 to num_experts={expert_values[0]}"
+        )
+    return *expert_values, *(_SPARSE[name] for name in _DENSE)
 
 
 SHARED_KV: tuple[Field, ...] = (
-    replace(LAYER_ROPE, to=_ropes),
+    replace(LAYER_ROPE, to=_read_ropes),
     Field(
         "per_layer_config",
         ("global_kv_channels", "global_query_groups"),
         None,
-        _unlike,
+        _read_full_layers,
         _unlike_back,
     ),
     Field("attention_k_eq_v", "attention_k_eq_v", default=False),
@@ -126,7 +137,7 @@ SHARED_KV: tuple[Field, ...] = (
         "num_kv_shared_layers",
         "shared_kv_layers",
         default=0,
-        to=_shared,
+        to=_sharing_pattern,
         back=lambda layers, _: sum(layers or ()),
     ),
     Field("use_double_wide_mlp", "shared_kv_wide_mlp", default=False),
@@ -150,7 +161,7 @@ EXPERTS_BESIDE: tuple[Field, ...] = (
         "enable_moe_block",
         (*_EXPERTS.values(), *_DENSE),
         default=False,
-        to=_experts,
+        to=_read_experts,
         back=lambda values, _: values[len(_EXPERTS)],
     ),
     *(
@@ -173,29 +184,37 @@ class PerLayerVocabularyMapping(AutoMapping):
 
 def shared_kv_attention(config: Any) -> Block:
     """Attention whose layers may lack the projection of values, or of keys and values; and its norm."""
-    common = (it for it in attention(qk_norm=True) if ".linear_qkv.weight" not in it.megatron_param)
-    mappings = [it for it in common if ".linear_qkv.bias" not in it.megatron_param]
+    common = (
+        mapping
+        for mapping in attention(qk_norm=True)
+        if ".linear_qkv.weight" not in mapping.megatron_param
+    )
+    mappings = [mapping for mapping in common if ".linear_qkv.bias" not in mapping.megatron_param]
     for layer in range(config.num_layers):
         for name in ("weight", "bias"):
-            theirs = {
+            hf_names = {
                 role: f"model.layers.{layer}.self_attn.{role}_proj.{name}"
                 for role in projections(config, layer + 1)
             }
-            ours = f"decoder.layers.{layer}.self_attention.linear_qkv.{name}"
-            mappings.append(QKVMapping(ours, **theirs))
+            megatron_name = f"decoder.layers.{layer}.self_attention.linear_qkv.{name}"
+            mappings.append(QKVMapping(megatron_name, **hf_names))
     return tuple(mappings)
 
 
 def layer_ends(layers: str = "model.layers.*") -> Block:
     """Per-layer embeddings, and the scalars that multiply the outputs of layers."""
-    ours, gate, inputs = "decoder.layers.*", "decoder.layers.*.per_layer_gate", "per_layer_inputs"
+    megatron_layers, gate, inputs = (
+        "decoder.layers.*",
+        "decoder.layers.*.per_layer_gate",
+        "per_layer_inputs",
+    )
     names = {
         f"{inputs}.projection.weight": "model.per_layer_model_projection.weight",
         f"{inputs}.norm.weight": "model.per_layer_projection_norm.weight",
         f"{gate}.gate.weight": f"{layers}.per_layer_input_gate.weight",
         f"{gate}.projection.weight": f"{layers}.per_layer_projection.weight",
         f"{gate}.norm.weight": f"{layers}.post_per_layer_input_norm.weight",
-        f"{ours}.layer_scale": f"{layers}.layer_scalar",
+        f"{megatron_layers}.layer_scale": f"{layers}.layer_scalar",
     }
     table = PerLayerVocabularyMapping(
         f"{inputs}.word_embeddings.weight", "model.embed_tokens_per_layer.weight"
@@ -205,7 +224,7 @@ def layer_ends(layers: str = "model.layers.*") -> Block:
 
 def experts_beside(layers: str = "model.layers.*") -> Block:
     """Experts and the parallel feed-forward layer, the norms of both, and the router."""
-    ours = "decoder.layers.*.mlp"
+    megatron_name = "decoder.layers.*.mlp"
     names = {
         "router.weight": "router.proj.weight",
         "router.scale": "router.scale",
@@ -217,8 +236,11 @@ def experts_beside(layers: str = "model.layers.*") -> Block:
     }
     dense = {role: f"{layers}.mlp.{role}_proj.weight" for role in ("gate", "up")}
     return (
-        GatedMLPMapping(f"{ours}.dense.linear_fc1.weight", **dense),
-        AutoMapping(f"{ours}.dense.linear_fc2.weight", f"{layers}.mlp.down_proj.weight"),
-        *(ReplicatedMapping(f"{ours}.{one}", f"{layers}.{other}") for one, other in names.items()),
+        GatedMLPMapping(f"{megatron_name}.dense.linear_fc1.weight", **dense),
+        AutoMapping(f"{megatron_name}.dense.linear_fc2.weight", f"{layers}.mlp.down_proj.weight"),
+        *(
+            ReplicatedMapping(f"{megatron_name}.{megatron_norm}", f"{layers}.{hf_norm}")
+            for megatron_norm, hf_norm in names.items()
+        ),
         *stacked_experts("experts"),
     )

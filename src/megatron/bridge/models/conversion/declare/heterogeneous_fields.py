@@ -10,7 +10,9 @@ from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.bridge.utils.errors import UserError
 
 
-def _each(blocks: list[dict[str, Any]], config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _one_block_a_layer(
+    blocks: list[dict[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     if len(blocks) != config["num_hidden_layers"]:
         raise UserError(
             f"block_configs has {len(blocks)} layers, num_hidden_layers={config['num_hidden_layers']}"
@@ -18,7 +20,7 @@ def _each(blocks: list[dict[str, Any]], config: Mapping[str, Any]) -> list[dict[
     return blocks
 
 
-BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_each)
+BLOCK_CONFIGS = Field("block_configs", "block_configs", to=_one_block_a_layer)
 """Description of each layer: sizes and kinds of its parts."""
 
 
@@ -30,16 +32,18 @@ def linear_replacements(
 
     ``attention`` and ``mlp`` map the normalizations before them if these are separate modules.
     """
-    ours = "decoder.layers.*"
+    megatron_layers = "decoder.layers.*"
     parts = (
         ("self_attention", "self_attn.linear_attn", norms[0]),
         ("mlp", "mlp.linear_mlp", norms[1]),
     )
     return tuple(
         mapping
-        for part, theirs, norm in parts
+        for part, hf_name, norm in parts
         for mapping in (
-            *linear(f"{ours}.{part}", f"{layers}.{theirs}"),
-            ReplicatedMapping(f"{ours}.{part}.layer_norm_weight", f"{layers}.{norm}.weight"),
+            *linear(f"{megatron_layers}.{part}", f"{layers}.{hf_name}"),
+            ReplicatedMapping(
+                f"{megatron_layers}.{part}.layer_norm_weight", f"{layers}.{norm}.weight"
+            ),
         )
     )

@@ -41,7 +41,7 @@ _NAMES = {
 _OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
 
 
-def _layers(config: Mapping[str, Any]) -> str:
+def _layer_symbols(config: Mapping[str, Any]) -> str:
     """Return a symbol for each layer, from the list of names or from the older string."""
     names, symbols = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if names is None:
@@ -52,12 +52,12 @@ def _layers(config: Mapping[str, Any]) -> str:
     for name in names:
         if name not in known:
             raise UserError(f"layers_block_type={name!r} is not supported: {', '.join(_NAMES)} are")
-    found = "".join(known[name] for name in names)
-    if symbols is not None and symbols != found:
+    pattern = "".join(known[name] for name in names)
+    if symbols is not None and symbols != pattern:
         raise UserError(
             "hybrid_override_pattern and layers_block_type name different layers: remove one"
         )
-    return found
+    return pattern
 
 
 def _names_back(_: Any, provider: Any) -> list[str]:
@@ -66,7 +66,7 @@ def _names_back(_: Any, provider: Any) -> list[str]:
 
 
 def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
-    layers = len(_layers(config))
+    layers = len(_layer_symbols(config))
     if count not in (None, layers):
         raise UserError(
             f"num_hidden_layers={count} is not the {layers} layers that layers_block_type names"
@@ -75,27 +75,27 @@ def _number_of_layers(count: Any, config: Mapping[str, Any]) -> int:
 
 
 def _width(_: Any, config: Mapping[str, Any]) -> int:
-    found = {
+    widths = {
         key: config[key]
         for key in ("head_dim", "attention_head_dim")
         if config.get(key) is not None
     }
-    if not found:
+    if not widths:
         raise UserError("head_dim is missing: no other key has the width of a head")
-    if len(set(found.values())) > 1:
+    if len(set(widths.values())) > 1:
         raise UserError(
-            f"{' and '.join(f'{key}={value}' for key, value in found.items())} differ: remove one"
+            f"{' and '.join(f'{key}={value}' for key, value in widths.items())} differ: remove one"
         )
-    return next(iter(found.values()))
+    return next(iter(widths.values()))
 
 
-def _mlp_bias(own: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
+def _mlp_bias(has_bias: bool, config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return (this bias, value of Megatron-Core's one switch for all linear layers)."""
-    if own and EXPERTS in _layers(config):
+    if has_bias and EXPERTS in _layer_symbols(config):
         raise UserError(
             "mlp_bias=True is not supported with layers of experts, which would have none"
         )
-    return own, own
+    return has_bias, has_bias
 
 
 class _OfExperts(Field):
@@ -103,7 +103,7 @@ class _OfExperts(Field):
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Set nothing if no layer has experts."""
-        return super().read(config) if EXPERTS in _layers(config) else {}
+        return super().read(config) if EXPERTS in _layer_symbols(config) else {}
 
     def write(self, provider: Any) -> Any:
         """Return the key's value, or ``ABSENT`` if no layer has experts."""
@@ -113,7 +113,7 @@ class _OfExperts(Field):
 _KINDS = ("full_attention", "linear_attention")
 
 
-def _mixers(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
+def _mixer_pattern(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with a Mamba-2 mixer."""
     older = {"attention": _KINDS[0], "mamba": _KINDS[1]}
     names = [older.get(name, name) for name in names or [_KINDS[1]] * config["num_hidden_layers"]]
@@ -121,19 +121,19 @@ def _mixers(names: list[str] | None, config: Mapping[str, Any]) -> list[int]:
 
 
 def _head_width(width: int | str, config: Mapping[str, Any]) -> int:
-    whole = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
-    return whole // config.get("mamba_n_heads", 128) if isinstance(width, str) else width
+    inner_width = config.get("mamba_d_ssm") or config.get("mamba_expand", 2) * config["hidden_size"]
+    return inner_width // config.get("mamba_n_heads", 128) if isinstance(width, str) else width
 
 
-def _expansion(provider: Any) -> int:
+def _mamba_expansion(provider: Any) -> int:
     return provider.mamba_num_heads * provider.mamba_head_dim // provider.hidden_size
 
 
-def _heads(_: Any, config: Mapping[str, Any]) -> tuple[int, int]:
+def _mamba_heads(_: Any, config: Mapping[str, Any]) -> tuple[int, int]:
     return config["mamba_n_heads"], _head_width(config.get("mamba_d_head", "auto"), config)
 
 
-def _groups(count: int, config: Mapping[str, Any]) -> int:
+def _mamba_groups(count: int, config: Mapping[str, Any]) -> int:
     if config["mamba_n_heads"] % count:
         raise UserError(
             f"mamba_n_groups={count} does not divide mamba_n_heads={config['mamba_n_heads']}"
@@ -141,7 +141,7 @@ def _groups(count: int, config: Mapping[str, Any]) -> int:
     return count
 
 
-def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
+def _periodic_pattern(config: Mapping[str, Any], kind: str, period: int, offset: int) -> list[int]:
     """Return 1 for each layer of a kind that occurs once per period."""
     period, offset = (
         config.get(f"{kind}_layer_period", period),
@@ -150,7 +150,7 @@ def _every(config: Mapping[str, Any], kind: str, period: int, offset: int) -> li
     return [int(layer % period == offset) for layer in range(config["num_hidden_layers"])]
 
 
-def _period(layers: Sequence[int]) -> tuple[int, int]:
+def _period_and_offset(layers: Sequence[int]) -> tuple[int, int]:
     """Return (period, offset) of the layers with 1."""
     for period in range(1, len(layers) + 2):
         for offset in range(period):
@@ -162,29 +162,33 @@ def _period(layers: Sequence[int]) -> tuple[int, int]:
 
 
 def _between_attention(_: Any, config: Mapping[str, Any]) -> list[int]:
-    return [1 - attention for attention in _every(config, "attn", 8, 4)]
+    return [1 - attention for attention in _periodic_pattern(config, "attn", 8, 4)]
 
 
 def _attention_back(index: int) -> Callable[[list[int], Any], int]:
-    return lambda layers, _: _period([1 - mixer for mixer in layers])[index]
+    return lambda layers, _: _period_and_offset([1 - mixer for mixer in layers])[index]
 
 
-def _sparse(_: Any, config: Mapping[str, Any]) -> list[int] | int:
-    return _every(config, "expert", 2, 1) if config["num_experts"] > 1 else 1
+def _expert_pattern(_: Any, config: Mapping[str, Any]) -> list[int] | int:
+    return _periodic_pattern(config, "expert", 2, 1) if config["num_experts"] > 1 else 1
 
 
 def _sparse_back(index: int, _: Any, provider: Any) -> int:
-    return (_period(moe_pattern(provider)) if provider.num_moe_experts else (2, 1))[index]
+    return (_period_and_offset(moe_pattern(provider)) if provider.num_moe_experts else (2, 1))[
+        index
+    ]
 
 
 _PATTERN = "hybrid_override_pattern"
 LAYER_KINDS: tuple[Field, ...] = (
-    Field("layers_block_type", _PATTERN, None, lambda _, config: _layers(config), _names_back),
+    Field(
+        "layers_block_type", _PATTERN, None, lambda _, config: _layer_symbols(config), _names_back
+    ),
     Field(
         _PATTERN,
         _PATTERN,
         None,
-        lambda _, config: _layers(config),
+        lambda _, config: _layer_symbols(config),
         lambda _, provider: provider.layer_kinds,
     ),
     Field("num_hidden_layers", "num_layers", default=None, to=_number_of_layers),
@@ -226,7 +230,7 @@ ALL_MAMBA: tuple[Field, ...] = (
     Field("time_step_max", "mamba_first_step_max", default=0.1),
     Field("time_step_floor", "mamba_first_step_floor", default=1e-4),
     STEP_LIMIT,
-    read_by_others("expand", 2, _expansion),
+    read_by_others("expand", 2, _mamba_expansion),
     constant("use_bias", False),
     constant("use_conv_bias", True),
 )
@@ -240,7 +244,7 @@ MAMBA_STEPS: tuple[Field, ...] = (
 )
 
 MAMBA_LAYERS = replace(
-    layers_of_kind("layer_types", "mamba_layers", _KINDS), default=None, to=_mixers
+    layers_of_kind("layer_types", "mamba_layers", _KINDS), default=None, to=_mixer_pattern
 )
 """Layers with a Mamba-2 mixer instead of attention."""
 
@@ -249,7 +253,7 @@ ONE_GROUP_MAMBA: tuple[Field, ...] = (
     Field("mamba_n_heads", "mamba_num_heads", default=128),
     Field("mamba_d_head", "mamba_head_dim", default="auto", to=_head_width),
     Field("mamba_d_state", "mamba_state_dim", default=256),
-    read_by_others("mamba_expand", 2, _expansion),
+    read_by_others("mamba_expand", 2, _mamba_expansion),
     constant("mamba_n_groups", 1),
     Field("mamba_d_conv", "mamba_conv_kernel", default=4),
     STEP_LIMIT,
@@ -261,32 +265,32 @@ ONE_GROUP_MAMBA: tuple[Field, ...] = (
 _BESIDE = "mamba_beside_attention"
 
 
-def _multiplier(key: str) -> Field:
+def _multiplier_field(key: str) -> Field:
     return Field(
         key,
         _BESIDE,
         MULTIPLIERS[key],
-        _multipliers,
+        _read_multipliers,
         lambda values, _: {**MULTIPLIERS, **values}[key],
     )
 
 
-def _multipliers(_: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_multipliers(_: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config.get(key, default) for key, default in MULTIPLIERS.items()}
 
 
 MAMBA_BESIDE_ATTENTION: tuple[Field, ...] = (
     *(field for field in ONE_GROUP_MAMBA if field.hf not in ("mamba_n_groups", "mamba_expand")),
-    Field("mamba_n_groups", "mamba_num_groups", default=1, to=_groups),
+    Field("mamba_n_groups", "mamba_num_groups", default=1, to=_mamba_groups),
     Field(
         "mamba_d_ssm",
         ("mamba_num_heads", "mamba_head_dim"),
         None,
-        _heads,
+        _mamba_heads,
         lambda sizes, _: sizes[0] * sizes[1],
     ),
     constant("mamba_rms_norm", False),
-    *map(_multiplier, MULTIPLIERS),
+    *map(_multiplier_field, MULTIPLIERS),
 )
 """Sizes of Mamba-2 mixers beside attention, and multipliers of all parts of a layer."""
 
@@ -299,7 +303,7 @@ SELECTIVE_MAMBA: tuple[Field, ...] = (
         ("mamba_num_heads", "mamba_head_dim"),
         default=2,
         to=lambda expand, config: (expand * config["hidden_size"], 1),
-        back=lambda _, provider: _expansion(provider),
+        back=lambda _, provider: _mamba_expansion(provider),
     ),
     Field("mamba_d_state", "mamba_state_dim", 16),
     Field(
@@ -315,8 +319,8 @@ SELECTIVE_MAMBA: tuple[Field, ...] = (
 """Mamba-1 mixers and their sizes; one layer per period has attention."""
 
 PERIODIC_EXPERTS: tuple[Field, ...] = (
-    Field("expert_layer_period", "moe_layer_freq", 2, _sparse, partial(_sparse_back, 0)),
-    Field("expert_layer_offset", "moe_layer_freq", 1, _sparse, partial(_sparse_back, 1)),
+    Field("expert_layer_period", "moe_layer_freq", 2, _expert_pattern, partial(_sparse_back, 0)),
+    Field("expert_layer_offset", "moe_layer_freq", 1, _expert_pattern, partial(_sparse_back, 1)),
 )
 """Experts in one layer per period; no experts if there is only one."""
 
@@ -346,33 +350,39 @@ def mamba(
     names: str = "mixer",
     norm: str | None = "norm",
     replaces_attention: bool = False,
-    ours: str = "mixer",
+    module: str = "mixer",
 ) -> Block:
     """A Mamba-2 mixer and the normalization before it.
 
     ``norm`` is None if ``attention`` maps the normalization of the same layer. With ``replaces_attention``, the mixer
-    replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module. ``ours`` is
-    Megatron's name of a mixer parallel to attention.
+    replaces attention in some layers, and ``attention`` maps the normalization if it is a separate module.
+    ``module`` is Megatron's name of a mixer parallel to attention.
     """
-    ours, theirs = (
-        f"decoder.layers.*.{'self_attention' if replaces_attention else ours}",
+    megatron_name, hf_name = (
+        f"decoder.layers.*.{'self_attention' if replaces_attention else module}",
         f"{layers}.{names}",
     )
     norms = (
-        fused_norm("decoder.layers.*.norm", f"{ours}.in_proj", f"{layers}.{norm}") if norm else ()
+        fused_norm("decoder.layers.*.norm", f"{megatron_name}.in_proj", f"{layers}.{norm}")
+        if norm
+        else ()
     )
     if replaces_attention:
-        norms = (ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),)
+        norms = (
+            ReplicatedMapping(
+                f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"
+            ),
+        )
     return (
         *norms,
-        MambaInProjMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
-        MambaConv1dMapping(f"{ours}.conv1d_weight", f"{theirs}.conv1d.weight"),
-        MambaConv1dMapping(f"{ours}.conv1d_bias", f"{theirs}.conv1d.bias"),
+        MambaInProjMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
+        MambaConv1dMapping(f"{megatron_name}.conv1d_weight", f"{hf_name}.conv1d.weight"),
+        MambaConv1dMapping(f"{megatron_name}.conv1d_bias", f"{hf_name}.conv1d.bias"),
         *(
-            ColumnParallelMapping(f"{ours}.{name}", f"{theirs}.{name}")
+            ColumnParallelMapping(f"{megatron_name}.{name}", f"{hf_name}.{name}")
             for name in ("A_log", "D", "dt_bias", "norm.weight")
         ),
-        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+        AutoMapping(f"{megatron_name}.out_proj.weight", f"{hf_name}.out_proj.weight"),
     )
 
 
@@ -380,7 +390,7 @@ def selective_mamba(
     layers: str = "model.layers.*", names: str = "mamba", norm: str = "input_layernorm"
 ) -> Block:
     """A Mamba-1 mixer; ``attention`` maps the normalization before it if that is a separate module."""
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.{names}"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.{names}"
     same = ("A_log", "D", "out_proj.weight")
     pairs = {
         "conv1d_weight": "conv1d.weight",
@@ -393,11 +403,16 @@ def selective_mamba(
         **dict(zip(same, same, strict=True)),
     }
     return (
-        ConcatenatedGatedMLPMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
-        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
-        *(AutoMapping(f"{ours}.{mine}", f"{theirs}.{hf}") for mine, hf in pairs.items()),
+        ConcatenatedGatedMLPMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
+        ReplicatedMapping(f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
         *(
-            ReplicatedMapping(f"{ours}.norms.{n}.weight", f"{theirs}.{n}_layernorm.weight")
+            AutoMapping(f"{megatron_name}.{megatron_part}", f"{hf_name}.{hf}")
+            for megatron_part, hf in pairs.items()
+        ),
+        *(
+            ReplicatedMapping(
+                f"{megatron_name}.norms.{n}.weight", f"{hf_name}.{n}_layernorm.weight"
+            )
             for n in ("dt", "b", "c")
         ),
     )
@@ -406,7 +421,7 @@ def selective_mamba(
 _MULTIPLE = 256
 
 
-def _adjusted(_: Any, config: Mapping[str, Any]) -> int:
+def _adjusted_ffn_width(_: Any, config: Mapping[str, Any]) -> int:
     """Return the width of feed-forward layers that transformers derives from four keys."""
     width: int = config["intermediate_size"]
     if not config.get("block_auto_adjust_ff_dim", True):
@@ -432,22 +447,26 @@ SHORT_CONV: tuple[Field, ...] = (
 """Layers with a convolution instead of attention, and the convolution's number of tokens."""
 
 ADJUSTED_WIDTH: tuple[Field, ...] = (
-    Field("intermediate_size", "ffn_hidden_size", to=_adjusted, back=_adjusted_back),
+    Field("intermediate_size", "ffn_hidden_size", to=_adjusted_ffn_width, back=_adjusted_back),
     Field(
-        "block_auto_adjust_ff_dim", "ffn_hidden_size", default=True, to=_adjusted, back=_is_adjusted
+        "block_auto_adjust_ff_dim",
+        "ffn_hidden_size",
+        default=True,
+        to=_adjusted_ffn_width,
+        back=_is_adjusted,
     ),
     Field(
         "block_ffn_dim_multiplier",
         "ffn_hidden_size",
         default=1.0,
-        to=_adjusted,
+        to=_adjusted_ffn_width,
         back=lambda _, __: 1.0,
     ),
     Field(
         "block_multiple_of",
         "ffn_hidden_size",
         default=_MULTIPLE,
-        to=_adjusted,
+        to=_adjusted_ffn_width,
         back=lambda _, __: _MULTIPLE,
     ),
 )
@@ -456,10 +475,10 @@ ADJUSTED_WIDTH: tuple[Field, ...] = (
 
 def short_conv(layers: str = "model.layers.*", norm: str = "operator_norm") -> Block:
     """A gated short convolution; ``attention`` maps the normalization before it if that is a module."""
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.conv"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.conv"
     return (
-        ShortConvMapping(f"{ours}.in_proj.weight", f"{theirs}.in_proj.weight"),
-        ReplicatedMapping(f"{ours}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
-        AutoMapping(f"{ours}.conv1d.weight", f"{theirs}.conv.weight"),
-        AutoMapping(f"{ours}.out_proj.weight", f"{theirs}.out_proj.weight"),
+        ShortConvMapping(f"{megatron_name}.in_proj.weight", f"{hf_name}.in_proj.weight"),
+        ReplicatedMapping(f"{megatron_name}.in_proj.layer_norm_weight", f"{layers}.{norm}.weight"),
+        AutoMapping(f"{megatron_name}.conv1d.weight", f"{hf_name}.conv.weight"),
+        AutoMapping(f"{megatron_name}.out_proj.weight", f"{hf_name}.out_proj.weight"),
     )

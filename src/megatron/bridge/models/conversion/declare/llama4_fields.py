@@ -12,7 +12,7 @@ _KINDS = ("full_attention", "chunked_attention")
 _SCALING = ("query_scaling_beta", "query_scaling_length")
 
 
-def _chunked(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+def _chunk_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with chunks."""
     chunked = kind_indices("layer_types", kinds, _KINDS, config)
     if any(chunked) and config.get("attention_chunk_size", 8192) is None:
@@ -24,7 +24,7 @@ def _chunked_back(layers: Any, provider: Any) -> list[str]:
     return [_KINDS[layer] for layer in layers or [0] * provider.num_layers]
 
 
-def _chunk(size: int | None, _: Any) -> tuple[tuple[int, int] | None, bool]:
+def _read_chunk_size(size: int | None, _: Any) -> tuple[tuple[int, int] | None, bool]:
     if size is not None and size < 1:
         raise UserError(
             f"attention_chunk_size={size} must be at least 1, or null for whole sequences"
@@ -36,14 +36,14 @@ def _chunk_back(values: tuple[Any, bool], _: Any) -> int | None:
     return values[0] and values[0][0] + 1
 
 
-def _scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | None]:
+def _query_scaling(_: Any, config: Mapping[str, Any]) -> tuple[float | None, int | None]:
     """Return (beta, length), both None if queries are not scaled."""
     if not config.get("attn_temperature_tuning", True):
         return None, None
     return config.get("attn_scale", 0.1), config.get("floor_scale", 8192)
 
 
-def _listed(layers: list[int], config: Mapping[str, Any]) -> int | list[int]:
+def _listed_pattern(layers: list[int], config: Mapping[str, Any]) -> int | list[int]:
     count = config["num_hidden_layers"]
     if not layers or not set(layers) <= set(range(count)):
         raise UserError(
@@ -57,7 +57,7 @@ def _listed_back(_: Any, provider: Any) -> list[int]:
     return [layer for layer, sparse in enumerate(moe_pattern(provider)) if sparse]
 
 
-def _single(count: int, _: Any) -> int:
+def _single_expert(count: int, _: Any) -> int:
     if count != 1:
         raise UserError(
             f"num_experts_per_tok={count} must be 1: Megatron-Core weights the input of one expert only"
@@ -70,10 +70,10 @@ CHUNKS: tuple[Field, ...] = (
         "attention_chunk_size",
         ("window_size", "chunked_attention"),
         default=8192,
-        to=_chunk,
+        to=_read_chunk_size,
         back=_chunk_back,
     ),
-    Field("layer_types", "window_attn_skip_freq", to=_chunked, back=_chunked_back),
+    Field("layer_types", "window_attn_skip_freq", to=_chunk_pattern, back=_chunked_back),
 )
 """Layers in which tokens attend only to tokens of their chunk."""
 
@@ -82,24 +82,26 @@ QUERY_GROWTH: tuple[Field, ...] = (
         "attn_temperature_tuning",
         _SCALING,
         default=True,
-        to=_scaling,
+        to=_query_scaling,
         back=lambda it, _: it[0] is not None,
     ),
     Field(
         "attn_scale",
         _SCALING,
         default=0.1,
-        to=_scaling,
+        to=_query_scaling,
         back=lambda it, _: 0.1 if it[0] is None else it[0],
     ),
-    Field("floor_scale", _SCALING, default=8192, to=_scaling, back=lambda it, _: it[1] or 8192),
+    Field(
+        "floor_scale", _SCALING, default=8192, to=_query_scaling, back=lambda it, _: it[1] or 8192
+    ),
 )
 """Scaling of queries with their position, in layers without a rotary embedding."""
 
 LISTED_EXPERTS: tuple[Field, ...] = (
-    Field("moe_layers", "moe_layer_freq", to=_listed, back=_listed_back),
+    Field("moe_layers", "moe_layer_freq", to=_listed_pattern, back=_listed_back),
     Field("num_local_experts", "num_moe_experts"),
-    Field("num_experts_per_tok", "moe_router_topk", default=1, to=_single),
+    Field("num_experts_per_tok", "moe_router_topk", default=1, to=_single_expert),
     Field("intermediate_size", ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")),
     Field("intermediate_size_mlp", "ffn_hidden_size"),
 )

@@ -26,10 +26,10 @@ from megatron.bridge.models.conversion.param_mapping import (
 from megatron.bridge.utils.errors import UserError
 
 
-def _rotated(width: Any, config: Mapping[str, Any]) -> int:
+def _rotated_width(width: Any, config: Mapping[str, Any]) -> int:
     """Return the rotated width of a head; keys that transformers derives from it must agree."""
-    whole = config["qk_nope_head_dim"] + width
-    for key, derived in (("head_dim", width), ("qk_head_dim", whole)):
+    head_width = config["qk_nope_head_dim"] + width
+    for key, derived in (("head_dim", width), ("qk_head_dim", head_width)):
         if config.get(key, derived) != derived:
             raise UserError(
                 f"{key}={config[key]} does not agree with qk_nope_head_dim={config['qk_nope_head_dim']} and "
@@ -51,7 +51,7 @@ def _every_head(groups: Any, config: Mapping[str, Any]) -> int:
 _METHODS = ("greedy", "group_limited_greedy")
 
 
-def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _expert_groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return (groups of experts, groups that a token may choose from), or (None, None) for all."""
     method, groups, chosen = (
         config.get("topk_method", "greedy"),
@@ -71,7 +71,7 @@ def _groups(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _number_of_groups(_: Any, config: Mapping[str, Any]) -> int | None:
-    return _groups(config)[0]
+    return _expert_groups(config)[0]
 
 
 def _or_one(count: int | None, _: Any) -> int:
@@ -81,13 +81,13 @@ def _or_one(count: int | None, _: Any) -> int:
 _KINDS = ("dense", "sparse")
 
 
-def _listed(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+def _listed_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
     """Return 1 for each layer with experts, 0 for each without."""
     return kind_indices("mlp_layer_types", kinds, _KINDS, config)
 
 
-def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
-    pattern, dense = _listed(kinds, config), config.get("first_k_dense_replace")
+def _sparse_pattern(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
+    pattern, dense = _listed_pattern(kinds, config), config.get("first_k_dense_replace")
     if dense is not None and pattern != [int(layer >= dense) for layer in range(len(pattern))]:
         raise UserError(
             f"first_k_dense_replace={dense} and mlp_layer_types name different layers: remove one"
@@ -97,13 +97,13 @@ def _sparse(kinds: list[str], config: Mapping[str, Any]) -> list[int]:
 
 def _of_indexers(kinds: list[str] | None, config: Mapping[str, Any]) -> tuple[int, int]:
     """Return (period of layers with an indexer, the first of them) with Megatron-Core's meaning."""
-    found = kind_indices(
+    layer_kinds = kind_indices(
         "indexer_types", kinds or ["full"] * config["num_hidden_layers"], _INDEXERS, config
     )
-    layers = range(1, len(found) + 1)
+    layers = range(1, len(layer_kinds) + 1)
     for offset in layers:
         for every in layers:
-            if found == [int(takes_over(layer, offset, every)) for layer in layers]:
+            if layer_kinds == [int(takes_over(layer, offset, every)) for layer in layers]:
                 return every, offset
     raise UserError(
         f"indexer_types={kinds} is not supported: only 'full' layers at equal distances at the end are"
@@ -131,7 +131,7 @@ LATENT: tuple[Field, ...] = (
     Field("q_lora_rank", "q_lora_rank", default=None),
     Field("kv_lora_rank", "kv_lora_rank"),
     Field("qk_nope_head_dim", "qk_head_dim"),
-    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated),
+    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", to=_rotated_width),
     Field("v_head_dim", "v_head_dim"),
 )
 """All settings of a decoder with latent attention, except its experts."""
@@ -139,7 +139,7 @@ LATENT: tuple[Field, ...] = (
 NOT_ROTATED = Field(
     "qk_rope_head_dim",
     "qk_pos_emb_head_dim",
-    to=lambda width, config: _rotated(width, {**config, "head_dim": width}),
+    to=lambda width, config: _rotated_width(width, {**config, "head_dim": width}),
 )
 """Width without rotation, in architectures without positions, in which ``head_dim`` has no effect."""
 
@@ -156,7 +156,7 @@ BEST_GROUPS: tuple[Field, ...] = (
         "topk_group",
         "moe_router_group_topk",
         default=None,
-        to=lambda _, config: _groups(config)[1],
+        to=lambda _, config: _expert_groups(config)[1],
         back=_or_one,
     ),
 )
@@ -176,13 +176,13 @@ BALANCING: tuple[Field, ...] = (
 SPARSE_LAYERS = Field(
     "mlp_layer_types",
     "moe_layer_freq",
-    to=_sparse,
+    to=_sparse_pattern,
     back=lambda _, it: [_KINDS[kind] for kind in moe_pattern(it)],
 )
 """Layers with experts, by name."""
 
 SPARSE_AFTER_DENSE: tuple[Field, ...] = (
-    replace(SPARSE_LAYERS, to=_listed),
+    replace(SPARSE_LAYERS, to=_listed_pattern),
     read_by_others("first_k_dense_replace", None, leading_dense),
 )
 """Layers with experts, by name, or by the number of dense layers, which is read if the names are missing."""
@@ -273,15 +273,21 @@ _PROJECTIONS = {
 
 def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernorm") -> Block:
     """Multi-latent attention, with or without a query latent, and the normalization before it."""
-    ours, theirs = "decoder.layers.*.self_attention", f"{layers}.self_attn"
+    megatron_name, hf_name = "decoder.layers.*.self_attention", f"{layers}.self_attn"
     return (
         *(
-            AutoMapping(f"{ours}.{mine}.weight", f"{theirs}.{hf}.weight")
-            for mine, hf in _PROJECTIONS.items()
+            AutoMapping(f"{megatron_name}.{megatron_part}.weight", f"{hf_name}.{hf}.weight")
+            for megatron_part, hf in _PROJECTIONS.items()
         ),
-        *fused_norm(f"{ours}.q_layernorm", f"{ours}.linear_q_up_proj", f"{theirs}.q_a_layernorm"),
         *fused_norm(
-            f"{ours}.kv_layernorm", f"{ours}.linear_kv_up_proj", f"{theirs}.kv_a_layernorm"
+            f"{megatron_name}.q_layernorm",
+            f"{megatron_name}.linear_q_up_proj",
+            f"{hf_name}.q_a_layernorm",
+        ),
+        *fused_norm(
+            f"{megatron_name}.kv_layernorm",
+            f"{megatron_name}.linear_kv_up_proj",
+            f"{hf_name}.kv_a_layernorm",
         ),
         ReplicatedMapping("decoder.layers.*.input_layernorm.weight", f"{layers}.{norm}.weight"),
     )
@@ -289,12 +295,12 @@ def latent_attention(layers: str = "model.layers.*", norm: str = "input_layernor
 
 def indexer(layers: str = "model.layers.*") -> Block:
     """The indexer of sparse attention, which selects the keys that a query attends to."""
-    ours, theirs = (
+    megatron_name, hf_name = (
         "decoder.layers.*.self_attention.core_attention.indexer",
         f"{layers}.self_attn.indexer",
     )
     return tuple(
-        ReplicatedMapping(f"{ours}.{prefix}{name}", f"{theirs}.{name}")
+        ReplicatedMapping(f"{megatron_name}.{prefix}{name}", f"{hf_name}.{name}")
         for prefix, name in (
             ("linear_", "wq_b.weight"),
             ("linear_", "wk.weight"),
@@ -322,8 +328,8 @@ class MTPNames:
 def after_decoder_layers(config: Any, depth: int) -> MTPNames:
     """Return the names of layers that are numbered after the decoder's layers."""
     layer = f"model.layers.{config.num_layers + depth}"
-    own = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
-    return MTPNames(layer, *own)
+    module_names = (f"{layer}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return MTPNames(layer, *module_names)
 
 
 def mtp(
@@ -345,29 +351,29 @@ def mtp(
         return tuple(
             mapping
             for depth in depths
-            for mapping in _depth(layer, depth, layers, names(config, depth))
+            for mapping in _mtp_depth(layer, depth, layers, names(config, depth))
         )
 
     return of
 
 
-def _depth(layer: tuple[Block, ...], depth: int, layers: str, theirs: MTPNames) -> Block:
-    ours = f"mtp.layers.{depth}"
-    projection = SwappedInputMapping if theirs.hidden_first else AutoMapping
-    own: Block = (
-        ReplicatedMapping(f"{ours}.enorm.weight", f"{theirs.enorm}.weight"),
-        ReplicatedMapping(f"{ours}.hnorm.weight", f"{theirs.hnorm}.weight"),
-        projection(f"{ours}.eh_proj.weight", f"{theirs.eh_proj}.weight"),
-        ReplicatedMapping(f"{ours}.final_layernorm.weight", f"{theirs.norm}.weight"),
+def _mtp_depth(layer: tuple[Block, ...], depth: int, layers: str, hf_names: MTPNames) -> Block:
+    megatron_name = f"mtp.layers.{depth}"
+    projection = SwappedInputMapping if hf_names.hidden_first else AutoMapping
+    mtp_modules: Block = (
+        ReplicatedMapping(f"{megatron_name}.enorm.weight", f"{hf_names.enorm}.weight"),
+        ReplicatedMapping(f"{megatron_name}.hnorm.weight", f"{hf_names.hnorm}.weight"),
+        projection(f"{megatron_name}.eh_proj.weight", f"{hf_names.eh_proj}.weight"),
+        ReplicatedMapping(f"{megatron_name}.final_layernorm.weight", f"{hf_names.norm}.weight"),
     )
 
     def moved(mapping: MegatronParamMapping) -> MegatronParamMapping:
         return mapping.renamed(
-            lambda name: name.replace("decoder.layers.*", f"{ours}.mtp_model_layer", 1),
-            lambda name: name.replace(layers, theirs.layer, 1),
+            lambda name: name.replace("decoder.layers.*", f"{megatron_name}.mtp_model_layer", 1),
+            lambda name: name.replace(layers, hf_names.layer, 1),
         )
 
-    return (*own, *(moved(mapping) for block in layer for mapping in block))
+    return (*mtp_modules, *(moved(mapping) for block in layer for mapping in block))
 
 
 def mtp_copies(

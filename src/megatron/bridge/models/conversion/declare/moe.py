@@ -27,11 +27,15 @@ from megatron.bridge.models.hf_pretrained.safetensors_files import TensorEntry
 from megatron.bridge.utils.errors import UserError
 
 
-def _of_all_layers(number: int | list[int]) -> Any:
-    return number[0] if isinstance(number, list) and len({*map(str, number)}) == 1 else number
+def _of_all_layers(expert_count: int | list[int]) -> Any:
+    return (
+        expert_count[0]
+        if isinstance(expert_count, list) and len({*map(str, expert_count)}) == 1
+        else expert_count
+    )
 
 
-def _top(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> int:
+def _check_top_k(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> int:
     count = _of_all_layers(count)
     if count == 1 and config.get(normalized, True):
         switch = f" with {normalized}=True" if normalized in config else ""
@@ -42,7 +46,7 @@ def _top(key: str, normalized: str, count: Any, config: Mapping[str, Any]) -> in
     return count
 
 
-def _enough(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int:
+def _check_expert_count(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int:
     count, top = map(_of_all_layers, (count, config[chosen]))
     for name, value in ((key, count), (chosen, top)):
         if not isinstance(value, int):
@@ -54,11 +58,11 @@ def _enough(key: str, chosen: str, count: Any, config: Mapping[str, Any]) -> int
     return count
 
 
-def _not(value: Any, _: Any) -> bool:
+def _negate(value: Any, _: Any) -> bool:
     return not value
 
 
-def _groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
+def _read_groups(count: Any, config: Mapping[str, Any]) -> tuple[int | None, int | None, str]:
     """Return (groups, groups per token, their score); a single group is no restriction."""
     chosen, experts = config["topk_group"], config["num_experts_per_tok"]
     check_groups(count or 1, chosen, config)
@@ -75,10 +79,11 @@ def check_groups(count: int, chosen: int | None, config: Mapping[str, Any]) -> N
         raise UserError(f"n_group={count} does not divide {key}={config[key]}")
     if chosen is not None and chosen > count:
         raise UserError(f"topk_group={chosen} is more than n_group={count}")
-    reach, wanted = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
-    if reach < wanted:
+    reach, experts_per_token = (chosen or 1) * config[key] // count, config["num_experts_per_tok"]
+    if reach < experts_per_token:
         raise UserError(
-            f"topk_group={chosen} of n_group={count} have {reach} experts, fewer than num_experts_per_tok={wanted}"
+            f"topk_group={chosen} of n_group={count} have {reach} experts, fewer than "
+            f"num_experts_per_tok={experts_per_token}"
         )
 
 
@@ -95,8 +100,8 @@ def _groups_back(values: tuple[Any, ...], provider: Any) -> int:
     return count or 1
 
 
-def _chosen(_: Any, config: Mapping[str, Any]) -> int | None:
-    return _groups(config["n_group"], config)[1]
+def _chosen_groups(_: Any, config: Mapping[str, Any]) -> int | None:
+    return _read_groups(config["n_group"], config)[1]
 
 
 def _as_frequency(pattern: list[int]) -> int | list[int]:
@@ -127,7 +132,7 @@ def dense_before_sparse(key: str) -> Field:
     return Field(key, "moe_layer_freq", default=0, to=after, back=before)
 
 
-def _between(_: Any, config: Mapping[str, Any]) -> int | list[int]:
+def _interval_pattern(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for each layer with experts: every ``moe_layer_interval``-th from the start to the end index."""
     first, last, step = (
         config[f"moe_layer_{name}"] for name in ("start_index", "end_index", "interval")
@@ -146,7 +151,7 @@ def _last_sparse(_: Any, provider: Any) -> int:
     return provider.num_layers - 1 - moe_pattern(provider)[::-1].index(1)
 
 
-def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
+def _sparse_step_pattern(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     """Return 1 for every ``decoder_sparse_step``-th layer (with experts), unless ``mlp_only_layers`` names it."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
@@ -158,12 +163,12 @@ def _sparse(_: Any, config: Mapping[str, Any]) -> int | list[int]:
     return _as_frequency(pattern)
 
 
-def _step(_: Any, provider: Any) -> int:
+def _sparse_step(_: Any, provider: Any) -> int:
     return gcd(*(layer + 1 for layer, sparse in enumerate(moe_pattern(provider)) if sparse))
 
 
-def _exceptions(_: Any, provider: Any) -> list[int]:
-    step = _step(_, provider)
+def _dense_exceptions(_: Any, provider: Any) -> list[int]:
+    step = _sparse_step(_, provider)
     return [
         layer
         for layer, sparse in enumerate(moe_pattern(provider))
@@ -179,20 +184,34 @@ def expert_sizes(
 ) -> tuple[Field, ...]:
     """Number of experts, their width, and how many a token chooses, more than one under the switch ``normalized``."""
     return (
-        Field(count, "num_moe_experts", to=partial(_enough, count, chosen)),
-        Field(chosen, "moe_router_topk", to=partial(_top, chosen, normalized)),
+        Field(count, "num_moe_experts", to=partial(_check_expert_count, count, chosen)),
+        Field(chosen, "moe_router_topk", to=partial(_check_top_k, chosen, normalized)),
         Field(width, "moe_ffn_hidden_size"),
     )
 
 
 AUX_LOSS = Field("router_aux_loss_coef", "moe_aux_loss_coeff", default=0.0)
 
-NORM_TOPK = Field("norm_topk_prob", "moe_router_pre_softmax", default=False, to=_not, back=_not)
+NORM_TOPK = Field(
+    "norm_topk_prob", "moe_router_pre_softmax", default=False, to=_negate, back=_negate
+)
 """Softmax over the chosen experts, which equals the normalized weights of a softmax over all experts."""
 
 DENSE_AMONG_SPARSE: tuple[Field, ...] = (
-    Field("decoder_sparse_step", "moe_layer_freq", default=1, to=_sparse, back=_step),
-    Field("mlp_only_layers", "moe_layer_freq", default=(), to=_sparse, back=_exceptions),
+    Field(
+        "decoder_sparse_step",
+        "moe_layer_freq",
+        default=1,
+        to=_sparse_step_pattern,
+        back=_sparse_step,
+    ),
+    Field(
+        "mlp_only_layers",
+        "moe_layer_freq",
+        default=(),
+        to=_sparse_step_pattern,
+        back=_dense_exceptions,
+    ),
 )
 """Dense layers, from a step and a list of exceptions."""
 
@@ -203,11 +222,11 @@ SPARSE_BETWEEN: tuple[Field, ...] = (
     Field(
         "moe_layer_start_index",
         "moe_layer_freq",
-        to=_between,
+        to=_interval_pattern,
         back=lambda _, it: moe_pattern(it).index(1),
     ),
-    Field("moe_layer_end_index", "moe_layer_freq", to=_between, back=_last_sparse),
-    Field("moe_layer_interval", "moe_layer_freq", to=_between, back=_step),
+    Field("moe_layer_end_index", "moe_layer_freq", to=_interval_pattern, back=_last_sparse),
+    Field("moe_layer_interval", "moe_layer_freq", to=_interval_pattern, back=_sparse_step),
 )
 """Experts in layers at an interval between two indices."""
 
@@ -231,8 +250,10 @@ SHARED_EXPERTS = Field(
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score")
 
 GROUPS: tuple[Field, ...] = (
-    Field("n_group", _GROUPS, to=_groups, back=_groups_back),
-    Field("topk_group", "moe_router_group_topk", to=_chosen, back=lambda count, _: count or 1),
+    Field("n_group", _GROUPS, to=_read_groups, back=_groups_back),
+    Field(
+        "topk_group", "moe_router_group_topk", to=_chosen_groups, back=lambda count, _: count or 1
+    ),
 )
 """A token chooses among the experts of a few groups; groups are ranked by their two best experts."""
 
@@ -288,7 +309,10 @@ def experts(
     expert = f"{layers}.{names}"
     gates = gate and f"{expert}.{gate}.weight"
     return (
-        *(_fc1(name, gates, f"{expert}.{up}.weight") for name in expert_names("linear_fc1")),
+        *(
+            _fc1_mapping(name, gates, f"{expert}.{up}.weight")
+            for name in expert_names("linear_fc1")
+        ),
         *(AutoMapping(name, f"{expert}.{down}.weight") for name in expert_names("linear_fc2")),
     )
 
@@ -330,22 +354,23 @@ def as_stacked(
     """Adapt ``registry`` to a checkpoint with stacked experts, in either orientation; otherwise return it unchanged."""
     ends = (f".{names}.gate_up_proj", f".{names}.down_proj")
     up, down = (
-        next((it.shape for name, it in entries.items() if name.endswith(end)), None) for end in ends
+        next((entry.shape for name, entry in entries.items() if name.endswith(end)), None)
+        for end in ends
     )
     if up is None or down is None:
         return registry
     turned = (up[1], up[2]) != (2 * down[2], down[1])
-    own = {
+    stacked_mappings = {
         mapping.megatron_param: mapping
         for mapping in stacked_experts(names, layers=layers, turned=turned)
     }
     mappings = registry.get_all_mappings()
     return MegatronMappingRegistry(
-        *(own.get(mapping.megatron_param, mapping) for mapping in mappings)
+        *(stacked_mappings.get(mapping.megatron_param, mapping) for mapping in mappings)
     )
 
 
-def _fc1(name: str, gate: str | None, up: str) -> MegatronParamMapping:
+def _fc1_mapping(name: str, gate: str | None, up: str) -> MegatronParamMapping:
     return GatedMLPMapping(name, gate=gate, up=up) if gate else AutoMapping(name, up)
 
 
@@ -361,19 +386,19 @@ def router(
     The correction bias belongs to the router or to the module ``correction_in`` of the layer. ``norm`` comes before the
     experts; it is None if ``mlp`` maps it for the dense layers.
     """
-    theirs = f"{layers}.{name}"
+    hf_name = f"{layers}.{name}"
     block: Block = (
-        ReplicatedMapping(f"{_LAYER}.router.weight", f"{theirs}.weight"),
-        ReplicatedMapping(f"{_LAYER}.router.bias", f"{theirs}.bias"),
+        ReplicatedMapping(f"{_LAYER}.router.weight", f"{hf_name}.weight"),
+        ReplicatedMapping(f"{_LAYER}.router.bias", f"{hf_name}.bias"),
         ReplicatedMapping(
             f"{_LAYER}.router.expert_bias", f"{layers}.{correction_in or name}.{correction}"
         ),
     )
     if norm is None:
         return block
-    ours = "decoder.layers.*.pre_mlp_layernorm"
+    megatron_norm = "decoder.layers.*.pre_mlp_layernorm"
     norms = (
-        ReplicatedMapping(f"{ours}.{kind}", f"{layers}.{norm}.{kind}")
+        ReplicatedMapping(f"{megatron_norm}.{kind}", f"{layers}.{norm}.{kind}")
         for kind in ("weight", "bias")
     )
     return (*block, *norms)
@@ -391,18 +416,18 @@ def shared_experts(
     ``gate`` is the gate of their output, if any. With ``gated``, the layer has a gate projection. ``fused`` has two
     names: of the tensor with gate and up projection, and of the down projection.
     """
-    parent, theirs = f"{_LAYER}.shared_experts", f"{layers}.{name}"
+    parent, hf_name = f"{_LAYER}.shared_experts", f"{layers}.{name}"
     if fused:
         return (
             ConcatenatedGatedMLPMapping(
-                f"{parent}.linear_fc1.weight", f"{theirs}.{fused[0]}.weight"
+                f"{parent}.linear_fc1.weight", f"{hf_name}.{fused[0]}.weight"
             ),
-            AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.{fused[1]}.weight"),
+            AutoMapping(f"{parent}.linear_fc2.weight", f"{hf_name}.{fused[1]}.weight"),
         )
-    gates = f"{theirs}.gate_proj.weight" if gated else None
+    gates = f"{hf_name}.gate_proj.weight" if gated else None
     block: Block = (
-        _fc1(f"{parent}.linear_fc1.weight", gates, f"{theirs}.up_proj.weight"),
-        AutoMapping(f"{parent}.linear_fc2.weight", f"{theirs}.down_proj.weight"),
+        _fc1_mapping(f"{parent}.linear_fc1.weight", gates, f"{hf_name}.up_proj.weight"),
+        AutoMapping(f"{parent}.linear_fc2.weight", f"{hf_name}.down_proj.weight"),
     )
     if gate is None:
         return block
@@ -413,8 +438,8 @@ def latent_projections(name: str = "mlp", layers: str = "model.layers.*") -> Blo
     """The projections around routed experts of another width than the hidden size."""
     names = ("fc1_latent_proj", "fc2_latent_proj")
     return tuple(
-        ReplicatedMapping(f"{_LAYER}.{each}.weight", f"{layers}.{name}.{each}.weight")
-        for each in names
+        ReplicatedMapping(f"{_LAYER}.{projection}.weight", f"{layers}.{name}.{projection}.weight")
+        for projection in names
     )
 
 

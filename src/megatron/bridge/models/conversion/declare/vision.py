@@ -136,32 +136,44 @@ class VisionBridge(DecoderBridge):
     def _provider(self) -> Any:
         return (self.registration.provider if self.registration else None) or VisionGPTModelProvider
 
-    def _vision_config(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in whole.items() if key not in (*_OF_WHOLE, _TEXT, _TIED)}
-        text = {key: whole[_TEXT][key] for key in _OF_TEXT if whole[_TEXT].get(key) is not None}
-        return {**kept, _TEXT: text}
+    def _vision_config(self, full_config: Mapping[str, Any]) -> dict[str, Any]:
+        vision_keys = {
+            key: value
+            for key, value in full_config.items()
+            if key not in (*_OF_WHOLE, _TEXT, _TIED)
+        }
+        text = {
+            key: full_config[_TEXT][key]
+            for key in _OF_TEXT
+            if full_config[_TEXT].get(key) is not None
+        }
+        return {**vision_keys, _TEXT: text}
 
-    def _text_config(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+    def _text_config(self, full_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config that the text model's bridge reads."""
-        text = {key: value for key, value in whole[_TEXT].items() if key not in self.text_ignored}
+        text = {
+            key: value for key, value in full_config[_TEXT].items() if key not in self.text_ignored
+        }
         if isinstance(rope := text.get(_ROPE), dict):
             text[_ROPE] = _without_mrope(cast(dict[str, Any], rope))
-        dtype = whole.get("dtype") or text.get("dtype")
+        dtype = full_config.get("dtype") or text.get("dtype")
         implied = {
             key: value(text) if callable(value) else value
             for key, value in self.text_values.items()
         }
-        return {**text, **implied, "dtype": dtype, _TIED: whole.get(_TIED, False)}
+        return {**text, **implied, "dtype": dtype, _TIED: full_config.get(_TIED, False)}
 
     def _is_tied(self, raw: Mapping[str, Any]) -> bool:
         """Return whether embeddings are tied according to ``config.json``."""
         return raw.get(_TIED, raw.get(_TEXT, {}).get(_TIED, self.tied_unless_said))
 
-    def _text_bridge(self, whole: Mapping[str, Any]) -> MegatronModelBridge:
-        return bridge_for(SimpleNamespace(architectures=[self.texts[whole[_TEXT]["model_type"]]]))
+    def _text_bridge(self, full_config: Mapping[str, Any]) -> MegatronModelBridge:
+        return bridge_for(
+            SimpleNamespace(architectures=[self.texts[full_config[_TEXT]["model_type"]]])
+        )
 
     def _check(self, config: Mapping[str, Any]) -> None:
-        unknown = _unknown(config, self.irrelevant)
+        unknown = _unknown_vision_keys(config, self.irrelevant)
         problems = list(unknown.values())
         kind = config[_TEXT].get("model_type")
         if kind not in self.texts:
@@ -178,8 +190,10 @@ class VisionBridge(DecoderBridge):
         text = self._text_bridge(provider.vision).megatron_to_hf_config(provider)
         tied, dtype = text.pop(_TIED, False), text.pop("dtype")
         del text["architectures"]
-        kept = provider.vision[_TEXT]
-        text = self._written({**kept, **text, "model_type": kept["model_type"]}, provider)
+        source_text = provider.vision[_TEXT]
+        text = self._written(
+            {**source_text, **text, "model_type": source_text["model_type"]}, provider
+        )
         known = {"architectures": [self._architecture], "dtype": dtype, _TIED: tied}
         return {**known, **provider.vision, _TEXT: text}
 
@@ -188,18 +202,18 @@ class VisionBridge(DecoderBridge):
         readable, _ = self._read(hf_config, hf_config)
         text = self._text_config(readable)
         changed = self._text_bridge(readable).changed_config(provider, text)
-        whole = {key: changed.pop(key) for key in (_TIED, "dtype") if key in changed}
+        full_config = {key: changed.pop(key) for key in (_TIED, "dtype") if key in changed}
         rope: dict[str, Any] = hf_config[_TEXT].get(_ROPE) or {}
         sections = provider.mrope_section and [*provider.mrope_section]
         if sections and rope.get("mrope_section", sections) != sections:
             changed.setdefault(_ROPE, rope)
         if changed:
-            whole[_TEXT] = {**hf_config[_TEXT], **self._written(changed, provider)}
+            full_config[_TEXT] = {**hf_config[_TEXT], **self._written(changed, provider)}
         vision: dict[str, Any] = provider.vision or {}
         for key, value in vision.items():
             if key != _TEXT and key in hf_config and hf_config[key] != value:
-                whole[key] = value
-        return whole
+                full_config[key] = value
+        return full_config
 
     def _written(self, text: dict[str, Any], provider: Any) -> dict[str, Any]:
         """Return the values of ``text_config``, with the sections of rotary embeddings."""
@@ -221,11 +235,11 @@ class VisionBridge(DecoderBridge):
         return self._joined(text.registry_for(config))
 
     def _joined(self, text: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        own = {mapping.megatron_param for mapping in self.extra_weights}
+        replaced = {mapping.megatron_param for mapping in self.extra_weights}
         mappings = [
-            mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in own
+            mapping for mapping in text.get_all_mappings() if mapping.megatron_param not in replaced
         ]
-        mappings += [*self.extra_weights, *_tower(self.tower)]
+        mappings += [*self.extra_weights, *_tower_mappings(self.tower)]
         return renamed(mappings, self.names)
 
     def carried_by(self, config: Any, entries: Mapping[str, TensorEntry]) -> tuple[str, ...]:
@@ -234,28 +248,38 @@ class VisionBridge(DecoderBridge):
             return ()
         names = {**self.names, **self._names_of(entries)}
         parts = (part if part in _PARAMETERS else f"{part}.**" for part in self.tower)
-        return tuple(_begun(part, names) for part in parts)
+        return tuple(_with_stored_prefix(part, names) for part in parts)
 
     def spelled_as(
         self, registry: MegatronMappingRegistry, entries: Mapping[str, TensorEntry]
     ) -> MegatronMappingRegistry:
         """Return ``registry`` under the alternative names that a checkpoint may have."""
-        other = self._names_of(entries)
-        back = {theirs: other.get(ours, ours) for ours, theirs in self.names.items()}
-        back |= {ours: theirs for ours, theirs in other.items() if ours not in self.names}
-        return renamed(registry.get_all_mappings(), back) if other else registry
+        stored_prefixes = self._names_of(entries)
+        back = {
+            standard_prefix: stored_prefixes.get(text_prefix, text_prefix)
+            for text_prefix, standard_prefix in self.names.items()
+        }
+        back |= {
+            text_prefix: standard_prefix
+            for text_prefix, standard_prefix in stored_prefixes.items()
+            if text_prefix not in self.names
+        }
+        return renamed(registry.get_all_mappings(), back) if stored_prefixes else registry
 
     def as_modules(self, registry: MegatronMappingRegistry) -> MegatronMappingRegistry:
-        ours = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
-        ours |= {part: f"model.{part}" for part in self.tower}
-        stored = {_begun(name, self.names): module for name, module in ours.items()}
+        module_prefixes = {"model.": f"model.{self.language}.", "lm_head.": "lm_head."}
+        module_prefixes |= {part: f"model.{part}" for part in self.tower}
+        stored = {
+            _with_stored_prefix(name, self.names): module
+            for name, module in module_prefixes.items()
+        }
         return renamed(registry.get_all_mappings(), stored)
 
     def _names_of(self, entries: Mapping[str, TensorEntry]) -> Prefixes:
         """Return the alternative prefixes in a checkpoint, or none if it has transformers' names."""
-        for beginning, other in self.other_names.items():
+        for beginning, alternative_prefixes in self.other_names.items():
             if any(name.startswith(beginning) for name in entries):
-                return other
+                return alternative_prefixes
         return {}
 
 
@@ -276,37 +300,37 @@ LLAVA_OTHER_NAMES: Mapping[str, Prefixes] = {
 """Names that transformers 4.52 to 4.57 wrote, and older names on the hub."""
 
 
-def _tower(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
+def _tower_mappings(parts: tuple[str, ...]) -> list[MegatronParamMapping]:
     """Map each part both as a parameter and as a module; a model has one of the two."""
-    whole = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
-    return [*whole, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
+    part_mappings = [ReplicatedMapping(f"vision.{part}.**", f"{part}.**") for part in parts]
+    return [*part_mappings, *(ReplicatedMapping(f"vision.{part}", part) for part in parts)]
 
 
 def renamed(
     mappings: Iterable[MegatronParamMapping], prefixes: Prefixes
 ) -> MegatronMappingRegistry:
     def hf(name: str) -> str:
-        return _begun(name, prefixes)
+        return _with_stored_prefix(name, prefixes)
 
     return MegatronMappingRegistry(
         *(mapping.renamed(lambda name: name, hf) for mapping in mappings)
     )
 
 
-def _begun(name: str, prefixes: Prefixes) -> str:
+def _with_stored_prefix(name: str, prefixes: Prefixes) -> str:
     """Return ``name`` with its prefix in a checkpoint."""
-    longest = max((ours for ours in prefixes if name.startswith(ours)), key=len, default="")
+    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
     return prefixes.get(longest, "") + name[len(longest) :]
 
 
 def _without_mrope(rope: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in rope.items() if key not in _MROPE}
-    if kept.get("type") == "mrope":  # older name of rope_type
-        del kept["type"]
-    return kept
+    text_rope = {key: value for key, value in rope.items() if key not in _MROPE}
+    if text_rope.get("type") == "mrope":  # older name of rope_type
+        del text_rope["type"]
+    return text_rope
 
 
-def _unknown(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str]:
+def _unknown_vision_keys(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str]:
     """Return a phrase for each key of the config or its vision part that transformers' class does not have."""
     repeated = {key: config[key] for key in _TWICE if key in config}
     vision_config: dict[str, Any] = config[_VISION]
@@ -315,9 +339,9 @@ def _unknown(config: Mapping[str, Any], harmless: HarmlessKeys) -> dict[str, str
     }
     smallest = {"model_type": config["model_type"], **repeated, _VISION: smallest_vision}
     known = hf_config(smallest).to_dict()
-    others = {key: value for key, value in config.items() if key not in known}
+    unclaimed = {key: value for key, value in config.items() if key not in known}
     other_vision = {key: value for key, value in vision_config.items() if key not in known[_VISION]}
-    problems = unknown_keys((), others, {**IRRELEVANT, **_HARMLESS, **harmless})
+    problems = unknown_keys((), unclaimed, {**IRRELEVANT, **_HARMLESS, **harmless})
     in_vision = unknown_keys((), other_vision, {**IRRELEVANT, **_HARMLESS_IN_VISION, **harmless})
     return {
         **problems,

@@ -32,19 +32,19 @@ MADE_BY = {
 
 def made_by(parameter: str) -> str:
     """Return a phrase with the settings that create ``parameter``, or an empty string if they are not known."""
-    found = (
+    matching_settings = (
         settings
         for pattern, settings in MADE_BY.items()
         if patterns.match(pattern, parameter) is not None
     )
-    settings = next(found, "")
+    settings = next(matching_settings, "")
     return f"; {settings} makes it" if settings else ""
 
 
 @cache
 def field_groups() -> dict[str, tuple[Field, ...]]:
     """Return the fields and groups of fields that bridges share, by their names in ``models.families``."""
-    found: dict[str, tuple[Field, ...]] = {}
+    groups: dict[str, tuple[Field, ...]] = {}
     for module in pkgutil.iter_modules(importlib.import_module(_DECLARE).__path__):
         for name, value in vars(importlib.import_module(f"{_DECLARE}.{module.name}")).items():
             group = cast(tuple[Any, ...], value if isinstance(value, tuple) else (value,))
@@ -53,8 +53,8 @@ def field_groups() -> dict[str, tuple[Field, ...]]:
                 and group
                 and all(isinstance(field, Field) for field in group)
             ):
-                found[name] = group
-    return found
+                groups[name] = group
+    return groups
 
 
 def groups_with(key: str) -> list[str]:
@@ -71,10 +71,10 @@ def key_hint(key: str, claimed: Iterable[str], families: Iterable[str]) -> str:
     if meant := misspelling(key, claimed):
         return meant
     readers = " or ".join(groups_with(key)[:2])
-    others = ", ".join(list(families)[:2])
+    other_families = ", ".join(list(families)[:2])
     known = (
-        f"{readers or 'a field'} reads it{f' in {others}' if others else ''}; "
-        if readers or others
+        f"{readers or 'a field'} reads it{f' in {other_families}' if other_families else ''}; "
+        if readers or other_families
         else ""
     )
     return f": {known}remove it if it changes nothing"

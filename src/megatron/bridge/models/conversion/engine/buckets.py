@@ -59,16 +59,20 @@ def stream(
     adapted = any(
         task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks
     )
-    for bucket in _buckets(
+    for bucket in _group_into_buckets(
         plan.tasks if tasks is None else tasks, bucket_bytes, exchange.any_rank(adapted)
     ):
-        exchanged: list[Any] = _exchanged(bucket)
+        exchanged: list[Any] = _exchange_bucket(bucket)
         for task in bucket:
             weights = exchanged.pop(0)
             if bridge.computes_on_export:
                 weights = bridge.maybe_modify_converted_hf_weight(task, weights, source or {})
-            whole = _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
-            for name, weight in whole:
+            full_tensors = (
+                _fill_stacks(task, weights, stacks)
+                if task.mapping.is_stacked
+                else _take_tensors(weights)
+            )
+            for name, weight in full_tensors:
                 for alias in (name, *same_as.get(name, ())):
                     yield task, HFWeightTuple(alias, weight.cpu() if cpu else weight)
     if stacks:
@@ -90,16 +94,18 @@ def to_first_rank(
         task.merges and isinstance(task.megatron_module, AdaptedModule) for task in plan.tasks
     )
     for bucket, exchanged in _one_ahead(
-        _buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))
+        _group_into_buckets(plan.tasks, bucket_bytes // 2, exchange.any_rank(adapted))
     ):
         for task in bucket:
             weights: Any = exchanged.pop(0)
             yield from (
-                _stacked(task, weights, stacks) if task.mapping.is_stacked else _taken(weights)
+                _fill_stacks(task, weights, stacks)
+                if task.mapping.is_stacked
+                else _take_tensors(weights)
             )
 
 
-def _buckets(
+def _group_into_buckets(
     tasks: Iterable[WeightConversionTask], limit: int, merged: bool
 ) -> Iterator[list[WeightConversionTask]]:
     """Group tasks whose exchange needs at most ``limit`` bytes; a task with its own communication is alone.
@@ -111,19 +117,19 @@ def _buckets(
     for task in tasks:
         if task.is_copy:
             continue
-        room = _room(task, merged) if task.mapping.copies else limit
+        task_bytes = _bytes_of_task(task, merged) if task.mapping.copies else limit
         # joining frees shards one by one, so memory holds one tensor more than the bucket
-        if bucket and held + room + max(largest, room) > limit:
+        if bucket and held + task_bytes + max(largest, task_bytes) > limit:
             yield bucket
             # the caller still holds the last tensor
             bucket, held, largest = [], last, 0
         bucket.append(task)
-        held, largest, last = held + room, max(largest, room), room
+        held, largest, last = held + task_bytes, max(largest, task_bytes), task_bytes
     if bucket:
         yield bucket
 
 
-def _room(task: WeightConversionTask, merged: bool) -> int:
+def _bytes_of_task(task: WeightConversionTask, merged: bool) -> int:
     """Return the bytes of a task's tensors, or of the shards to join; equal on all ranks."""
     size, shard = task.dtype.itemsize, task.shard
     joined = sum(math.prod(shape) for shape in task.hf_slice_shapes.values())
@@ -132,26 +138,26 @@ def _room(task: WeightConversionTask, merged: bool) -> int:
 
 
 @torch.no_grad()
-def _exchanged(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
+def _exchange_bucket(tasks: Sequence[WeightConversionTask]) -> list[Weights]:
     """Return the tensors of each task on every rank: joined by their holders, then sent to other ranks."""
     if not tasks[0].mapping.copies:
         (task,) = tasks
         return [_by_itself(task)]
-    arriving = [_gathered(task) for task in tasks]
+    arriving = [_start_gather(task) for task in tasks]
     joined: list[Weights | None] = []
     for task in tasks:
         shards = arriving.pop(0)
         joined.append(None if shards is None else task.mapping.join(task.shard, shards.wait()))
     everywhere = [
-        exchange.start_among_experts(found, _outline(task), task.owner)
-        for task, found in zip(tasks, joined, strict=True)
+        exchange.start_among_experts(pending, _tensor_outline(task), task.owner)
+        for task, pending in zip(tasks, joined, strict=True)
     ]
-    in_stage = [found.wait() for found in everywhere]
+    in_stage = [pending.wait() for pending in everywhere]
     sent = [
-        exchange.start_among_stages(found, _outline(task), task.owner)
-        for task, found in zip(tasks, in_stage, strict=True)
+        exchange.start_among_stages(pending, _tensor_outline(task), task.owner)
+        for task, pending in zip(tasks, in_stage, strict=True)
     ]
-    return [found.wait() for found in sent]
+    return [pending.wait() for pending in sent]
 
 
 class _Memory:
@@ -199,16 +205,18 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
     """
     if not tasks[0].mapping.copies:
         yield None
-        yield _exchanged(tasks)
+        yield _exchange_bucket(tasks)
         return
     memory.start(torch.cuda.current_device())
-    gathered = [_gathered(task, memory) for task in tasks]
+    gathered = [_start_gather(task, memory) for task in tasks]
     if any(task.shard.parts > 1 for task in tasks):
         yield None
-    shards = [None if one is None else one.wait() for one in gathered]
+    shards = [
+        None if pending_shards is None else pending_shards.wait() for pending_shards in gathered
+    ]
     held: list[Any] = [
-        None if mine is None else task.mapping.unjoined(task.shard, mine)
-        for task, mine in zip(tasks, shards, strict=True)
+        None if own_shards is None else task.mapping.unjoined(task.shard, own_shards)
+        for task, own_shards in zip(tasks, shards, strict=True)
     ]
     for start, crosses, is_on_way in (
         (exchange.start_to_first_expert, attrgetter("owner.expert_rank"), _is_first_shard),
@@ -217,14 +225,14 @@ def _at_first_rank(tasks: Sequence[WeightConversionTask], memory: _Memory) -> It
         if not any(map(crosses, tasks)):
             continue
         sent = [
-            start(_contiguous(found), _outline(task), task.owner, memory.empty)
+            start(_make_contiguous(tensors), _tensor_outline(task), task.owner, memory.empty)
             if crosses(task) and is_on_way(task)
-            else Pending(found)
-            for task, found in zip(tasks, held, strict=True)
+            else Pending(tensors)
+            for task, tensors in zip(tasks, held, strict=True)
         ]
         yield None
-        held = [found.wait() for found in sent]
-    yield [found or {} for found in held]
+        held = [tensors.wait() for tensors in sent]
+    yield [tensors or {} for tensors in held]
 
 
 def _is_first_expert(task: WeightConversionTask) -> bool:
@@ -235,13 +243,13 @@ def _is_first_shard(task: WeightConversionTask) -> bool:
     return exchange.rank_and_size(exchange.shard_group(task.global_param_name))[0] == 0
 
 
-def _contiguous(weights: Parts | None) -> Weights | None:
+def _make_contiguous(weights: Parts | None) -> Weights | None:
     if weights is None:
         return None
-    return {name: one.contiguous() for name, one in weights.items()}
+    return {name: weight.contiguous() for name, weight in weights.items()}
 
 
-def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
+def _start_gather(task: WeightConversionTask, memory: _Memory | None = None) -> Pending[Any] | None:
     """Start to gather a parameter's shards: on all ranks that hold one, or in the ``memory`` of the first one."""
     if task.param_weight is None:
         return None
@@ -253,22 +261,24 @@ def _gathered(task: WeightConversionTask, memory: _Memory | None = None) -> Pend
     return exchange.start_all_gather(cast(Tensor, task.exported), group, task.shard.parts)
 
 
-def _outline(task: WeightConversionTask) -> exchange.TensorSpecs:
+def _tensor_outline(task: WeightConversionTask) -> exchange.TensorSpecs:
     return {name: (shape, task.dtype) for name, shape in task.hf_slice_shapes.items()}
 
 
 def _by_itself(task: WeightConversionTask) -> Weights:
     """Return the tensors of a mapping that computes and communicates itself."""
-    mine = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
-    described = {name: (tuple(weight.shape), weight.dtype) for name, weight in mine.items()}
+    local_weights = task.mapping.megatron_to_hf(task.exported, task.megatron_module)
+    described = {
+        name: (tuple(weight.shape), weight.dtype) for name, weight in local_weights.items()
+    }
     outline = exchange.broadcast_object(task.owner, described)
     return {
-        name: exchange.from_owner(mine.get(name), shape, dtype, task.owner)
+        name: exchange.from_owner(local_weights.get(name), shape, dtype, task.owner)
         for name, (shape, dtype) in outline.items()
     }
 
 
-def _taken(weights: Any) -> Iterator[tuple[str, Any]]:
+def _take_tensors(weights: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors; each one is released when the caller asks for the next."""
     for name in list(weights):
         yield name, weights.pop(name)
@@ -290,7 +300,7 @@ class _Stack:
     missing: int
 
 
-def _stacked(
+def _fill_stacks(
     task: WeightConversionTask, weights: Parts, stacks: dict[str, _Stack]
 ) -> Iterator[tuple[str, Tensor]]:
     """Copy an expert's part into the tensors of all experts; yield the tensors that are now complete."""

@@ -27,18 +27,18 @@ def shard_group(megatron_param: str) -> Group:
     return expert_tensor_group() if is_expert(megatron_param) else tensor_group()
 
 
-def _group(find: Callable[..., object]) -> Group:
+def _find_group(find: Callable[..., object]) -> Group:
     return cast(Group, find()) if parallel_state.model_parallel_is_initialized() else None
 
 
 def tensor_group() -> Group:
     """Return the tensor-parallel group of all parameters except those of experts."""
-    return _group(parallel_state.get_tensor_model_parallel_group)
+    return _find_group(parallel_state.get_tensor_model_parallel_group)
 
 
 def expert_tensor_group() -> Group:
     """Return the ranks that share each expert's matrices."""
-    return _group(parallel_state.get_expert_tensor_parallel_group)
+    return _find_group(parallel_state.get_expert_tensor_parallel_group)
 
 
 def rank_and_size(group: Group) -> tuple[int, int]:
@@ -58,12 +58,12 @@ def expert_rank() -> int:
 
 def expert_group() -> Group:
     """Return the ranks that hold the other experts of this rank's stage; their data-parallel ranks differ."""
-    return _group(parallel_state.get_expert_model_parallel_group)
+    return _find_group(parallel_state.get_expert_model_parallel_group)
 
 
 def pipeline_group() -> Group:
     """Return the ranks that hold the other pipeline stages of this rank's model replica."""
-    return _group(parallel_state.get_pipeline_model_parallel_group)
+    return _find_group(parallel_state.get_pipeline_model_parallel_group)
 
 
 def is_first_replica(megatron_param: str) -> bool:
@@ -176,67 +176,67 @@ def from_owner(
     tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, owner: Owner
 ) -> Tensor:
     """Broadcast a tensor of ``owner`` to the replica: first within its stage, then to all stages."""
-    mine = None if tensor is None else {"": tensor}
-    within = start_among_experts(mine, {"": (shape, dtype)}, owner).wait()
+    local_tensors = None if tensor is None else {"": tensor}
+    within = start_among_experts(local_tensors, {"": (shape, dtype)}, owner).wait()
     return start_among_stages(within, {"": (shape, dtype)}, owner).wait()[""]
 
 
 def start_among_experts(
-    mine: Tensors | None, outline: TensorSpecs, owner: Owner
+    local_tensors: Tensors | None, outline: TensorSpecs, owner: Owner
 ) -> Pending[Tensors | None]:
     """Start to send the tensors of ``owner`` to the other expert-parallel ranks of its stage."""
     if owner.expert_rank is None or owner.stage != stage():
-        return Pending(mine)
-    return _start_broadcast(mine, outline, expert_group(), owner.expert_rank)
+        return Pending(local_tensors)
+    return _start_broadcast(local_tensors, outline, expert_group(), owner.expert_rank)
 
 
 def start_among_stages(
-    mine: Tensors | None, outline: TensorSpecs, owner: Owner
+    local_tensors: Tensors | None, outline: TensorSpecs, owner: Owner
 ) -> Pending[Tensors]:
     """Start to send tensors to the other stages; all ranks of ``owner``'s stage hold them."""
-    return _start_broadcast(mine, outline, pipeline_group(), owner.stage)
+    return _start_broadcast(local_tensors, outline, pipeline_group(), owner.stage)
 
 
 def _start_broadcast(
-    mine: Tensors | None, outline: TensorSpecs, group: Group, owner: int
+    tensors: Tensors | None, outline: TensorSpecs, group: Group, owner: int
 ) -> Pending[Any]:
     rank, size = rank_and_size(group)
     if size == 1:
-        assert mine is not None
-        return Pending(mine)
+        assert tensors is not None
+        return Pending(tensors)
     assert group is not None
-    if rank != owner or mine is None:
+    if rank != owner or tensors is None:
         device = torch.cuda.current_device()
-        mine = {
+        tensors = {
             name: torch.empty(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in outline.items()
         }
-    mine = {name: tensor.contiguous() for name, tensor in mine.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     works = [
         torch_dist.broadcast(tensor, group=group, group_src=owner, async_op=True)
-        for tensor in mine.values()
+        for tensor in tensors.values()
     ]
-    return Pending(mine, tuple(cast(Any, works)))
+    return Pending(tensors, tuple(cast(Any, works)))
 
 
 def start_to_first_expert(
-    mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
+    local_tensors: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
 ) -> Pending[Tensors | None]:
     """Start to send the tensors of ``owner`` to the first expert-parallel rank of its stage."""
     if owner.expert_rank is None or owner.stage != stage():
-        return Pending(mine)
-    return _start_to_first(mine, outline, expert_group(), owner.expert_rank, empty)
+        return Pending(local_tensors)
+    return _start_to_first(local_tensors, outline, expert_group(), owner.expert_rank, empty)
 
 
 def start_to_first_stage(
-    mine: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
+    local_tensors: Tensors | None, outline: TensorSpecs, owner: Owner, empty: Callable[..., Tensor]
 ) -> Pending[Tensors | None]:
     """Start to send tensors of ``owner``'s stage to the first stage."""
-    return _start_to_first(mine, outline, pipeline_group(), owner.stage, empty)
+    return _start_to_first(local_tensors, outline, pipeline_group(), owner.stage, empty)
 
 
 def _start_to_first(
-    mine: Tensors | None,
+    local_tensors: Tensors | None,
     outline: TensorSpecs,
     group: Group,
     owner: int,
@@ -244,15 +244,16 @@ def _start_to_first(
 ) -> Pending[Any]:
     rank, dist = rank_and_size(group)[0], cast(Any, torch_dist)
     if rank == owner:
-        assert mine is not None
-        sent = [tensor.contiguous() for tensor in mine.values()]
+        assert local_tensors is not None
+        sent = [tensor.contiguous() for tensor in local_tensors.values()]
         return Pending(None, tuple(dist.isend(tensor, group=group, group_dst=0) for tensor in sent))
     if rank:
         return Pending(None)
     device = torch.cuda.current_device()
-    found = {
+    received = {
         name: empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in outline.items()
     }
     return Pending(
-        found, tuple(dist.irecv(tensor, group=group, group_src=owner) for tensor in found.values())
+        received,
+        tuple(dist.irecv(tensor, group=group, group_src=owner) for tensor in received.values()),
     )

@@ -74,16 +74,16 @@ def save(
     ``directory`` exists and is equal on all ranks; without a source, the export chooses the shards. ``tasks`` iterates
     over the tasks of the plan one by one, if the plan's own tasks have no values.
     """
-    layouts = _renamed(_layouts(bridge, plan, source, options), options.folder)
+    layouts = _rename_files(_output_layouts(bridge, plan, source, options), options.folder)
     on_first_rank(lambda: safetensors_writer.create(directory, layouts))
-    mine = options.writers is None or distributed.rank() in options.writers
-    with Writer(directory, layouts if mine else ()) as writer:
+    is_writer = options.writers is None or distributed.rank() in options.writers
+    with Writer(directory, layouts if is_writer else ()) as writer:
         if options.writers is None:
             error = _write_all(bridge, plan, plan.tasks if tasks is None else tasks, writer, source)
         else:
             error = _write_in_turn(bridge, plan, tasks, writer, source, options.writers)
-        on_every_rank(lambda: _raise(error, directory))
-        if any(_computes(bridge, task) for task in plan.tasks):
+        on_every_rank(lambda: _raise_error(error, directory))
+        if any(_is_computed(bridge, task) for task in plan.tasks):
             _refuse_unwritten(layouts, writer)
     on_first_rank(lambda: safetensors_writer.write_index(directory, layouts, source))
 
@@ -95,10 +95,10 @@ def check(
     options: SaveOptions,
 ) -> None:
     """Lay out the files of an export without values, so that tensors without a place are refused."""
-    _layouts(bridge, plan, source, options)
+    _output_layouts(bridge, plan, source, options)
 
 
-def _layouts(
+def _output_layouts(
     bridge: MegatronModelBridge,
     plan: Plan,
     source: SafetensorsCheckpoint | None,
@@ -106,30 +106,30 @@ def _layouts(
 ) -> list[OutputFile]:
     entries = {} if source is None else source.entries
     stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    wanted: Specs = {}
+    exported: Specs = {}
     for task in plan.tasks:
-        wanted |= {} if task.is_copy else _specs(task, stored, _computes(bridge, task))
+        exported |= {} if task.is_copy else _tensor_specs(task, stored, _is_computed(bridge, task))
     if source is None:
         return safetensors_writer.new_output_files(
-            _as_declared(_in_dtype(wanted, options.dtype), options)
+            _as_declared(_in_dtype(exported, options.dtype), options)
         )
-    wanted |= {name: stored[name] for name in plan.buffers if name in stored}
-    wanted |= {name: wanted[same] for name, same in plan.ties.items() if same in wanted}
-    wrong = sorted((wanted.keys() ^ stored.keys()) - plan.heads - plan.replaced)
+    exported |= {name: stored[name] for name in plan.buffers if name in stored}
+    exported |= {name: exported[same] for name, same in plan.ties.items() if same in exported}
+    wrong = sorted((exported.keys() ^ stored.keys()) - plan.heads - plan.replaced)
     if options.strict and wrong:
         raise UserError(
             f"the export would differ from its source in {len(wrong)} tensors, such as {wrong[0]}: "
             "pass the right source, or strict=False"
         )
-    return safetensors_writer.output_files_like(source, _in_dtype(wanted, options.dtype))
+    return safetensors_writer.output_files_like(source, _in_dtype(exported, options.dtype))
 
 
-def _computes(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
+def _is_computed(bridge: MegatronModelBridge, task: WeightConversionTask) -> bool:
     """Return whether a mapping or a hook computes a task's tensors."""
     return bridge.computes_on_export or not task.mapping.copies
 
 
-def _specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
+def _tensor_specs(task: WeightConversionTask, stored: Specs, computed: bool) -> Specs:
     """Return the tensors that a task writes, with the source's dtypes and, if they are computed, its shapes."""
     names = task.mapping.hf_names
     if computed and all(name in stored for name in names):
@@ -145,8 +145,8 @@ def _in_dtype(tensors: Specs, dtype: torch.dtype | None) -> Specs:
     if dtype is None:
         return tensors
     return {
-        name: (dtype if own.is_floating_point else own, shape)
-        for name, (own, shape) in tensors.items()
+        name: (dtype if stored_dtype.is_floating_point else stored_dtype, shape)
+        for name, (stored_dtype, shape) in tensors.items()
     }
 
 
@@ -162,7 +162,7 @@ def _as_declared(tensors: Specs, options: SaveOptions) -> Specs:
     }
 
 
-def _renamed(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:
+def _rename_files(layouts: list[OutputFile], folder: Path | None) -> list[OutputFile]:
     """Rename the files to names that are free in the target directory."""
     if folder is None:
         return layouts
@@ -203,22 +203,22 @@ def _write_all(
     source: SafetensorsCheckpoint | None,
 ) -> BaseException | None:
     """Write this rank's share; return an error instead of raising it: other ranks wait for this rank's shards."""
-    room = threading.Semaphore(_IN_FLIGHT)
+    free_slots = threading.Semaphore(_IN_FLIGHT)
     errors: list[BaseException] = []
 
     def finished(future: Future[None]) -> None:
-        room.release()
+        free_slots.release()
         if error := future.exception():
             errors.append(error)
 
     with ThreadPoolExecutor(THREADS) as pool:
 
         def submit(write: Callable[..., None], *arguments: Any) -> None:
-            room.acquire()
+            free_slots.acquire()
             pool.submit(write, *arguments).add_done_callback(finished)
 
         try:
-            for index, task in enumerate(map(_whole, tasks)):
+            for index, task in enumerate(map(_with_gathered_parameter, tasks)):
                 if errors and distributed.world_size() == 1:
                     break
                 here = task.param_weight is not None and exchange.is_first_replica(
@@ -227,9 +227,9 @@ def _write_all(
                 if (
                     here
                     and not task.is_copy
-                    and (parts := _gathered(bridge, task, index, source)) is not None
+                    and (parts := _gather_share(bridge, task, index, source)) is not None
                 ):
-                    submit(_write, task, parts, writer, plan.ties)
+                    submit(_write_parts, task, parts, writer, plan.ties)
         except UserError as error:  # tasks that read a checkpoint may fail
             errors.append(error)
         if source is not None and distributed.rank() == 0:
@@ -238,7 +238,7 @@ def _write_all(
     return errors[0] if errors else None
 
 
-def _whole(task: WeightConversionTask) -> WeightConversionTask:
+def _with_gathered_parameter(task: WeightConversionTask) -> WeightConversionTask:
     """Return the task with a fully sharded parameter gathered; all ranks must call this."""
     sharded = isinstance(task.param_weight, DTensor) and not task.is_copy
     return replace(task, param_weight=task.exported) if sharded else task
@@ -250,7 +250,7 @@ Parts = (
 
 
 @torch.no_grad()
-def _gathered(
+def _gather_share(
     bridge: MegatronModelBridge,
     task: WeightConversionTask,
     index: int,
@@ -260,25 +260,25 @@ def _gathered(
     group = exchange.shard_group(task.global_param_name)
     rank, size = exchange.rank_and_size(group)
     receiver = index % size
-    if not _computes(bridge, task):
-        mine, parts = cast(Tensor, task.exported), task.shard.parts
+    if not _is_computed(bridge, task):
+        local_shard, parts = cast(Tensor, task.exported), task.shard.parts
         if parts > 1 and _in_rows(task):
-            return [(task.shard.part, mine)]
-        shards = exchange.start_gather(mine, group, parts, receiver).wait()
+            return [(task.shard.part, local_shard)]
+        shards = exchange.start_gather(local_shard, group, parts, receiver).wait()
         return None if shards is None else list(enumerate(shards))
-    whole = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
+    full_tensors = task.mapping.megatron_to_hf(task.exported, cast(nn.Module, task.megatron_module))
     if bridge.computes_on_export:
-        whole = bridge.maybe_modify_converted_hf_weight(task, whole, source or {})
-    return whole if rank == receiver else None
+        full_tensors = bridge.maybe_modify_converted_hf_weight(task, full_tensors, source or {})
+    return full_tensors if rank == receiver else None
 
 
-def _write(
+def _write_parts(
     task: WeightConversionTask, parts: Parts, writer: Writer, ties: Mapping[str, str]
 ) -> None:
     if isinstance(parts, dict):
         for name, weight in parts.items():
             _check_place(writer, name, tuple(weight.shape), task.mapping.expert)
-    for name, start, rows in _rows(task, parts):
+    for name, start, rows in _written_rows(task, parts):
         for alias in (name, *(tied for tied, same in ties.items() if same == name)):
             writer.write(alias, start, rows)
 
@@ -287,16 +287,16 @@ def _check_place(
     writer: Writer, name: str, shape: tuple[int, ...], expert: int | None = None
 ) -> None:
     """Refuse a tensor, or an expert's part, that has no place in the files."""
-    place = writer.shapes.get(name)
-    if place is None:
+    file_shape = writer.shapes.get(name)
+    if file_shape is None:
         raise UserError(
             f"the export produced tensor {name}, which has no place in the files: no mapping and no source tensor has "
             "this name; add it to a mapping, or return only the mapping's names from the hook"
         )
-    wanted = place if expert is None else place[1:]
-    if shape != wanted:
+    expected_shape = file_shape if expert is None else file_shape[1:]
+    if shape != expected_shape:
         raise UserError(
-            f"the export produced tensor {name} in shape {list(shape)}, but the files expect {list(wanted)}: "
+            f"the export produced tensor {name} in shape {list(shape)}, but the files expect {list(expected_shape)}: "
             "return the shape that megatron_to_hf computes from the mapping's hf_slice_shapes(shard)"
         )
 
@@ -312,7 +312,7 @@ def _refuse_unwritten(layouts: list[OutputFile], writer: Writer) -> None:
         )
 
 
-def _rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
+def _written_rows(task: WeightConversionTask, parts: Parts) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (tensor, first row, rows): views of the shards if their rows are contiguous, else joined tensors."""
     shard, expert = task.shard, task.mapping.expert
     if not isinstance(parts, dict) and not _in_rows(task):
@@ -334,11 +334,11 @@ def _in_rows(task: WeightConversionTask) -> bool:
         shard.shape, shard.kind, 0, shard.size, shard.config
     )  # others may hold only padding
     copy_ranges = task.mapping.copy_ranges(first)
-    whole = shard.parts == len(copy_ranges) == 1
-    return (shard.dim == 0 or whole) and all(piece.is_plain for piece in copy_ranges)
+    is_full_tensor = shard.parts == len(copy_ranges) == 1
+    return (shard.dim == 0 or is_full_tensor) and all(piece.is_plain for piece in copy_ranges)
 
 
-def _raise(error: BaseException | None, directory: Path) -> None:
+def _raise_error(error: BaseException | None, directory: Path) -> None:
     if isinstance(error, OSError) and out_of_space(error):
         raise UserError(
             f"the disk is full: {directory.parent} lacks space for the model; free some or choose another"

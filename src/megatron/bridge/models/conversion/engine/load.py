@@ -58,7 +58,9 @@ def checked(
     if not bridge.computes_on_load:
         plan, new = _without_new_head(bridge, plan, checkpoint)
         tasks = [task for task in tasks if task.global_param_name not in new]
-        tasks = _check(plan, tasks, checkpoint, declared_dtype, allowed_mismatched_params or ())
+        tasks = _check_tasks(
+            plan, tasks, checkpoint, declared_dtype, allowed_mismatched_params or ()
+        )
     _check_ties(plan, checkpoint)
     return tasks
 
@@ -98,9 +100,9 @@ def fill(
     # each thread has its own grad mode
     with torch.no_grad():
         if bridge.computes_on_load or not task.mapping.copies:
-            _compute(bridge, task, checkpoint)
+            _compute_shard(bridge, task, checkpoint)
         else:
-            _copy(task, checkpoint)
+            _copy_ranges_of_task(task, checkpoint)
         invalid = _invalid_tensors(task, checkpoint)
     for name, expert in task.mapping.parts:
         if name in checkpoint:
@@ -131,17 +133,17 @@ def _invalid_tensors(task: WeightConversionTask, checkpoint: SafetensorsCheckpoi
     return invalid
 
 
-def _copy(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
+def _copy_ranges_of_task(task: WeightConversionTask, checkpoint: SafetensorsCheckpoint) -> None:
     """Copy the ranges that both sides share; Megatron's padding becomes zero."""
     parameter = cast(Tensor, task.param_weight)
     copy_ranges = task.mapping.copy_ranges(task.shard)
     for piece in copy_ranges:
         checkpoint.copy(piece.hf, piece.hf_index, piece.of_shard(parameter))
-    for start, length in _gaps(copy_ranges, task.shard.local):
+    for start, length in _uncovered_ranges(copy_ranges, task.shard.local):
         parameter.narrow(task.shard.dim, start, length).zero_()
 
 
-def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]:
+def _uncovered_ranges(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]:
     """Return the ranges (start, length) that no piece covers."""
     gaps: list[tuple[int, int]] = []
     position = 0
@@ -155,22 +157,22 @@ def _gaps(copy_ranges: Sequence[CopyRange], local: int) -> list[tuple[int, int]]
     return gaps
 
 
-def _compute(
+def _compute_shard(
     bridge: MegatronModelBridge, task: WeightConversionTask, checkpoint: SafetensorsCheckpoint
 ) -> None:
     """Compute the shard from full tensors with the bridge's hook and the mapping's own code."""
     weights = bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, checkpoint)
-    made = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
+    local_shard = task.mapping.hf_to_megatron(weights, cast(nn.Module, task.megatron_module))
     parameter = cast(Tensor, task.param_weight)
-    if made.shape != parameter.shape:
+    if local_shard.shape != parameter.shape:
         raise UserError(
-            f"the mapping of {task.global_param_name} returned shape {list(made.shape)} "
+            f"the mapping of {task.global_param_name} returned shape {list(local_shard.shape)} "
             f"for a parameter of shape {list(parameter.shape)}"
         )
-    parameter.copy_(made)
+    parameter.copy_(local_shard)
 
 
-def _check(
+def _check_tasks(
     plan: Plan,
     tasks: list[WeightConversionTask],
     checkpoint: SafetensorsCheckpoint,
@@ -183,7 +185,9 @@ def _check(
     for task in plan.tasks:  # all tasks, so that every rank finds the same problems
         if not (task.mapping.copies or task.mapping.keeps_shapes):
             continue
-        for problem in _missing(task, plan, checkpoint) or _wrong_shapes(task, checkpoint):
+        for problem in _missing_head_tensors(task, plan, checkpoint) or _wrong_shapes(
+            task, checkpoint
+        ):
             if any(fnmatch(task.global_param_name, pattern) for pattern in allowed):
                 console.console().print(f"not loaded, as allowed: {problem}")
                 skipped.add(task.global_param_name)
@@ -212,7 +216,7 @@ def _without_new_head(
     ), new
 
 
-def _missing(
+def _missing_head_tensors(
     task: WeightConversionTask, plan: Plan, checkpoint: SafetensorsCheckpoint
 ) -> list[str]:
     """Return the tensors of a head that a checkpoint lacks."""

@@ -32,12 +32,12 @@ class MTPLayers:
     @property
     def patterns(self) -> tuple[str, ...]:
         """Hugging Face names of the tensors in dense and expert layers."""
-        own = (
-            found
-            for found in self.registry.get_all_mappings()
-            if found.megatron_param.startswith("mtp.")
+        mtp_mappings = (
+            candidate
+            for candidate in self.registry.get_all_mappings()
+            if candidate.megatron_param.startswith("mtp.")
         )
-        return tuple(name for mapping in own for name in mapping.hf_names)
+        return tuple(name for mapping in mtp_mappings for name in mapping.hf_names)
 
     def are_in(self, names: Iterable[str]) -> bool:
         """Return whether ``names`` has any of the tensors."""
@@ -48,10 +48,10 @@ class MTPLayers:
         """Return the Hugging Face names of all tensors: the layers equal the last one of Megatron's ``parameters``."""
         last = f"decoder.layers.{num_layers - 1}."
         of_layer = [name.removeprefix(last) for name in parameters if name.startswith(last)]
-        found = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))
+        mappings = map(self.registry.megatron_to_hf_lookup, self._parameters(of_layer))
         return list(
             dict.fromkeys(
-                name for mapping in found if mapping is not None for name in mapping.hf_names
+                name for mapping in mappings if mapping is not None for name in mapping.hf_names
             )
         )
 

@@ -81,9 +81,9 @@ class WeightConversionTask:
             and self.param_weight is not None
             and isinstance(self.megatron_module, AdaptedModule)
         ):
-            with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as whole:
+            with sharded_rows.gathered(cast(nn.Module, self.megatron_module)) as gathered:
                 return self.megatron_module.merged_weight(
-                    whole.get(id(self.param_weight), self.param_weight)
+                    gathered.get(id(self.param_weight), self.param_weight)
                 )
         return None if self.param_weight is None else sharded_rows.whole(self.param_weight)
 
@@ -186,20 +186,20 @@ def build_plan(
     config = cast(Any, chunks[0]).config
     if entries is not None and replaced:
         entries = {name: entry for name, entry in entries.items() if name not in replaced}
-    modules = _parameters(chunks)
-    located = _locate(registry, modules, config)
+    modules = _held_parameters(chunks)
+    located = _locate_parameters(registry, modules, config)
     tied = bool(getattr(config, "share_embeddings_and_output_weights", False))
     heads = {
         item.name
         for item in located
         if item.name.startswith(OUTPUT_LAYER) and item.kind == "replicated"
     }
-    tasks, problems = _match(registry, located, modules, config, tied)
+    tasks, problems = _match_parameters(registry, located, modules, config, tied)
     claimed = dict.fromkeys(name for task in tasks for name in task.mapping.hf_names)
-    ties = _ties(registry, tied, entries)
+    ties = _find_ties(registry, tied, entries)
     again = _stored_twice(entries or (), copies, claimed, ties)
     ties |= again
-    found = _recomputed(entries or (), buffers, claimed)
+    carried = _recomputed_buffers(entries or (), buffers, claimed)
     of_heads = {
         name for task in tasks if task.global_param_name in heads for name in task.mapping.hf_names
     }
@@ -207,8 +207,8 @@ def build_plan(
     if entries is not None:
         names = [task.global_param_name for task in tasks]
         unbuilt = [] if left_out is None else left_out.tensors(names, config.num_layers)
-        found += tuple(name for name in unbuilt if name in entries)
-        accounted = {*claimed, *ties, *found}
+        carried += tuple(name for name in unbuilt if name in entries)
+        accounted = {*claimed, *ties, *carried}
         foreign = [
             name
             for name in entries
@@ -217,33 +217,35 @@ def build_plan(
         # a tensor that is missing may be among them, under another name
         is_complete = all(name in entries for name in claimed if name not in of_heads)
         unread = tuple(find_unread(foreign)) if is_complete else ()
-        found += unread
+        carried += unread
         needed = {name: None for name in claimed if name in entries or name not in of_heads}
-        problems += _differences(registry, tasks, needed, entries, ties, found)
-        problems += _incomplete(unbuilt, entries)
+        problems += _plan_differences(registry, tasks, needed, entries, ties, carried)
+        problems += _incomplete_layers(unbuilt, entries)
     if problems:
         raise UserError(f"the conversion plan is inconsistent: {first_problems(problems)}")
-    return Plan(tuple(tasks), ties, found, frozenset(again), frozenset(of_heads), replaced, unread)
+    return Plan(
+        tuple(tasks), ties, carried, frozenset(again), frozenset(of_heads), replaced, unread
+    )
 
 
 def global_name(chunk: nn.Module, local_name: str) -> str:
     """Return the name of a chunk's parameter in the full model, with the layers' global indices."""
-    found = _LAYER.match(local_name)
-    if not found:
+    layer_match = _LAYER.match(local_name)
+    if not layer_match:
         return local_name
-    layer = chunk.get_submodule(f"{found[1]}.{found[2]}")
-    number = getattr(layer, "layer_number", int(found[2]) + 1)
-    return f"{found[1]}.{number - 1}.{local_name[found.end() :]}"
+    layer = chunk.get_submodule(f"{layer_match[1]}.{layer_match[2]}")
+    layer_number = getattr(layer, "layer_number", int(layer_match[2]) + 1)
+    return f"{layer_match[1]}.{layer_number - 1}.{local_name[layer_match.end() :]}"
 
 
 HeldParameters = dict[tuple[int, str], tuple[str, nn.Module, Tensor]]
 """(chunk, local name) -> name in the full model, owning module, parameter."""
 
 
-def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
+def _held_parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
     """Return this rank's parameters and persistent buffers, such as a router's correction bias."""
-    found: HeldParameters = {}
-    seen: set[int] = set()
+    held: HeldParameters = {}
+    seen_ids: set[int] = set()
     for index, chunk in enumerate(chunks):
         for path, module in cast(Iterator[tuple[str, nn.Module]], chunk.named_modules()):
             if in_adapter(path):
@@ -251,27 +253,29 @@ def _parameters(chunks: Sequence[nn.Module]) -> HeldParameters:
             prefix = f"{path}." if path else ""
             within = global_name(chunk, prefix)
             for name, parameter in _own_state(module):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[index, prefix + name] = (within + name, module, parameter)
-    return found
+                if id(parameter) not in seen_ids:
+                    seen_ids.add(id(parameter))
+                    held[index, prefix + name] = (within + name, module, parameter)
+    return held
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from sorted(module.named_parameters(recurse=False), key=lambda entry: _number(entry[0]))
+    yield from sorted(
+        module.named_parameters(recurse=False), key=lambda entry: _trailing_number(entry[0])
+    )
     recomputed = cast(set[str], vars(module)["_non_persistent_buffers_set"])
     for name, buffer in module.named_buffers(recurse=False):
         if name not in recomputed:
             yield name, buffer
 
 
-def _number(name: str) -> int:
+def _trailing_number(name: str) -> int:
     """Return the number at the end of a name; grouped experts are registered in reverse order."""
-    found = re.search(r"\d+$", name)
-    return int(found[0]) if found else -1
+    digits = re.search(r"\d+$", name)
+    return int(digits[0]) if digits else -1
 
 
-def _match(
+def _match_parameters(
     registry: MegatronMappingRegistry,
     located: Sequence[LocatedParameter],
     modules: HeldParameters,
@@ -284,33 +288,33 @@ def _match(
     tasks: list[WeightConversionTask] = []
     owner_of: dict[HFPart, str] = {}
     for item in located:
-        mapping = _lookup(registry, item.name, tied)
+        mapping = _find_mapping(registry, item.name, tied)
         if mapping is None:
             unmapped.append(item.name)
             continue
-        is_copy = _claim(mapping, item, owner_of, tied, problems)
-        tasks.append(_task(item, mapping, config, is_copy, modules))
+        is_copy = _claim_tensors(mapping, item, owner_of, tied, problems)
+        tasks.append(_make_task(item, mapping, config, is_copy, modules))
     known = [mapping.megatron_param for mapping in registry.get_all_mappings()]
     problems += [
         f"Megatron parameter {name} has no mapping{misspelling(kind, known)}{made_by(name)}{more}"
-        for kind, name, more in _kinds(unmapped)
+        for kind, name, more in _group_alike_names(unmapped)
     ]
     return tasks, problems
 
 
-def _locate(
+def _locate_parameters(
     registry: MegatronMappingRegistry, modules: HeldParameters, config: Any
 ) -> list[LocatedParameter]:
     owner = Owner(exchange.stage())
-    mine: list[LocatedParameter] = []
+    local_parameters: list[LocatedParameter] = []
     for (chunk, local), (name, module, parameter) in modules.items():
         mapping = registry.megatron_to_hf_lookup(name)
         kind = (mapping.kind or parallel_kind(module, parameter)) if mapping else "replicated"
         dtype = sharded_rows.stored_dtype(parameter)
-        mine.append(
+        local_parameters.append(
             LocatedParameter(name, local, owner, chunk, tuple(parameter.shape), dtype, kind)
         )
-    stages = exchange.all_gather_stages(mine)
+    stages = exchange.all_gather_stages(local_parameters)
     chunks = 1 + max((item.chunk for items in stages for item in items), default=0)
     # the order of the model: first chunks of all stages, then second chunks
     ordered = [
@@ -325,17 +329,19 @@ def _locate(
 
 
 def _with_all_experts(
-    items: Iterable[LocatedParameter], ranks: int, each: int
+    items: Iterable[LocatedParameter], ranks: int, experts_per_rank: int
 ) -> Iterator[LocatedParameter]:
-    """Add the experts of other ranks, whose indices differ from this rank's by multiples of ``each``."""
+    """Add the experts of other ranks, whose indices differ from this rank's by multiples of ``experts_per_rank``."""
     for experts, run in groupby(items, lambda item: _experts_of(item.name)):
         if not experts:
             yield from run
             continue
-        mine = [(item, cast(re.Match[str], _EXPERT.fullmatch(item.name)).groups()) for item in run]
+        local_experts = [
+            (item, cast(re.Match[str], _EXPERT.fullmatch(item.name)).groups()) for item in run
+        ]
         for rank in range(ranks):
-            for item, (before, number, after) in mine:
-                name = f"{before}{int(number) + rank * each}{after}"
+            for item, (before, expert, after) in local_experts:
+                name = f"{before}{int(expert) + rank * experts_per_rank}{after}"
                 owner = Owner(item.owner.stage, rank)
                 yield LocatedParameter(
                     name, item.local_name, owner, item.chunk, item.shape, item.dtype, item.kind
@@ -344,11 +350,11 @@ def _with_all_experts(
 
 def _experts_of(name: str) -> str:
     """Return the module that holds this expert and others, or an empty string for other parameters."""
-    found = _EXPERT.fullmatch(name)
-    return found[1].rpartition(".")[0] if found else ""
+    expert_match = _EXPERT.fullmatch(name)
+    return expert_match[1].rpartition(".")[0] if expert_match else ""
 
 
-def _lookup(
+def _find_mapping(
     registry: MegatronMappingRegistry, name: str, tied: bool
 ) -> MegatronParamMapping | None:
     if tied and name == OUTPUT:
@@ -358,7 +364,7 @@ def _lookup(
     return registry.megatron_to_hf_lookup(name)
 
 
-def _claim(
+def _claim_tensors(
     mapping: MegatronParamMapping,
     item: LocatedParameter,
     owner_of: dict[HFPart, str],
@@ -378,7 +384,7 @@ def _claim(
     return True
 
 
-def _task(
+def _make_task(
     item: LocatedParameter,
     mapping: MegatronParamMapping,
     config: Any,
@@ -404,13 +410,13 @@ def _task(
 
 
 def _layer_config(name: str, config: Any) -> Any:
-    found = _LAYER.match(name)
-    if found is None or not getattr(config, "heterogeneous_block_specs", False):
+    layer_match = _LAYER.match(name)
+    if layer_match is None or not getattr(config, "heterogeneous_block_specs", False):
         return config
-    return config.get_config_for_layer(int(found[2]) + 1)
+    return config.get_config_for_layer(int(layer_match[2]) + 1)
 
 
-def _ties(
+def _find_ties(
     registry: MegatronMappingRegistry, tied: bool, entries: Mapping[str, TensorEntry] | None
 ) -> dict[str, str]:
     """Return the output layer of a tied model if the checkpoint stores it anyway."""
@@ -436,7 +442,7 @@ def _stored_twice(
     claimed: Mapping[str, None],
     ties: Mapping[str, str],
 ) -> dict[str, str]:
-    found: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
     for name in names:
         for pattern, same in copies.items():
             origin = ties.get(same, same)
@@ -445,11 +451,11 @@ def _stored_twice(
                 and origin in claimed
                 and patterns.match(pattern, name) is not None
             ):
-                found[name] = origin
-    return found
+                duplicates[name] = origin
+    return duplicates
 
 
-def _recomputed(
+def _recomputed_buffers(
     names: Iterable[str], buffers: Sequence[str], claimed: Mapping[str, None]
 ) -> tuple[str, ...]:
     return tuple(
@@ -460,7 +466,7 @@ def _recomputed(
     )
 
 
-def _differences(
+def _plan_differences(
     registry: MegatronMappingRegistry,
     tasks: Sequence[WeightConversionTask],
     claimed: Mapping[str, None],
@@ -476,19 +482,19 @@ def _differences(
     problems = [
         f"tensor {name} is missing from the checkpoint, but Megatron parameter {needs[name]} needs it"
         f"{misspelling(name, left_over)}{made_by(needs[name])}{more}"
-        for _, name, more in _kinds(missing)
+        for _, name, more in _group_alike_names(missing)
     ]
     of_mtp = {name for name in claimed if needs[name].startswith("mtp.")}
     if not of_mtp.isdisjoint(missing):
         problems.insert(0, _NO_MTP if of_mtp.issubset(missing) else _SOME_MTP)
-    made = {
-        name: made_by(it.megatron_param)
+    settings = {
+        name: made_by(mapping.megatron_param)
         for name in left_over
-        if (it := registry.hf_to_megatron_lookup(name))
+        if (mapping := registry.hf_to_megatron_lookup(name))
     }
     problems += [
-        f"tensor {name} of the checkpoint has no Megatron parameter{made.get(name, '')}{more}"
-        for _, name, more in _kinds(left_over)
+        f"tensor {name} of the checkpoint has no Megatron parameter{settings.get(name, '')}{more}"
+        for _, name, more in _group_alike_names(left_over)
     ]
     prefixes = filter(None, map(wrapper_prefix, left_over))
     for prefix in dict.fromkeys(prefixes):
@@ -499,16 +505,16 @@ def _differences(
     return problems
 
 
-def _kinds(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+def _group_alike_names(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Group names that differ only in layer and expert; yield pattern, first name and count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_INDEX.sub("*", name), []).append(name)
-    for kind, found in kinds.items():
-        yield kind, found[0], f" ({len(found)} like this: {kind})" if len(found) > 1 else ""
+    for kind, members in kinds.items():
+        yield kind, members[0], f" ({len(members)} like this: {kind})" if len(members) > 1 else ""
 
 
-def _incomplete(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
+def _incomplete_layers(unbuilt: Sequence[str], entries: Mapping[str, TensorEntry]) -> list[str]:
     """Describe missing tensors if a checkpoint has only some of the layers that the model was built without."""
     missing = [name for name in unbuilt if name not in entries]
     if not missing or len(missing) == len(unbuilt):

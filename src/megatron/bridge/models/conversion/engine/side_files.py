@@ -112,12 +112,12 @@ def _write_limits(directory: Path, limits: Mapping[str, float]) -> None:
         edge: limits.get(name, size[edge]) for name, edge in _IMAGE_LIMITS.items()
     }
     for path in (directory / name for name in _PROCESSORS if (directory / name).is_file()):
-        whole: dict[str, Any] = json.loads(path.read_text())
-        values = whole.get("image_processor", whole)
+        processor: dict[str, Any] = json.loads(path.read_text())
+        values = processor.get("image_processor", processor)
         values["size"] = edges
         for name in _IMAGE_LIMITS:
             values.pop(name, None)
-        path.write_text(json.dumps(whole, indent=2) + "\n")
+        path.write_text(json.dumps(processor, indent=2) + "\n")
 
 
 def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
@@ -130,13 +130,13 @@ def _write_frames(directory: Path, limits: Mapping[str, float]) -> None:
     elif "fps" in values:
         values["num_frames"] = None  # the processor would sample this number from any video
     combined = directory / "processor_config.json"
-    whole: dict[str, Any] = json.loads(combined.read_text()) if combined.is_file() else {}
-    if "video_processor" in whole:
-        whole["video_processor"] |= values
-        combined.write_text(json.dumps(whole, indent=2) + "\n")
+    processor: dict[str, Any] = json.loads(combined.read_text()) if combined.is_file() else {}
+    if "video_processor" in processor:
+        processor["video_processor"] |= values
+        combined.write_text(json.dumps(processor, indent=2) + "\n")
         return
-    own = directory / "video_preprocessor_config.json"
-    path = own if own.is_file() else directory / "preprocessor_config.json"
+    video_file = directory / "video_preprocessor_config.json"
+    path = video_file if video_file.is_file() else directory / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}, indent=2) + "\n")
 
 
@@ -158,11 +158,11 @@ def write_chat_template(directory: Path, template: str) -> None:
 
 
 def _write_card(source: PreTrainedCausalLM, path: Path, title: str, history: History) -> None:
-    theirs = path.read_text(errors="surrogateescape") if path.is_file() else None
+    source_card = path.read_text(errors="surrogateescape") if path.is_file() else None
     card = model_card.compose(
-        title, model_card.public_name(source.model_name_or_path), theirs, history
+        title, model_card.public_name(source.model_name_or_path), source_card, history
     )
-    if card != theirs:
+    if card != source_card:
         path.write_text(card, errors="surrogateescape")
 
 
@@ -170,9 +170,9 @@ def history_of(model: nn.Module | Sequence[nn.Module], merge: bool) -> History:
     """Return the history of a model in memory: the adapters that will be merged."""
     method = next(
         (
-            found
+            chunk_peft
             for chunk in model_io.as_chunks(model)
-            if (found := chunk_info(chunk).peft) is not None
+            if (chunk_peft := chunk_info(chunk).peft) is not None
         ),
         None,
     )
@@ -192,8 +192,8 @@ def history_of_checkpoint(path: str | Path, adapters: str = "") -> History:
     from_scratch = described and bool(steps)
     from_scratch &= not any(begun.get(key) for key in ("pretrained_checkpoint", "load"))
     losses = model_card.last_losses(directory.parent, steps) if steps else {}
-    own = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
-    run_files = tuple(file for file in own if steps and file.is_file())
+    candidates = (directory / paths.RUN_CONFIG, *(directory.parent / name for name in _OF_RUN))
+    run_files = tuple(file for file in candidates if steps and file.is_file())
     limits = {name: data[name] for name in (*_IMAGE_LIMITS, *_VIDEO_LIMITS) if data.get(name)}
     return History(
         steps,

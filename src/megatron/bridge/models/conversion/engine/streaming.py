@@ -45,21 +45,21 @@ def planner(
     """
     allocator.release_freed_memory()
     sources: dict[int, LazyParameter] = {}
-    held = [_state(chunk) for chunk in chunks]
+    held = [_chunk_state(chunk) for chunk in chunks]
     note = load.InvalidNote()
     for task in load.checked(bridge, plan, pretrained.state, pretrained.declared_dtype):
         stored = held[task.vp_stage][task.param_name]
-        make = partial(_made, bridge, task, pretrained, stored.dtype, note)
+        make = partial(_make_parameter, bridge, task, pretrained, stored.dtype, note)
         sources[storage_id(stored)] = LazyParameter(stored.nbytes, make)
     return LazySavePlanner(sources, show_progress, AHEAD)
 
 
-def _state(chunk: nn.Module) -> dict[str, Tensor]:
+def _chunk_state(chunk: nn.Module) -> dict[str, Tensor]:
     bare = model_io.unwrap(chunk)
     return {**dict(bare.named_parameters(remove_duplicate=False)), **dict(bare.named_buffers())}
 
 
-def _made(
+def _make_parameter(
     bridge: MegatronModelBridge,
     task: WeightConversionTask,
     pretrained: PreTrainedCausalLM,
@@ -82,7 +82,7 @@ class StoredModel:
         loading.check(states, self._directory, known=model_io.BESIDE_WEIGHTS)
         self._states: list[dict[str, Any]] = [states[key] for key in model_io.chunk_keys(chunks)]
         self._device = (
-            _device()
+            _joining_device()
         )  # here, because torch.cuda.current_device() is 0 in the reader threads
 
     def filled(self, tasks: Iterable[WeightConversionTask]) -> Iterator[WeightConversionTask]:
@@ -92,15 +92,15 @@ class StoredModel:
             UserError: the checkpoint cannot be read. With several ranks, the error follows the last task, because other
                 ranks wait for this rank's part of each task.
         """
-        batches = _batches(tasks, AHEAD // 2)
+        batches = _batch_tasks(tasks, AHEAD // 2)
         calls = ((size, partial(self._read, batch)) for batch, size in batches)
         failure: UserError | None = None
-        for found in prefetch(calls, AHEAD, _READERS):
-            failure = failure or found.failure
+        for read_batch in prefetch(calls, AHEAD, _READERS):
+            failure = failure or read_batch.failure
             if failure is not None and distributed.world_size() == 1:
                 raise failure
-            while found.tasks:
-                yield found.tasks.pop(0)
+            while read_batch.tasks:
+                yield read_batch.tasks.pop(0)
         if failure is not None:
             raise failure
 
@@ -112,15 +112,15 @@ class StoredModel:
                 entry = copy(self._states[task.vp_stage][task.param_name])
                 entry.data = torch.empty(task.shard.shape, dtype=task.dtype, device=self._device)
                 entries[str(index)] = entry
-        found: dict[str, Any] = {name: entry.data for name, entry in entries.items()}
+        values: dict[str, Any] = {name: entry.data for name, entry in entries.items()}
         failure = None
         try:
-            found |= loading.read(entries, self._directory) if entries else {}
+            values |= loading.read(entries, self._directory) if entries else {}
         except UserError as error:
             failure = error
         return _Batch(
             [
-                replace(task, param_weight=found[str(index)]) if str(index) in found else task
+                replace(task, param_weight=values[str(index)]) if str(index) in values else task
                 for index, task in enumerate(tasks)
             ],
             failure,
@@ -148,12 +148,12 @@ def _is_read(task: WeightConversionTask) -> bool:
     return task.param_weight is not None and not task.is_copy
 
 
-def _device() -> Any:
+def _joining_device() -> Any:
     """Return the device on which parameters are joined: with several ranks, the device that they communicate on."""
     return "cpu" if distributed.world_size() == 1 else torch.cuda.current_device()
 
 
-def _batches(
+def _batch_tasks(
     tasks: Iterable[WeightConversionTask], limit: int
 ) -> Iterator[tuple[list[WeightConversionTask], int]]:
     """Yield groups of tasks of up to ``limit`` bytes on this rank, or one larger task, with their bytes."""

@@ -177,7 +177,7 @@ def _rank_and_size(group: Any) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def _properties(group: str) -> tuple[Any, Any]:
+def _rank_properties(group: str) -> tuple[Any, Any]:
     """Return properties for this rank in the group of that name, and for the size of the group."""
     return (
         property(lambda mapping: _rank_and_size(getattr(mapping, group))[0]),
@@ -258,7 +258,7 @@ class MegatronParamMapping:
             mapping = self._rebuild(name, hf(self.hf_param))
         else:
             mapping = self._rebuild(
-                name, {role: hf(theirs) for role, theirs in self.hf_param.items()}
+                name, {role: hf(hf_name) for role, hf_name in self.hf_param.items()}
             )
         mapping.is_stacked, mapping.transposed, mapping.expert = (
             self.is_stacked,
@@ -280,14 +280,14 @@ class MegatronParamMapping:
                 f"{type(self).__name__} of {self.megatron_param} has several tensors but no layout: define "
                 "blocks(shard), or hf_slice_shapes(shard) if it computes them"
             )
-        whole = shard.local * shard.parts
+        full_length = shard.local * shard.parts
         if self.megatron_param.endswith(_VOCABULARY):
-            whole = min(whole, getattr(shard.config, "vocab_size", None) or whole)
+            full_length = min(full_length, getattr(shard.config, "vocab_size", None) or full_length)
         for (name, kind), heads in _HEADS.items():
             if self.megatron_param.endswith(name) and shard.kind == kind:
                 by_head = kind == "column" and len(shard.shape) > 1  # a row for each head
-                whole = min(whole, AttentionHeads.of(shard.config).wide(heads, by_head))
-        yield HFRange(self.hf_param, 0, whole)
+                full_length = min(full_length, AttentionHeads.of(shard.config).wide(heads, by_head))
+        yield HFRange(self.hf_param, 0, full_length)
 
     def copy_ranges(self, shard: ShardSpec) -> list[CopyRange]:
         """Return the ranges that ``shard`` shares with the Hugging Face tensors."""
@@ -333,9 +333,10 @@ class MegatronParamMapping:
     @property
     def copies(self) -> bool:
         """Whether ``blocks`` fully describes the mapping, so that ranges can be copied without calling its methods."""
-        base, own = MegatronParamMapping, type(self)
+        base, mapping_class = MegatronParamMapping, type(self)
         return (
-            own.hf_to_megatron is base.hf_to_megatron and own.megatron_to_hf is base.megatron_to_hf
+            mapping_class.hf_to_megatron is base.hf_to_megatron
+            and mapping_class.megatron_to_hf is base.megatron_to_hf
         )
 
     def shard_of(self, module: nn.Module, parameter: Tensor | None = None) -> ShardSpec:
@@ -351,12 +352,12 @@ class MegatronParamMapping:
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
         """Return this rank's shard of full Hugging Face tensors (by role if there are several)."""
-        whole = self._by_name(hf_weights)
+        full_tensors = self._by_name(hf_weights)
         shard = self.shard_of(megatron_module)
-        like = next(iter(whole.values()))
+        like = next(iter(full_tensors.values()))
         local = torch.zeros(shard.shape, dtype=like.dtype, device=like.device)
         for piece in self.copy_ranges(shard):
-            piece.of_shard(local).copy_(piece.of_hf(whole[piece.hf]))
+            piece.of_shard(local).copy_(piece.of_hf(full_tensors[piece.hf]))
         return local
 
     def megatron_to_hf(
@@ -376,19 +377,19 @@ class MegatronParamMapping:
 
     def join(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, Tensor]:
         """Join shards in rank order into full Hugging Face tensors (an expert's part if they are stacked)."""
-        return {hf: one.whole() for hf, one in self.unjoined(shard, weights).items()}
+        return {hf: unjoined.whole() for hf, unjoined in self.unjoined(shard, weights).items()}
 
     def unjoined(self, shard: ShardSpec, weights: list[Tensor]) -> dict[str, "Unjoined"]:
         """Return the same tensors without joining them, so that the caller can join them at their destination."""
-        found = {
+        tensors = {
             hf: Unjoined(shape, weights[0]) for hf, shape in self.hf_slice_shapes(shard).items()
         }
         for rank, weight in enumerate(weights):
             for piece in self.copy_ranges(
                 ShardSpec(shard.shape, shard.kind, rank, len(weights), shard.config)
             ):
-                found[piece.hf].pieces.append((piece, piece.of_shard(weight)))
-        return found
+                tensors[piece.hf].pieces.append((piece, piece.of_shard(weight)))
+        return tensors
 
     def _by_name(self, hf_weights: HFWeights) -> dict[str, Tensor]:
         if isinstance(hf_weights, Tensor):
@@ -422,9 +423,9 @@ class MegatronParamMapping:
         """The group over which the parameter is sharded."""
         return self._etp_group if self.is_expert else self._tp_group
 
-    tp_rank, tp_size = _properties("tp_group")
-    pp_rank, pp_size = _properties("pp_group")
-    ep_rank, ep_size = _properties("ep_group")
+    tp_rank, tp_size = _rank_properties("tp_group")
+    pp_rank, pp_size = _rank_properties("pp_group")
+    ep_rank, ep_size = _rank_properties("ep_group")
 
     def gather_from_tp_ranks(self, tensor: Tensor) -> list[Tensor]:
         """Return the shards of all ranks of ``tp_group`` in rank order; a collective."""

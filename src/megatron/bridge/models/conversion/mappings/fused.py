@@ -35,7 +35,7 @@ class QKVMapping(ColumnParallelMapping):
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
         roles = "".join(names)
-        for role, start, length in _grouped(
+        for role, start, length in _group_rows(
             AttentionHeads.of(shard.config), roles, dict.fromkeys(roles, 0)
         ):
             yield HFRange(names[role], start, length)
@@ -51,10 +51,10 @@ class GatedQKVMapping(QKVMapping):
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
         heads = AttentionHeads.of(shard.config)
-        each = heads.queries // heads.groups
+        heads_per_group = heads.queries // heads.groups
         for group in range(heads.groups):
             for gate in range(2):
-                for head in range(group * each, (group + 1) * each):
+                for head in range(group * heads_per_group, (group + 1) * heads_per_group):
                     yield HFRange(names["q"], (2 * head + gate) * heads.width, heads.width)
             for role in "kv":
                 yield HFRange(names[role], group * heads.width, heads.width)
@@ -70,11 +70,11 @@ class SeparatelyGatedQKVMapping(ColumnParallelMapping):
         """Yield for each group the queries of its heads, their gates, its key, and its value."""
         names = cast(dict[str, str], self.hf_param)
         heads = AttentionHeads.of(shard.config)
-        each = heads.queries // heads.groups * heads.width
+        query_rows = heads.queries // heads.groups * heads.width
         for group in range(heads.groups):
             for role, length in (
-                ("q", each),
-                ("gate", each),
+                ("q", query_rows),
+                ("gate", query_rows),
                 ("k", heads.width),
                 ("v", heads.width),
             ):
@@ -89,7 +89,7 @@ class ConcatenatedQKVMapping(ColumnParallelMapping):
         heads = AttentionHeads.of(shard.config)
         keys = heads.queries * heads.width
         starts = {"q": 0, "k": keys, "v": keys + heads.groups * heads.width}
-        for _, start, length in _grouped(heads, "qkv", starts):
+        for _, start, length in _group_rows(heads, "qkv", starts):
             yield HFRange(self.hf_param, start, length)
 
 
@@ -110,7 +110,7 @@ class KVMapping(ColumnParallelMapping):
 
     def blocks(self, shard: ShardSpec) -> Iterator[HFRange]:
         names = cast(dict[str, str], self.hf_param)
-        for role, start, length in _grouped(
+        for role, start, length in _group_rows(
             AttentionHeads.of(shard.config), "kv", {"k": 0, "v": 0}
         ):
             yield HFRange(names[role], start, length)
@@ -159,19 +159,19 @@ class SwappedInputMapping(AutoMapping):
     keeps_shapes = True
 
     def hf_to_megatron(self, hf_weights: HFWeights, megatron_module: nn.Module) -> Tensor:
-        return super().hf_to_megatron(_swapped(self._by_name(hf_weights)), megatron_module)
+        return super().hf_to_megatron(_swap_halves(self._by_name(hf_weights)), megatron_module)
 
     def megatron_to_hf(
         self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
     ) -> dict[str, Tensor]:
-        return _swapped(super().megatron_to_hf(megatron_weights, megatron_module))
+        return _swap_halves(super().megatron_to_hf(megatron_weights, megatron_module))
 
 
-def _swapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _swap_halves(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.roll(weight.shape[1] // 2, dims=1) for name, weight in weights.items()}
 
 
-def _grouped(
+def _group_rows(
     heads: AttentionHeads, roles: str, starts: Mapping[str, int]
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (role, row, rows) in Megatron's order: group by group, in the order of ``roles`` within a group."""
@@ -183,15 +183,15 @@ def _grouped(
             yield role, starts[role] + group * rows[role], rows[role]
 
 
-def _merge(config: Any, roles: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    rows = _grouped(AttentionHeads.of(config), roles, dict.fromkeys(roles, 0))
+def _merge_roles(config: Any, roles: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    rows = _group_rows(AttentionHeads.of(config), roles, dict.fromkeys(roles, 0))
     return torch.cat([tensors[role].narrow(0, start, length) for role, start, length in rows])
 
 
-def _split(config: Any, roles: str, fused: Tensor) -> tuple[Tensor, ...]:
+def _split_roles(config: Any, roles: str, fused: Tensor) -> tuple[Tensor, ...]:
     parts: dict[str, list[Tensor]] = {role: [] for role in roles}
     position = 0
-    for role, _, length in _grouped(AttentionHeads.of(config), roles, dict.fromkeys(roles, 0)):
+    for role, _, length in _group_rows(AttentionHeads.of(config), roles, dict.fromkeys(roles, 0)):
         parts[role].append(fused.narrow(0, position, length))
         position += length
     return tuple(torch.cat(parts[role]) for role in roles)
@@ -199,12 +199,12 @@ def _split(config: Any, roles: str, fused: Tensor) -> tuple[Tensor, ...]:
 
 def merge_qkv_weights(config: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Interleave queries, keys and values by group: [(heads + 2 groups) * kv_channels, hidden]; also for biases."""
-    return _merge(config, "qkv", {"q": q, "k": k, "v": v})
+    return _merge_roles(config, "qkv", {"q": q, "k": k, "v": v})
 
 
 def split_qkv_weights(config: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Undo ``merge_qkv_weights``."""
-    q, k, v = _split(config, "qkv", qkv)
+    q, k, v = _split_roles(config, "qkv", qkv)
     return q, k, v
 
 
@@ -213,10 +213,10 @@ merge_qkv_biases, split_qkv_biases = merge_qkv_weights, split_qkv_weights
 
 def merge_kv_weights(config: Any, k: Tensor, v: Tensor) -> Tensor:
     """Interleave key and value projections by group: [2 groups * kv_channels, hidden]."""
-    return _merge(config, "kv", {"k": k, "v": v})
+    return _merge_roles(config, "kv", {"k": k, "v": v})
 
 
 def split_kv_weights(config: Any, kv: Tensor) -> tuple[Tensor, Tensor]:
     """Undo ``merge_kv_weights``."""
-    k, v = _split(config, "kv", kv)
+    k, v = _split_roles(config, "kv", kv)
     return k, v

@@ -16,7 +16,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
         ('3', '12')
     """
     copy_ranges = (re.escape(piece) for piece in _WILDCARD.split(pattern))
-    wildcards = ("(.+)" if found == "**" else r"([^.]+)" for found in _WILDCARD.findall(pattern))
+    wildcards = (
+        "(.+)" if wildcard == "**" else r"([^.]+)" for wildcard in _WILDCARD.findall(pattern)
+    )
     return re.compile(
         "".join(text for pair in zip(copy_ranges, [*wildcards, ""], strict=True) for text in pair)
     )
@@ -28,8 +30,8 @@ def is_concrete(pattern: str) -> bool:
 
 def match(pattern: str, name: str) -> tuple[str, ...] | None:
     """Return the text of each wildcard of ``pattern`` in ``name``, or None if ``name`` does not match."""
-    found = compiled(pattern).fullmatch(name)
-    return found.groups() if found else None
+    full_match = compiled(pattern).fullmatch(name)
+    return full_match.groups() if full_match else None
 
 
 def substitute(pattern: str, captures: tuple[str, ...]) -> str:

@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.data.preview.collect import preview
-from megatron.bridge.data.preview.render import summary, to_html
 from megatron.bridge.data.records.samples import EncodingReport
 from megatron.bridge.data.streams import StreamingBatchIterator
 from megatron.bridge.training.callbacks.base import Callback
@@ -74,6 +73,8 @@ class DataPreview(Callback):
 
 
 def _preview(run: Run) -> None:
+    from megatron.bridge.data.preview.render import summary, to_html  # imports rich
+
     config = run.config
     sizes = (
         config.train.micro_batch_size,

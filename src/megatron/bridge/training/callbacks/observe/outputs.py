@@ -6,10 +6,7 @@ import time
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, Protocol
-
-from rich.live import Live
-from rich.text import Text
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from megatron.bridge.checkpoint import paths
 from megatron.bridge.training.callbacks.observe.metric_formats import METRIC_FORMATS
@@ -23,6 +20,9 @@ from megatron.bridge.utils.errors import UserError
 from megatron.bridge.utils.loss_curves import METRICS
 from megatron.bridge.utils.optional_imports import import_optional
 from megatron.bridge.utils.run_status import remaining
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 
 class Output(Protocol):
@@ -63,6 +63,8 @@ class ConsoleOutput:
     def open(self, step: int, train_iters: int) -> None:
         self._first_step, self._train_iters, self._started = step, train_iters, time.monotonic()
         if self._console.is_terminal:
+            from rich.live import Live
+
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
 
@@ -76,6 +78,8 @@ class ConsoleOutput:
         if self._live is None:
             self._console.print(lines, markup=False)
         else:
+            from rich.text import Text
+
             # a narrow terminal wraps the line instead of cutting its end
             self._live.update(Text(lines, no_wrap=False, overflow="fold"), refresh=True)
 
