@@ -140,7 +140,7 @@ class Conversation:
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Inside the context, Ctrl-C makes the function return true instead of ending the program."""
     pressed: list[int] = []
-    old = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    old = signal.signal(signal.SIGINT, lambda signal_number, _: pressed.append(signal_number))
     try:
         yield lambda: bool(pressed)
     finally:

@@ -102,20 +102,20 @@ def list_checkpoints(args: argparse.Namespace) -> int:
         newest, trouble = paths.latest_iteration(root), None
     except manifest.DamagedError as error:
         newest, trouble = None, str(error)
-    found = paths.published_iterations(root)
-    for number in found:
-        directory = paths.iteration_dir(root, number)
+    iterations = paths.published_iterations(root)
+    for iteration in iterations:
+        directory = paths.iteration_dir(root, iteration)
         storage.pull(directory, bucket.is_small)
         when = (
             datetime.fromtimestamp(directory.stat().st_mtime)
             .astimezone()
             .strftime("%Y-%m-%d %H:%M:%S")
         )
-        mark = "  newest" if number == newest else ""
+        mark = "  newest" if iteration == newest else ""
         say(
             f"{directory.name}  {when}  {size(folder_size(directory)):>9}  {_state(directory)}{mark}"
         )
-    if not found:
+    if not iterations:
         say("no checkpoints")
     for path in sorted(root.glob("iter_*.incomplete")):
         say(f"{path.name}  left by an interrupted save; the next run removes it")
@@ -133,27 +133,35 @@ def list_checkpoints(args: argparse.Namespace) -> int:
 def _state(directory: Path) -> str:
     """``whole``, ``damaged`` or ``no manifest``; only small files are read."""
     try:
-        found = manifest.read(directory)
+        stored_manifest = manifest.read(directory)
     except manifest.DamagedError:
         return "damaged"
-    if found is None:
+    if stored_manifest is None:
         return "no manifest"
-    return "damaged" if manifest.problems(directory, found, found.files, "fast") else "whole"
+    return (
+        "damaged"
+        if manifest.problems(directory, stored_manifest, stored_manifest.files, "fast")
+        else "whole"
+    )
 
 
 def inspect_checkpoint(args: argparse.Namespace) -> int:
     directory = paths.resolve(args.path)  # before anything slow is imported
     from megatron.bridge.checkpoint.inspection import is_weight, list_tensors
 
-    found = list_tensors(directory)
+    tensors = list_tensors(directory)
     say(f"{directory}: {size(folder_size(directory))}, {_state(directory)}")
     for title, belongs in (("weights", is_weight), ("optimizer", lambda name: not is_weight(name))):
-        mine = [tensor for name, tensor in found.items() if belongs(name)]
-        count = sum(tensor.size // tensor.dtype.itemsize for tensor in mine)
-        values = f"{count:,} values, {size(sum(tensor.size for tensor in mine))}"
-        say(f"{title}: {many(len(mine), 'tensor')}, {values}" if mine else f"{title}: none")
+        tensors_of_part = [tensor for name, tensor in tensors.items() if belongs(name)]
+        count = sum(tensor.size // tensor.dtype.itemsize for tensor in tensors_of_part)
+        values = f"{count:,} values, {size(sum(tensor.size for tensor in tensors_of_part))}"
+        say(
+            f"{title}: {many(len(tensors_of_part), 'tensor')}, {values}"
+            if tensors_of_part
+            else f"{title}: none"
+        )
     if args.tensors is not None:
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             if args.tensors in name:
                 say(f"{name}  {_describe(tensor)}")
     return 0
@@ -180,12 +188,13 @@ def verify_checkpoints(args: argparse.Namespace) -> int:
 def _to_verify(args: argparse.Namespace) -> list[Path]:
     if not args.all:
         return [paths.resolve(args.path)]
-    found = [
-        paths.iteration_dir(args.path, number) for number in paths.published_iterations(args.path)
+    directories = [
+        paths.iteration_dir(args.path, iteration)
+        for iteration in paths.published_iterations(args.path)
     ]
-    if not found:
+    if not directories:
         raise UserError(f"{args.path} has no iter_* directory: give the folder of a run")
-    return found
+    return directories
 
 
 def compare_checkpoints(args: argparse.Namespace) -> int:
@@ -203,29 +212,33 @@ def compare_checkpoints(args: argparse.Namespace) -> int:
 def _differences(first: Path, second: Path, values: bool) -> Iterator[str]:
     from megatron.bridge.checkpoint.inspection import list_tensors, read_tensors
 
-    one, other = list_tensors(first), list_tensors(second)
-    yield from (f"only in {first}: {name}" for name in one if name not in other)
-    yield from (f"only in {second}: {name}" for name in other if name not in one)
-    both = [name for name in one if name in other]
+    first_tensors, second_tensors = list_tensors(first), list_tensors(second)
+    yield from (f"only in {first}: {name}" for name in first_tensors if name not in second_tensors)
+    yield from (f"only in {second}: {name}" for name in second_tensors if name not in first_tensors)
+    both = [name for name in first_tensors if name in second_tensors]
     for name in both:
-        if one[name] != other[name]:
-            yield f"{name}: {_describe(one[name])} and {_describe(other[name])}"
-    same = [name for name in both if one[name] == other[name]] if values else []
-    wanted = [one[name] for name in same]
+        if first_tensors[name] != second_tensors[name]:
+            yield f"{name}: {_describe(first_tensors[name])} and {_describe(second_tensors[name])}"
+    same = [name for name in both if first_tensors[name] == second_tensors[name]] if values else []
+    tensors = [first_tensors[name] for name in same]
     for (tensor, a), (_, b) in zip(
-        read_tensors(first, wanted), read_tensors(second, wanted), strict=True
+        read_tensors(first, tensors), read_tensors(second, tensors), strict=True
     ):
         if not a.equal(b):
-            most = (a.double() - b.double()).abs().max()
-            yield f"{tensor.name}: {int((a != b).sum()):,} of {a.numel():,} values differ, by at most {most:.3g}"
+            largest = (a.double() - b.double()).abs().max()
+            yield f"{tensor.name}: {int((a != b).sum()):,} of {a.numel():,} values differ, by at most {largest:.3g}"
 
 
 def convert_weights(args: argparse.Namespace) -> int:
     source = paths.resolve(args.path)  # before anything slow is imported
-    kept = args.run_config or source / paths.RUN_CONFIG
-    if args.run_config is not None and not kept.is_file():
-        raise UserError(f"--run-config {kept} is not a file")
-    config = yaml_text.read(kept.read_text(), str(kept)) if kept.is_file() else None
+    run_config_file = args.run_config or source / paths.RUN_CONFIG
+    if args.run_config is not None and not run_config_file.is_file():
+        raise UserError(f"--run-config {run_config_file} is not a file")
+    config = (
+        yaml_text.read(run_config_file.read_text(), str(run_config_file))
+        if run_config_file.is_file()
+        else None
+    )
     from megatron.bridge.checkpoint.inspection import convert_checkpoint
 
     say(str(convert_checkpoint(source, args.target, config)))

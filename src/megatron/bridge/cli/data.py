@@ -228,10 +228,10 @@ def preview_data(args: argparse.Namespace) -> int:
     config, tokenizer, ranks = _resolve(args)
     sizes = (config.train.micro_batch_size, config.train.global_batch_size, ranks)
     data = build_data(config, tokenizer, place=(0, ranks))
-    found = preview(config.dataset, data, tokenizer, sizes, args.samples)
-    to_console(ensure_width(Console(highlight=False, soft_wrap=True)), found)
+    data_preview = preview(config.dataset, data, tokenizer, sizes, args.samples)
+    to_console(ensure_width(Console(highlight=False, soft_wrap=True)), data_preview)
     if args.html:
-        write_file("--html", args.html, to_html(found))
+        write_file("--html", args.html, to_html(data_preview))
         console().print(f"{args.html} shows the same as a web page")
     return 0
 
@@ -315,8 +315,13 @@ def _run_shards(args: argparse.Namespace, config: "PreprocessConfig") -> int:
 
     sbatch = dict(word.removeprefix("--").partition("=")[::2] for word in args.sbatch or ())
     for part in _for_each_key(config, args.json_keys):
-        made = preprocess_shards(part, args.executor, (args.shard_mb or 256) * 10**6, sbatch)
-        counts = f"{made['documents']:,} documents, {made['tokens']:,} tokens in {len(made['shards']):,} shards"
+        shard_manifest = preprocess_shards(
+            part, args.executor, (args.shard_mb or 256) * 10**6, sbatch
+        )
+        counts = (
+            f"{shard_manifest['documents']:,} documents, {shard_manifest['tokens']:,} tokens in "
+            f"{len(shard_manifest['shards']):,} shards"
+        )
         console().print(
             f"{part.output_prefix}.manifest.json: {counts}; train on it with --data {part.output_prefix}"
         )

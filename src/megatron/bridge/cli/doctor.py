@@ -190,8 +190,8 @@ def _measure(speaks: bool) -> None:
     say(
         f"copies in the device's memory: {speed.copy_bandwidth() / 1e9:,.1f} GB/s, read and written"
     )
-    where = "pinned memory to the device" if has_cuda() else "host memory to host memory"
-    say(f"copies from {where}: {speed.host_bandwidth() / 1e9:,.1f} GB/s")
+    route = "pinned memory to the device" if has_cuda() else "host memory to host memory"
+    say(f"copies from {route}: {speed.host_bandwidth() / 1e9:,.1f} GB/s")
     reduced = speed.all_reduce_bandwidth()
     if reduced is None:
         say("all-reduce: not measured on one rank (start it with torchrun)")

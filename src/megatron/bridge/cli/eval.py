@@ -65,14 +65,16 @@ def run(args: argparse.Namespace) -> int:
 def _table(results: dict[str, Any]) -> str:
     """A table of all metrics, with their standard errors where the harness has them."""
     rows = [("metric", "value", "stderr", "shots", "task")]
-    for task, found in results["results"].items():
+    for task, metrics in results["results"].items():
         shots = str(results.get("n-shot", {}).get(task, ""))
-        for key, value in found.items():
+        for key, value in metrics.items():
             metric, comma, kind = key.partition(",")
             if comma and not metric.endswith("_stderr"):
-                error = found.get(f"{metric}_stderr,{kind}")
+                error = metrics.get(f"{metric}_stderr,{kind}")
                 name = metric if kind == "none" else f"{metric} ({kind})"
-                rows.append((name, _number(value), _number(error), shots, found.get("alias", task)))
+                rows.append(
+                    (name, _number(value), _number(error), shots, metrics.get("alias", task))
+                )
     return "\n".join(columns(rows))
 
 

@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
     command = _command(args.source)  # before anything slow is imported
     from megatron.bridge.cli.migrate.megatron_lm import translate
 
-    found = translate(command, args.world_size)
+    translated = translate(command, args.world_size)
     from megatron.bridge.cli.migrate.megatron_lm_config import build
 
     text = (
-        "".join(f"{line}\n" for line in found.translation.overrides())
+        "".join(f"{line}\n" for line in translated.translation.overrides())
         if args.overrides
-        else build(found).to_yaml()
+        else build(translated).to_yaml()
     )
-    found.translation.show("from-megatron-lm", text, args.output)
+    translated.translation.show("from-megatron-lm", text, args.output)
     return 0
 
 

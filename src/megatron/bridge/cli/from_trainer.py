@@ -80,17 +80,17 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(values, dict):
         raise UserError(f"{args.source} holds no settings: give a file with key: value lines")
     framework = None if args.framework is None else FRAMEWORKS[args.framework]
-    found = translate(values, args.ranks, framework)
+    translated = translate(values, args.ranks, framework)
     text = yaml_text.write(
-        {key: yaml_text.read(value) for key, value in found.translation.settings.items()}
+        {key: yaml_text.read(value) for key, value in translated.translation.settings.items()}
     )
-    found.translation.show("from-trainer", text, args.output)
+    translated.translation.show("from-trainer", text, args.output)
     sys.stderr.write(
-        f"read as a file of {found.framework.name}, whose defaults are set where it is silent "
+        f"read as a file of {translated.framework.name}, whose defaults are set where it is silent "
         "(--framework names another one)\n"
     )
     options = [
-        word for name, value in found.options.items() for word in (f"--{name}", value) if word
+        word for name, value in translated.options.items() for word in (f"--{name}", value) if word
     ]
     file = str(args.output or "FILE")
     words = ["megatron-bridge", "train", "--recipe", args.recipe, "--config", file, *options]
@@ -199,23 +199,25 @@ def _misspelled(values: Mapping[str, Any]) -> list[str]:
 
 
 def _translate(key: str, value: Any, run: TrainerRun) -> None:
-    found = run.translation
+    translation = run.translation
     if key in _SPECIAL:
         if (reason := _SPECIAL[key](value, run)) is not None:
-            found.missing[key] = reason
+            translation.missing[key] = reason
     elif key in _TABLES["implied"]:
-        found.implied[key] = "it is always on here, or not needed"
+        translation.implied[key] = "it is always on here, or not needed"
     elif value is False:
-        found.implied[key] = "it is off"
+        translation.implied[key] = "it is off"
     elif key in _REASONS:
-        found.missing[key] = _REASONS[key]
+        translation.missing[key] = _REASONS[key]
     elif key in _CADENCES and (value < 1 or value != int(value)):
-        found.missing[key] = f"{value} is a share of the run: give a number of steps"
+        translation.missing[key] = f"{value} is a share of the run: give a number of steps"
     elif key in _SETTINGS:
         for target in _SETTINGS[key]:
-            found.set(target, value, key)
+            translation.set(target, value, key)
     elif key not in _BATCH:
-        found.missing[key] = "this command does not know it: look for a counterpart in docs/faq.md"
+        translation.missing[key] = (
+            "this command does not know it: look for a counterpart in docs/faq.md"
+        )
 
 
 def _add_defaults(given: Mapping[str, Any], run: TrainerRun) -> None:
@@ -323,13 +325,13 @@ def _set_batch_size(given: Mapping[str, Any], ranks: int, run: TrainerRun) -> No
 
 def _set_mode(run: TrainerRun) -> None:
     """Choose the options of the command by stage and adapter."""
-    found = run.translation
+    translation = run.translation
     if run.adapter is None:
-        for key in [key for key in found.settings if key.startswith("peft.")]:
-            found.drop(key, "all weights are trained")
+        for key in [key for key in translation.settings if key.startswith("peft.")]:
+            translation.drop(key, "all weights are trained")
     if run.stage != "dpo":
-        for key in [key for key in found.settings if key.startswith("dpo.")]:
-            found.drop(key, "no preferences are trained")
+        for key in [key for key in translation.settings if key.startswith("dpo.")]:
+            translation.drop(key, "no preferences are trained")
     if run.stage == "dpo":
         run.options["mode"] = "dpo"
         if run.adapter is not None:

@@ -163,10 +163,12 @@ def _write_all(args: argparse.Namespace, values: dict[str, Any]) -> int:
         file = CompletionFile(args.output, lines, _settings(args)) if first else None
         done = on_first_rank(lambda: file.done if file else 0)
         left = lines[done:]
-        found = llm.generate_each(
-            [it.prompt for it in left], [it.sampling for it in left], [it.where for it in left]
+        generated = llm.generate_each(
+            [prompt_line.prompt for prompt_line in left],
+            [prompt_line.sampling for prompt_line in left],
+            [prompt_line.where for prompt_line in left],
         )
-        for line, completions in zip(left, found, strict=True):
+        for line, completions in zip(left, generated, strict=True):
             if file is not None:
                 file.append(line, completions)
         if file is not None:

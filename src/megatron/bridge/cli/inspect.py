@@ -88,7 +88,7 @@ def _hugging_face(path: Path) -> Contents:
         )
         for entry in pretrained.state.entries.values()
     )
-    facts = {
+    properties = {
         "architecture": ", ".join(config.get("architectures") or ("not named",)),
         "dtype in config.json": str(config.get("dtype") or config.get("torch_dtype")),
         **_sizes(config, "num_hidden_layers"),
@@ -96,7 +96,7 @@ def _hugging_face(path: Path) -> Contents:
     }
     return Contents(
         "Hugging Face",
-        facts,
+        properties,
         tensors,
         text_format.folder_size(path),
         len({tensor.file for tensor in tensors}),
@@ -111,20 +111,20 @@ def _unread_facts(pretrained: "PreTrainedCausalLM", tensor_names: list[str]) -> 
     raw = pretrained.raw_config
     config = pretrained.config.to_dict()
     keys = [key for key in raw if key not in IRRELEVANT]
-    facts = {
+    unread = {
         "keys that transformers never reads": transformers_reads.unread_keys(config, keys, raw),
         "tensors that transformers does not load": transformers_reads.unread_tensors(
             config, tensor_names
         ),
     }
-    return {title: first_few(names, 12) for title, names in facts.items() if names}
+    return {title: first_few(names, 12) for title, names in unread.items() if names}
 
 
 def _megatron(path: Path) -> Contents:
     from megatron.bridge.checkpoint import inspection, model_io
 
     directory = paths.resolve(path)
-    found = inspection.list_tensors(directory)
+    tensors = inspection.list_tensors(directory)
     files = _files_by_tensor(directory)
     weights = tuple(
         ListedTensor(
@@ -133,21 +133,23 @@ def _megatron(path: Path) -> Contents:
             str(tensor.dtype).removeprefix("torch."),
             first_few(files[tensor.name], 1),
         )
-        for tensor in found.values()
+        for tensor in tensors.values()
         if inspection.is_weight(tensor.name)
     )
     published = (
         ", ".join(map(str, paths.published_iterations(directory.parent))) or "none published"
     )
-    facts = {
+    properties = {
         "iteration": f"{paths.iteration_of(directory)} (published: {published})",
         **_facts_of_model(directory),
-        "optimizer state": "yes" if any(name.startswith("optimizer.") for name in found) else "no",
+        "optimizer state": "yes"
+        if any(name.startswith("optimizer.") for name in tensors)
+        else "no",
         "tokenizer": "yes" if model_io.tokenizer_dir(directory) else "no",
     }
     return Contents(
         "Megatron",
-        facts,
+        properties,
         weights,
         text_format.folder_size(directory),
         len(list(directory.glob("*.distcp"))),
@@ -177,9 +179,9 @@ def _files_by_tensor(directory: Path) -> dict[str, list[str]]:
     from megatron.bridge.checkpoint import loading
 
     files: dict[str, set[str]] = {}
-    for index, place in loading.check_files(directory).storage_data.items():
-        files.setdefault(index.fqn, set()).add(place.relative_path)
-    return {name: sorted(found) for name, found in files.items()}
+    for index, storage_info in loading.check_files(directory).storage_data.items():
+        files.setdefault(index.fqn, set()).add(storage_info.relative_path)
+    return {name: sorted(names) for name, names in files.items()}
 
 
 def _layout(model: dict[str, Any]) -> str:

@@ -40,9 +40,9 @@ def add_arguments(parser: Parser) -> None:
         "NeMo-Run."
     )
     parser.epilog = EXAMPLES
-    what = parser.add_argument_group("what to run")
-    add_recipe_options(what)
-    what.add_argument(
+    program_options = parser.add_argument_group("what to run")
+    add_recipe_options(program_options)
+    program_options.add_argument(
         "--script",
         default=RUN_RECIPE,
         metavar="FILE",
@@ -293,9 +293,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _without_nemo_run(options: LaunchOptions) -> str:
     """Describe the launch without NeMo-Run, which writes the batch scripts."""
-    place = "this machine" if options.local else options.on
+    target = "this machine" if options.local else options.on
     lines = [
-        f"on {place}: {options.nodes} x {options.devices} processes, started by {options.launcher}",
+        f"on {target}: {options.nodes} x {options.devices} processes, started by {options.launcher}",
         shlex.join([str(options.script), *options.arguments]),
         f"NeMo-Run is not installed, so this dry run cannot show its batch script: {preflight.INSTALL}",
     ]
@@ -319,7 +319,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
         )
     own_script = args.script != RUN_RECIPE
     program = [args.script] if own_script else ["-m", "megatron.bridge.cli.main", "train"]
-    own = {
+    given = {
         "kind": args.kind or "jobset",
         "program": (*program, *_forward_arguments(args)),
         "experiment_name": args.experiment_name
@@ -327,7 +327,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
         "resource": dict(_variable(item, "--resource") for item in args.resource or ()),
     }
     text = yaml.safe_dump(
-        manifest(KubernetesOptions(**_options_of(KubernetesOptions, args, own))), sort_keys=False
+        manifest(KubernetesOptions(**_options_of(KubernetesOptions, args, given))), sort_keys=False
     )
     if not own_script:
         train_job.prepare(args).resolve(args.nodes * args.devices)
@@ -341,7 +341,7 @@ def _write_manifest(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> LaunchOptions:
     pairs = (_variable(item, "--executor") for item in args.executor)
-    own = {
+    given = {
         "script": _script(args.script),
         "arguments": tuple(_forward_arguments(args)),
         "experiment_name": args.experiment_name or args.recipe or Path(args.script).stem,
@@ -349,14 +349,14 @@ def _options(args: argparse.Namespace) -> LaunchOptions:
         "packager": TARGETS[args.on].packager or args.packager,
         "executor": {name: yaml_text.read(value) for name, value in pairs},
     }
-    return LaunchOptions(**_options_of(LaunchOptions, args, own))
+    return LaunchOptions(**_options_of(LaunchOptions, args, given))
 
 
-def _options_of(kind: Any, args: argparse.Namespace, own: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of dataclass ``kind``: the values in ``own``, and the options with the fields' names."""
-    own = own | {"env": dict(_variable(item) for item in args.env), "mount": tuple(args.mount)}
-    return own | {
-        field.name: getattr(args, field.name) for field in fields(kind) if field.name not in own
+def _options_of(kind: Any, args: argparse.Namespace, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of dataclass ``kind``: the values in ``given``, and the options with the fields' names."""
+    given = given | {"env": dict(_variable(item) for item in args.env), "mount": tuple(args.mount)}
+    return given | {
+        field.name: getattr(args, field.name) for field in fields(kind) if field.name not in given
     }
 
 

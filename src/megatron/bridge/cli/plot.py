@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
     rows = [loss_curves.read_metrics(path) for path in args.runs]
     panels: dict[str, list[loss_curves.Curve]] = {}
     for metric in dict.fromkeys(metrics):
-        for path, label, found in zip(args.runs, _labels(args.runs), rows, strict=True):
+        for path, label, run_rows in zip(args.runs, _labels(args.runs), rows, strict=True):
             panels.setdefault(metric, []).extend(
-                loss_curves.curves(found, metric, label, args.x, str(path))
+                loss_curves.curves(run_rows, metric, label, args.x, str(path))
             )
     picture = _file(args.output)
     loss_curves.draw(picture, panels, loss_curves.AXES[args.x], args.smooth)
@@ -81,4 +81,4 @@ def _labels(paths: list[Path]) -> list[str]:
         names = ["/".join(path[-length:]) for path in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{number} {path}" for number, path in enumerate(paths, start=1)]
+    return [f"{position} {path}" for position, path in enumerate(paths, start=1)]

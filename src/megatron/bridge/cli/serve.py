@@ -105,14 +105,14 @@ def run(args: argparse.Namespace) -> int:
 
 def read_key(path: Path | None) -> str | None:
     """The key, from the file or the environment; None without one."""
-    where = KEY_VARIABLE if path is None else f"--api-key-file {path}"
-    text = os.environ.get(KEY_VARIABLE) if path is None else read_text(path, where)
+    source = KEY_VARIABLE if path is None else f"--api-key-file {path}"
+    text = os.environ.get(KEY_VARIABLE) if path is None else read_text(path, source)
     if text is None:
         return None
     key = text.strip()
     if len(key) < _SHORTEST_KEY or not key.isascii() or any(letter.isspace() for letter in key):
         raise UserError(
-            f"{where} must hold one key of at least {_SHORTEST_KEY} ASCII characters without spaces: make one "
+            f"{source} must hold one key of at least {_SHORTEST_KEY} ASCII characters without spaces: make one "
             "with `openssl rand -hex 32`"
         )
     return key

@@ -152,11 +152,13 @@ def _dry_run(job: Job, args: argparse.Namespace) -> int:
     from megatron.bridge.cli.support.dry_run import report, timeline_page
 
     forward_step(args.step_func, job.config)
-    found = report(job, args.world_size)
-    _print(found.summary if args.summary else found.config + found.summary)
+    dry_run_report = report(job, args.world_size)
+    _print(
+        dry_run_report.summary if args.summary else dry_run_report.config + dry_run_report.summary
+    )
     if args.timeline is not None:
         write_file("--timeline", args.timeline, timeline_page(job, args.world_size))
-    return 0 if found.runs else 1
+    return 0 if dry_run_report.runs else 1
 
 
 def _train(job: Job, args: argparse.Namespace) -> int:

@@ -215,9 +215,9 @@ def _ledger(args: argparse.Namespace) -> int:
         sys.stdout.write(as_json(entries))
         return 0
     rows = [("run", "device", "processes", "layout", "measured", "predicted", "error")]
-    for each in entries:
-        times = (f"{each.measured:.3f} s", f"{each.predicted:.3f} s", f"{each.error:+.1%}")
-        rows.append((each.run, each.device, str(each.processes), each.layout, *times))
+    for entry in entries:
+        times = (f"{entry.measured:.3f} s", f"{entry.predicted:.3f} s", f"{entry.error:+.1%}")
+        rows.append((entry.run, entry.device, str(entry.processes), entry.layout, *times))
     notes = [f"not compared: {problem}" for problem in problems]
     sys.stdout.write(
         "\n".join([*columns(rows), *notes, *([summary(entries)] if entries else [])]) + "\n"
@@ -230,9 +230,9 @@ def _entries(args: argparse.Namespace) -> tuple[list["Entry"], list[str]]:
     from megatron.bridge.autotune.ledger import Entry, read_entries
     from megatron.bridge.autotune.profile import read
 
-    found = list(read_entries(args.ledger, None if args.profile is None else read(args.profile)))
-    return [each for each in found if isinstance(each, Entry)], [
-        each for each in found if isinstance(each, str)
+    entries = list(read_entries(args.ledger, None if args.profile is None else read(args.profile)))
+    return [entry for entry in entries if isinstance(entry, Entry)], [
+        entry for entry in entries if isinstance(entry, str)
     ]
 
 
@@ -245,7 +245,9 @@ def _measure(job: Job, args: argparse.Namespace) -> int:
 
     distributed.initialize()
     search = _search(job, args)
-    shapes = set().union(*(search.pricer.shapes(each) for each in search.space.candidates()))
+    shapes = set().union(
+        *(search.pricer.shapes(candidate) for candidate in search.space.candidates())
+    )
     profile = measure(search.config, shapes, _budgets(args.budget)["seconds"] or 120.0)
     if distributed.rank() == 0:
         write(profile, args.measure)
@@ -309,23 +311,23 @@ def _budget(words: list[str], kind: str, memory: int) -> int | None:
 
 
 def _budgets(words: list[str]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {"memory": None, "seconds": None}
+    budgets: dict[str, float | None] = {"memory": None, "seconds": None}
     for word in words:
         key, _, size = word.partition("=")
         digits = size.upper().removesuffix("GB")
-        if key not in found or not digits.replace(".", "", 1).isdecimal():
+        if key not in budgets or not digits.replace(".", "", 1).isdecimal():
             raise UserError(
                 f"--budget {word}: write memory=SIZE in GB, such as memory=72GB, or seconds=120"
             )
-        found[key] = float(digits)
-    return found
+        budgets[key] = float(digits)
+    return budgets
 
 
 def _values(words: Iterable[str], option: str) -> dict[str, Any]:
     """Parse ``tensor=8`` into a dict of candidate fields."""
     from megatron.bridge.autotune.search.candidate import NAMES
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words:
         name, _, value = word.partition("=")
         if name not in NAMES:
@@ -336,12 +338,12 @@ def _values(words: Iterable[str], option: str) -> dict[str, Any]:
             raise UserError(
                 f"{option} {word}: {name} must be a number of at least 1, such as {name}=2"
             )
-        if found.get(name, int(value)) != int(value):
+        if values.get(name, int(value)) != int(value):
             raise UserError(
-                f"{option} {word}: {name} is already fixed at {found[name]}: give one value"
+                f"{option} {word}: {name} is already fixed at {values[name]}: give one value"
             )
-        found[name] = int(value)
-    return found
+        values[name] = int(value)
+    return values
 
 
 def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
@@ -349,29 +351,29 @@ def _text(job: Job, search: "Search", args: argparse.Namespace) -> str:
 
     if args.fix_oom:
         return _fix(job, search, args)
-    found = search.run(max(args.top, FINALISTS))
-    valid = (each for price in found.best if (each := _valid(job, search, price)))
+    results = search.run(max(args.top, FINALISTS))
+    valid = (valid_price for price in results.best if (valid_price := _valid(job, search, price)))
     best = [*islice(valid, args.top)]
-    if found.best and not best:
-        tune_probe.with_layout(job, search, found.best[0]).resolve(
+    if results.best and not best:
+        tune_probe.with_layout(job, search, results.best[0]).resolve(
             search.world_size
         )  # raises the error
-    found = replace(found, best=best)
+    results = replace(results, best=best)
     if args.probe:
-        found = replace(found, best=tune_probe.run(job, search, found.best[: args.probe]))
-    if not found.best:
-        raise UserError(_nothing_fits(search, found))
-    _write_yaml(job, search, found.best[0], args.output)
+        results = replace(results, best=tune_probe.run(job, search, results.best[: args.probe]))
+    if not results.best:
+        raise UserError(_nothing_fits(search, results))
+    _write_yaml(job, search, results.best[0], args.output)
     if args.report is not None:
-        write_file("--report", args.report, _page(job, search, found))
+        write_file("--report", args.report, _page(job, search, results))
     if args.explain is not None:
-        return _explained(search, found, args)
+        return _explained(search, results, args)
     if args.json:
-        return json.dumps(_as_json(job, search, found), indent=2) + "\n"
+        return json.dumps(_as_json(job, search, results), indent=2) + "\n"
     probed = bool(args.probe)
     return (
         "\n".join(
-            [*_ranking(search, found, probed), "", *_advice(job, search, found.best[0], probed)]
+            [*_ranking(search, results, probed), "", *_advice(job, search, results.best[0], probed)]
         )
         + "\n"
     )
@@ -387,30 +389,30 @@ def _correction(args: argparse.Namespace) -> float:
     return correction(entries)
 
 
-def _nothing_fits(search: "Search", found: "Found") -> str:
+def _nothing_fits(search: "Search", results: "Found") -> str:
     budget = f"{search.budget / 1e9:.1f} GB on each of {search.world_size} GPUs"
-    if found.smallest is not None:
-        size, candidate = found.smallest
+    if results.smallest is not None:
+        size, candidate = results.smallest
         need = f"{size / 1e9:.1f} GB ({candidate.label()})"
         return f"no layout fits into {budget}: the smallest needs {need}; give more GPUs or a larger --budget"
-    if found.tried:
+    if results.tried:
         return f"no layout fits into {budget}: weights and optimizer state alone need more; give more GPUs"
-    rule, times = found.refused.most_common(1)[0]
+    rule, times = results.refused.most_common(1)[0]
     return f"rules refuse all layouts on {search.world_size} GPUs; the most frequent rule, {times} times: {rule}"
 
 
-def _ranking(search: "Search", found: "Found", probed: bool) -> Iterator[str]:
-    refused = sum(found.refused.values())
+def _ranking(search: "Search", results: "Found", probed: bool) -> Iterator[str]:
+    refused = sum(results.refused.values())
     yield (
-        f"{found.tried:,} layouts are allowed, {found.too_large:,} of them do not fit into "
+        f"{results.tried:,} layouts are allowed, {results.too_large:,} of them do not fit into "
         f"{search.budget / 1e9:.1f} GB; rules refused others {refused:,} times. {_origin(search, probed)}:"
     )
     rows = [("", "step", "interval", "tokens/s", "MFU", "GB", "bubble", "layout")]
-    for place, price in enumerate(found.best, 1):
+    for rank, price in enumerate(results.best, 1):
         step = price.prediction
         rows.append(
             (
-                str(place),
+                str(rank),
                 f"{step.seconds:.3f} s",
                 f"{step.low:.3f}-{step.high:.3f}",
                 f"{step.tokens_per_second:,.0f}",
@@ -452,29 +454,29 @@ def _advice(job: Job, search: "Search", best: "Price", probed: bool) -> Iterator
     yield " ".join(tune_probe.overrides(search, best)) or "(none: it is the layout of the config)"
 
 
-def _explained(search: "Search", found: "Found", args: argparse.Namespace) -> str:
+def _explained(search: "Search", results: "Found", args: argparse.Namespace) -> str:
     from megatron.bridge.autotune.search.explain import alternatives, pareto, reason
 
-    best = found.best[0]
+    best = results.best[0]
     lines = [f"best: {best.candidate.label()}, {best.seconds:.3f} s, {best.fullest / 1e9:.1f} GB"]
     values = _values(args.explain, "--explain")
     if values:
         candidate = replace(best.candidate, layout=None, **values)
         lines.append(_line(reason(search, best, candidate)))
     else:
-        lines += [_line(each) for each in alternatives(search, best)]
+        lines += [_line(item) for item in alternatives(search, best)]
         lines += ["", "the layouts that no other layout beats in both time and memory:"]
         lines += [
-            f"  {each.seconds:.3f} s, {each.fullest / 1e9:.1f} GB: {each.candidate.label()}"
-            for each in pareto(found.best)
+            f"  {item.seconds:.3f} s, {item.fullest / 1e9:.1f} GB: {item.candidate.label()}"
+            for item in pareto(results.best)
         ]
     lines += ["", "rules that refused layouts:"]
-    lines += [f"{times:7,} x {rule}" for rule, times in found.refused.most_common(8)]
+    lines += [f"{times:7,} x {rule}" for rule, times in results.refused.most_common(8)]
     return "\n".join(lines) + "\n"
 
 
-def _line(each: "Reason") -> str:
-    return f"  {each.candidate.label()}: {each.text}"
+def _line(reason: "Reason") -> str:
+    return f"  {reason.candidate.label()}: {reason.text}"
 
 
 def _fix(job: Job, search: "Search", args: argparse.Namespace) -> str:
@@ -505,13 +507,13 @@ def _change(step: "Step") -> str:
     )
 
 
-def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
+def _as_json(job: Job, search: "Search", results: "Found") -> dict[str, Any]:
     return {
         "source": job.source,
         "gpus": search.world_size,
-        "allowed": found.tried,
-        "too_large": found.too_large,
-        "refused": dict(found.refused),
+        "allowed": results.tried,
+        "too_large": results.too_large,
+        "refused": dict(results.refused),
         "layouts": [
             {
                 "layout": price.candidate.label(),
@@ -523,7 +525,7 @@ def _as_json(job: Job, search: "Search", found: "Found") -> dict[str, Any]:
                 "bytes": list(price.memory),
                 "split": price.prediction.split,
             }
-            for price in found.best
+            for price in results.best
         ],
     }
 
@@ -545,14 +547,15 @@ def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -
         write_file("--output", path, output_files.header("tune") + text)
 
 
-def _page(job: Job, search: "Search", found: "Found") -> str:
+def _page(job: Job, search: "Search", results: "Found") -> str:
     from megatron.bridge.autotune.report import page, scatter, table
     from megatron.bridge.autotune.search.explain import pareto
 
-    best, front = found.best[0], pareto(found.best)
-    others = [price for price in found.best if price not in front]
+    best, front = results.best[0], pareto(results.best)
+    further = [price for price in results.best if price not in front]
     points = [
-        (price.fullest / 1e9, price.seconds, price.candidate.label()) for price in (*front, *others)
+        (price.fullest / 1e9, price.seconds, price.candidate.label())
+        for price in (*front, *further)
     ]
     rows = [
         (
@@ -561,7 +564,7 @@ def _page(job: Job, search: "Search", found: "Found") -> str:
             f"{price.fullest / 1e9:.1f}",
             f"{price.prediction.mfu:.1%}",
         )
-        for price in found.best
+        for price in results.best
     ]
     memory = [(f"stage {stage}", f"{size / 1e9:.1f}") for stage, size in enumerate(best.memory)]
     sections = [

@@ -116,7 +116,9 @@ def _certificate(bridge: Any, args: argparse.Namespace, sizes: dict[str, Any]) -
     proofs, missing = prove(compared, source)
     expected = bridge.not_converted(stored_provider.read_for_layout(args.megatron_path, sizes))
     missing = tuple(
-        name for name in missing if not any(patterns.match(it, name) is not None for it in expected)
+        name
+        for name in missing
+        if not any(patterns.match(pattern, name) is not None for pattern in expected)
     )
     compared, tolerance = (
         (None, 0.0)
@@ -150,13 +152,13 @@ def _logits(
 
 def _report(certificate: "Certificate") -> None:
     terminal = console()
-    for what, names in (
+    for finding, names in (
         ("differs", certificate.different),
         ("is not in the model", certificate.missing),
         ("has values that are NaN or infinite", certificate.not_finite),
     ):
         for name in names[:_SHOWN]:
-            terminal.print(f"tensor {name} {what}")
+            terminal.print(f"tensor {name} {finding}")
         if len(names) > _SHOWN:
             terminal.print(f"... and {len(names) - _SHOWN} more")
     equal = len(certificate.tensors) - len(certificate.different)

@@ -124,19 +124,19 @@ def sparkline(values: Sequence[float], width: int) -> str:
         ('▁▂▃▄▅▆▇█', '█▁')
     """
     edges = [
-        len(values) * place // min(width, len(values))
-        for place in range(min(width, len(values)) + 1)
+        len(values) * index // min(width, len(values))
+        for index in range(min(width, len(values)) + 1)
     ]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     finite = [mean for mean in means if isfinite(mean)]
-    least, most = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join(_bar(mean, least, most) for mean in means)
+    minimum, maximum = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_bar(mean, minimum, maximum) for mean in means)
 
 
-def _bar(value: float, least: float, most: float) -> str:
-    if not least <= value <= most:
+def _bar(value: float, minimum: float, maximum: float) -> str:
+    if not minimum <= value <= maximum:
         return "?"  # NaN or infinite
-    share = 0.0 if most == least else (value - least) / (most - least)
+    share = 0.0 if maximum == minimum else (value - minimum) / (maximum - minimum)
     return BARS[min(int(share * len(BARS)), len(BARS) - 1)]
 
 

@@ -41,9 +41,9 @@ def freeze_moe_router(model: Any) -> list[nn.Module]:
     for chunk in chunks:
         for name, module in chunk.named_modules():
             for parameter in _FROZEN.get(name.rpartition(".")[2], ()):
-                found = getattr(module, parameter, None)
-                if isinstance(found, nn.Parameter):
-                    found.requires_grad_(False)
+                router_parameter = getattr(module, parameter, None)
+                if isinstance(router_parameter, nn.Parameter):
+                    router_parameter.requires_grad_(False)
     return chunks
 
 

@@ -200,14 +200,14 @@ def load_checkpoint(
     scheduler stays there. Returns the step, and the floating-point operations so far.
     """
     config = state.cfg.checkpoint
-    found = config.load is not None and checkpoint_exists(config.load)
-    if not found and config.pretrained_checkpoint is None:
+    resumes = config.load is not None and checkpoint_exists(config.load)
+    if not resumes and config.pretrained_checkpoint is None:
         raise UserError(
             f"checkpoint.load={config.load} holds no checkpoint: give another one, or set "
             "checkpoint.pretrained_checkpoint to the weights to start from"
         )
-    config.finetune = config.finetune or not found
-    source = str(config.load if found else config.pretrained_checkpoint)
+    config.finetune = config.finetune or not resumes
+    source = str(config.load if resumes else config.pretrained_checkpoint)
     return load_checkpoint_from_path(
         source, state, model, optimizer, opt_param_scheduler, strict, {}, skip_load_to_model_and_opt
     )

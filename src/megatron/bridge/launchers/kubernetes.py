@@ -92,9 +92,9 @@ def _volume_problems(volumes: tuple[str, ...]) -> list[str]:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*", volume)
     ]
     places = [volume.partition(":")[2] for volume in volumes]
-    twice = sorted({place for place in places if places.count(place) > 1})
+    twice = sorted({mount_path for mount_path in places if places.count(mount_path) > 1})
     return problems + [
-        f"--mount has {place} twice: mount each volume at its own path" for place in twice
+        f"--mount has {mount_path} twice: mount each volume at its own path" for mount_path in twice
     ]
 
 
@@ -179,7 +179,7 @@ def _pytorchjob(options: KubernetesOptions) -> dict[str, Any]:
 
 def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
     claims = list(dict.fromkeys(volume.partition(":")[0] for volume in options.mount))
-    names = {claim: f"claim-{number}" for number, claim in enumerate(claims)}
+    names = {claim: f"claim-{index}" for index, claim in enumerate(claims)}
     volumes: list[dict[str, Any]] = [
         # the data loaders and NCCL share memory, and a container has 64 MB by default
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
@@ -190,7 +190,7 @@ def _pod(options: KubernetesOptions, torchrun: list[str]) -> dict[str, Any]:
     ]
     parts = [volume.partition(":") for volume in options.mount]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    mounts += [{"name": names[claim], "mountPath": place} for claim, _, place in parts]
+    mounts += [{"name": names[claim], "mountPath": mount_path} for claim, _, mount_path in parts]
     container: dict[str, Any] = {
         "name": "pytorch",  # the training operator looks for this name
         "image": options.container_image,

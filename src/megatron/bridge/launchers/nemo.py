@@ -75,15 +75,15 @@ def scripts(options: LaunchOptions) -> dict[str, str]:
     with _experiment(options) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         folder = Path(experiment._exp_dir)
-        found = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
+        texts = {path.name: path.read_text() for path in sorted(folder.glob("*_sbatch.sh"))}
         if TARGETS[options.on].executor is not None:
-            found = {options.on: _request(experiment.jobs[0]._dryrun_info)}
+            texts = {options.on: _request(experiment.jobs[0]._dryrun_info)}
         shutil.rmtree(folder)
     for variable in TARGETS[options.on].secrets.values():
-        found = {
-            name: text.replace(os.environ[variable], f"${variable}") for name, text in found.items()
+        texts = {
+            name: text.replace(os.environ[variable], f"${variable}") for name, text in texts.items()
         }
-    return found or {"command": shlex.join(_command(options))}
+    return texts or {"command": shlex.join(_command(options))}
 
 
 def _request(info: Any) -> str:
@@ -149,7 +149,7 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
         log_level="WARNING",
     ) as experiment:
         before: list[str] = []
-        for number in range(options.chain):
+        for index in range(options.chain):
             executor = (_local if options.local else _slurm if options.on == "slurm" else _other)(
                 options
             )
@@ -157,7 +157,7 @@ def _experiment(options: LaunchOptions) -> Iterator[Any]:
                 executor.dependency_type = (
                     "afterany"  # the one before may end with "start me again"
                 )
-            name = TASK if options.chain == 1 else f"{TASK}-{number + 1}"
+            name = TASK if options.chain == 1 else f"{TASK}-{index + 1}"
             before = [experiment.add(_task(options), executor, name, dependencies=before)]
         yield experiment
 
@@ -173,12 +173,15 @@ def _signals_to(experiments: list[Any]) -> Iterator[None]:
             for job in experiment.jobs:
                 job.cancel(runner=experiment._runner)
 
-    before = {number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        signal_number: signal.signal(signal_number, cancel)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
 
 
 def _task(options: LaunchOptions) -> run.Script:
@@ -289,12 +292,14 @@ def _other(options: LaunchOptions) -> Any:
         raise UserError(
             f"--executor {unknown[0]}: {kind.__name__} has no such field{did_you_mean(unknown[0], known)}"
         )
-    own = vars(options) | {
+    option_values = vars(options) | {
         "gpus": 0 if options.cpu else options.devices,
         "mount": list(options.mount),
     }
-    own["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
-    given = {field: own[option] for option, field in target.options.items()} | target.fixed
+    option_values["env"] = {"PYTHONPATH": f"{CODE}/src"} | _performance_env(options) | options.env
+    given = {
+        field: option_values[option] for option, field in target.options.items()
+    } | target.fixed
     given |= {"launcher": _launcher(options), "packager": _packager(options)} | options.executor
     given |= {name: os.environ.get(variable) for name, variable in target.secrets.items()}
     if missing := [way for name, way in target.needs.items() if not given.get(name)]:

@@ -72,7 +72,7 @@ class LaunchOptions:
         return self.nodes * self.devices
 
     def validate(self) -> None:
-        least = {
+        minimums = {
             "devices": 1,
             "nodes": 1,
             "chain": 1,
@@ -82,7 +82,7 @@ class LaunchOptions:
         }
         refuse(
             [
-                *too_small(self, least),
+                *too_small(self, minimums),
                 *control_characters(self, quoted=("arguments", "env")),
                 *_texts(self),
                 *(_local(self) if self.local else _remote(self)),
@@ -90,11 +90,11 @@ class LaunchOptions:
         )
 
 
-def too_small(options: object, least: dict[str, int]) -> list[str]:
-    """A sentence for each of the ``options`` that is below its minimum in ``least``."""
+def too_small(options: object, minimums: dict[str, int]) -> list[str]:
+    """A sentence for each of the ``options`` that is below its minimum in ``minimums``."""
     return [
         f"{_flag(name)} {value} is not possible: it must be at least {minimum}"
-        for name, minimum in least.items()
+        for name, minimum in minimums.items()
         if (value := getattr(options, name)) < minimum
     ]
 
@@ -174,10 +174,10 @@ def _local(options: LaunchOptions) -> list[str]:
 
 def _remote(options: LaunchOptions) -> list[str]:
     problems: list[str] = []
-    wanted = {"host": options.host, "user": options.user, "remote_job_dir": options.remote_job_dir}
+    needed = {"host": options.host, "user": options.user, "remote_job_dir": options.remote_job_dir}
     if options.ssh_tunnel:
         problems += [
-            f"--ssh-tunnel needs {_flag(name)}" for name, value in wanted.items() if value is None
+            f"--ssh-tunnel needs {_flag(name)}" for name, value in needed.items() if value is None
         ]
     else:
         given = {"host": options.host, "user": options.user, "identity": options.identity}

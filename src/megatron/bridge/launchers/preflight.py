@@ -124,7 +124,7 @@ def seconds(limit: str) -> float:
     if limit == "infinite":
         return float("inf")
     days, dash, rest = limit.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
+    numbers = [int(part) for part in rest.split(":")]
     if not dash and len(numbers) < 3:
         numbers = [0, *numbers]  # without days: minutes, or minutes:seconds
     hours, minutes, last = [*numbers, 0, 0][:3]

@@ -36,22 +36,24 @@ def launch(options: LaunchOptions) -> int:
         )
         places = [PlacementGroupSchedulingStrategy(group, node) for node in range(options.nodes)]
         meeting = ray.remote(lambda: f"{ray.util.get_node_ip_address()}:{free_port()}")
-        found = ray.get([meeting.options(scheduling_strategy=place).remote() for place in places])
+        endpoints = ray.get(
+            [meeting.options(scheduling_strategy=strategy).remote() for strategy in places]
+        )
         words = [f"--nnodes={options.nodes}", f"--nproc-per-node={cpus}"]
         words += [
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={found[0]}",
+            f"--rdzv-endpoint={endpoints[0]}",
             str(options.script.absolute()),
         ]
         torchrun = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=0)(main)
-        for node, place in enumerate(places):
-            own = [
+        for node, strategy in enumerate(places):
+            node_words = [
                 f"--rdzv-conf=is_host={int(node == 0)}",
-                f"--local-addr={found[node].partition(':')[0]}",
+                f"--local-addr={endpoints[node].partition(':')[0]}",
             ]
             tasks.append(
-                torchrun.options(scheduling_strategy=place).remote(
-                    [*own, *words, *options.arguments]
+                torchrun.options(scheduling_strategy=strategy).remote(
+                    [*node_words, *words, *options.arguments]
                 )
             )
         ray.get(tasks)

@@ -156,17 +156,17 @@ def _model(size: Size, options: dict[str, Any]) -> GPTModelProvider:
     return model
 
 
-def _recompute(model: Any, what: Recompute | None) -> None:
-    if isinstance(what, list) and "vision_model" in what:
+def _recompute(model: Any, recompute: Recompute | None) -> None:
+    if isinstance(recompute, list) and "vision_model" in recompute:
         model.recompute_vision_model = True
-        what = [module for module in what if module != "vision_model"] or None
-    if what == "full":
+        recompute = [module for module in recompute if module != "vision_model"] or None
+    if recompute == "full":
         model.recompute_granularity = "full"
         model.recompute_method = "uniform"
         model.recompute_num_layers = 1
-    elif what is not None:
+    elif recompute is not None:
         model.recompute_granularity = "selective"
-        model.recompute_modules = ["core_attn"] if what == "selective" else [*what]
+        model.recompute_modules = ["core_attn"] if recompute == "selective" else [*recompute]
 
 
 def _tokenizer(

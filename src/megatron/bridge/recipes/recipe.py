@@ -101,8 +101,8 @@ class Recipe(ABC):
         """Its description, GPUs, memory and layout in one sentence."""
         if self.memory_gb is None:
             return f"{self.what}, {self.layout}."
-        each = " each" if self.gpus > 1 else ""
-        memory = f"{self.memory_gb} GB{each}"
+        per_gpu = " each" if self.gpus > 1 else ""
+        memory = f"{self.memory_gb} GB{per_gpu}"
         return f"{self.what}, {self.gpus} x {self.gpu_kind}: {memory}, {self.layout}."
 
     def signature(self) -> inspect.Signature:

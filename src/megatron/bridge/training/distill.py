@@ -39,18 +39,21 @@ def distill(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
         )
     resolved = resolve_run(config)
     student, settings = resolved.config, cast(DistillConfig, resolved.config.distill)
-    mine: list[Callback] = []
+    own_callbacks: list[Callback] = []
     if settings.cache is not None:
         cache = open_cache(student)
-        mine += [SameTeacher(cache.header.teacher, cache.header.identity), CachedTargets(cache)]
+        own_callbacks += [
+            SameTeacher(cache.header.teacher, cache.header.identity),
+            CachedTargets(cache),
+        ]
     else:
         provider, name = (
             teacher_provider(student, distributed.world_size()),
             cast(str, settings.teacher),
         )
         student.model.register_pre_wrap_hook(partial(_attach, provider, student))
-        mine.append(SameTeacher(name, identity(name)))
-    return pretrain(resolved, forward_step, CallbackManager([*mine, *(callbacks or ())]))
+        own_callbacks.append(SameTeacher(name, identity(name)))
+    return pretrain(resolved, forward_step, CallbackManager([*own_callbacks, *(callbacks or ())]))
 
 
 class SameTeacher(Callback):

@@ -59,7 +59,10 @@ def pair_losses(
 
     Log-probabilities are sums over tokens, means for ``ipo``. ``DPOConfig`` has the formulas.
     """
-    chosen, rejected = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
+    chosen, rejected = (
+        policy_sum - reference_sum
+        for policy_sum, reference_sum in zip(policy, reference, strict=True)
+    )
     losses = _losses(chosen - rejected, settings)
     return losses, settings.beta * chosen.detach(), settings.beta * rejected.detach()
 
@@ -108,10 +111,16 @@ class PreferenceStep:
         assert run.config.dpo is not None, "dpo is not set"
         batch, pair = next_batch(data_iterator), student_teacher.pair_of(model)
         assert pair is not None, "no reference is attached to the model: call training.dpo.dpo"
-        ours, theirs = pair.run(model, {**model_inputs(batch, model), "labels": batch["labels"]})
+        policy_output, reference_output = pair.run(
+            model, {**model_inputs(batch, model), "labels": batch["labels"]}
+        )
         kind = KTOLoss if run.config.dpo.loss_type == "kto" else PreferenceLoss
-        loss = kind(run.config.dpo, batch, theirs)
-        return (ours if unwrap(model).post_process else pair.joined(ours, theirs)), loss
+        loss = kind(run.config.dpo, batch, reference_output)
+        return (
+            policy_output
+            if unwrap(model).post_process
+            else pair.joined(policy_output, reference_output)
+        ), loss
 
 
 forward_step = PreferenceStep()
@@ -129,22 +138,22 @@ class PreferenceLoss:
         """The sum over pairs, the number of pairs, and the report."""
         policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
         losses, chosen, rejected = pair_losses(policy, reference, self.settings)
-        found = {
+        report = {
             DPO_LOSS: losses,
             "chosen reward": chosen,
             "rejected reward": rejected,
             "reward margin": chosen - rejected,
             "reward accuracy": (chosen > rejected).float(),
         }
-        return sum_of_pairs(losses, found)
+        return sum_of_pairs(losses, report)
 
     def _log_probs(self, token_losses: Tensor) -> LogProbs:
         """Sums over the trained tokens of each answer; for ``ipo`` means."""
         mask = self.batch["loss_mask"].view(-1).float()
-        found = sum_by_answer(self.batch, -token_losses.view(-1).float() * mask)
+        sums = sum_by_answer(self.batch, -token_losses.view(-1).float() * mask)
         if self.settings.loss_type == "ipo":
-            found = found / sum_by_answer(self.batch, mask)
-        return found[0::2], found[1::2]
+            sums = sums / sum_by_answer(self.batch, mask)
+        return sums[0::2], sums[1::2]
 
 
 class KTOLoss(PreferenceLoss):
@@ -152,12 +161,15 @@ class KTOLoss(PreferenceLoss):
 
     def __call__(self, token_losses: Tensor) -> tuple[Tensor, Tensor, LossReport]:
         policy, reference = (self._log_probs(losses) for losses in (token_losses, self.reference))
-        ratios, mismatched = (ours - theirs for ours, theirs in zip(policy, reference, strict=True))
+        ratios, mismatched = (
+            policy_sum - reference_sum
+            for policy_sum, reference_sum in zip(policy, reference, strict=True)
+        )
         desirable = sum_by_answer(self.batch, self.batch["desirable"].view(-1))[0::2] > 0
         kl = kl_estimate(mismatched.detach())
         losses = kto_losses(ratios, desirable, kl, self.settings)
         rewards, every = self.settings.beta * ratios.detach(), torch.ones_like(ratios)
-        found = {
+        values = {
             KTO_LOSS: (losses.detach(), every),
             "kl": (kl, every),
             "chosen reward": (rewards, desirable),
@@ -166,7 +178,7 @@ class KTOLoss(PreferenceLoss):
         is_first: bool = parallel_state.get_context_parallel_rank() == 0
         report = {
             name: torch.stack(((value * counted).sum(), counted.sum())).double() * is_first
-            for name, (value, counted) in found.items()
+            for name, (value, counted) in values.items()
         }
         return losses.sum(), report[KTO_LOSS][1].int(), report
 
@@ -231,10 +243,10 @@ class AdaptersOff(student_teacher.ChunkPair):
         )
         if parts[0] is not None:
             student_teacher.set_input(self.student, parts[0])
-        ours = model(**inputs)
+        adapted = model(**inputs)
         if parts[1] is not None:
             student_teacher.set_input(self.student, parts[1].detach())
-        return ours, self._without_adapters(inputs)
+        return adapted, self._without_adapters(inputs)
 
     def _without_adapters(self, inputs: dict[str, Any]) -> Tensor:
         bare = unwrap(self.student)
@@ -291,15 +303,17 @@ def dpo(config: AnyConfig, callbacks: Callbacks | None = None) -> Run:
         )
     check_tokenizer(given)
     resolved = resolve_run(config)
-    name, mine = reference_of(resolved.config), list[Callback]()
+    name, own_callbacks = reference_of(resolved.config), list[Callback]()
     if name is None:
         attach = partial(attach_base, resolved.config)
     else:
         attach = partial(
             attach_model, reference_provider(resolved.config, name, distributed.world_size())
         )
-        mine.append(SameTeacher(name, identity(name), key="dpo.reference"))
+        own_callbacks.append(SameTeacher(name, identity(name), key="dpo.reference"))
     resolved.config.model.register_pre_wrap_hook(attach)
     return pretrain(
-        resolved, forward_step, CallbackManager([*mine, *(callbacks or ()), FinetuningReport()])
+        resolved,
+        forward_step,
+        CallbackManager([*own_callbacks, *(callbacks or ()), FinetuningReport()]),
     )

@@ -60,25 +60,25 @@ def check_tokenizer(config: ConfigContainer) -> None:
 
 def compare_tokenizers(chosen: TokenizerConfig, name: str | Path) -> None:
     """Refuse other token ids than those of the tokenizer beside the weights ``name``, if there is one."""
-    beside = (
+    folder = (
         tokenizer_dir(name) if is_megatron_checkpoint(name) else hub.resolve(name, weights=False)
     )
-    if beside is None or not hub.has_tokenizer(beside):
+    if folder is None or not hub.has_tokenizer(folder):
         return
-    if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == beside:
+    if chosen.tokenizer_model is None or Path(chosen.tokenizer_model) == folder:
         return
-    theirs = load_hf_tokenizer(str(beside), chosen.trust_remote_code).get_vocab()
+    their_ids = load_hf_tokenizer(str(folder), chosen.trust_remote_code).get_vocab()
     try:
-        ours = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
+        own_ids = load_hf_tokenizer(chosen.tokenizer_model, chosen.trust_remote_code).get_vocab()
     except UserError as error:
         raise UserError(
-            f"{error}; the tokenizer of the weights is tokenizer.tokenizer_model={beside}"
+            f"{error}; the tokenizer of the weights is tokenizer.tokenizer_model={folder}"
         ) from error
-    moved = [token for token, number in theirs.items() if ours.get(token) != number]
+    moved = [token for token, token_id in their_ids.items() if own_ids.get(token) != token_id]
     if moved:
-        token = min(moved, key=theirs.__getitem__)
+        token = min(moved, key=their_ids.__getitem__)
         raise UserError(
-            f"tokenizer.tokenizer_model={chosen.tokenizer_model} is not the tokenizer of {beside}: the ids of "
-            f"{len(moved):,} tokens differ, for example of {token!r} ({ours.get(token, 'missing')} instead of "
-            f"{theirs[token]}); use {beside}"
+            f"tokenizer.tokenizer_model={chosen.tokenizer_model} is not the tokenizer of {folder}: the ids of "
+            f"{len(moved):,} tokens differ, for example of {token!r} ({own_ids.get(token, 'missing')} instead of "
+            f"{their_ids[token]}); use {folder}"
         )

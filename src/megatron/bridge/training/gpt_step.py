@@ -102,9 +102,9 @@ def _shard_packed(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]
     """This rank's part of each packed sample; ``cu_seqlens`` still describes the whole row."""
     indices = torch.from_numpy(cut_for_rank(np.array(host_values(batch["cu_seqlens"])), rank, size))
     indices = indices.to(batch["tokens"].device, non_blocking=True)
-    whole = ("attention_mask", "cu_seqlens", "max_seqlen")
+    not_sharded = ("attention_mask", "cu_seqlens", "max_seqlen")
     return {
-        key: value if key in whole else value.index_select(1, indices)
+        key: value if key in not_sharded else value.index_select(1, indices)
         for key, value in batch.items()
     }
 

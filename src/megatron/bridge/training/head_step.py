@@ -65,8 +65,8 @@ def reward_loss(batch: dict[str, Any], scores: Tensor) -> Loss:
 
     ``batch`` has rows of ``PairRows``; ``scores`` are [1, tokens of this context-parallel rank, 1].
     """
-    found = last_token(batch, scores)[:, 0]
-    chosen, rejected = found[0::2], found[1::2]
+    scores_at_end = last_token(batch, scores)[:, 0]
+    chosen, rejected = scores_at_end[0::2], scores_at_end[1::2]
     losses = -F.logsigmoid(chosen - rejected)
     return sum_of_pairs(
         losses,
@@ -92,10 +92,10 @@ def contrastive_loss(config: GPTModelProvider, batch: dict[str, Any], states: Te
     )
     vectors = F.normalize(pooled, dim=-1)
     similarities = vectors[0::2] @ vectors[1::2].T / config.contrastive_temperature
-    wanted = torch.arange(len(similarities), device=similarities.device)
-    losses = F.cross_entropy(similarities, wanted, reduction="none")
-    found = (similarities.argmax(-1) == wanted).float()
-    return sum_of_pairs(losses, {"contrastive loss": losses, "retrieval accuracy": found})
+    targets = torch.arange(len(similarities), device=similarities.device)
+    losses = F.cross_entropy(similarities, targets, reduction="none")
+    is_first = (similarities.argmax(-1) == targets).float()
+    return sum_of_pairs(losses, {"contrastive loss": losses, "retrieval accuracy": is_first})
 
 
 def last_token(batch: dict[str, Any], values: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def count_rows_here(config: ConfigContainer) -> int:
 
 def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
     """What the run would refuse in its data, its tokenizer and its first weights, one sentence each."""
-    found: dict[str, None] = {}  # several checks read the data
+    problems: dict[str, None] = {}  # several checks read the data
     checks = (
         lambda run: run.config.dataset.check_sources(),
         _check_records,
@@ -76,8 +76,8 @@ def input_problems(resolved: Resolved[ConfigContainer]) -> list[str]:
         try:
             check(resolved)
         except UserError as error:
-            found[str(error)] = None
-    return list(found)
+            problems[str(error)] = None
+    return list(problems)
 
 
 def elsewhere(config: ConfigContainer) -> Iterator[str]:
@@ -151,11 +151,11 @@ def _check_weights(resolved: Resolved[ConfigContainer]) -> None:
 
 def _compare_sizes(model: Any, weights: Path) -> None:
     """Refuse weights of a model of another size: no tensor of them would fit."""
-    theirs = pretrained.declared_provider(weights)
+    stored = pretrained.declared_provider(weights)
     for name in _SIZES:
-        ours, other = getattr(model, name), getattr(theirs, name)
-        if None not in (ours, other) and ours != other:
+        size, stored_size = getattr(model, name), getattr(stored, name)
+        if None not in (size, stored_size) and size != stored_size:
             raise UserError(
-                f"model.{name}={ours}, but the weights in {weights} have {other}: use its recipe, or "
+                f"model.{name}={size}, but the weights in {weights} have {stored_size}: use its recipe, or "
                 f"--hf-model {weights} for its sizes"
             )

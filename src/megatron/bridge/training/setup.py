@@ -226,11 +226,11 @@ def _connect_processes(config: ConfigContainer) -> None:
 
 
 def _check_existing_groups(config: ConfigContainer) -> None:
-    existing, wanted = current_sizes(), sizes_of(config.model)
+    existing, needed = current_sizes(), sizes_of(config.model)
     differing = [
-        f"{name} parallel size {size}, not {wanted[name]}"
+        f"{name} parallel size {size}, not {needed[name]}"
         for name, size in existing.items()
-        if size != wanted[name]
+        if size != needed[name]
     ]
     if differing:
         raise UserError(

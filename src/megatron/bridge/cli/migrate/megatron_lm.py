@@ -133,23 +133,25 @@ def translate(command: str, world_size: int | None = None) -> MegatronLMRun:
     """Translate ``[torchrun ...] pretrain_gpt.py --argument value ...``, or the arguments alone."""
     launcher, words = _split(_expand(command))
     arguments = _parse(words)
-    found = Translation()
+    translation = Translation()
     refuse(problem for name in arguments for problem in _unknown(name))
     ranks = world_size or _launched(launcher)
     for name, values in arguments.items():
-        _translate(name, values, arguments, found)
+        _translate(name, values, arguments, translation)
     for derive in (_precision, _sizes, _data, _tokenizer, _unused):
-        derive(arguments, found)
-    _batch_size(arguments, found, ranks)
-    found.refuse_out_of_range(all_ranges())
-    return MegatronLMRun(found, arguments, ranks)
+        derive(arguments, translation)
+    _batch_size(arguments, translation, ranks)
+    translation.refuse_out_of_range(all_ranges())
+    return MegatronLMRun(translation, arguments, ranks)
 
 
 def _expand(command: str) -> str:
     """Join continued lines, and replace shell variables by their values in the environment."""
     text = re.sub(r"\\\r?\n", " ", command)
-    found = [(match[1] or match[3] or match[0], match[2]) for match in _VARIABLE.finditer(text)]
-    unset = [f"${name}" for name, default in found if os.environ.get(name) is None and not default]
+    variables = [(match[1] or match[3] or match[0], match[2]) for match in _VARIABLE.finditer(text)]
+    unset = [
+        f"${name}" for name, default in variables if os.environ.get(name) is None and not default
+    ]
     if unset:
         names = ", ".join(dict.fromkeys(unset))
         raise UserError(
@@ -190,10 +192,10 @@ def _parse(words: list[str]) -> Arguments:
 
 def _launched(words: list[str]) -> int | None:
     text = " ".join(words)
-    each, nodes = (
+    per_node, nodes = (
         re.search(rf"--{name}[= ](\d+)", text) for name in ("nproc[_-]per[_-]node", "nnodes")
     )
-    return int(each[1]) * (int(nodes[1]) if nodes else 1) if each else None
+    return int(per_node[1]) * (int(nodes[1]) if nodes else 1) if per_node else None
 
 
 @cache
@@ -208,18 +210,22 @@ def _fields() -> dict[str, str]:
         "ddp": DistributedDataParallelConfig,
         "model": MLATransformerConfig,
     }
-    found = {
+    keys_of_arguments = {
         _dashed(entry.name): f"{group}.{entry.name}"
         for group, kind in groups.items()
         for entry in fields(kind)
     }
-    found |= {f"ddp-{name}": key for name, key in found.items() if key.startswith("ddp.")}
+    keys_of_arguments |= {
+        f"ddp-{name}": key for name, key in keys_of_arguments.items() if key.startswith("ddp.")
+    }
     for group, pairs in TABLES["renamed"].items():
-        found |= {name: f"{group}.{key}" for name, key in pairs.items()}
+        keys_of_arguments |= {name: f"{group}.{key}" for name, key in pairs.items()}
     for group, names in TABLES["same_names"].items():
         prefix = {"dataset.fim": "fim_", "inprocess_restart": "inprocess_"}.get(group, "")
-        found |= {_dashed(name): f"{group}.{name.removeprefix(prefix)}" for name in names}
-    return found
+        keys_of_arguments |= {
+            _dashed(name): f"{group}.{name.removeprefix(prefix)}" for name in names
+        }
+    return keys_of_arguments
 
 
 def _settings_of(name: str) -> tuple[Setting, ...]:
@@ -257,14 +263,16 @@ def _unknown(name: str) -> list[str]:
     ]
 
 
-def _translate(name: str, values: list[str], arguments: Arguments, found: Translation) -> None:
+def _translate(
+    name: str, values: list[str], arguments: Arguments, translation: Translation
+) -> None:
     if name in _SPECIAL:
         if (special := _SPECIAL[name]) is not None:
-            special(values, arguments, found)
+            special(values, arguments, translation)
     elif name in _IMPLIED:
-        found.implied[f"--{name}"] = _IMPLIED[name]
+        translation.implied[f"--{name}"] = _IMPLIED[name]
     elif (reason := _missing(name)) is not None:
-        found.missing[f"--{name}"] = reason
+        translation.missing[f"--{name}"] = reason
     else:
         settings = _settings_of(name)
         if values and all(setting.value is not None for setting in settings):
@@ -273,7 +281,7 @@ def _translate(name: str, values: list[str], arguments: Arguments, found: Transl
             value = setting.value
             if value is None:
                 value = _value(name, setting.key, values)
-            found.set(setting.key, value, f"--{name}")
+            translation.set(setting.key, value, f"--{name}")
 
 
 def _value(name: str, key: str, values: list[str]) -> str:
@@ -317,7 +325,7 @@ def _number(arguments: Arguments, *names: str) -> int | None:
     return None
 
 
-def _precision(arguments: Arguments, found: Translation) -> None:
+def _precision(arguments: Arguments, translation: Translation) -> None:
     old = {"fp8-e4m3": "e4m3", "fp8-hybrid": "hybrid"}
     given = {
         key: _value(name, key, arguments[name])
@@ -330,88 +338,95 @@ def _precision(arguments: Arguments, found: Translation) -> None:
         values = {"_target_": "MixedPrecisionConfig", **given}
         text = ", ".join(f"{key}: {value}" for key, value in values.items())
         names = [f"--{name}" for name in (*_PRECISION, *old) if name in arguments]
-        found.set("mixed_precision", f"{{{text}}}", " ".join(names))
+        translation.set("mixed_precision", f"{{{text}}}", " ".join(names))
     if "fp16" in arguments and "accumulate-allreduce-grads-in-fp32" not in arguments:
-        found.set("ddp.grad_reduce_in_fp32", "false", "--fp16")
+        translation.set("ddp.grad_reduce_in_fp32", "false", "--fp16")
 
 
-def _sizes(arguments: Arguments, found: Translation) -> None:
+def _sizes(arguments: Arguments, translation: Translation) -> None:
     """Set the widths that Megatron-LM derives from others, and the virtual stages."""
     hidden = _number(arguments, "hidden-size")
     if hidden is not None and "ffn-hidden-size" not in arguments:
         width = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in arguments else 4 * hidden
-        found.set("model.ffn_hidden_size", width, "default of Megatron-LM")
-    each = _number(arguments, "num-layers-per-virtual-pipeline-stage")
-    if each is not None:
+        translation.set("model.ffn_hidden_size", width, "default of Megatron-LM")
+    layers_per_stage = _number(arguments, "num-layers-per-virtual-pipeline-stage")
+    if layers_per_stage is not None:
         layers = _number(arguments, "num-layers") or 0
-        _set_virtual(layers // each, arguments, found, "--num-layers-per-virtual-pipeline-stage")
+        _set_virtual(
+            layers // layers_per_stage,
+            arguments,
+            translation,
+            "--num-layers-per-virtual-pipeline-stage",
+        )
     if layout := arguments.get("pipeline-model-parallel-layout"):
         from megatron.core.transformer.pipeline_parallel_layer_layout import (
             PipelineParallelLayerLayout,
         )
 
         count = PipelineParallelLayerLayout.get_num_stages_from_str(layout[0])
-        _set_virtual(count, arguments, found, "--pipeline-model-parallel-layout")
+        _set_virtual(count, arguments, translation, "--pipeline-model-parallel-layout")
 
 
-def _set_virtual(count: int, arguments: Arguments, found: Translation, source: str) -> None:
+def _set_virtual(count: int, arguments: Arguments, translation: Translation, source: str) -> None:
     """Divide ``count`` stages among the pipeline's ranks."""
     stages = _number(arguments, "pipeline-model-parallel-size") or 1
     if count // stages > 1:
-        found.set("model.virtual_pipeline_model_parallel_size", count // stages, source)
+        translation.set("model.virtual_pipeline_model_parallel_size", count // stages, source)
 
 
-def _unused(arguments: Arguments, found: Translation) -> None:
+def _unused(arguments: Arguments, translation: Translation) -> None:
     """Drop the settings that Megatron-LM switches off, and the files of mock data."""
     if (_number(arguments, "tensor-model-parallel-size", "model-parallel-size") or 1) == 1:
-        found.drop(
+        translation.drop(
             "model.sequence_parallel", "Megatron-LM switches it off without tensor parallelism"
         )
-    if "num-experts" not in arguments and "E" not in found.settings.get(
+    if "num-experts" not in arguments and "E" not in translation.settings.get(
         "model.hybrid_override_pattern", ""
     ):
-        found.drop("model.expert_tensor_parallel_size", "the model has no experts")
+        translation.drop("model.expert_tensor_parallel_size", "the model has no experts")
     if "mock-data" in arguments:
         for key in [
-            key for key in found.settings if key.startswith("dataset.") and key not in _MOCK
+            key for key in translation.settings if key.startswith("dataset.") and key not in _MOCK
         ]:
-            found.drop(key, "mock data has no files")
+            translation.drop(key, "mock data has no files")
 
 
-def _query_groups(values: list[str], arguments: Arguments, found: Translation) -> None:
+def _query_groups(values: list[str], arguments: Arguments, translation: Translation) -> None:
     if "group-query-attention" in arguments:
-        found.set(
+        translation.set(
             "model.num_query_groups",
             _number(arguments, "num-query-groups") or 1,
             "--num-query-groups",
         )
     else:
-        found.implied["--num-query-groups"] = (
+        translation.implied["--num-query-groups"] = (
             "Megatron-LM reads it only with --group-query-attention"
         )
 
 
-def _implementation(values: list[str], arguments: Arguments, found: Translation) -> None:
+def _implementation(values: list[str], arguments: Arguments, translation: Translation) -> None:
     if values == ["local"]:
-        found.set("model.backend", "torch", "--transformer-impl")
+        translation.set("model.backend", "torch", "--transformer-impl")
     else:
-        found.implied["--transformer-impl"] = "Transformer Engine is used where it is installed"
+        translation.implied["--transformer-impl"] = (
+            "Transformer Engine is used where it is installed"
+        )
 
 
-def _window(values: list[str], arguments: Arguments, found: Translation) -> None:
+def _window(values: list[str], arguments: Arguments, translation: Translation) -> None:
     sides = re.findall(r"-?\d+", " ".join(values))
-    found.set("model.window_size", f"[{', '.join(sides)}]", "--window-size")
+    translation.set("model.window_size", f"[{', '.join(sides)}]", "--window-size")
 
 
-def _pattern_of_layers(values: list[str], arguments: Arguments, found: Translation) -> None:
+def _pattern_of_layers(values: list[str], arguments: Arguments, translation: Translation) -> None:
     pattern = values[0] if values else ""
-    found.set("model.hybrid_override_pattern", json.dumps(pattern), "--hybrid-layer-pattern")
+    translation.set("model.hybrid_override_pattern", json.dumps(pattern), "--hybrid-layer-pattern")
     if "num-layers" not in arguments:
-        found.set("model.num_layers", len(pattern.replace("|", "")), "--hybrid-layer-pattern")
-    _set_virtual(pattern.count("|") + 1, arguments, found, "--hybrid-layer-pattern")
+        translation.set("model.num_layers", len(pattern.replace("|", "")), "--hybrid-layer-pattern")
+    _set_virtual(pattern.count("|") + 1, arguments, translation, "--hybrid-layer-pattern")
 
 
-def _data(arguments: Arguments, found: Translation) -> None:
+def _data(arguments: Arguments, translation: Translation) -> None:
     from megatron.bridge.data.pretraining.blend import get_blend_and_blend_per_split
 
     given = {name: arguments[name] for name in _BLENDS if name in arguments}
@@ -421,11 +436,13 @@ def _data(arguments: Arguments, found: Translation) -> None:
     blend, per_split = get_blend_and_blend_per_split(**values)  # pyright: ignore[reportArgumentType]
     source = " ".join(f"--{name}" for name in (*given, *files))
     if blend is not None:
-        found.set("dataset.blend", list(blend), source)
+        translation.set("dataset.blend", list(blend), source)
         if "split" not in arguments:
-            found.set("dataset.split", "969,30,1", "default of Megatron-LM")
+            translation.set("dataset.split", "969,30,1", "default of Megatron-LM")
     if per_split is not None:
-        found.set("dataset.blend_per_split", [part and list(part) for part in per_split], source)
+        translation.set(
+            "dataset.blend_per_split", [part and list(part) for part in per_split], source
+        )
 
 
 _MOCK = (
@@ -435,7 +452,7 @@ _MOCK = (
 )  # settings of mock data
 
 
-def _tokenizer(arguments: Arguments, found: Translation) -> None:
+def _tokenizer(arguments: Arguments, translation: Translation) -> None:
     model, size = arguments.get("tokenizer-model"), _number(arguments, "vocab-size")
     default = (
         "HuggingFaceTokenizer"
@@ -446,32 +463,34 @@ def _tokenizer(arguments: Arguments, found: Translation) -> None:
     )
     kind = next(iter(arguments.get("tokenizer-type", [])), default)
     if padded := _number(arguments, "padded-vocab-size"):
-        found.set("model.vocab_size", padded, "--padded-vocab-size")
-        found.set("model.should_pad_vocab", "false", "--padded-vocab-size")
+        translation.set("model.vocab_size", padded, "--padded-vocab-size")
+        translation.set("model.should_pad_vocab", "false", "--padded-vocab-size")
     elif size and kind != "NullTokenizer":
-        found.set("model.vocab_size", size, "--vocab-size")
+        translation.set("model.vocab_size", size, "--vocab-size")
     if kind == "NullTokenizer" or (kind is None and size):
-        found.set("tokenizer.tokenizer_type", "NullTokenizer", "--tokenizer-type")
+        translation.set("tokenizer.tokenizer_type", "NullTokenizer", "--tokenizer-type")
         for key in ("tokenizer.vocab_size", "model.vocab_size"):
-            found.set(key, (size or 0) + 1, "--vocab-size, and a token that ends documents")
+            translation.set(key, (size or 0) + 1, "--vocab-size, and a token that ends documents")
     elif kind == "HuggingFaceTokenizer" and model:
-        found.set("tokenizer.tokenizer_model", model[0], "--tokenizer-model")
+        translation.set("tokenizer.tokenizer_model", model[0], "--tokenizer-model")
     elif kind == "GPT2BPETokenizer":
-        found.set("tokenizer.tokenizer_model", "openai-community/gpt2", f"--tokenizer-type={kind}")
-        found.set("model.vocab_size", size or 50257, f"--tokenizer-type={kind}")
-        for name in {"--vocab-file", "--merge-file"} & found.missing.keys():
-            del found.missing[name]
-            found.implied[name] = (
+        translation.set(
+            "tokenizer.tokenizer_model", "openai-community/gpt2", f"--tokenizer-type={kind}"
+        )
+        translation.set("model.vocab_size", size or 50257, f"--tokenizer-type={kind}")
+        for name in {"--vocab-file", "--merge-file"} & translation.missing.keys():
+            del translation.missing[name]
+            translation.implied[name] = (
                 "openai-community/gpt2 has GPT-2's; give your directory if yours differ"
             )
     elif kind is not None:
-        found.missing["--tokenizer-type"] = (
+        translation.missing["--tokenizer-type"] = (
             f"{kind} reads a file; set tokenizer.tokenizer_model to the directory or hub id of the same tokenizer "
             "in Hugging Face's format"
         )
 
 
-def _batch_size(arguments: Arguments, found: Translation, ranks: int | None) -> None:
+def _batch_size(arguments: Arguments, translation: Translation, ranks: int | None) -> None:
     """Megatron-LM's default is one microbatch on each data-parallel rank."""
     if "global-batch-size" in arguments or "micro-batch-size" not in arguments:
         return
@@ -483,7 +502,7 @@ def _batch_size(arguments: Arguments, found: Translation, ranks: int | None) -> 
     for name in sizes:
         ranks //= _number(arguments, name) or 1
     samples = max(ranks, 1) * (_number(arguments, "micro-batch-size") or 1)
-    found.set("train.global_batch_size", samples, "default of Megatron-LM")
+    translation.set("train.global_batch_size", samples, "default of Megatron-LM")
 
 
 _SPECIAL: dict[str, Callable[[list[str], Arguments, Translation], None] | None] = {

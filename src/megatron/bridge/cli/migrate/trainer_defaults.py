@@ -105,7 +105,7 @@ FRAMEWORKS = {
 def framework_of(keys: Iterable[str]) -> Framework:
     """Return the framework with the most keys of its own in a file; without any, it is the Trainer."""
     given = set(keys)
-    return max(FRAMEWORKS.values(), key=lambda one: len(one.marks & given))
+    return max(FRAMEWORKS.values(), key=lambda framework: len(framework.marks & given))
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ def to_number(key: str, value: Any) -> Any:
     if key not in _RANGES or not isinstance(value, str):
         return value
     try:
-        number = float(value)
+        parsed = float(value)
     except ValueError:
         return value
-    return int(number) if math.isfinite(number) and number == int(number) else number
+    return int(parsed) if math.isfinite(parsed) and parsed == int(parsed) else parsed
 
 
 def wrong_values(given: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[str]:

@@ -69,9 +69,9 @@ class Translation:
         """A line for each setting, those without counterpart last."""
         for key, value in self.settings.items():
             yield f"{self.origins[key]}: {key}={value}"
-        for title, found in (
+        for title, reasons in (
             ("nothing to set for", self.implied),
             ("no counterpart for", self.missing),
         ):
-            for name, reason in found.items():
+            for name, reason in reasons.items():
                 yield f"{title} {name}: {reason}"

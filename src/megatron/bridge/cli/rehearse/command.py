@@ -120,15 +120,17 @@ def _without_out_of_range_tokens(hf_config: dict[str, Any] | None) -> dict[str, 
         return None
 
     text = hf_config.get("text_config") or hf_config
-    found = dict(hf_config)
+    changed = dict(hf_config)
     # not every architecture can do without the first two
     for key, inside in (("bos_token_id", 0), ("eos_token_id", 0), ("pad_token_id", None)):
-        value = found.get(key)
+        value = changed.get(key)
         numbers = value if isinstance(value, list) else [value]
-        if any(number is not None and number >= text["vocab_size"] for number in numbers):
-            found[key] = inside
+        if any(token_id is not None and token_id >= text["vocab_size"] for token_id in numbers):
+            changed[key] = inside
     return (
-        found if text is hf_config else found | {"text_config": _without_out_of_range_tokens(text)}
+        changed
+        if text is hf_config
+        else changed | {"text_config": _without_out_of_range_tokens(text)}
     )
 
 

@@ -68,15 +68,15 @@ class Clock:
     report: Callable[[Part], None]  # called after each part
     traffic: Traffic
 
-    def measure[T](self, name: str, action: Callable[[], T], facts: Callable[[T], str]) -> T:
+    def measure[T](self, name: str, action: Callable[[], T], describe: Callable[[T], str]) -> T:
         """Run ``action``, report it as part ``name``, and return its result."""
         before = self._now()
-        found = action()
+        result = action()
         wall, cpu, memory, received = (
             after - start for start, after in zip(before, self._now(), strict=True)
         )
-        self.report(Part(name, wall, cpu, memory, received, facts(found)))
-        return found
+        self.report(Part(name, wall, cpu, memory, received, describe(result)))
+        return result
 
     def _now(self) -> tuple[float, float, float, float]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -103,7 +103,7 @@ def rehearse_rank(job: Job, rank: int, asked: int | None, file: Path | None) -> 
         say(line)
     if file is not None:
         write_file(
-            "--messages", file, "".join(json.dumps(asdict(each)) + "\n" for each in messages)
+            "--messages", file, "".join(json.dumps(asdict(message)) + "\n" for message in messages)
         )
     say("not rehearsed: NCCL's connections, the network, the file system, and the time of a step")
     return 0
@@ -178,12 +178,13 @@ def _parameters(model: list[Any]) -> str:
 def _conversion(config: ConfigContainer, model: list[Any]) -> str:
     """Other stages are assumed to be like this one, so the number of tasks is an estimate."""
     tasks = AutoBridge.from_hf_config(config.model.declared.hf_config).get_conversion_tasks(model)
-    mine = {
+    own_tensors = {
         task.global_param_name: task.mapping.hf_names
         for task in tasks
         if task.megatron_module is not None
     }
-    return f"{sum(map(len, mine.values())):,} tensors of the checkpoint, in {len(mine):,} of {len(tasks):,} tasks"
+    count = sum(map(len, own_tensors.values()))
+    return f"{count:,} tensors of the checkpoint, in {len(own_tensors):,} of {len(tasks):,} tasks"
 
 
 def _optimizer(config: ConfigContainer, model: list[Any]) -> Any:
@@ -200,7 +201,7 @@ def _first_samples(config: ConfigContainer) -> str:
     total, micro = samples_of(config.train), config.train.micro_batch_size
     rounds = config.train.global_batch_size // (micro * ranks)
     sampler = MegatronPretrainingSampler(total, 0, micro, rank, ranks)
-    ids = [number for part in islice(sampler, rounds) for number in part]
+    ids = [sample_id for part in islice(sampler, rounds) for sample_id in part]
     return f"{len(ids)} of {config.train.global_batch_size} samples of a step, first {ids[0]}, last {ids[-1]}"
 
 
@@ -234,7 +235,7 @@ def _checkpoint(clock: Clock, model: list[Any], optimizer: Any, world_size: int)
 
 def _step(clock: Clock, config: ConfigContainer, model: list[Any], optimizer: Any) -> list[Message]:
     replicas = parallel_state.get_data_parallel_world_size()
-    count, whole = microbatches(config, replicas)
+    count, of_real_step = microbatches(config, replicas)
     config = copy.copy(config)
     config.train = replace(
         config.train, global_batch_size=count * config.train.micro_batch_size * replicas
@@ -242,14 +243,16 @@ def _step(clock: Clock, config: ConfigContainer, model: list[Any], optimizer: An
     return clock.measure(
         "step",
         lambda: messages_of_step(config, model, optimizer),
-        lambda found: f"{count} of {whole} microbatches, {len(found):,} messages",
+        lambda step_messages: (
+            f"{count} of {of_real_step} microbatches, {len(step_messages):,} messages"
+        ),
     )
 
 
 def _slices_only(plan: bytes) -> Any:
     """A plan without whole tensors and objects, which only one rank may have."""
-    found = pickle.loads(plan)
-    return replace(found, items=[item for item in found.items if item.type.name == "SHARD"])
+    save_plan = pickle.loads(plan)
+    return replace(save_plan, items=[item for item in save_plan.items if item.type.name == "SHARD"])
 
 
 def _line(part: Part) -> str:
@@ -261,8 +264,8 @@ def _line(part: Part) -> str:
 
 def microbatches(config: ConfigContainer, replicas: int) -> tuple[int, int]:
     """Count the microbatches of a rehearsed and of a real step: after two per stage, the schedule repeats."""
-    whole = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
-    return min(whole, 2 * config.model.pipeline_model_parallel_size), whole
+    of_real_step = config.train.global_batch_size // (config.train.micro_batch_size * replicas)
+    return min(of_real_step, 2 * config.model.pipeline_model_parallel_size), of_real_step
 
 
 def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) -> list[Message]:
@@ -282,9 +285,9 @@ def messages_of_step(config: ConfigContainer, model: list[Any], optimizer: Any) 
     experts = config.model.num_moe_experts
     with recorded_messages(
         (config.model.moe_router_topk or 1) / experts if experts else 1.0
-    ) as found:
+    ) as messages:
         train_step(run)
-    return found
+    return messages
 
 
 def _batch(config: ConfigContainer) -> dict[str, Any]:
@@ -305,8 +308,8 @@ def _batch(config: ConfigContainer) -> dict[str, Any]:
 def message_table(messages: Sequence[Message]) -> Iterator[str]:
     """Messages by kind and group, those with the most bytes first."""
     kinds: dict[tuple[str, str, int], list[int]] = {}
-    for each in messages:
-        kinds.setdefault((each.kind, each.group, each.ranks), []).append(each.bytes)
+    for message in messages:
+        kinds.setdefault((message.kind, message.group, message.ranks), []).append(message.bytes)
     rows = [("times", "MB each", "GB", "ranks", "messages")]
     for (kind, group, ranks), sizes in sorted(kinds.items(), key=lambda item: -sum(item[1])):
         low, high = f"{min(sizes) / 1e6:.3g}", f"{max(sizes) / 1e6:.3g}"

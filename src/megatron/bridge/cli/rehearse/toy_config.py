@@ -95,10 +95,10 @@ def _rehearse_without_images(toy: Toy) -> None:
 
 def parallel_dimensions(config: "ConfigContainer", world_size: int) -> ParallelDimensions:
     sizes = sizes_of(config.model)
-    kept = {
+    model_sizes = {
         name: sizes[name] for name in ("tensor", "pipeline", "context", "expert", "expert_tensor")
     }
-    return ParallelDimensions(**kept, data=config.data_parallel_size(world_size))
+    return ParallelDimensions(**model_sizes, data=config.data_parallel_size(world_size))
 
 
 def shrink_dimensions(dimensions: ParallelDimensions) -> ParallelDimensions:
@@ -166,9 +166,9 @@ def _set_parallelism(toy: Toy) -> None:
 def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
     groups = model.num_query_groups or model.num_attention_heads
     padded = model.make_query_groups_divisible_by > 1
-    each = model.num_attention_heads // groups
-    heads = 8 if not padded else 3 * each
-    kept = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
+    heads_per_group = model.num_attention_heads // groups
+    heads = 8 if not padded else 3 * heads_per_group
+    toy_groups = {1: 1, model.num_attention_heads: heads}.get(groups, 4)
     # a list of RoPE factors has half as many entries as the head size
     has_factors = any(isinstance(value, list) for value in (model.rope_parameters or {}).values())
     head = (
@@ -184,10 +184,10 @@ def _shrink_widths(model: Any, dimensions: ParallelDimensions) -> None:
         "hidden_size": width,
         "ffn_hidden_size": model.ffn_hidden_size and 2 * width,
         "num_attention_heads": heads,
-        "num_query_groups": model.num_query_groups and (3 if padded else kept),
+        "num_query_groups": model.num_query_groups and (3 if padded else toy_groups),
         "kv_channels": head,
         "global_kv_channels": model.global_kv_channels and 2 * HEAD_DIM,
-        "global_query_groups": model.global_query_groups and kept,
+        "global_query_groups": model.global_query_groups and toy_groups,
         "hidden_size_per_layer_input": model.hidden_size_per_layer_input and HEAD_DIM,
         "vocab_size_per_layer_input": model.vocab_size_per_layer_input and VOCAB_SIZE,
         "make_query_groups_divisible_by": dimensions.tensor if padded else 1,
@@ -295,8 +295,8 @@ def _shrink_layers(model: Any) -> None:
     kinds = _layer_kinds(model)
     # the config of the architecture describes periodic kinds by their period, so the toy keeps whole periods
     periodic = getattr(model, "mamba_dt_rank", None) is not None
-    least = max(kinds.index(kind) + 1 for kind in set(kinds)) if periodic else len(set(kinds))
-    count = stages * -(-max(2, least) // stages)
+    fewest = max(kinds.index(kind) + 1 for kind in set(kinds)) if periodic else len(set(kinds))
+    count = stages * -(-max(2, fewest) // stages)
     count += _uneven_layers(model, stages, count)
     chosen = (
         [layer % len(kinds) for layer in range(count)] if periodic else sample_layers(kinds, count)
@@ -307,8 +307,10 @@ def _shrink_layers(model: Any) -> None:
             setattr(model, name, [value[layer] for layer in chosen])
     if pattern:
         symbols = "".join(pattern.replace(_STAGE_SEPARATOR, "")[layer] for layer in chosen)
-        each = count // stages
-        parts = [symbols[start : start + each] for start in range(0, count, each)]
+        layers_per_stage = count // stages
+        parts = [
+            symbols[start : start + layers_per_stage] for start in range(0, count, layers_per_stage)
+        ]
         setattr(
             model,
             _HYBRID_PATTERN,
@@ -377,10 +379,10 @@ def _uneven_layers(model: Any, stages: int, count: int) -> int:
     )
     if counted:
         return stages - counted  # embedding and loss count as layers
-    each, ends = count // model.pipeline_model_parallel_size, 0
+    layers_per_stage, ends = count // model.pipeline_model_parallel_size, 0
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(model, name) is not None:
-            setattr(model, name, each + virtual)
+            setattr(model, name, layers_per_stage + virtual)
             ends += virtual
     return ends
 
@@ -520,6 +522,6 @@ def _sections(sections: list[int], total: int) -> list[int]:
         >>> _sections([16, 24, 24], 8)
         [2, 3, 3]
     """
-    whole = sum(sections)
-    first = [max(1, section * total // whole) for section in sections[:-1]]
+    original_total = sum(sections)
+    first = [max(1, section * total // original_total) for section in sections[:-1]]
     return [*first, total - sum(first)]

@@ -43,11 +43,11 @@ def main(folder: Path) -> int:
     for stage in stages:
         started = time.perf_counter()
         try:
-            what, result = stage()
+            name, result = stage()
         except UserError as error:
             say(json.dumps({"failed": str(error)}))
             return 0
-        say(json.dumps({"what": what, "result": result, "seconds": time.perf_counter() - started}))
+        say(json.dumps({"what": name, "result": result, "seconds": time.perf_counter() - started}))
     return 0
 
 
@@ -108,8 +108,8 @@ class Rehearsal:
             model.to(torch.bfloat16).save_pretrained(self.folder / "base")
             return
         bridge = AutoBridge.from_hf_config(self._hf_config())
-        ours = bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False, bf16=True)
-        bridge.save_hf_pretrained(ours, self.folder / "base", show_progress=False)
+        model_chunks = bridge.to_megatron_model(load_weights=False, wrap_with_ddp=False, bf16=True)
+        bridge.save_hf_pretrained(model_chunks, self.folder / "base", show_progress=False)
 
     def _export(self) -> None:
         exported = self.folder / "exported"
@@ -162,9 +162,9 @@ class Rehearsal:
             process, status = os.wait()
             rank = ranks.pop(process)
             if status:
-                for other in ranks:
-                    os.kill(other, signal.SIGKILL)
-                    os.waitpid(other, 0)
+                for other_pid in ranks:
+                    os.kill(other_pid, signal.SIGKILL)
+                    os.waitpid(other_pid, 0)
                 raise UserError(f"{stage}, rank {rank}: {_last_line(self._log(stage, rank))}")
 
     def _log(self, stage: str, rank: int) -> Path:

@@ -80,7 +80,7 @@ def report(job: Job, asked: int | None) -> Report:
     problems = [*input_problems(resolved), *_save_problems(config, notes)]
     lines += [
         *(f"note: {note}" for note in notes),
-        *(f"the run would be refused: {each}" for each in problems),
+        *(f"the run would be refused: {problem}" for problem in problems),
     ]
     runs = not problems and _fits(config, world_size, memory, job.gpu_kind)
     return Report(annotated_yaml(resolved.config, resolved.origins), _comments(lines), runs)
@@ -119,13 +119,13 @@ def _comments(lines: list[str]) -> str:
 def _differences(job: Job) -> Iterator[str]:
     if job.recipe is None:
         return
-    theirs, ours = leaf_values(job.recipe()), leaf_values(job.config)
-    for key, value in ours.items():
-        if key not in theirs and job.origins.get(key) != DEFAULT:
+    recipe_values, run_values = leaf_values(job.recipe()), leaf_values(job.config)
+    for key, value in run_values.items():
+        if key not in recipe_values and job.origins.get(key) != DEFAULT:
             yield f"not in the recipe: {key}={value!r}"
-        elif key in theirs and repr(theirs[key]) != repr(value):
-            yield f"changed: {key}={theirs[key]!r} -> {value!r}"
-    gone = [key for key in theirs if key not in ours]
+        elif key in recipe_values and repr(recipe_values[key]) != repr(value):
+            yield f"changed: {key}={recipe_values[key]!r} -> {value!r}"
+    gone = [key for key in recipe_values if key not in run_values]
     if gone:
         yield f"removed: {', '.join(gone)}"
 
@@ -158,16 +158,16 @@ def _verdict(
     """Whether the model fits, and if not, the nearest settings with which it does."""
     if kind not in GPUS:
         return
-    most, found = fullest_stage(memory), _fits(config, world_size, memory, kind)
+    fullest, fits = fullest_stage(memory), _fits(config, world_size, memory, kind)
     reserve = reserve_of(config, world_size, kind)
-    needed = reserve.around(most.total)
-    verdict = f"{kind}: {'fits' if found else 'does NOT fit'}"
-    yield f"the fullest GPU, of stage {most.stage}, needs {summary.gigabytes(needed)} GB of {verdict}"
+    needed = reserve.around(fullest.total)
+    verdict = f"{kind}: {'fits' if fits else 'does NOT fit'}"
+    yield f"the fullest GPU, of stage {fullest.stage}, needs {summary.gigabytes(needed)} GB of {verdict}"
     yield from reserve.lines(needed, kind)
-    if not found and most.total == most.unsharded:
+    if not fits and fullest.total == fullest.unsharded:
         host = "model.use_cpu_initialization=true, " if config.dist.use_torch_fsdp2 else ""
         yield f"the model needs this before it is sharded: use {host}tensor parallelism or the distributed optimizer"
-    elif not found:
+    elif not fits:
         nearest = nearest_fit(Search(config, world_size, kind))
         changes = (
             "" if nearest is None else " ".join(as_overrides(config, nearest.candidate.settings()))

@@ -49,12 +49,12 @@ def tokens(bridge: Any, prompt: str | None) -> "tuple[Tensor, Any]":
 def judged(
     bridge: Any,
     ids: "Tensor",
-    found: "ModelOutputs",
+    outputs: "ModelOutputs",
     given: float | None = None,
     extra: dict[str, Any] | None = None,
     in_float32: "Callable[[], ModelOutputs] | None" = None,
 ) -> "tuple[ModelOutputs, LogitComparison, float]":
-    """Return the outputs of transformers for the tokens, their difference from ``found``, and the tolerance.
+    """Return the outputs of transformers for the tokens, their difference from ``outputs``, and the tolerance.
 
     In half precision, the logits of some models are inexact by more than the tolerance, even in transformers. Such
     a model is compared with transformers in float32; its tolerance is twice the error of transformers in half
@@ -66,7 +66,7 @@ def judged(
     from megatron.bridge.models.conversion.check.compare_logits import compare
 
     reference = reference_activations(bridge, ids, extra=extra)
-    report = compare(reference, found)
+    report = compare(reference, outputs)
     dtype = bridge.hf_config.dtype or torch.float32  # the default of transformers
     usual = TOLERANCES[str(dtype).removeprefix("torch.")]
     if given is not None or report.relative <= usual or usual == TOLERANCES["float32"]:
@@ -77,7 +77,7 @@ def judged(
         f"logits differ by {report.relative:.3g} of their standard deviation; {bridge.hf_config.dtype} changes "
         f"the logits of transformers by {rounding:.3g}: comparing with float32"
     )
-    report = compare(exact, found)
+    report = compare(exact, outputs)
     if report.relative <= 2 * rounding or in_float32 is None:
         return exact, report, 2 * rounding
     return exact, compare(exact, in_float32()), TOLERANCES["float32"]

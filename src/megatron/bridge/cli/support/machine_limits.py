@@ -24,8 +24,8 @@ def raise_limit_of_open_files() -> None:
 
 def _allowed(hard: int) -> int:
     # macOS refuses an unlimited soft limit, and some programs close every file below the limit one by one
-    most = 65_536
-    return most if hard == resource.RLIM_INFINITY else min(hard, most)
+    limit = 65_536
+    return limit if hard == resource.RLIM_INFINITY else min(hard, limit)
 
 
 def describe_shortage(error: BaseException) -> str | None:

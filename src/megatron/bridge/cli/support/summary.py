@@ -116,7 +116,7 @@ def _and(names: list[str]) -> str:
 
 def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
     """Memory of one rank of each stage, in GB (10^9 bytes), beside the ``layers`` of each stage, as text."""
-    beside = ("teacher",) if any(rank.teacher for rank in memory) else ()
+    teacher_column = ("teacher",) if any(rank.teacher for rank in memory) else ()
     head = (
         "",
         "parameters",
@@ -124,7 +124,7 @@ def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
         "gradients",
         "optimizer",
         "activations",
-        *beside,
+        *teacher_column,
         "total GB",
         "layers",
     )
@@ -134,7 +134,7 @@ def memory_table(memory: list[RankMemory], layers: list[str]) -> Iterator[str]:
             rows.append(("...", *[""] * (len(head) - 1)))
             continue
         rank = memory[stage]
-        teacher = (rank.teacher,) if beside else ()
+        teacher = (rank.teacher,) if teacher_column else ()
         sizes = (
             rank.weights,
             rank.gradients,
@@ -154,9 +154,9 @@ def gigabytes(count: int) -> str:
     return f"{count / 1e9:.1f}"
 
 
-def _shortened(count: int, most: int) -> list[int | None]:
-    """Return the numbers below ``count``; None replaces those before the last one if there are more than ``most``."""
-    return [*range(count)] if count <= most else [*range(most - 1), None, count - 1]
+def _shortened(count: int, limit: int) -> list[int | None]:
+    """Return the numbers below ``count``; None replaces those before the last one if there are more than ``limit``."""
+    return [*range(count)] if count <= limit else [*range(limit - 1), None, count - 1]
 
 
 def span(start: int, count: int) -> str:
@@ -174,14 +174,14 @@ def describe(config: "ConfigContainer", world_size: int) -> list[str]:
     replicas = config.data_parallel_size(world_size)
     tokens = train.global_batch_size * config.dataset.seq_length
     microbatches = train.global_batch_size // (train.micro_batch_size * replicas)
-    whole = BatchSize(train).samples_after(train.train_iters) * config.dataset.seq_length
+    total_tokens = BatchSize(train).samples_after(train.train_iters) * config.dataset.seq_length
     first = (
         f", growing from {train.rampup_batch_size[0]} samples" if train.rampup_batch_size else ""
     )
     return [
         f"model: {parameter_count(model):,} parameters, {model.num_layers} layers, hidden size {model.hidden_size}",
         f"layout: {_layout(config, world_size)}",
-        f"run: {train.train_iters:,} steps, {whole:,} tokens; each step {train.global_batch_size} samples x "
+        f"run: {train.train_iters:,} steps, {total_tokens:,} tokens; each step {train.global_batch_size} samples x "
         f"{config.dataset.seq_length} tokens = {tokens:,} tokens, in "
         f"{text_format.many(microbatches, 'microbatch', 'es')} of {train.micro_batch_size}"
         f"{f' on each of {replicas} replicas' if replicas > 1 else ''}{first}",

@@ -35,14 +35,14 @@ def folder_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def many(count: int, what: str, ending: str = "s") -> str:
+def many(count: int, noun: str, ending: str = "s") -> str:
     """A count with its noun.
 
     Example:
         >>> many(1, "file"), many(2, "file")
         ('1 file', '2 files')
     """
-    return f"{count:,} {what}" + ("" if count == 1 else ending)
+    return f"{count:,} {noun}" + ("" if count == 1 else ending)
 
 
 def shape(sizes: Iterable[int]) -> str:

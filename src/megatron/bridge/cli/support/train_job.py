@@ -127,11 +127,15 @@ def _follow_checkpoint(job: Job) -> list[Change]:
     )
     if not follows or weights is None or tokenizer.tokenizer_type != "HuggingFaceTokenizer":
         return []
-    old, found = tokenizer.tokenizer_model, tokenizer_of(weights)
-    if found in (None, old):
+    old, weights_tokenizer = tokenizer.tokenizer_model, tokenizer_of(weights)
+    if weights_tokenizer in (None, old):
         return []
-    tokenizer.tokenizer_model = found
-    return [Change("tokenizer.tokenizer_model", old, found, "checkpoint.pretrained_checkpoint")]
+    tokenizer.tokenizer_model = weights_tokenizer
+    return [
+        Change(
+            "tokenizer.tokenizer_model", old, weights_tokenizer, "checkpoint.pretrained_checkpoint"
+        )
+    ]
 
 
 def _pack(job: Job) -> list[Change]:
@@ -196,9 +200,9 @@ def _check_mode(job: Job, args: argparse.Namespace) -> None:
         )
     peft = type(job.config.peft).__name__
     if job.mode in ADAPTERS and not peft.lower().endswith(job.mode):  # CanonicalLoRA is a LoRA
-        found = "no peft" if job.config.peft is None else f"peft={peft}"
+        peft_phrase = "no peft" if job.config.peft is None else f"peft={peft}"
         raise UserError(
-            f"--mode {job.mode}, but {job.source} has {found}: change its peft, or leave --mode out"
+            f"--mode {job.mode}, but {job.source} has {peft_phrase}: change its peft, or leave --mode out"
         )
 
 

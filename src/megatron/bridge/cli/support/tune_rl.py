@@ -95,18 +95,19 @@ def text(job: Job, search: "Search", args: argparse.Namespace) -> str:
         RLSearch(search.config, search.world_size, search.pricer.card, job, fixed)
         for job in _jobs(args)
     ]
-    found = sorted(
-        (step for each in searches for step in each.run(args.top)), key=lambda step: step.seconds
+    steps = sorted(
+        (step for rl_search in searches for step in rl_search.run(args.top)),
+        key=lambda step: step.seconds,
     )
-    if not found:
+    if not steps:
         raise UserError(
             f"no layout fits on {search.world_size} x {search.pricer.card} beside an engine with "
             f"--engine-memory {args.engine_memory:g}: add --offload, lower --max-token-len, or give more GPUs"
         )
-    found, keys = found[: args.top], dict(settings(found[0]))
+    steps, keys = steps[: args.top], dict(settings(steps[0]))
     if args.json:
-        return json.dumps({"layouts": [_as_json(step) for step in found], **keys}, indent=2) + "\n"
-    return "\n".join([*_lines(found), "", *_keys(keys)]) + "\n"
+        return json.dumps({"layouts": [_as_json(step) for step in steps], **keys}, indent=2) + "\n"
+    return "\n".join([*_lines(steps), "", *_keys(keys)]) + "\n"
 
 
 def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
@@ -131,24 +132,25 @@ def _jobs(args: argparse.Namespace) -> "list[rl.Job]":
     ]
 
 
-def _lines(found: "list[rl.Step]") -> Iterator[str]:
-    lengths = found[0].job.lengths
+def _lines(steps: "list[rl.Step]") -> Iterator[str]:
+    lengths = steps[0].job.lengths
     yield (
         f"{len(lengths):,} samples of {lengths.min():,} to {lengths.max():,} tokens, {lengths.sum():,} together. "
         "Predicted, not measured:"
     )
     heads = ("step", "log-probs", "update", "without balance", "rows", "of tokens", "GB", "layout")
     rows: list[tuple[str, ...]] = [("", *heads)]
-    for place, step in enumerate(found, 1):
+    for rank, step in enumerate(steps, 1):
         texts = [
-            f"{each:.2f} s" for each in (step.seconds, step.log_probs, step.update, step.unbalanced)
+            f"{seconds:.2f} s"
+            for seconds in (step.seconds, step.log_probs, step.update, step.unbalanced)
         ]
         texts += [
             f"{step.rows[0]}",
             f"{step.job.max_token_len:,}",
             f"{step.price.fullest / 1e9:.1f}",
         ]
-        rows.append((str(place), *texts, step.price.candidate.label()))
+        rows.append((str(rank), *texts, step.price.candidate.label()))
     yield from columns(rows)
 
 

@@ -33,7 +33,7 @@ def default_callbacks(
     hang, nvrx = config.dist.hang_timeout_minutes, config.nvrx_straggler
     profiling = None if config.profiling is None else Profiling(config)
     rerun = config.rerun_state_machine
-    found: list[Callback | None] = [
+    callbacks: list[Callback | None] = [
         monitor,  # first, so that the step ends before the other callbacks run
         # these watch the hooks of all later callbacks
         None if hang is None else HangDetection(hang),
@@ -61,4 +61,4 @@ def default_callbacks(
         ExitInterval(),  # a run stops only after it is saved
         SkipBatches(),  # last, when all callbacks are done with the step
     ]
-    return CallbackManager([callback for callback in found if callback is not None])
+    return CallbackManager([callback for callback in callbacks if callback is not None])

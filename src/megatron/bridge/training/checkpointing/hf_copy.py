@@ -42,7 +42,11 @@ def copy_dir(root: Path, iteration: int) -> Path:
 
 def missing(root: Path) -> list[int]:
     """The published iterations without a copy, ascending; one that was saved again since its copy counts."""
-    return [number for number in paths.published_iterations(root) if not _is_current(root, number)]
+    return [
+        iteration
+        for iteration in paths.published_iterations(root)
+        if not _is_current(root, iteration)
+    ]
 
 
 def _is_current(root: Path, iteration: int) -> bool:
@@ -56,11 +60,11 @@ def _is_current(root: Path, iteration: int) -> bool:
 
 def clean(root: Path) -> None:
     """Remove what a killed process left, and the copies of checkpoints that the run has deleted."""
-    kept = set(paths.published_iterations(root))
+    published = set(paths.published_iterations(root))
     for path in root.glob("hf_*"):
         name, _, suffix = path.name.partition(".")
-        found = _COPY.fullmatch(name)
-        if found and (suffix or int(found[1]) not in kept):
+        copy_name = _COPY.fullmatch(name)
+        if copy_name and (suffix or int(copy_name[1]) not in published):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -50,11 +50,11 @@ def check_optimizer_format(names: Collection[str], directory: Path) -> None:
     """Refuse optimizer state that is not saved per parameter."""
     if any(name.startswith(f"{PREFIX}.") for name in names):
         return
-    found = next(
+    first_name = next(
         (name for name in sorted(names) if name.startswith(("optimizer", "chained"))), "nothing"
     )
     raise UserError(
-        f"checkpoint {directory} holds the optimizer state as raw buffers ({found}), which cannot be mapped to "
+        f"checkpoint {directory} holds the optimizer state as raw buffers ({first_name}), which cannot be mapped to "
         "parameters: save it with --dist-ckpt-optim-fully-reshardable, or load only the weights with "
         "checkpoint.finetune=true or checkpoint.load_optim=false"
     )
@@ -64,12 +64,14 @@ def with_megatron_lm_keys(
     state: dict[str, ShardedTensor], names: Collection[str]
 ) -> dict[str, ShardedTensor]:
     """``state`` with the keys under which a distributed optimizer of Megatron-LM saves the main parameters."""
-    ours, theirs = f"{PREFIX}.{MASTER}.", f"{PREFIX}.{MEGATRON_LM_MASTER}."
+    own_prefix, megatron_lm_prefix = f"{PREFIX}.{MASTER}.", f"{PREFIX}.{MEGATRON_LM_MASTER}."
     renamed = {}
-    for place, entry in state.items():
-        other = theirs + entry.key.removeprefix(ours)
-        wanted = entry.key.startswith(ours) and entry.key not in names and other in names
-        renamed[place] = replace(entry, key=other) if wanted else entry
+    for name, entry in state.items():
+        megatron_lm_key = megatron_lm_prefix + entry.key.removeprefix(own_prefix)
+        is_renamed = (
+            entry.key.startswith(own_prefix) and entry.key not in names and megatron_lm_key in names
+        )
+        renamed[name] = replace(entry, key=megatron_lm_key) if is_renamed else entry
     return renamed
 
 

@@ -47,7 +47,7 @@ def origin(root: Path, started: int | None) -> dict[str, Any]:
         published = paths.latest_iteration(root)
     except DamagedError:
         published = None
-    after = {number for number in (published, started) if number is not None}
+    after = {iteration for iteration in (published, started) if iteration is not None}
     return {"after": sorted(after), "layout": current_sizes(), "rank": distributed.rank()}
 
 
@@ -79,7 +79,9 @@ def global_root(config: CheckpointConfig, name: str) -> Path:
     return Path(config.non_persistent_global_ckpt_dir or Path(config.save) / DEFAULT_GLOBAL) / name
 
 
-def newest_usable(config: CheckpointConfig, own: tuple[Path, ...]) -> Path | LocalCheckpoint | None:
+def newest_usable(
+    config: CheckpointConfig, persistent: tuple[Path, ...]
+) -> Path | LocalCheckpoint | None:
     """The non-persistent checkpoint to resume from instead of ``own[0]``; to be called on all ranks.
 
     Prints why newer ones cannot be used.
@@ -94,16 +96,16 @@ def newest_usable(config: CheckpointConfig, own: tuple[Path, ...]) -> Path | Loc
     name = on_first_rank(lambda: run_name(root))
     if name is None:
         return None
-    head = paths.iteration_of(own[0]) if own else None
+    head = paths.iteration_of(persistent[0]) if persistent else None
     if kind == "global":
         return on_first_rank(lambda: _newest_directory(global_root(config, name), root, head))
     return _newest_of_ranks(store(config, name), root, head, config.verify)
 
 
 def _newest_directory(folder: Path, root: Path, head: int | None) -> Path | None:
-    for number in reversed(paths.published_iterations(folder)):
-        directory = paths.iteration_dir(folder, number)
-        if head is not None and number <= head:
+    for iteration in reversed(paths.published_iterations(folder)):
+        directory = paths.iteration_dir(folder, iteration)
+        if head is not None and iteration <= head:
             return None
         reason = _unusable(lambda: rank_local.read_origin(directory), root, head)  # noqa: B023 - called at once
         if reason is None:
@@ -113,34 +115,41 @@ def _newest_directory(folder: Path, root: Path, head: int | None) -> Path | None
 
 
 def _newest_of_ranks(
-    mine: rank_local.RankLocalStore, root: Path, head: int | None, mode: VerifyMode
+    own_store: rank_local.RankLocalStore, root: Path, head: int | None, mode: VerifyMode
 ) -> LocalCheckpoint | None:
-    newer = [number for number in mine.iterations() if head is None or number > head]
-    found = {number: _unusable_local(mine, number, root, head) for number in newer}
-    everywhere = distributed.all_gather_object((socket.gethostname(), found))
-    for number in sorted({number for _, parts in everywhere for number in parts}, reverse=True):
+    newer = [iteration for iteration in own_store.iterations() if head is None or iteration > head]
+    reasons_here = {
+        iteration: _unusable_local(own_store, iteration, root, head) for iteration in newer
+    }
+    everywhere = distributed.all_gather_object((socket.gethostname(), reasons_here))
+    for iteration in sorted(
+        {iteration for _, parts in everywhere for iteration in parts}, reverse=True
+    ):
         reasons = [
-            f"rank {rank} on {host} {parts.get(number, 'has no part of it')}"
+            f"rank {rank} on {host} {parts.get(iteration, 'has no part of it')}"
             for rank, (host, parts) in enumerate(everywhere)
-            if parts.get(number, "missing")
+            if parts.get(iteration, "missing")
         ]
-        reasons = reasons or _damaged_ranks(mine, number, mode)
+        reasons = reasons or _damaged_ranks(own_store, iteration, mode)
         if not reasons:
-            return LocalCheckpoint(mine, number)
-        _print_unused(mine.place(number), first_few(reasons, 1))
+            return LocalCheckpoint(own_store, iteration)
+        _print_unused(own_store.place(iteration), first_few(reasons, 1))
     return None
 
 
 def _unusable_local(
-    mine: rank_local.RankLocalStore, number: int, root: Path, head: int | None
+    own_store: rank_local.RankLocalStore, iteration: int, root: Path, head: int | None
 ) -> str | None:
     """Why this rank cannot use its part, to follow the rank's name in a message; None if it can."""
 
     def read() -> dict[str, Any]:
-        found = mine.origin(number)
-        if (found["layout"], found["rank"]) != (current_sizes(), distributed.rank()):
+        origin_of_part = own_store.origin(iteration)
+        if (origin_of_part["layout"], origin_of_part["rank"]) != (
+            current_sizes(),
+            distributed.rank(),
+        ):
             raise DamagedError("it was saved with other parallel sizes")
-        return found
+        return origin_of_part
 
     reason = _unusable(read, root, head)
     return reason and f"cannot use it: {reason}"
@@ -153,17 +162,20 @@ def _unusable(read: Any, root: Path, head: int | None) -> str | None:
     except DamagedError as error:
         return str(error)
     before = max(
-        (number for number in after if paths.iteration_dir(root, number).is_dir()), default=None
+        (iteration for iteration in after if paths.iteration_dir(root, iteration).is_dir()),
+        default=None,
     )
     if before == head:
         return None
     return f"it follows iteration {before or 'none'}, but the run resumes from {head or 'none'}"
 
 
-def _damaged_ranks(mine: rank_local.RankLocalStore, number: int, mode: VerifyMode) -> list[str]:
+def _damaged_ranks(
+    own_store: rank_local.RankLocalStore, iteration: int, mode: VerifyMode
+) -> list[str]:
     def check() -> str | None:
         try:
-            mine.verify(number, mode)
+            own_store.verify(iteration, mode)
         except DamagedError as error:
             return f"rank {distributed.rank()} on {socket.gethostname()} cannot use it: {error}"
         return None
@@ -175,24 +187,24 @@ def _damaged_ranks(mine: rank_local.RankLocalStore, number: int, mode: VerifyMod
     ]
 
 
-def _print_unused(place: Path, reason: str) -> None:
-    print_rank_0(f"non-persistent checkpoint {place} is not used: {reason}")
+def _print_unused(directory: Path, reason: str) -> None:
+    print_rank_0(f"non-persistent checkpoint {directory} is not used: {reason}")
 
 
 def save_local(
-    kept: rank_local.RankLocalStore, step: int, state: dict[str, Any], noted: dict[str, Any]
+    own_store: rank_local.RankLocalStore, step: int, state: dict[str, Any], noted: dict[str, Any]
 ) -> None:
     """Save ``state`` on all ranks, then remove the previous part."""
     try:
-        on_every_rank(lambda: kept.save(step, rank_local.state_values(state), noted))
+        on_every_rank(lambda: own_store.save(step, rank_local.state_values(state), noted))
     except BaseException as error:
         forget_frames(error)
-        raise saving.save_error(error, kept.place(step)) from error
-    kept.keep_only(step)
+        raise saving.save_error(error, own_store.place(step)) from error
+    own_store.keep_only(step)
 
 
 def remove_global(folder: Path, but: Iterable[int] = ()) -> None:
     """Delete the non-persistent directories in ``folder`` except ``but``; to be called on the first rank."""
-    for number in paths.published_iterations(folder):
-        if number not in but:
-            paths.remove(folder, number)
+    for iteration in paths.published_iterations(folder):
+        if iteration not in but:
+            paths.remove(folder, iteration)

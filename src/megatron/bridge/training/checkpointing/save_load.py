@@ -105,8 +105,8 @@ def save_non_persistent(run: Run, name: str, started: int | None) -> None:
     with gathered_params(run.model):
         state = run_state(run)
         if config.non_persistent_ckpt_type != "global":
-            kept = non_persistent.store(config, name)
-            non_persistent.save_local(kept, step, state, {**origin, "rank": distributed.rank()})
+            store = non_persistent.store(config, name)
+            non_persistent.save_local(store, step, state, {**origin, "rank": distributed.rank()})
             return
         folder = non_persistent.global_root(config, name)
         config_files = model_io.extra_files(to_plain(run.config), chat_template=run.chat_template)
@@ -155,11 +155,13 @@ def run_state(run: Run) -> dict[str, Any]:
         "base": chunk_info(run.model[0]).base,
         model_check.MODEL: model_check.function_of(run.config.model),
     }
-    own = {
+    rank_state_dict = {
         "callbacks": _callback_states(run),
         "random": rank_state.random_states() if config.save_rng else None,
     }
-    state[RANK] = ShardedObject(RANK, own, (distributed.world_size(),), (distributed.rank(),))
+    state[RANK] = ShardedObject(
+        RANK, rank_state_dict, (distributed.world_size(),), (distributed.rank(),)
+    )
     return state
 
 
@@ -237,14 +239,14 @@ def find_starting_point(config: ConfigContainer) -> StartingPoint | None:
 
 
 def _verified_start(config: CheckpointConfig) -> StartingPoint | None:
-    own = on_first_rank(lambda: _own_checkpoints(config))
-    newer = non_persistent.newest_usable(config, own)
+    own_checkpoints = on_first_rank(lambda: _own_checkpoints(config))
+    newer = non_persistent.newest_usable(config, own_checkpoints)
     if isinstance(newer, non_persistent.LocalCheckpoint):
-        return StartingPoint(own, resumed=True, local=newer)
-    own = own if newer is None else (newer, *own)
+        return StartingPoint(own_checkpoints, resumed=True, local=newer)
+    own_checkpoints = own_checkpoints if newer is None else (newer, *own_checkpoints)
     start = (
-        StartingPoint(own, resumed=True)
-        if own
+        StartingPoint(own_checkpoints, resumed=True)
+        if own_checkpoints
         else on_first_rank(lambda: _configured_start(config))
     )
     if start is None or on_first_rank(lambda: is_hf_model(start.directories[0])):
@@ -328,10 +330,10 @@ def _check_optimizer(optimizer: str, directory: Path) -> None:
     if not saved or optimizer_state.fits_optimizer(optimizer, saved):
         return
     of_checkpoint = [name for name in STATE_NAMES if optimizer_state.fits_optimizer(name, saved)]
-    other = " or ".join(of_checkpoint) or "another optimizer"
+    saved_optimizer = " or ".join(of_checkpoint) or "another optimizer"
     remedy = f"set optimizer.optimizer={of_checkpoint[0]}, or " if of_checkpoint else "set "
     raise UserError(
-        f"checkpoint {directory} has the state of {other} ({', '.join(sorted(saved))}), and "
+        f"checkpoint {directory} has the state of {saved_optimizer} ({', '.join(sorted(saved))}), and "
         f"optimizer.optimizer={optimizer} has {', '.join(STATE_NAMES[optimizer])}: {remedy}"
         "checkpoint.load_optim=false to start with a new state"
     )
@@ -361,12 +363,12 @@ def _load_megatron_lm(
     return loading.load(state, directory, known=known) | {RANK: {"callbacks": {}, "random": None}}
 
 
-def resume_local(run: Run, kept: non_persistent.LocalCheckpoint) -> None:
+def resume_local(run: Run, checkpoint: non_persistent.LocalCheckpoint) -> None:
     """Restore ``run`` from a non-persistent checkpoint, where each rank has its own part."""
-    content = on_every_rank(lambda: kept.store.load(kept.iteration))
-    saved = on_every_rank(lambda: _checked_run_state(run, content, kept.place))
+    content = on_every_rank(lambda: checkpoint.store.load(checkpoint.iteration))
+    saved = on_every_rank(lambda: _checked_run_state(run, content, checkpoint.place))
     state = _state_to_load(run, dict(model_io.MODEL_METADATA)) | {RANK: None}
-    loaded = on_every_rank(lambda: rank_local.copy_into(state, content, kept.place))
+    loaded = on_every_rank(lambda: rank_local.copy_into(state, content, checkpoint.place))
     _restore(run, saved, loaded, same=True)
 
 
@@ -431,9 +433,9 @@ def prune(root: Path, newest: int, keep: int) -> None:
     """
     if keep < 1:
         return
-    older = [number for number in paths.published_iterations(root) if number < newest]
-    for number in older[: max(0, len(older) - (keep - 1))]:
-        paths.remove(root, number)
+    older = [iteration for iteration in paths.published_iterations(root) if iteration < newest]
+    for iteration in older[: max(0, len(older) - (keep - 1))]:
+        paths.remove(root, iteration)
 
 
 def _make_newest(root: Path, step: int, keep: int) -> None:
@@ -490,7 +492,7 @@ def _own_checkpoints(config: CheckpointConfig) -> tuple[Path, ...]:
     published = paths.published_iterations(root)[::-1]
     if not published:
         return ()
-    directories = [paths.iteration_dir(root, number) for number in published]
+    directories = [paths.iteration_dir(root, iteration) for iteration in published]
     try:
         newest = paths.latest_iteration(root)
         if newest is None:
@@ -518,13 +520,13 @@ def _checked_run_state(run: Run, common: dict[str, Any], directory: Path) -> dic
             "set checkpoint.pretrained_checkpoint to it instead of checkpoint.load"
         )
     saved: dict[str, Any] = common[RUN]
-    for wanted, found, key, what in (
+    for is_needed, is_saved, key, description in (
         (config.load_optim, saved["optimizer"], "load_optim", "the optimizer state"),
         (config.load_rng, saved["random"], "load_rng", "random states"),
     ):
-        if wanted and not found:
+        if is_needed and not is_saved:
             raise UserError(
-                f"checkpoint {directory} was saved without {what}; set checkpoint.{key}=false"
+                f"checkpoint {directory} was saved without {description}; set checkpoint.{key}=false"
             )
     model_check.check_same_function(run.config.model, saved, directory, config.allow_model_change)
     if run.scheduler and saved["scheduler"]:

@@ -63,9 +63,7 @@ def stages(train: TrainingConfig) -> list[tuple[int, int]]:
         return [(0, train.global_batch_size)]
     start, increment, samples = train.rampup_batch_size
     count = (train.global_batch_size - start) // increment
-    return [
-        (-(-number * samples // count), start + number * increment) for number in range(count + 1)
-    ]
+    return [(-(-stage * samples // count), start + stage * increment) for stage in range(count + 1)]
 
 
 def _calculator(train: TrainingConfig) -> NumMicroBatchesCalculator:

@@ -93,22 +93,24 @@ class TeacherCache:
         """The top tokens of samples, in the shape of ``tokens``."""
         indices = list(ids)
         hashes = self.arrays["hash"]
-        seen = [int(hashes[index]) if index < len(hashes) else NO_HASH for index in indices]
+        cached_hashes = [
+            int(hashes[index]) if index < len(hashes) else NO_HASH for index in indices
+        ]
         now = _token_hashes(tokens.reshape(len(indices), -1))
-        for index, before, after in zip(indices, seen, now.tolist(), strict=True):
+        for index, before, after in zip(indices, cached_hashes, now.tolist(), strict=True):
             if before != after:
-                what = (
+                difference = (
                     "is not in the cache"
                     if before == NO_HASH
                     else "differs from the one that the teacher saw"
                 )
                 raise UserError(
-                    f"distill.cache={self.folder}: training sample {index} {what}; the data, its order or the "
+                    f"distill.cache={self.folder}: training sample {index} {difference}; the data, its order or the "
                     "tokenizer has changed, so rebuild the cache with --mode cache-teacher"
                 )
-        found = {key: torch.from_numpy(self.arrays[key][indices]) for key in TARGET_KEYS}
+        targets = {key: torch.from_numpy(self.arrays[key][indices]) for key in TARGET_KEYS}
         return {
-            key: values.reshape(*tokens.shape, *values.shape[2:]) for key, values in found.items()
+            key: values.reshape(*tokens.shape, *values.shape[2:]) for key, values in targets.items()
         }
 
 
@@ -135,23 +137,21 @@ def read_header(folder: Path) -> CacheHeader:
         ) from error
 
 
-def check_header(folder: Path, found: CacheHeader, config: ConfigContainer) -> None:
+def check_header(folder: Path, header: CacheHeader, config: ConfigContainer) -> None:
     distill = config.distill
     assert distill is not None, "distill is not set"
-    wanted = {
-        "distill.temperature": (distill.temperature, found.temperature),
-        "distill.top_k": (distill.top_k, found.top_k),
-        "dataset.seq_length": (config.dataset.seq_length, found.seq_length),
-        "model.vocab_size": (config.model.vocab_size, found.vocab_size),
+    settings = {
+        "distill.temperature": (distill.temperature, header.temperature),
+        "distill.top_k": (distill.top_k, header.top_k),
+        "dataset.seq_length": (config.dataset.seq_length, header.seq_length),
+        "model.vocab_size": (config.model.vocab_size, header.vocab_size),
     }
     differing = [
-        f"{key} was {theirs}, not {ours}"
-        for key, (ours, theirs) in wanted.items()
-        if ours != theirs
+        f"{key} was {then}, not {now}" for key, (now, then) in settings.items() if now != then
     ]
-    if distill.teacher is not None and identity(distill.teacher) != found.identity:
+    if distill.teacher is not None and identity(distill.teacher) != header.identity:
         differing.append(
-            f"the teacher was {found.teacher}, whose weights differ from those of {distill.teacher}"
+            f"the teacher was {header.teacher}, whose weights differ from those of {distill.teacher}"
         )
     if differing:
         raise UserError(

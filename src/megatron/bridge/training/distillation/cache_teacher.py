@@ -110,13 +110,13 @@ def _sample_count(config: ConfigContainer, data: DataIterator) -> int:
     drawn = samples_of(config.train)
     if config.dataset.dataloader_type != "cyclic":
         return drawn
-    whole = len(cast(Any, data).dataset)
-    if drawn < whole:
+    samples = len(cast(Any, data).dataset)
+    if drawn < samples:
         raise UserError(
-            f"dataset.dataloader_type=cyclic uses {drawn} of {whole} samples in random order: use single, or "
+            f"dataset.dataloader_type=cyclic uses {drawn} of {samples} samples in random order: use single, or "
             "train on all of them"
         )
-    return whole
+    return samples
 
 
 def _open_or_create(folder: Path, config: ConfigContainer, samples: int) -> TeacherCache:

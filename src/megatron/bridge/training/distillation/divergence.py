@@ -70,8 +70,8 @@ def top_tokens(
     values, order = values.topk(count, dim=-1)
     ids = ids.gather(-1, order)
     rest = _log_sum_exp(_masked_out(scaled, ids, group), group)
-    whole = torch.logaddexp(values.logsumexp(-1), rest)
-    return TopTokens(ids, values - whole.unsqueeze(-1), rest - whole)
+    log_total = torch.logaddexp(values.logsumexp(-1), rest)
+    return TopTokens(ids, values - log_total.unsqueeze(-1), rest - log_total)
 
 
 class _WholeKL(torch.autograd.Function):
@@ -81,22 +81,29 @@ class _WholeKL(torch.autograd.Function):
     def forward(
         ctx: Any, student: Tensor, teacher: Tensor, temperature: float, group: dist.ProcessGroup
     ) -> Tensor:
-        theirs, ours = teacher.flatten(0, -2), student.flatten(0, -2)
-        blocks = _row_blocks(ours)
+        teacher_rows, student_rows = teacher.flatten(0, -2), student.flatten(0, -2)
+        blocks = _row_blocks(student_rows)
         highest = torch.stack(
-            [torch.cat([_to_fp32(x[rows].amax(-1)) for rows in blocks]) for x in (theirs, ours)]
+            [
+                torch.cat([_to_fp32(x[rows].amax(-1)) for rows in blocks])
+                for x in (teacher_rows, student_rows)
+            ]
         )
         highest = highest / temperature
         _reduce(highest, dist.ReduceOp.MAX, group)
         sums = torch.cat(
-            [_sums(theirs[rows], ours[rows], temperature, highest[:, rows]) for rows in blocks], 1
+            [
+                _sums(teacher_rows[rows], student_rows[rows], temperature, highest[:, rows])
+                for rows in blocks
+            ],
+            1,
         )
         _reduce(sums, dist.ReduceOp.SUM, group)
-        gradient = torch.empty_like(ours)
+        gradient = torch.empty_like(student_rows)
         for rows in blocks:
             p, q = (
                 _exp(x[rows], temperature, top[rows])
-                for x, top in zip((theirs, ours), highest, strict=True)
+                for x, top in zip((teacher_rows, student_rows), highest, strict=True)
             )
             gradient[rows] = (q / sums[1, rows].unsqueeze(-1)).sub_(p / sums[0, rows].unsqueeze(-1))
         ctx.save_for_backward(gradient)
@@ -127,16 +134,18 @@ class _TopKL(torch.autograd.Function):
     ) -> Tensor:
         scaled = _to_fp32(student) / temperature
         p, log_p = _with_remainder(log_probs, log_rest)
-        place, here = _local_places(ids, scaled.shape[-1], group)
-        named = torch.where(here, scaled.gather(-1, place.clamp(max=scaled.shape[-1] - 1)), 0.0)
+        positions, here = _local_places(ids, scaled.shape[-1], group)
+        named = torch.where(here, scaled.gather(-1, positions.clamp(max=scaled.shape[-1] - 1)), 0.0)
         _reduce(named, dist.ReduceOp.SUM, group)
-        others = _masked_out(scaled, ids, group)
-        rest = _log_sum_exp(others, group)
-        whole = torch.logaddexp(named.logsumexp(-1), rest)
-        q, log_q = _with_remainder(named - whole.unsqueeze(-1), rest - whole)
+        other_logits = _masked_out(scaled, ids, group)
+        rest = _log_sum_exp(other_logits, group)
+        log_total = torch.logaddexp(named.logsumexp(-1), rest)
+        q, log_q = _with_remainder(named - log_total.unsqueeze(-1), rest - log_total)
         shared = (q - p)[..., -1:]
-        gradient = others.sub_(rest.unsqueeze(-1)).exp_().mul_(shared)
-        padded = torch.nn.functional.pad(gradient, (0, 1)).scatter_(-1, place, (q - p)[..., :-1])
+        gradient = other_logits.sub_(rest.unsqueeze(-1)).exp_().mul_(shared)
+        padded = torch.nn.functional.pad(gradient, (0, 1)).scatter_(
+            -1, positions, (q - p)[..., :-1]
+        )
         ctx.save_for_backward(padded[..., :-1].to(student.dtype))
         ctx.temperature = temperature
         return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
@@ -161,12 +170,12 @@ def _exp(logits: Tensor, temperature: float, highest: Tensor) -> Tensor:
 
 def _sums(teacher: Tensor, student: Tensor, temperature: float, highest: Tensor) -> Tensor:
     """Sums over this rank's shard: exponentials of both, and the teacher's times the difference of the logits."""
-    theirs = (_to_fp32(teacher) / temperature).sub_(highest[0].unsqueeze(-1))
-    ours = (_to_fp32(student) / temperature).sub_(highest[1].unsqueeze(-1))
-    p = theirs.exp()
+    teacher_rows = (_to_fp32(teacher) / temperature).sub_(highest[0].unsqueeze(-1))
+    student_rows = (_to_fp32(student) / temperature).sub_(highest[1].unsqueeze(-1))
+    p = teacher_rows.exp()
     # tokens with p = 0 add nothing, also where both logits are minus infinity
-    cost = torch.where(p > 0, p * theirs.sub_(ours), 0.0).sum(-1)
-    return torch.stack((p.sum(-1), ours.exp_().sum(-1), cost))
+    cost = torch.where(p > 0, p * teacher_rows.sub_(student_rows), 0.0).sum(-1)
+    return torch.stack((p.sum(-1), student_rows.exp_().sum(-1), cost))
 
 
 def _local_places(ids: Tensor, part: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

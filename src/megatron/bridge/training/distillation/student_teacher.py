@@ -132,9 +132,9 @@ def _watch(pair: ChunkPair, side: Side, model: nn.Module) -> None:
 
 
 def _keep(
-    pair: ChunkPair, place: WatchedLayer, _module: nn.Module, _inputs: Any, outputs: Any
+    pair: ChunkPair, layer: WatchedLayer, _module: nn.Module, _inputs: Any, outputs: Any
 ) -> None:
-    pair.states[place] = outputs[0] if isinstance(outputs, tuple) else outputs
+    pair.states[layer] = outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def add_projections(
@@ -162,10 +162,10 @@ def projected(model: nn.Module, layer: int, states: Tensor) -> Tensor:
 
 
 def _projection(widths: tuple[int, int], seed: int, config: Any) -> nn.Linear:
-    made = nn.Linear(*widths, bias=False, dtype=config.params_dtype)
-    values = torch.randn(made.weight.shape, generator=torch.Generator().manual_seed(seed))
+    projection = nn.Linear(*widths, bias=False, dtype=config.params_dtype)
+    values = torch.randn(projection.weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        made.weight.copy_(values / widths[0] ** 0.5)  # keeps the scale of the components
-    tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(made.weight)
-    made.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] - each rank sees a part
-    return made
+        projection.weight.copy_(values / widths[0] ** 0.5)  # keeps the scale of the components
+    tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(projection.weight)
+    projection.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] - each rank sees a part
+    return projection

@@ -86,15 +86,15 @@ def identity(teacher: str) -> str:
     For a Megatron checkpoint it covers every byte through the manifest. For a Hugging Face model it covers the
     config, and the names, the sizes and both ends of the weight files.
     """
-    found = xxhash.xxh3_64()
+    hasher = xxhash.xxh3_64()
     for path in _identifying(teacher):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        hasher.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            found.update(file.read(SAMPLE))
+            hasher.update(file.read(SAMPLE))
             file.seek(max(0, size - SAMPLE))
-            found.update(file.read())
-    return found.hexdigest()
+            hasher.update(file.read())
+    return hasher.hexdigest()
 
 
 def _identifying(teacher: str) -> list[Path]:
@@ -134,14 +134,14 @@ def _unlike_the_student(provider: Any, config: ConfigContainer) -> Iterator[str]
 
 def _unfit_for_the_layout(provider: Any, config: ConfigContainer, world_size: int) -> Iterator[str]:
     inside = dataclasses.replace(config, model=provider)
-    found = violations(_LAYOUT_RULES, inside, world_size)
-    if not found:
+    problems = violations(_LAYOUT_RULES, inside, world_size)
+    if not problems:
         try:
             provider.finalize()
         except (ValueError, AssertionError) as error:
-            found = [str(error)]
-    if found:
+            problems = [str(error)]
+    if problems:
         yield (
-            f"it does not support the student's parallel sizes ({'; '.join(found)}): choose sizes for both, or "
+            f"it does not support the student's parallel sizes ({'; '.join(problems)}): choose sizes for both, or "
             "cache its logits with other sizes, with --mode cache-teacher and distill.cache"
         )

@@ -69,21 +69,25 @@ def set_saved_weights(run: Run, loaded: dict[str, Any]) -> None:
 
 def check_base(run: Run, saved: dict[str, Any], directory: Path) -> None:
     """Refuse adapters of another base model, and adapters in a run without PEFT or vice versa."""
-    theirs, ours = saved.get("base"), chunk_info(run.model[0]).base
-    if theirs is None and ours is not None:
+    saved_base, run_base = saved.get("base"), chunk_info(run.model[0]).base
+    if saved_base is None and run_base is not None:
         raise UserError(
             f"checkpoint {directory} holds all weights, not adapters: set checkpoint.pretrained_checkpoint to it, "
             "and checkpoint.save to another folder"
         )
-    if theirs is not None and ours is None:
+    if saved_base is not None and run_base is None:
         raise UserError(
-            f"checkpoint {directory} holds adapters of {theirs['name']}, but peft is not set: set it as in that "
+            f"checkpoint {directory} holds adapters of {saved_base['name']}, but peft is not set: set it as in that "
             "run, or merge the adapters with `megatron-bridge adapter merge`"
         )
-    if theirs is not None and ours is not None and theirs["fingerprint"] != ours["fingerprint"]:
+    if (
+        saved_base is not None
+        and run_base is not None
+        and saved_base["fingerprint"] != run_base["fingerprint"]
+    ):
         raise UserError(
-            f"checkpoint {directory} holds adapters of {theirs['name']}, whose weights differ from those of "
-            f"checkpoint.pretrained_checkpoint={ours['name']}: set it to the base model of the adapters"
+            f"checkpoint {directory} holds adapters of {saved_base['name']}, whose weights differ from those of "
+            f"checkpoint.pretrained_checkpoint={run_base['name']}: set it to the base model of the adapters"
         )
 
 
@@ -100,5 +104,5 @@ def load_adapters(run: Run, path: Path) -> None:
 def _print_trained_count(chunks: Sequence[MegatronModule]) -> None:
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    whole = sum(parameter.numel() for parameter in parameters)
-    print_rank_0(f"training {trained:,} of the {whole:,} parameters on this rank")
+    total = sum(parameter.numel() for parameter in parameters)
+    print_rank_0(f"training {trained:,} of the {total:,} parameters on this rank")

@@ -236,11 +236,11 @@ def config_overrides(
     groups: dict[tuple[tuple[str, float], ...], set[int]] = {}
     standard = get_standard_config_overrides(config)
     for name, parameter in named:
-        own: dict[str, Any] = {}
+        parameter_overrides: dict[str, Any] = {}
         for key, override in standard.items():
-            own |= override if key.matches(parameter, name) else {}
-        own |= _override_of(config, entries, name)
-        groups.setdefault(tuple(sorted(own.items())), set()).add(id(parameter))
+            parameter_overrides |= override if key.matches(parameter, name) else {}
+        parameter_overrides |= _override_of(config, entries, name)
+        groups.setdefault(tuple(sorted(parameter_overrides.items())), set()).add(id(parameter))
     return {
         _exact_key(str(group), ids): cast(ParamGroupOverride, dict(group))
         for group, ids in groups.items()
@@ -258,17 +258,17 @@ def _exact_key(name: str, ids: set[int]) -> ParamKey:
 def _override_of(
     config: OptimizerConfig, entries: list[ParameterOverride], name: str
 ) -> dict[str, float]:
-    own: dict[str, float] = {}
+    values: dict[str, float] = {}
     for entry in entries:
         if not any(fnmatchcase(name, pattern) for pattern in entry.params):
             continue
         for key, value in dict(_megatron_values(config, entry)).items():
-            if own.setdefault(key, value) != value:
+            if values.setdefault(key, value) != value:
                 raise UserError(
-                    f"optimizer.overrides: two entries match {name} and set {key} to {own[key]} and {value}: make "
+                    f"optimizer.overrides: two entries match {name} and set {key} to {values[key]} and {value}: make "
                     "their patterns narrower"
                 )
-    return own
+    return values
 
 
 def _megatron_values(

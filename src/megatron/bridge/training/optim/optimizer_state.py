@@ -42,10 +42,10 @@ def saved_state_names(keys: Iterable[str]) -> set[str]:
 
 def fits_optimizer(optimizer: str, state_names: set[str]) -> bool:
     """Return whether a checkpoint with these tensors beside the parameters is of ``optimizer``."""
-    own = set(STATE_NAMES[optimizer])
+    needed = set(STATE_NAMES[optimizer])
     # Muon is for matrices, and Adam updates the other parameters
     further = set(STATE_NAMES["adam"]) if optimizer == "muon" else set[str]()
-    return own <= state_names <= own | further
+    return needed <= state_names <= needed | further
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def tensor_slices(shape: tuple[int, ...], start: int, end: int) -> list[TensorSl
     first, last = -(-start // row), end // row
     if first > last:  # within one row
         return _slices_in_row(shape, last, start, end, 0)
-    found = _slices_in_row(shape, first - 1, start, first * row, 0)
+    slices = _slices_in_row(shape, first - 1, start, first * row, 0)
     if first < last:
-        found.append(
+        slices.append(
             TensorSlice(
                 (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row - start
             )
         )
-    return found + _slices_in_row(shape, last, last * row, end, last * row - start)
+    return slices + _slices_in_row(shape, last, last * row, end, last * row - start)
 
 
 def _slices_in_row(
@@ -216,19 +216,19 @@ def _checkpoint_tensors(
     """The tensors that a parameter (gate and up projection, say) is split into, with the offset of each in it."""
     if isinstance(entry, ShardedTensor):
         return [(entry, 0)]
-    found: list[Any] = (
+    tensors: list[Any] = (
         entry.shards
         if isinstance(entry, ShardedRowsFactory)
         else list(nested_values(entry.build()))
     )
-    for tensor in found:
+    for tensor in tensors:
         shared = tensor.data.untyped_storage().data_ptr() == entry.data.untyped_storage().data_ptr()
         assert shared, f"{tensor.key}: a copy has no offset in its parameter"
         assert tensor.data.is_contiguous(), (
             f"{tensor.key}: only splits into whole rows can be saved"
         )
     return [
-        (tensor, tensor.data.storage_offset() - entry.data.storage_offset()) for tensor in found
+        (tensor, tensor.data.storage_offset() - entry.data.storage_offset()) for tensor in tensors
     ]
 
 

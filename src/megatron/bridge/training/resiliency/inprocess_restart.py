@@ -161,9 +161,11 @@ def release() -> None:
     Gradient hooks keep a wrapped model alive outside of the garbage collector's view. Without removing them by
     hand, each restart would leak the memory of a model.
     """
-    found: list[Any] = gc.get_objects()
+    objects: list[Any] = gc.get_objects()
     for wrapper in [
-        thing for thing in found if type(thing) is DistributedDataParallel and vars(thing)
+        candidate
+        for candidate in objects
+        if type(candidate) is DistributedDataParallel and vars(candidate)
     ]:
         for parameter in wrapper.parameters():
             vars(parameter).clear()

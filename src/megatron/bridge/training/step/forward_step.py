@@ -74,16 +74,16 @@ def checked(
     """
 
     def call(*inputs: Any, **options: Any) -> Any:
-        found = step(*inputs, **options)
+        result = step(*inputs, **options)
         if not (
-            isinstance(found, tuple)
-            and len(found) == 2
-            and (callable(found[1]) or found[1] is None)
+            isinstance(result, tuple)
+            and len(result) == 2
+            and (callable(result[1]) or result[1] is None)
         ):
             raise UserError(
-                f"the forward step returned {_form(found)}: return the output and a loss function"
+                f"the forward step returned {_form(result)}: return the output and a loss function"
             )
-        output, function = found
+        output, function = result
         if function is None:
             return output, None
 
@@ -99,10 +99,10 @@ def checked(
     return call
 
 
-def _checked(found: Any, per_token: bool) -> tuple[Any, ...]:
-    if not isinstance(found, tuple | list) or len(found) not in (2, 3):
-        _refuse(f"returned {_form(found)}: return {FORMS}")
-    loss, *tokens, report = found
+def _checked(result: Any, per_token: bool) -> tuple[Any, ...]:
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
+        _refuse(f"returned {_form(result)}: return {FORMS}")
+    loss, *tokens, report = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         _refuse(f"returned {_form(loss)} as the loss: return a tensor with one element")
     if per_token and not tokens:
@@ -115,7 +115,7 @@ def _checked(found: Any, per_token: bool) -> tuple[Any, ...]:
     named = cast("Mapping[str, Any]", report)
     device = loss.device  # numbers are made where they are added to other microbatches
     values = {name: _value(name, value, device) for name, value in named.items()}
-    return loss, *(_count(number, device) for number in tokens), values
+    return loss, *(_count(token_count, device) for token_count in tokens), values
 
 
 def _count(tokens: Any, device: torch.device) -> torch.Tensor:
@@ -127,12 +127,12 @@ def _count(tokens: Any, device: torch.device) -> torch.Tensor:
 
 def _value(name: str, value: Any, device: torch.device) -> torch.Tensor:
     parts = cast("list[Any]", value) if isinstance(value, tuple | list) else [value]
-    number = torch.cat(
+    joined = torch.cat(
         [torch.as_tensor(part, device=device).detach().double().flatten() for part in parts]
     )
-    if number.numel() not in (1, 2):
+    if joined.numel() not in (1, 2):
         _refuse(f"reported {name} as {_form(value)}: report one number, or a sum and a count")
-    return number
+    return joined
 
 
 def _form(value: Any) -> str:

@@ -85,7 +85,7 @@ def _accepts_output_processor(kind: type[GPTModel]) -> bool:
     """Whether the forward method of a ``GPTModel``, or of a subclass, accepts ``output_processor``."""
     parameters = inspect.signature(kind.forward).parameters
     return "output_processor" in parameters or any(
-        it.kind is it.VAR_KEYWORD for it in parameters.values()
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )
 
 
@@ -101,8 +101,8 @@ def _losses(
     **_: Any,
 ) -> Tensor:
     """Losses [batch, sequence], zero except at the indices ``context`` into the flattened [sequence, batch]."""
-    with _gathered(hidden_states, output_layer) as whole:
-        chosen = whole.flatten(0, 1).index_select(0, context).unsqueeze(1)
+    with _gathered(hidden_states, output_layer) as all_states:
+        chosen = all_states.flatten(0, 1).index_select(0, context).unsqueeze(1)
         logits, _ = output_layer(chosen, weight=output_weight)
     targets = labels.t().flatten().index_select(0, context)
     losses = compute_language_model_loss(targets.unsqueeze(0), scale_logits(logits)).flatten()

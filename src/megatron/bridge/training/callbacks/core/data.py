@@ -33,7 +33,9 @@ class DataPosition(Callback):
             return {}
         state = self._batches.state_dict()
         everyone = _gathered(state["readers"])
-        readers = {number: reader for part in everyone for number, reader in part.items()}
+        readers = {
+            reader_index: reader for part in everyone for reader_index, reader in part.items()
+        }
         return state | ({"readers": readers} if distributed.rank() == 0 else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -81,13 +83,13 @@ def _preview(run: Run) -> None:
         config.train.global_batch_size,
         config.data_parallel_size(),
     )
-    found = preview(config.dataset, run.data, run.tokenizer, sizes)
-    for split in found.splits:
+    data_preview = preview(config.dataset, run.data, run.tokenizer, sizes)
+    for split in data_preview.splits:
         print_rank_0(f"{split.name}: {'; '.join(summary(split))}")
-    for corpus in found.corpora:
+    for corpus in data_preview.corpora:
         print_rank_0(f"{corpus.name}: {'; '.join(corpus.lines())}")
     if config.logger.log_dir is not None:
         folder = Path(config.logger.log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / SUMMARY, json.dumps(found.to_dict(), indent=1) + "\n")
-        write_text(folder / PAGE, to_html(found))
+        write_text(folder / SUMMARY, json.dumps(data_preview.to_dict(), indent=1) + "\n")
+        write_text(folder / PAGE, to_html(data_preview))

@@ -74,14 +74,14 @@ class RunMetadata(Callback):
 
 def write_run_metadata(folder: Path, config: ConfigContainer, origins: Origins, step: int) -> None:
     """Write the metadata of one start, at ``step``, into the log ``folder`` of the run."""
-    found: dict[str, Any] = environment() | {"step": step}
+    metadata: dict[str, Any] = environment() | {"step": step}
     with refuse_unwritable(f"logger.log_dir={folder}"):
         start = _next_start(folder)
-        header = [*summary(found), f"more in {STARTS}/{start.name}"]
+        header = [*summary(metadata), f"more in {STARTS}/{start.name}"]
         text = "".join(f"# {line}\n" for line in header) + annotated_yaml(config, origins)
         (start / CONFIG).write_text(text)
-        (start / ENVIRONMENT).write_text(json.dumps(found, indent=2) + "\n")
-        if diff := git_diff(found["git"]):
+        (start / ENVIRONMENT).write_text(json.dumps(metadata, indent=2) + "\n")
+        if diff := git_diff(metadata["git"]):
             (start / DIFF).write_text(diff)
         write_text(folder / CONFIG, text)
 

@@ -55,8 +55,8 @@ class CheckpointSaving(Callback):
         if self._name is not None:
             save_load.remove_non_persistent(context, self._name)
         if self._saved is not None:
-            place = paths.iteration_dir(Path(str(context.config.checkpoint.save)), self._saved)
-            print_rank_0(f"checkpoint: {place}")
+            directory = paths.iteration_dir(Path(str(context.config.checkpoint.save)), self._saved)
+            print_rank_0(f"checkpoint: {directory}")
 
     def close(self, context: Run) -> None:
         if self._background is not None:
@@ -129,15 +129,17 @@ class HFCopies(Callback):
         if self._running is not None and not self._is_finished(self._running, patience):
             return False
         hf_copy.clean(root)
-        wanted = [
-            it for it in hf_copy.missing(root) if hf_copy.copy_dir(root, it) not in self._failed
+        pending = [
+            iteration
+            for iteration in hf_copy.missing(root)
+            if hf_copy.copy_dir(root, iteration) not in self._failed
         ]
-        if not wanted:
+        if not pending:
             return True
         source = config.pretrained_checkpoint  # of the tokenizer and the other files
         if source is not None and is_megatron_checkpoint(source):
             source = None
-        self._running = CopyProcess(root, wanted[0], source, config.trust_checkpoint)
+        self._running = CopyProcess(root, pending[0], source, config.trust_checkpoint)
         return False
 
     def _is_finished(self, copy: CopyProcess, patience: float) -> bool:

@@ -88,10 +88,10 @@ class HangDetection(Callback):
             ):  # every live rank has sent another heartbeat by now
                 self._end(store.agree(find_culprit(before, store.heartbeats())))
 
-    def _end(self, found: str) -> None:
+    def _end(self, verdict: str) -> None:
         sys.stderr.write(
             f"rank {distributed.rank()}: step {self._step + 1} has been hanging for {self._seconds:.0f} s: "
-            f"{found}; stacks:\n"
+            f"{verdict}; stacks:\n"
         )
         faulthandler.dump_traceback(sys.stderr)
         sys.stderr.flush()
@@ -119,10 +119,10 @@ def find_culprit(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat |
     beats = [beat for beat in after if beat is not None]
     busy = [rank for rank, beat in enumerate(beats) if not beat.in_collective]
     if busy and len(busy) < len(beats):
-        where = "; ".join(beats[rank].where for rank in busy)
-        return f"the other ranks are waiting for {_rank_list(busy)}, which is in {where}"
-    least = min(beat.phases for beat in beats)
-    behind = [rank for rank, beat in enumerate(beats) if beat.phases == least]
+        locations = "; ".join(beats[rank].where for rank in busy)
+        return f"the other ranks are waiting for {_rank_list(busy)}, which is in {locations}"
+    fewest_phases = min(beat.phases for beat in beats)
+    behind = [rank for rank, beat in enumerate(beats) if beat.phases == fewest_phases]
     if len(behind) < len(beats):
         return f"{_rank_list(behind)} is behind the others, in {beats[behind[0]].where}"
     return f"all ranks are in {beats[0].where}"
@@ -131,14 +131,16 @@ def find_culprit(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat |
 def current_function(thread: int | None) -> tuple[str, bool]:
     """The function that a thread is in, and whether it is inside a collective."""
     frame = sys._current_frames().get(thread or 0)  # pyright: ignore[reportPrivateUsage]
-    where = "nowhere"
+    location = "nowhere"
     if frame is not None:
-        where = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        location = (
+            f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        )
     while frame is not None:
         if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
-            return where, True
+            return location, True
         frame = frame.f_back
-    return where, False
+    return location, False
 
 
 def _rank_list(ranks: Sequence[int]) -> str:
@@ -160,26 +162,26 @@ class _HeartbeatStore:
         self._store: Any = None
         self._own = Heartbeat(0, 0, 0, "nowhere", False)
 
-    def publish(self, phases: int, step: int, where: str, in_collective: bool) -> None:
+    def publish(self, phases: int, step: int, location: str, in_collective: bool) -> None:
         if self._store is None:
             self._store = self._with_timeout(_new_store_connection)
-        self._own = beat = Heartbeat(self._own.beat + 1, phases, step, where, in_collective)
+        self._own = beat = Heartbeat(self._own.beat + 1, phases, step, location, in_collective)
         self._with_timeout(
             lambda: self._store.set(f"{_KEY}/{distributed.rank()}", json.dumps(asdict(beat)))
         )
 
-    def agree(self, found: str) -> str:
+    def agree(self, verdict: str) -> str:
         """What the first rank found; ranks that look later may not see the culprit any more."""
-        answer = self._with_timeout(lambda: self._store.compare_set(f"{_KEY}/verdict", "", found))
-        return answer.decode() if answer else found
+        answer = self._with_timeout(lambda: self._store.compare_set(f"{_KEY}/verdict", "", verdict))
+        return answer.decode() if answer else verdict
 
     def heartbeats(self) -> list[Heartbeat | None]:
         """The last heartbeat of each rank; None where a rank sent none."""
-        found: list[Heartbeat | None] = (
+        beats: list[Heartbeat | None] = (
             self._with_timeout(self._read) or [None] * distributed.world_size()
         )
-        found[distributed.rank()] = self._own
-        return found
+        beats[distributed.rank()] = self._own
+        return beats
 
     def _read(self) -> list[Heartbeat | None]:
         keys = [f"{_KEY}/{rank}" for rank in range(distributed.world_size())]

@@ -78,12 +78,14 @@ class Preemption(Callback):
         late = self._minutes is not None and time.monotonic() - _PROCESS_START > 60 * self._minutes
         reason = self._largest(_TIME_LIMIT if late else self._caught)
         if reason and context.progress.step < context.config.train.train_iters:
-            what = (
+            setting = (
                 "train.exit_duration_in_mins"
                 if reason == _TIME_LIMIT
                 else signal.Signals(reason).name
             )
-            context.stop_reason = f"{what}: saved, exit code {REQUEUE_EXIT_CODE} requests a restart"
+            context.stop_reason = (
+                f"{setting}: saved, exit code {REQUEUE_EXIT_CODE} requests a restart"
+            )
             context.requeue = True
             if reason == signal.SIGINT:
                 context.stop_reason = "Ctrl-C: saved; the same command continues the run"

@@ -120,8 +120,12 @@ class Rerun(Callback):
     def _classify(self, run: Run, first: str | None) -> None:
         """Print whether the error was transient; end the run if it is persistent."""
         before, after = (
-            [found for found in distributed.all_gather_object(mine) if found is not None]
-            for mine in (first, self._problem)
+            [
+                problem
+                for problem in distributed.all_gather_object(own_problem)
+                if problem is not None
+            ]
+            for own_problem in (first, self._problem)
         )
         step = run.progress.step + 1
         if not after:
@@ -129,19 +133,21 @@ class Rerun(Callback):
                 f"step {step}: {'; '.join(before)}; the repeated step is valid: a transient error"
             )
             return
-        what = f"step {step}: {'; '.join(after)}; the repeated step is invalid, too: a persistent error"
+        sentence = f"step {step}: {'; '.join(after)}; the repeated step is invalid, too: a persistent error"
         if self._config.when_persistent == "skip" and run.config.checkpoint.save is not None:
             root = Path(run.config.checkpoint.save)
             on_first_rank(
                 lambda: write_text(
                     root / SKIPPED_FILE,
-                    json.dumps({**steps_to_skip(root), step: what}, indent=1) + "\n",
+                    json.dumps({**steps_to_skip(root), step: sentence}, indent=1) + "\n",
                 )
             )
-            print_rank_0(f"{what}; exit code {REQUEUE_EXIT_CODE}: a restarted run skips this batch")
+            print_rank_0(
+                f"{sentence}; exit code {REQUEUE_EXIT_CODE}: a restarted run skips this batch"
+            )
             raise SystemExit(REQUEUE_EXIT_CODE)
         raise FloatingPointError(
-            f"{what}; the step is not saved. Look for corrupt samples, or set train.iterations_to_skip=[{step}] "
+            f"{sentence}; the step is not saved. Look for corrupt samples, or set train.iterations_to_skip=[{step}] "
             "or rerun_state_machine.when_persistent=skip"
         )
 
@@ -193,7 +199,8 @@ def steps_to_skip(root: Path) -> dict[int, str]:
     """The steps to skip, from a run's folder, with the error of each."""
     try:
         return {
-            int(step): what for step, what in json.loads((root / SKIPPED_FILE).read_text()).items()
+            int(step): error_text
+            for step, error_text in json.loads((root / SKIPPED_FILE).read_text()).items()
         }
     except FileNotFoundError:
         return {}

@@ -92,12 +92,12 @@ class NVRxStragglerDetection(Callback):
         self._section = ExitStack()
 
     def on_train_start(self, context: Run) -> None:
-        wanted = {
+        scores = {
             "relative_perf_scores": self._config.calc_relative_gpu_perf,
             "individual_perf_scores": self._config.calc_individual_gpu_perf,
         }
         self._detector.initialize(
-            scores_to_compute=[name for name, is_wanted in wanted.items() if is_wanted],
+            scores_to_compute=[name for name, is_wanted in scores.items() if is_wanted],
             gather_on_rank0=True,
             profiling_interval=self._config.profiling_interval,
             report_time_interval=self._config.report_time_interval,
@@ -112,27 +112,27 @@ class NVRxStragglerDetection(Callback):
         report = self._detector.generate_report_if_interval_elapsed()
         if not self._detector.is_interval_elapsed():
             return
-        found = distributed.broadcast_object(
+        slow_gpus = distributed.broadcast_object(
             self._slow_gpus(report) if distributed.rank() == 0 else []
         )
-        for message in found:
+        for message in slow_gpus:
             print_rank_0(f"step {context.progress.step}: {message}")
-        if found and self._config.stop_if_detected:
-            context.stop_reason = f"a slow GPU: {found[0]}"
+        if slow_gpus and self._config.stop_if_detected:
+            context.stop_reason = f"a slow GPU: {slow_gpus[0]}"
             context.requeue = True
 
     def _slow_gpus(self, report: Any) -> list[str]:
-        found = report.identify_stragglers(
+        stragglers = report.identify_stragglers(
             gpu_rel_threshold=self._config.gpu_relative_perf_threshold,
             gpu_indiv_threshold=self._config.gpu_individual_perf_threshold,
         )
         return [
-            f"the GPU of rank {straggler.rank} on {straggler.node} is slow compared with {what}"
-            for kind, what in (
+            f"the GPU of rank {straggler.rank} on {straggler.node} is slow compared with {reference}"
+            for kind, reference in (
                 ("straggler_gpus_relative", "the other GPUs"),
                 ("straggler_gpus_individual", "its earlier speed"),
             )
-            for straggler in sorted(found[kind], key=lambda straggler: straggler.rank)
+            for straggler in sorted(stragglers[kind], key=lambda straggler: straggler.rank)
         ]
 
     def close(self, context: Run) -> None:

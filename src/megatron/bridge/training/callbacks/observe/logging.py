@@ -147,8 +147,8 @@ class Logging(Callback):
     def _measured(self, run: Run) -> Metrics:
         """The metrics that need communication between ranks."""
         assert self._energy is not None, "training has started"
-        wanted = self._config.logger.log_params_norm
-        norm: Metrics = {"params norm": metrics.params_norm(run.optimizer)} if wanted else {}
+        logs_norm = self._config.logger.log_params_norm
+        norm: Metrics = {"params norm": metrics.params_norm(run.optimizer)} if logs_norm else {}
         times = self._wait.read(self._steps) | self._timers.read(self._steps)
         return norm | metrics.memory_metrics() | self._energy(self._steps) | times
 

@@ -65,8 +65,8 @@ class Throughput:
 class EnergyUse:
     """Energy that the GPUs used since the last call."""
 
-    def __init__(self, wanted: bool) -> None:
-        self._meter: EnergyMeter | None = on_every_rank(energy_meter) if wanted else None
+    def __init__(self, measures: bool) -> None:
+        self._meter: EnergyMeter | None = on_every_rank(energy_meter) if measures else None
         self._last = 0.0 if self._meter is None else self._meter.joules()
         self._since = time.perf_counter()
 
@@ -96,12 +96,12 @@ def memory_metrics() -> Metrics:
                 strict=True,
             )
         )
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     # /proc exists on Linux only
-    now = int(_STATM.read_text().split()[1]) * _PAGE_SIZE if _STATM.exists() else most
+    now = int(_STATM.read_text().split()[1]) * _PAGE_SIZE if _STATM.exists() else peak
     # the kernel updates the maximum with a delay
     return dict(
-        zip(("memory GB", "peak memory GB"), _max_gigabytes([now, max(now, most)]), strict=True)
+        zip(("memory GB", "peak memory GB"), _max_gigabytes([now, max(now, peak)]), strict=True)
     )
 
 
@@ -184,17 +184,21 @@ class StepTimers:
         """Seconds per step since the last call, reduced by ``timing_log_option``; to be called on all ranks."""
         if self._timers is None:
             return {}
-        mine = {
+        own_times = {
             name: timer.elapsed(reset=True) / steps for name, timer in self._timers._timers.items()
         }
-        everyone = distributed.all_gather_object(mine)
+        everyone = distributed.all_gather_object(own_times)
         names = dict.fromkeys(
             name for times in everyone for name in times
         )  # stages have different ones
         numbers: Metrics = {}
         for name in names:
             # a pipeline stage that does not run this part has no time for it
-            times = {rank: found[name] for rank, found in enumerate(everyone) if found.get(name)}
+            times = {
+                rank: rank_times[name]
+                for rank, rank_times in enumerate(everyone)
+                if rank_times.get(name)
+            }
             numbers |= _over_ranks(f"{PREFIX}{name}", times, self._option)
         return numbers
 

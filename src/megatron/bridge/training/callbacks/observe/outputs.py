@@ -127,8 +127,8 @@ def _times_line(numbers: Metrics) -> str:
     return f"      ms per step: {', '.join(words)}" if words else ""
 
 
-def _minimum_shown(least: float | None, most: float) -> str:
-    return "" if least is None or f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to "
+def _minimum_shown(minimum: float | None, maximum: float) -> str:
+    return "" if minimum is None or f"{minimum:.1f}" == f"{maximum:.1f}" else f"{minimum:.1f} to "
 
 
 class JsonLinesOutput:
@@ -246,12 +246,12 @@ class PrometheusOutput:
 
 def _newest_checkpoint(root: Path) -> float:
     try:
-        found = paths.latest_iteration(root)
+        iteration = paths.latest_iteration(root)
     except UserError:
         return (
             -1
         )  # the tracker is being replaced, or damaged, which the run reports when it reads it
-    return -1 if found is None else found
+    return -1 if iteration is None else iteration
 
 
 def _published_at(root: Path) -> float:

@@ -88,10 +88,10 @@ class MLflowOutput:
 
     def _new_run(self) -> str:
         logger = self._config.logger
-        found = self._client.get_experiment_by_name(logger.mlflow_experiment)
+        existing = self._client.get_experiment_by_name(logger.mlflow_experiment)
         experiment = (
-            found.experiment_id
-            if found
+            existing.experiment_id
+            if existing
             else self._client.create_experiment(
                 logger.mlflow_experiment, artifact_location=_artifacts(logger.mlflow_tracking_uri)
             )

@@ -38,12 +38,12 @@ class ParameterOverride:
     """Multiplies the common weight decay. Excludes ``weight_decay``."""
 
     def values(self) -> dict[str, float]:
-        found = {
+        all_values = {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
             if entry.name != "params"
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in all_values.items() if value is not None}
 
     def rates(self, lr: float, min_lr: float) -> tuple[float, float]:
         """Peak and final learning rate, given the common ones."""

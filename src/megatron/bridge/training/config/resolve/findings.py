@@ -49,10 +49,10 @@ class Hardware:
             return "Transformer Engine, which is not installed"
         if self.capability >= CAPABILITIES[scaling]:
             return None
-        needed, found = (
+        needed, available = (
             ".".join(map(str, pair)) for pair in (CAPABILITIES[scaling], self.capability)
         )
-        return f"a GPU of compute capability {needed}, and this machine has {found if self.cuda else 'none'}"
+        return f"a GPU of compute capability {needed}, and this machine has {available if self.cuda else 'none'}"
 
 
 @dataclass
@@ -67,12 +67,12 @@ class Findings:
     )  # a sentence for each value that was replaced
     problems: list[str] = field(default_factory=list[str])  # a sentence for each contradiction
 
-    def lacking(self, what: str, remedy: str) -> None:
-        """This machine cannot do ``what``: a problem where the run is here, a note where it is elsewhere."""
+    def lacking(self, problem: str, remedy: str) -> None:
+        """This machine cannot do ``problem``: a problem where the run is here, a note where it is elsewhere."""
         if self.hardware.runs_here:
-            self.problems.append(f"{what}: {remedy}")
+            self.problems.append(f"{problem}: {remedy}")
         else:
-            self.notes.append(f"{what}: the machine of the run must have it")
+            self.notes.append(f"{problem}: the machine of the run must have it")
 
     def agree(self, owner: Any, block: str, name: str, value: Any, why: str) -> None:
         """Set ``owner.name`` if it is None; any other value than ``value`` is a problem."""

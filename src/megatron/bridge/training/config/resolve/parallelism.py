@@ -58,13 +58,13 @@ def derive_overlap(config: RunConfig, world_size: int, findings: Findings) -> No
         return
     for owner, name, derived in _switches(config, overlap, world_size):
         key = f"{'ddp' if owner is config.ddp else 'model'}.{name}"
-        wanted = getattr(overlap, name)
-        if wanted is False and getattr(owner, name):
+        requested = getattr(overlap, name)
+        if requested is False and getattr(owner, name):
             findings.problems.append(
                 f"comm_overlap.{name}=False contradicts {key}=True: remove one of them"
             )
             continue
-        value = (derived or bool(getattr(owner, name))) if wanted is None else wanted
+        value = (derived or bool(getattr(owner, name))) if requested is None else requested
         setattr(overlap, name, value)
         setattr(owner, name, value)
     if (

@@ -76,9 +76,9 @@ def _chosen(config: RunConfig) -> MixedPrecisionConfig:
     if config.mixed_precision is not None:
         return get_mixed_precision_config(config.mixed_precision)
     model = config.model
-    own: dict[str, Any] = {name: getattr(model, name) for name in MODEL_FIELDS}
+    model_values: dict[str, Any] = {name: getattr(model, name) for name in MODEL_FIELDS}
     return MixedPrecisionConfig(
-        bf16=model.bf16, fp16=model.fp16, grad_reduce_in_fp32=not model.fp16, **own
+        bf16=model.bf16, fp16=model.fp16, grad_reduce_in_fp32=not model.fp16, **model_values
     )
 
 

@@ -70,10 +70,10 @@ def _check_recomputed_modules(config: RunConfig, findings: Findings) -> None:
     chosen = (model.recompute_modules or ()) if model.recompute_granularity == "selective" else ()
     names = [name for name in chosen if name in RECOMPUTED_BY_ENGINE]
     if names and not findings.hardware.transformer_engine:
-        others = ", ".join(RECOMPUTED_BY_TORCH)
+        alternatives = ", ".join(RECOMPUTED_BY_TORCH)
         findings.lacking(
             f"model.recompute_modules={', '.join(names)} needs Transformer Engine, which is not installed",
-            f"choose {others} instead, or model.recompute_granularity=full",
+            f"choose {alternatives} instead, or model.recompute_granularity=full",
         )
 
 

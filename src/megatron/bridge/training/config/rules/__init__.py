@@ -32,10 +32,10 @@ Rule = Callable[[RunConfig, int], Iterator[str]]
 
 def _rules_of(modules: Iterable[ModuleType]) -> Iterator[Rule]:
     for module in modules:
-        for name, found in vars(module).items():
-            is_own = getattr(found, "__module__", None) == module.__name__
-            if is_own and isgeneratorfunction(found) and not name.startswith("_"):
-                yield found
+        for name, member in vars(module).items():
+            is_own = getattr(member, "__module__", None) == module.__name__
+            if is_own and isgeneratorfunction(member) and not name.startswith("_"):
+                yield member
 
 
 # Everything after these divides by sizes.

@@ -23,9 +23,9 @@ def non_persistent_saves_lie_between(config: RunConfig, world_size: int) -> Iter
 
 def most_recent_k_keeps_one(config: RunConfig, world_size: int) -> Iterator[str]:
     """A run keeps at least its newest checkpoint."""
-    kept = config.checkpoint.most_recent_k
-    if kept != -1 and kept < 1:
-        yield f"checkpoint.most_recent_k={kept}: must be at least 1, or -1 to keep all"
+    count = config.checkpoint.most_recent_k
+    if count != -1 and count < 1:
+        yield f"checkpoint.most_recent_k={count}: must be at least 1, or -1 to keep all"
 
 
 def mechanism_is_the_only_one(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -64,10 +64,10 @@ def inprocess_restart_timeouts_are_ordered(config: RunConfig, world_size: int) -
     for order in TIMEOUT_ORDERS if config.inprocess_restart is not None else ():
         values = [getattr(config.inprocess_restart, name) for name in order]
         if any(first >= second for first, second in pairwise(values)):
-            found = ", ".join(
+            given = ", ".join(
                 f"{name}={value:g}" for name, value in zip(order, values, strict=True)
             )
-            yield f"inprocess_restart: {found} must grow in this order"
+            yield f"inprocess_restart: {given} must grow in this order"
 
 
 def simulated_fault_rank_exists(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -39,9 +39,9 @@ def expert_tensor_ranks_divide_experts(config: RunConfig, world_size: int) -> It
     model = config.model
     if model.num_moe_experts:
         width = model.moe_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size
-        whole = "the experts' width model.moe_ffn_hidden_size"
+        description = "the experts' width model.moe_ffn_hidden_size"
         yield from indivisible(
-            "model.expert_tensor_parallel_size", model.expert_tensor_ranks, whole, width
+            "model.expert_tensor_parallel_size", model.expert_tensor_ranks, description, width
         )
 
 

@@ -36,7 +36,7 @@ def nvrx_straggler_needs_a_gpu(config: RunConfig, world_size: int) -> Iterator[s
 
 def gpu_metrics_need_a_gpu(config: RunConfig, world_size: int) -> Iterator[str]:
     """GPU memory, power and kernels cannot be measured without a GPU."""
-    wanted = [f"profiling.{name}" for name in TOOLS[1:] if getattr(config.profiling, name, False)]
-    wanted += ["logger.log_energy"] if config.logger.log_energy else []
-    if wanted and not has_cuda():
-        yield f"{wanted[0]}=True needs a GPU: leave it out here (profiling.use_pytorch_profiler works everywhere)"
+    settings = [f"profiling.{name}" for name in TOOLS[1:] if getattr(config.profiling, name, False)]
+    settings += ["logger.log_energy"] if config.logger.log_energy else []
+    if settings and not has_cuda():
+        yield f"{settings[0]}=True needs a GPU: leave it out here (profiling.use_pytorch_profiler works everywhere)"

@@ -24,14 +24,14 @@ OF_HEADS = (
 
 def head_fits_the_data(config: RunConfig, world_size: int) -> Iterator[str]:
     """Records of texts and classes are for the head that learns from them."""
-    wanted = _dataset_for(config)
+    dataset_class = _dataset_for(config)
     for part in tuning_parts(config.dataset):
-        if wanted is None and isinstance(part, OF_HEADS):
+        if dataset_class is None and isinstance(part, OF_HEADS):
             yield f"dataset is a {type(part).__name__}, but model.head is not set: set it, or use other data"
-        elif wanted is not None and not isinstance(part, wanted):
+        elif dataset_class is not None and not isinstance(part, dataset_class):
             yield (
                 f"model.head={config.model.head} with num_labels={config.model.num_labels} needs a dataset of "
-                f"the class {wanted.__name__}, but dataset is a {type(part).__name__}: change one of them"
+                f"the class {dataset_class.__name__}, but dataset is a {type(part).__name__}: change one of them"
             )
 
 
@@ -48,11 +48,11 @@ def _dataset_for(config: RunConfig) -> type[RecordDatasetConfig] | None:
 
 def adapters_leave_a_new_head_untrained(config: RunConfig, world_size: int) -> Iterator[str]:
     """With adapters, the base model is frozen, and a head that is not saved with them would stay random."""
-    kept: list[str] = getattr(config.peft, "modules_to_save", None) or []
-    trained = any(name.endswith("output_layer") for name in kept)
+    saved_modules: list[str] = getattr(config.peft, "modules_to_save", None) or []
+    trained = any(name.endswith("output_layer") for name in saved_modules)
     if config.peft is not None and config.model.num_labels is not None and not trained:
         yield (
-            f"model.head={config.model.head} with peft.modules_to_save={kept}: the head would not be trained, "
+            f"model.head={config.model.head} with peft.modules_to_save={saved_modules}: the head would not be trained, "
             "add output_layer to peft.modules_to_save"
         )
 
@@ -95,8 +95,8 @@ def labeled_answers_go_with_kto(config: RunConfig, world_size: int) -> Iterator[
     kto = config.dpo is not None and config.dpo.loss_type == "kto"
     labeled = getattr(config.dataset, "labeled", None)
     if labeled is not None and labeled != kto:
-        wanted = "kto" if labeled else "sigmoid, ipo or hinge"
-        yield f"dataset.labeled={labeled} goes with dpo.loss_type {wanted}: leave dataset.labeled unset"
+        loss_types = "kto" if labeled else "sigmoid, ipo or hinge"
+        yield f"dataset.labeled={labeled} goes with dpo.loss_type {loss_types}: leave dataset.labeled unset"
     micro, replicas = config.train.micro_batch_size, config.data_parallel_size(world_size)
     if kto and micro * replicas < 2:
         yield (

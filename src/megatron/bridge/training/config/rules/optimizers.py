@@ -22,8 +22,8 @@ def optimizer_is_known(config: RunConfig, world_size: int) -> Iterator[str]:
     name = str(config.optimizer.optimizer)
     if name in STATE_NAMES:
         return
-    other = _OTHER_NAMES.get(name.lower().replace("_torch", ""))
-    hint = f": use {other}" if other else did_you_mean(name, STATE_NAMES)
+    known_name = _OTHER_NAMES.get(name.lower().replace("_torch", ""))
+    hint = f": use {known_name}" if known_name else did_you_mean(name, STATE_NAMES)
     yield f"optimizer.optimizer={name} is not supported{hint or f': use {" or ".join(STATE_NAMES)}'}"
 
 
@@ -60,11 +60,11 @@ def precise_optimizer_is_stored(config: RunConfig, world_size: int) -> Iterator[
 def optimizer_settings_are_used(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of another optimizer would be ignored. Adam's are exempt: recipes set them, and Muon uses them."""
     optimizer = config.optimizer
-    others = tuple(prefix for prefix in _PREFIXES if prefix != f"{optimizer.optimizer}_")
+    other_prefixes = tuple(prefix for prefix in _PREFIXES if prefix != f"{optimizer.optimizer}_")
     wrong = [
         f"optimizer.{entry.name}={value}"
         for entry in dataclasses.fields(optimizer)
-        if entry.name.startswith(others)
+        if entry.name.startswith(other_prefixes)
         and (value := getattr(optimizer, entry.name)) != entry.default
     ]
     if wrong:
@@ -78,9 +78,9 @@ def optimizer_instances_divide_replicas(config: RunConfig, world_size: int) -> I
     counts = {"share the optimizer's state": replicas}
     if config.model.num_moe_experts:
         counts["hold the same experts"] = world_size // expert_ranks(config)
-    for what, count in counts.items():
+    for ranks_phrase, count in counts.items():
         if instances != 1 and (instances < 1 or count % instances):
             yield (
                 f"ddp.num_distributed_optimizer_instances={instances} does not divide the {count} ranks that "
-                f"{what}: use {near(instances, divisors(count))}"
+                f"{ranks_phrase}: use {near(instances, divisors(count))}"
             )

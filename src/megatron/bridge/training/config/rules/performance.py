@@ -28,9 +28,9 @@ def delayed_wgrad_is_set_for_both(config: RunConfig, world_size: int) -> Iterato
 
 def offloaded_layers_exist(config: RunConfig, world_size: int) -> Iterator[str]:
     """Whole layers are offloaded, and the last one is needed at once."""
-    count, most = config.model.cpu_offloading_num_layers, config.model.num_layers - 1
-    if config.model.cpu_offloading and not 0 <= count <= most:
-        yield f"model.cpu_offloading_num_layers={count} with model.cpu_offloading=True: must lie between 0 and {most}"
+    count, limit = config.model.cpu_offloading_num_layers, config.model.num_layers - 1
+    if config.model.cpu_offloading and not 0 <= count <= limit:
+        yield f"model.cpu_offloading_num_layers={count} with model.cpu_offloading=True: must lie between 0 and {limit}"
 
 
 def deterministic_delta_nets_are_unpacked(config: RunConfig, world_size: int) -> Iterator[str]:

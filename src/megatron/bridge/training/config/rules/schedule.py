@@ -135,14 +135,14 @@ def learning_rate_lasts(config: RunConfig, world_size: int) -> Iterator[str]:
 def wsd_has_a_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     """The WSD schedule needs the length of its final decay, which must fit behind the warmup."""
     scheduler, length = config.scheduler, lengths(config)
-    room = length.decay - length.warmup
-    if scheduler.lr_decay_style == "WSD" and not 1 <= length.wsd_decay <= room:
+    available = length.decay - length.warmup
+    if scheduler.lr_decay_style == "WSD" and not 1 <= length.wsd_decay <= available:
         in_samples = scheduler.lr_wsd_decay_samples is not None
         name = "lr_wsd_decay_samples" if in_samples else "lr_wsd_decay_iters"
-        most = room if in_samples else room // config.train.global_batch_size
+        limit = available if in_samples else available // config.train.global_batch_size
         yield (
             f"scheduler.{name}={getattr(scheduler, name)} with lr_decay_style=WSD: give the length of the final "
-            f"decay, between 1 and {max(most, 1)}, which is what the warmup leaves"
+            f"decay, between 1 and {max(limit, 1)}, which is what the warmup leaves"
         )
 
 
@@ -161,22 +161,26 @@ def _entry_problems(entry: ParameterOverride) -> Iterator[str]:
     negative = [f"{name}={value}" for name, value in values.items() if value < 0]
     if negative:
         yield f"{key}: {', '.join(negative)}: must not be negative"
-    for one, other in (("lr_mult", "lr"), ("lr_mult", "min_lr"), ("wd_mult", "weight_decay")):
-        if one in values and other in values:
-            yield f"{key} gives {one} and {other}, which exclude each other: remove one"
+    for multiplier, value_name in (
+        ("lr_mult", "lr"),
+        ("lr_mult", "min_lr"),
+        ("wd_mult", "weight_decay"),
+    ):
+        if multiplier in values and value_name in values:
+            yield f"{key} gives {multiplier} and {value_name}, which exclude each other: remove one"
 
 
 def overrides_are_ordered(config: RunConfig, world_size: int) -> Iterator[str]:
     """The learning rate of each group rises to its peak and falls to its minimum."""
     optimizer, start = config.optimizer, config.scheduler.lr_warmup_init
-    lr, least = optimizer.lr or 0.0, optimizer.min_lr or 0.0
+    lr, min_lr = optimizer.lr or 0.0, optimizer.min_lr or 0.0
     groups = {
-        f"optimizer.overrides for {', '.join(e.params)}": e.rates(lr, least)
+        f"optimizer.overrides for {', '.join(e.params)}": e.rates(lr, min_lr)
         for e in optimizer.overrides
     }
     if optimizer.decoupled_lr is not None:
         end = optimizer.decoupled_min_lr
-        groups["optimizer.decoupled_lr"] = (optimizer.decoupled_lr, least if end is None else end)
+        groups["optimizer.decoupled_lr"] = (optimizer.decoupled_lr, min_lr if end is None else end)
     for key, (peak, end) in groups.items():
         if peak < max(end, start):
             yield (

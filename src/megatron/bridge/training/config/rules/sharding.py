@@ -31,9 +31,9 @@ def fsdp2_ignores_ddp_settings(config: RunConfig, world_size: int) -> Iterator[s
     """FSDP2 would ignore the settings of Megatron-Core's data parallelism."""
     if not config.dist.use_torch_fsdp2:
         return
-    others = _others(config.ddp, _TORCH)
+    unused = _others(config.ddp, _TORCH)
     wrong = [
-        f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in others
+        f"ddp.{name}={value} has no effect, set it to {usual}" for name, value, usual in unused
     ]
     if config.optimizer.optimizer == "muon":
         wrong.append("optimizer.optimizer=muon must be adam or sgd, which work on shards")

@@ -87,37 +87,37 @@ def pipeline_layout_has_every_layer(config: RunConfig, world_size: int) -> Itera
     model = config.model
     if model.pipeline_model_parallel_layout is None or model.pipeline_model_parallel_size == 1:
         return
-    said = f"model.{_LAYOUT}={model.pipeline_model_parallel_layout}"
+    setting = f"model.{_LAYOUT}={model.pipeline_model_parallel_layout}"
     try:
         stages = _stages(model.pipeline_model_parallel_layout)
     except (AssertionError, KeyError) as error:
-        yield f"{said} cannot be read ({error}): E is the embedding, t a layer, m an MTP layer, L the loss"
+        yield f"{setting} cannot be read ({error}): E is the embedding, t a layer, m an MTP layer, L the loss"
         return
-    wanted = [
+    expected = [
         "embedding",
         *["decoder"] * model.num_layers,
         *["mtp"] * (model.mtp_num_layers or 0),
         "loss",
     ]
-    if [layer for stage in stages for layer in stage] != wanted:
+    if [layer for stage in stages for layer in stage] != expected:
         letters = f"{model.num_layers} layers (t)"
         letters += f", {model.mtp_num_layers} MTP layers (m)" if model.mtp_num_layers else ""
-        yield f"{said} must hold the embedding (E), {letters} and the loss (L), in this order"
+        yield f"{setting} must hold the embedding (E), {letters} and the loss (L), in this order"
     else:
-        yield from _virtual_size(said, len(stages), model)
+        yield from _virtual_size(setting, len(stages), model)
 
 
-def _virtual_size(said: str, stages: int, model: Any) -> Iterator[str]:
+def _virtual_size(setting: str, stages: int, model: Any) -> Iterator[str]:
     size, virtual = (
         model.pipeline_model_parallel_size,
         model.virtual_pipeline_model_parallel_size or 1,
     )
     if stages % size:
-        yield f"{said} has {stages} stages, no multiple of model.pipeline_model_parallel_size={size}"
+        yield f"{setting} has {stages} stages, no multiple of model.pipeline_model_parallel_size={size}"
     elif stages != size * virtual:
         fitting = stages // size if stages > size else "null"
         yield (
-            f"{said} has {stages} stages for model.pipeline_model_parallel_size={size}: set "
+            f"{setting} has {stages} stages for model.pipeline_model_parallel_size={size}: set "
             f"model.virtual_pipeline_model_parallel_size={fitting}"
         )
 

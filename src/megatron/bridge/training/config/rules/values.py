@@ -34,8 +34,8 @@ def _fields(kind: Any) -> dict[str, dataclasses.Field[Any]]:
     return {entry.name: entry for entry in dataclasses.fields(kind)}
 
 
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+def divisors(value: int) -> list[int]:
+    return [size for size in range(1, value + 1) if value % size == 0]
 
 
 def near(value: int, legal: Iterable[int]) -> str:
