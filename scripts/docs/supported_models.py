@@ -4,6 +4,7 @@
 import json
 import sys
 
+from scripts.docs import config_sources
 from scripts.docs.generated import ROOT, GeneratedPart, table_of
 
 PART = table_of("models.md", "models")
@@ -56,13 +57,17 @@ def what_it_is(architecture: str) -> str:
 
 
 def _published() -> dict[str, list[str]]:
-    """Architecture -> published models whose config.json is in the tests."""
+    """Architecture -> published models whose config.json is in the tests, with a star if written from memory."""
     from megatron.bridge.models.conversion.model_bridge import registered_name
 
+    checked = config_sources.checked_models()
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests" / "families").glob("published*/*.json")):
         (architecture,) = json.loads(path.read_text())["architectures"]
-        found.setdefault(registered_name(architecture), []).append(path.stem.partition("--")[2])
+        hub_id = path.stem.removesuffix("-text").replace("--", "/", 1)
+        star = "" if hub_id in checked else "\\*"
+        name = path.stem.partition("--")[2] + star
+        found.setdefault(registered_name(architecture), []).append(name)
     return found
 
 
@@ -81,3 +86,4 @@ def tested_layouts() -> dict[str, list[str]]:
 if __name__ == "__main__":
     PART.write(table())
     DEVIATIONS.write(deviations())
+    config_sources.PART.write(config_sources.table())
