@@ -339,14 +339,19 @@ def test_health_metrics_and_page(client, address):
         ("chat/completions", {"messages": []}, 400, ["messages"]),
         ("chat/completions", {"messages": [{"role": "usr", "content": "x"}]}, 400, ["usr", "user"]),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, ["content"]),
-        ("chat/completions", {"messages": MESSAGES, "tools": []}, 400, ["tools"]),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "functions": [{}]},
+            400,
+            ["functions", "tools"],
+        ),
         ("chat/completions", {"messages": MESSAGES, "chat_template": "x"}, 400, ["--template"]),
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, ["logprobs"]),
         (
             "chat/completions",
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+            {"messages": MESSAGES, "response_format": {"type": "json"}},
             400,
-            ["text"],
+            ["json_object"],
         ),
         (
             "chat/completions",

@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         max_queue=args.max_queue,
         request_seconds=args.request_timeout,
         drain_seconds=args.drain_timeout,
+        tool_parser=args.tool_parser,
     )
     serve(args.model, model_options.llm_options(args), config)
     return 0

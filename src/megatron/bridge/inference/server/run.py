@@ -23,8 +23,9 @@ from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
-from megatron.bridge.inference.server.errors import ApiError, to_json
+from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.metrics import Metrics
+from megatron.bridge.inference.server.tool_parsers import find_tool_format
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 
@@ -32,6 +33,7 @@ IMAGE_PATH = "/v1/chat/completions"  # endpoint whose bodies may contain images
 OPEN_PATHS = (
     "/",
     "/health",
+    "/ping",
 )  # need no key: the chat page asks for it, and load balancers have none
 TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # size limits of bodies without and with images
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -87,8 +89,35 @@ class Guard:
         except ApiError as error:
             await _refuse_request(send, error)
             return
-        if body is not None:
-            await self._app(scope, _replay_body(body, receive), self._in_time(send))
+        if body is None:
+            return
+        if scope["method"] == "OPTIONS":
+            await self._answer_options(send)
+            return
+        try:
+            await self._app(
+                _with_content_type(scope), _replay_body(body, receive), self._in_time(send)
+            )
+        except SlowReaderError as error:
+            sys.stderr.write(f"{scope['method']} {scope['path']}: {error}\n")
+
+    async def _answer_options(self, send: Send) -> None:
+        """Answer the question of a browser which requests a page of another origin may send."""
+        headers = [(b"allow", b"GET, POST, OPTIONS"), *self._origin_headers()]
+        if self._config.key is not None:
+            headers += [
+                (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+                (b"access-control-allow-headers", b"*, authorization"),
+                (b"access-control-max-age", b"600"),
+            ]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    def _origin_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the header with which browsers let pages of any origin read an answer, if these need a key."""
+        if self._config.key is None:
+            return []
+        return [(b"access-control-allow-origin", b"*")]
 
     def _refusal(self, scope: Message) -> ApiError | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -97,7 +126,11 @@ class Guard:
             return ApiError(
                 403, f"host {host!r} is not this server: call it as {sorted(self._config.hosts)[0]}"
             )
-        if self._config.key is None or scope["path"] in OPEN_PATHS:
+        is_from_page = b"origin" in headers or b"sec-fetch-site" in headers
+        if scope["method"] == "POST" and b"content-type" not in headers and is_from_page:
+            # a page of another origin may send such a body without asking first
+            return ApiError(415, "the content type is missing: send application/json")
+        if self._config.key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(
@@ -114,9 +147,24 @@ class Guard:
         """Wrap ``send`` with a timeout for clients that do not read; the server then closes the connection."""
 
         async def timed(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._config.seconds)
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self._origin_headers()]}
+            try:
+                await asyncio.wait_for(send(message), self._config.seconds)
+            except TimeoutError as error:
+                raise SlowReaderError(
+                    f"the client has not read its answer for {self._config.seconds:.0f} s: the request is aborted"
+                ) from error
 
         return timed
+
+
+def _with_content_type(scope: Message) -> Message:
+    """Return the scope of a request whose body is JSON unless the client says otherwise."""
+    headers = scope["headers"]
+    if scope["method"] != "POST" or any(name.lower() == b"content-type" for name, _ in headers):
+        return scope
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 def _host_name(value: str) -> str:
@@ -181,6 +229,7 @@ class ServeConfig:
     max_queue: int = 256  # maximum waiting choices in addition to running ones
     request_seconds: float = 600.0  # time limit of a request
     drain_seconds: float = 600.0  # time limit of running requests after SIGTERM
+    tool_parser: str | None = None  # format of calls of tools; None takes the chat template's
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
@@ -189,6 +238,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
         raise UserError(
             f"--host {config.host} can be reached by others: give --api-key-file, or leave the host at 127.0.0.1"
         )
+    find_tool_format("", config.tool_parser)  # refuses unknown names
     size = llm_module.ranks_of(options)
     with _bound_socket(config) as sock, Workers(size, LLM, path, options) as workers:
         ((reader, max_context, _),) = workers.iterate("facts", ())
@@ -206,6 +256,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             seconds=config.request_seconds,
             created=int(time.time()),
             adapters=adapters,
+            tool_parser=config.tool_parser,
         )
         _Run(server, workers, config, options.get("max_requests", 32)).run(sock)
 
