@@ -20,8 +20,8 @@ HAS_SERVER = find_spec("uvicorn") is not None and find_spec("openai") is not Non
 class ScriptedEngine:
     """Answers like ``EngineClient``, token by token, with the given texts in order."""
 
-    def __init__(self, hf, texts):
-        self.hf, self.texts = hf, list(texts)
+    def __init__(self, hf, texts, ends=True):
+        self.hf, self.texts, self.ends = hf, list(texts), ends
         self.submitted = []  # prompts and samplings, as the engine gets them
         self.forgotten = []  # numbers of the requests that were dropped before their end
 
@@ -40,7 +40,8 @@ class ScriptedEngine:
                 stream.put(Progress(stream.id, choice, detokenizer.add(token), [token]))
             reason = "stop" if len(tokens) < sampling.max_new_tokens else "length"
             last = Progress(stream.id, choice, detokenizer.finish(), [], finish_reason=reason)
-            stream.put(last)
+            if self.ends:
+                stream.put(last)
         return stream
 
     def forget(self, stream):
@@ -49,7 +50,9 @@ class ScriptedEngine:
 
 
 @contextmanager
-def scripted_server(hf, texts, tool_parser=None, key=None, context=1 << 16):
+def scripted_server(
+    hf, texts, tool_parser=None, key=None, context=1 << 16, seconds=30.0, ends=True
+):
     """Serve the texts; yields OpenAI's client and the engine."""
     import uvicorn
     from openai import OpenAI
@@ -58,15 +61,19 @@ def scripted_server(hf, texts, tool_parser=None, key=None, context=1 << 16):
     from megatron.bridge.inference.server.app import Server, make_app
     from megatron.bridge.inference.server.engine_loop import Load
     from megatron.bridge.inference.server.metrics import Metrics
-    from megatron.bridge.inference.server.run import Guard, GuardConfig
+    from megatron.bridge.inference.server.run import Guard, GuardConfig, drop_note_of_uvicorn
 
     server = Server("toy", PromptReader(hf, max_context=context), context, 60.0, 0)
     server.tool_parser = tool_parser
-    server.client = engine = ScriptedEngine(hf, texts)
+    server.client = engine = ScriptedEngine(hf, texts, ends)
     server.metrics = Metrics("toy", lambda: Load(0, 0, 0.0))
     server.is_ready = True
+    drop_note_of_uvicorn()
     config = uvicorn.Config(
-        Guard(make_app(server), GuardConfig(key)), port=0, log_level="error", lifespan="off"
+        Guard(make_app(server), GuardConfig(key, seconds=seconds)),
+        port=0,
+        log_level="error",
+        lifespan="off",
     )
     process = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(process.serve()))

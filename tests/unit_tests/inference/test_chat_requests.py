@@ -2,13 +2,19 @@
 """What agents send, with OpenAI's own client: histories, tools, reasoning, and fields that change no token."""
 
 import http.client
+import io
 import json
+import re
+import socket
+import sys
+import time
 
 import pytest
 from transformers import AutoTokenizer
 
 from tests.scripted_server import HAS_SERVER, scripted_server
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
+from tests.unit_tests.project.tree import ROOT
 
 pytestmark = pytest.mark.skipif(not HAS_SERVER, reason="no server: run scripts/extra.sh serve")
 
@@ -323,3 +329,36 @@ def test_formats_of_answers(hf):
         _, (_, sampling) = ask(hf, "x", extra_body={"structured_outputs": {form: value}})
         assert grammar_follows(hf, sampling.grammar, good)
         assert not grammar_follows(hf, sampling.grammar, "zz")
+
+
+def test_a_reader_that_stalls_loses_its_request(hf, monkeypatch):
+    """Its request ends in the engine, and the log has one line."""
+    log = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", log)
+    text = "Sun " * 20_000
+    with scripted_server(hf, [text], seconds=1.0, ends=False) as (client, engine):
+        body = json.dumps({"messages": [USER], "stream": True}).encode()
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            end = time.monotonic() + 30
+            while not engine.forgotten and time.monotonic() < end:
+                time.sleep(0.05)
+        assert set(engine.forgotten) == {0}
+    (line,) = log.getvalue().strip().splitlines()
+    assert "has not read its answer for 1 s" in line
+
+
+def test_the_agent_of_the_documentation(hf, capsys):
+    """The program in docs/serving.md, word for word but for the address."""
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"An agent:\n\n```python\n(.*?)```", page, re.DOTALL)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    texts = ["<think>Hm.</think>" + call, "Yes."]
+    with scripted_server(hf, texts) as (client, engine):
+        program = program.replace("http://127.0.0.1:8000/v1", str(client.base_url))
+        assert str(client.base_url) in program
+        exec(compile(program.replace("qwen3", "toy"), "serving.md", "exec"), {})
+    assert capsys.readouterr().out == "Yes.\n"
+    assert "tool\nIt rains in Rome." in engine.submitted[1][0]

@@ -7,6 +7,7 @@ The checks cover the API key, the host name, the size of the body, and clients t
 
 import asyncio
 import hmac
+import logging
 import signal
 import socket
 import sys
@@ -159,6 +160,12 @@ class Guard:
         return timed
 
 
+def drop_note_of_uvicorn() -> None:
+    """Leave out uvicorn's line about an unfinished answer, which follows the guard's line about the reason."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.addFilter(lambda record: "without completing response" not in record.getMessage())
+
+
 def _with_content_type(scope: Message) -> Message:
     """Return the scope of a request whose body is JSON unless the client says otherwise."""
     headers = scope["headers"]
@@ -298,6 +305,7 @@ class _Run:
         app = make_app(self._server)
         body_bytes = TEXT_BYTES if self._server.reader.media is None else IMAGE_BYTES
         app.router.lifespan_context = self._lifespan
+        drop_note_of_uvicorn()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 Guard(app, GuardConfig(self._config.api_key, hosts, body_bytes)),
