@@ -4,6 +4,7 @@
 import json
 import random
 import re
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -163,3 +164,12 @@ def test_wrong_grammars_are_named(llm, grammar, words):
 def test_a_grammar_ends_the_text():
     with pytest.raises(UserError, match="ignore_eos"):
         Sampling(grammar='start: "a"', ignore_eos=True)
+
+
+def test_a_missing_package_is_named(tokenizer_dir, monkeypatch):  # noqa: F811
+    from transformers import AutoTokenizer
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    hf = AutoTokenizer.from_pretrained(tokenizer_dir)
+    with pytest.raises(UserError, match=r"llguidance.*\[structured\]"):
+        Grammars(hf, len(hf), frozenset({hf.eos_token_id})).check('start: "a"')

@@ -93,7 +93,7 @@ class Guard:
         if body is None:
             return
         if scope["method"] == "OPTIONS":
-            await self._answer_options(send)
+            await _answer_options(send)
             return
         try:
             await self._app(
@@ -101,24 +101,6 @@ class Guard:
             )
         except SlowReaderError as error:
             sys.stderr.write(f"{scope['method']} {scope['path']}: {error}\n")
-
-    async def _answer_options(self, send: Send) -> None:
-        """Answer the question of a browser which requests a page of another origin may send."""
-        headers = [(b"allow", b"GET, POST, OPTIONS"), *self._origin_headers()]
-        if self._config.key is not None:
-            headers += [
-                (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
-                (b"access-control-allow-headers", b"*, authorization"),
-                (b"access-control-max-age", b"600"),
-            ]
-        await send({"type": "http.response.start", "status": 204, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    def _origin_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the header with which browsers let pages of any origin read an answer, if these need a key."""
-        if self._config.key is None:
-            return []
-        return [(b"access-control-allow-origin", b"*")]
 
     def _refusal(self, scope: Message) -> ApiError | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -148,8 +130,6 @@ class Guard:
         """Wrap ``send`` with a timeout for clients that do not read; the server then closes the connection."""
 
         async def timed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *self._origin_headers()]}
             try:
                 await asyncio.wait_for(send(message), self._config.seconds)
             except TimeoutError as error:
@@ -215,6 +195,13 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replay
+
+
+async def _answer_options(send: Send) -> None:
+    """Answer a browser's question about requests of pages of other origins: none are allowed."""
+    headers = [(b"allow", b"GET, POST, OPTIONS")]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _refuse_request(send: Send, error: ApiError) -> None:
