@@ -258,12 +258,10 @@ class HarmonyReader:
         """Add a piece of the answer and return the parts that are complete."""
         self._held += text
         parts: list[Part] = []
-        while (
-            self._read_header(parts, is_over)
-            if self._header is None
-            else self._read_text(parts, is_over)
-        ):
-            pass
+        goes_on = True
+        while goes_on:
+            read_part = self._read_text if self._header is not None else self._read_header
+            goes_on = read_part(parts, is_over)
         return parts
 
     def _read_header(self, parts: list[Part], is_over: bool) -> bool:
