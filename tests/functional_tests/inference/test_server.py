@@ -256,6 +256,35 @@ def test_streamed_chat_joins_to_the_whole(client):
         assert mine[-1].finish_reason == expected.finish_reason
 
 
+def test_answers_follow_a_schema(client):
+    """Each choice and each row of a batch; other requests run meanwhile."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    plain = {"model": "toy", "messages": MESSAGES, "seed": 1, "max_tokens": 60}
+    options = {**plain, "n": 4, "response_format": named}
+    free = client.chat.completions.create(**plain).choices[0].message.content
+    with ThreadPoolExecutor(3) as threads:
+        running = threads.submit(client.chat.completions.create, **plain)
+        answers = [threads.submit(client.chat.completions.create, **options) for _ in range(2)]
+        assert running.result().choices[0].message.content == free
+    choices = [choice for answer in answers for choice in answer.result().choices]
+    over = [choice for choice in choices if choice.finish_reason == "stop"]
+    assert len(over) >= 4
+    assert all(type(json.loads(choice.message.content)["a"]) is int for choice in over)
+    stream = client.chat.completions.create(**options, stream=True)
+    texts = ["", "", "", ""]
+    for piece in stream:
+        texts[piece.choices[0].index] += piece.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in answers[0].result().choices]
+    (refused,) = [
+        refusal(str(client.base_url).removesuffix("/v1/"), "/v1/chat/completions", body)
+        for body in [{**plain, "structured_outputs": {"regex": "a("}}]
+    ]
+    assert refused[0] == 400
+    assert "regex" in refused[1]
+
+
 # ---- the rest ---------------------------------------------------------------------------------------------------
 
 
@@ -339,7 +368,12 @@ def test_health_metrics_and_page(client, address):
         ("chat/completions", {"messages": []}, 400, ["messages"]),
         ("chat/completions", {"messages": [{"role": "usr", "content": "x"}]}, 400, ["usr", "user"]),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, ["content"]),
-        ("chat/completions", {"messages": MESSAGES, "tools": []}, 400, ["tools"]),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "functions": [{}]},
+            400,
+            ["functions", "tools"],
+        ),
         (
             "chat/completions",
             {"messages": MESSAGES, "chat_template": "x"},
@@ -349,9 +383,9 @@ def test_health_metrics_and_page(client, address):
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, ["logprobs"]),
         (
             "chat/completions",
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
+            {"messages": MESSAGES, "response_format": {"type": "json"}},
             400,
-            ["text"],
+            ["json_object"],
         ),
         (
             "chat/completions",

@@ -110,7 +110,7 @@ def test_greedy_takes_the_first_of_equals():
         ("temperature", -1),
         ("temperature", math.inf),
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 1.5),
         ("top_p", math.nan),
         ("top_k", -1),
@@ -134,6 +134,8 @@ def test_greedy_takes_the_first_of_equals():
         ("stop_ids", ["</s>"]),
         ("logit_bias", {"a": 1}),
         ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: -math.inf}),
+        ("logit_bias", {1: 1e39}),
         ("logit_bias", [1]),
     ],
 )

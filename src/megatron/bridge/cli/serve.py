@@ -76,6 +76,11 @@ def add_arguments(parser: Parser) -> None:
         metavar="S",
         help="seconds to finish after SIGTERM (600)",
     )
+    parser.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="format of tool calls, such as hermes (default: by the chat template)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         max_queue=args.max_queue,
         request_seconds=args.request_timeout,
         drain_seconds=args.drain_timeout,
+        tool_parser=args.tool_parser,
     )
     serve(args.model, model_options.llm_options(args), config)
     return 0

@@ -23,6 +23,7 @@ from megatron.bridge.inference import decoding_state
 from megatron.bridge.inference.adapter_bank import AdapterNames
 from megatron.bridge.inference.decoding_graphs import DecodingGraphs
 from megatron.bridge.inference.decoding_state import DecodingState
+from megatron.bridge.inference.grammars import GrammarMatcher, Grammars
 from megatron.bridge.inference.prompts import PromptSight
 from megatron.bridge.inference.requests import Completion, Sampling
 from megatron.bridge.inference.runner import Pixels, Runner, share
@@ -40,9 +41,13 @@ class Detokenizer:
     A piece is withheld while its last character may be incomplete, or while it may be the start of a stop text.
     """
 
-    def __init__(self, hf: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, hf: Any, stop: Sequence[str] = (), shown_ids: Sequence[int] = ()) -> None:
         self._hf = hf
         self._stop = tuple(stop)
+        self._hidden_ids: frozenset[int] | None = None
+        if shown_ids:
+            self._hidden_ids = frozenset(hf.all_special_ids) | special_ids(hf)
+            self._hidden_ids -= frozenset(shown_ids)
         self._ids: list[int] = []
         self._first = (
             0  # tokens from here on are decoded together, so that spaces between words are correct
@@ -82,7 +87,12 @@ class Detokenizer:
         return text[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        skips_all = self._hidden_ids is None
+        if self._hidden_ids is not None:
+            ids = [token for token in ids if token not in self._hidden_ids]
+        return self._hf.decode(
+            ids, skip_special_tokens=skips_all, clean_up_tokenization_spaces=False
+        )
 
     def _give_out(self, new: str, final: bool) -> str:
         if self.stopped:
@@ -108,6 +118,12 @@ class Detokenizer:
                     longest = length
                     break
         return longest
+
+
+def special_ids(hf: Any) -> frozenset[int]:
+    """Return the special tokens of a tokenizer, whose text completions leave out."""
+    added_tokens = hf.added_tokens_decoder
+    return frozenset(token for token, added in added_tokens.items() if added.special)
 
 
 Running = Literal["abort", "finish", "keep"]
@@ -140,6 +156,7 @@ class Job:
     text: Text
     lane: int
     detokenizer: Detokenizer | None = None
+    matcher: GrammarMatcher | None = None  # of ``sampling.grammar``; used where tokens are sampled
     piece: str = field(default="")  # text that the last step added
 
     @property
@@ -182,6 +199,7 @@ class Engine(AbstractContextManager["Engine"]):
         ]
         self._lane = parallel_state.get_data_parallel_rank()
         self._jobs: dict[int, Job] = {}
+        self._grammars = Grammars(hf, config.vocabulary, config.ends)
         self._attached = self._state.attached()
         self.weight_version = 0
 
@@ -234,9 +252,12 @@ class Engine(AbstractContextManager["Engine"]):
                 f"a prompt of {len(prompt)} tokens and max_new_tokens={sampling.max_new_tokens} exceed the "
                 f"context of {self.config.max_context}: shorten the prompt, or generate fewer tokens"
             )
-        if sampling.stop and self.hf is None:
+        if sampling.grammar is not None:
+            self._grammars.check(sampling.grammar)
+        if (sampling.stop or sampling.shown_ids) and self.hf is None:
             raise UserError(
-                f"stop={sampling.stop!r} needs a tokenizer: give stop_ids, or a tokenizer"
+                f"stop={sampling.stop!r} and shown_ids={sampling.shown_ids!r} need a tokenizer: give stop_ids, or a "
+                "tokenizer"
             )
         self.adapters.check(sampling.adapter_name)
         self._check_memory(longest)
@@ -265,7 +286,9 @@ class Engine(AbstractContextManager["Engine"]):
         completion = Completion(list(prompt), seed=seed, choice=choice)
         job = Job(completion, sampling, text, lane)
         if self.hf is not None:
-            job.detokenizer = Detokenizer(self.hf, sampling.stop)
+            job.detokenizer = Detokenizer(self.hf, sampling.stop, sampling.shown_ids)
+        if sampling.grammar is not None:
+            job.matcher = GrammarMatcher(self._grammars, sampling.grammar)
         self._jobs[id(text)] = job
         self.lanes[lane].add(text)
         return job
@@ -406,6 +429,7 @@ def _output_of_job(job: Job, row: int, target: int | None) -> Output:
         choice=completion.choice,
         target=target,
         top=top,
+        matcher=job.matcher,
     )
 
 

@@ -4,8 +4,9 @@
 For prompts with images, the engine needs to know where their tokens are, and which tokens attend to later ones.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,19 @@ def as_messages(question: str, images: Sequence[str | Path] = ()) -> list[dict[s
     ]
 
 
+def _with_argument_texts(chat: Chat) -> Chat:
+    """Return a conversation in which the arguments of calls are JSON texts."""
+    messages: list[dict[str, Any]] = []
+    for message in chat.messages:
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        messages.append({**message, "tool_calls": calls} if calls else message)
+    return replace(chat, messages=messages)
+
+
 class PromptReader:
     """Convert prompts to token ids.
 
@@ -191,6 +205,25 @@ class PromptReader:
         # a rendered template may already begin with BOS, and some tokenizers put EOS behind each text
         return encode_beginning(self.hf, prompt)
 
+    def template_source(self, tools: Sequence[Any] = ()) -> str:
+        """Return the chat template for conversations with these tools; empty without one."""
+        if self.hf is None:
+            return ""
+        try:
+            return str(self.hf.get_chat_template(self.template, list(tools) or None))
+        except ValueError:  # there is none
+            return ""
+
+    def _render_chat(self, chat: Chat, location: str) -> str:
+        template = ChatTemplate(self.hf, self.template, parts=self.media is not None)
+        try:
+            return template.prompt(chat, location)
+        except UserError:
+            # templates such as DeepSeek's join the arguments of calls to texts
+            if not any(message.get("tool_calls") for message in chat.messages):
+                raise
+            return template.prompt(_with_argument_texts(chat), location)
+
     def _of_chat(self, messages: Messages, location: str) -> list[int]:
         if self.hf is None:
             raise UserError(
@@ -199,10 +232,7 @@ class PromptReader:
         chat = parse_chat(messages, location)
         if chat.images:
             return self._with_images(chat, location)
-        text = ChatTemplate(self.hf, self.template, parts=self.media is not None).prompt(
-            chat, location
-        )
-        return self.hf.encode(text, add_special_tokens=False)
+        return self.hf.encode(self._render_chat(chat, location), add_special_tokens=False)
 
     def _with_images(self, chat: Chat, location: str) -> TokensWithImages:
         if self.media is None:

@@ -15,6 +15,7 @@ NOT_FINITE = (
 )
 """What the finish reason ``error`` means."""
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP = 128, 1000, 64, 1024
+MOST_BIAS = 100  # absolute value; it decides between any two logits that models have
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Sampling:
         int
     ] = ()  # end at one of these tokens, in addition to the model's own end tokens
     ignore_eos: bool = False  # continue after the model's own end tokens
+    # special tokens whose text the completion includes, such as marks of tool calls; it leaves out the others
+    shown_ids: Sequence[int] = ()
+    grammar: str | None = None  # the completion follows this grammar (``grammars`` writes them)
     # return log-probabilities of generated tokens, and of this many most likely tokens at each position
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt after the first
@@ -58,13 +62,17 @@ class Sampling:
             self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         )
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        object.__setattr__(self, "shown_ids", tuple(self.shown_ids))
         for name, (kinds, rule, holds) in _RULES.items():
             value = getattr(self, name)
-            if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
+            if value is None and name in ("seed", "logprobs", "prompt_logprobs", "grammar"):
                 continue
             if not isinstance(value, kinds) or isinstance(value, bool) or not holds(value):
                 raise UserError(f"{name}={value!r} must be {rule}")
+        if self.grammar is not None and self.ignore_eos:
+            raise UserError("ignore_eos=True: a grammar says where a completion ends: remove one")
         self._check_lists()
+        self._check_bias()
 
     def _check_lists(self) -> None:
         if len(self.stop) > MOST_STOPS:
@@ -74,16 +82,28 @@ class Sampling:
                 raise UserError(
                     f"stop={text!r:.60} must be a text of 1 to {LONGEST_STOP} characters"
                 )
-        for token in self.stop_ids:
-            if not isinstance(token, int):
-                raise UserError(f"stop_ids={token!r} must be a token id: put texts into stop")
+        for name in ("stop_ids", "shown_ids"):
+            for token in getattr(self, name):
+                if not isinstance(token, int):
+                    raise UserError(f"{name}={token!r} must be a token id: put texts into stop")
+
+    def _check_bias(self) -> None:
         for token, bias in self.logit_bias.items():
-            if not isinstance(token, int) or not isinstance(bias, int | float) or math.isnan(bias):
+            if not isinstance(token, int) or not isinstance(bias, int | float):
                 raise UserError(f"logit_bias[{token!r}]={bias!r} must be a number for a token id")
+            if not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise UserError(
+                    f"logit_bias[{token}]={bias!r} must be from -{MOST_BIAS} to {MOST_BIAS}"
+                )
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < 1e-6
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is the one with the highest logit."""
+        return self.is_greedy and not self.changes_logits and self.grammar is None
 
     @property
     def changes_logits(self) -> bool:
@@ -120,7 +140,11 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
     "max_new_tokens": (int, "a number of at least 0", _at_least(0)),
     "temperature": (_NUMBER, "a number of at least 0: 0 is greedy", _at_least(0)),
     "top_k": (int, "a number of at least 0: 0 keeps all tokens", _at_least(0)),
-    "top_p": (_NUMBER, "above 0 and at most 1: 1 keeps all tokens", lambda value: 0 < value <= 1),
+    "top_p": (
+        _NUMBER,
+        "from 0 to 1: 1 keeps all tokens, 0 the most likely one",
+        lambda value: 0 <= value <= 1,
+    ),
     "min_p": (_NUMBER, "from 0 to 1: 0 keeps all tokens", lambda value: 0 <= value <= 1),
     "repetition_penalty": (
         _NUMBER,
@@ -130,6 +154,7 @@ _RULES: dict[str, tuple[Any, str, Any]] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logit_bias": (Mapping, "a mapping of token ids to numbers", lambda _: True),
+    "grammar": (str, "a grammar in the notation of Lark", lambda value: bool(value.strip())),
     "seed": (int, "a whole number", lambda _: True),
     "n": (int, f"from 1 to {MOST_CHOICES}", lambda value: 1 <= value <= MOST_CHOICES),
     "logprobs": (int, f"from 0 to {MOST_LOGPROBS}", lambda value: 0 <= value <= MOST_LOGPROBS),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.bridge.inference.grammars import GrammarMatcher
 from megatron.bridge.inference.requests import Sampling, TokenLogprob
 
 FIXED = 3  # columns before the most likely tokens: token, its log-probability, most likely token
@@ -37,10 +38,17 @@ def choose(
     prompt_length: int,
     seed: int,
     choice: int,
+    matcher: GrammarMatcher | None = None,
 ) -> Tensor:
-    """Sample the next token [] after ``tokens``, which begin with the prompt; does not synchronize a GPU."""
+    """Sample the next token [] after ``tokens``, which begin with the prompt.
+
+    Does not synchronize a GPU. ``matcher`` excludes the tokens that do not follow the grammar of the request.
+    """
     if sampling.changes_logits:
         logits = penalized(logits.float(), sampling, tokens, prompt_length)
+    if matcher is not None:
+        allowed = matcher.allowed_tokens(tokens[prompt_length:])
+        logits = logits.float().masked_fill(~allowed.to(logits.device), -torch.inf)
     if sampling.is_greedy:
         return logits.argmax()
     probabilities = truncated(logits.float() / sampling.temperature, sampling).double().softmax(-1)
@@ -106,6 +114,7 @@ class Output:
     choice: int  # index of the completion
     target: int | None  # return the log-probability of this token instead of sampling
     top: int | None  # number of most likely tokens to return; None for no log-probabilities
+    matcher: GrammarMatcher | None = None  # restricts the token that is sampled
 
 
 def width_of(outputs: Sequence[Output]) -> int:
@@ -126,7 +135,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
     for index, output in enumerate(outputs):
         if output.target is not None:
             table[index, 0] = output.target
-        elif not output.sampling.is_greedy or output.sampling.changes_logits:
+        elif not output.sampling.is_plain:
             table[index, 0] = choose(
                 logits[index],
                 output.sampling,
@@ -134,6 +143,7 @@ def choose_outputs(logits: Tensor, outputs: Sequence[Output], width: int) -> Ten
                 output.prompt_length,
                 output.seed,
                 output.choice,
+                output.matcher,
             )
     # a maximum is NaN if any value is
     samples = torch.tensor([output.target is None for output in outputs], device=logits.device)

@@ -4,13 +4,17 @@
 import codecs
 import json
 import re
+import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from megatron.bridge.inference.requests import TokenLogprob
+from megatron.bridge.inference.server.answer_reader import AnswerFormat
 from megatron.bridge.inference.server.engine_loop import Progress
+from megatron.bridge.inference.server.tool_parsers import Call
 
 Json = dict[str, Any]
 
@@ -148,7 +152,9 @@ class CompletionFormat:
             else [self._choice(choice, choice.echoed, [], True, over=False)]
         )
 
-    def piece(self, choice: Choice, progress: Progress) -> Json:
+    def piece(self, choice: Choice, progress: Progress) -> Json | None:
+        if not (progress.piece or progress.logprobs or progress.finish_reason is not None):
+            return None
         return self._choice(choice, progress.piece, progress.logprobs, False)
 
     def _choice(
@@ -210,19 +216,62 @@ class ChatFormat:
 
     texts: TokenTexts
     top: int | None = None
+    answer_format: AnswerFormat | None = None  # how to read answers; None if all of them is content
     _begun: set[int] = field(default_factory=set[int])  # choices whose first token is written
+    _readers: dict[int, Any] = field(default_factory=dict[int, Any])  # by index of the choice
+    _calls: Counter[int] = field(default_factory=Counter[int])  # number of calls of each choice
 
     def whole(self, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self.answer_format is not None:
+            delta = self._read(choice, choice.text, is_over=True)
+            message["content"] = delta.get("content", None if "tool_calls" in delta else "")
+            if "reasoning_content" in delta:
+                message["reasoning_content"] = delta["reasoning_content"]
+            if "tool_calls" in delta:
+                message["tool_calls"] = delta["tool_calls"]
+                for call in message["tool_calls"]:
+                    del call["index"]
         return self._choice(choice, "message", message, choice.logprobs)
 
     def first_pieces(self, choice: Choice) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def piece(self, choice: Choice, progress: Progress) -> Json:
-        delta = {"content": progress.piece} if progress.piece else {}
+    def piece(self, choice: Choice, progress: Progress) -> Json | None:
+        delta: Json = {"content": progress.piece} if progress.piece else {}
+        if self.answer_format is not None:
+            delta = self._read(choice, progress.piece, progress.finish_reason is not None)
+        if not delta and not progress.logprobs and progress.finish_reason is None:
+            return None
         return self._choice(choice, "delta", delta, progress.logprobs)
+
+    def _read(self, choice: Choice, text: str, is_over: bool) -> Json:
+        """Return the parts of an answer that its next piece completes, as the fields of a delta."""
+        assert self.answer_format is not None
+        reader = self._readers.get(choice.index)
+        if reader is None:
+            reader = self._readers[choice.index] = self.answer_format.make_reader()
+        delta: Json = {}
+        for part in reader.add(text, is_over):
+            if isinstance(part, Call):
+                delta.setdefault("tool_calls", []).append(self._call(choice, part))
+            else:
+                name = "content" if part.kind == "content" else "reasoning_content"
+                delta[name] = delta.get(name, "") + part.text
+        return delta
+
+    def _call(self, choice: Choice, call: Call) -> Json:
+        assert self.answer_format is not None
+        index = self._calls[choice.index]
+        self._calls[choice.index] += 1
+        tool_format = self.answer_format.tool_format
+        is_short = tool_format is not None and tool_format.id_pattern == "short"
+        call_id = call.id or (
+            secrets.token_hex(5)[:9] if is_short else f"call_{secrets.token_hex(12)}"
+        )
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": call_id, "type": "function", "function": function}
 
     def _choice(
         self, choice: Choice, name: str, value: Json, logprobs: Sequence[TokenLogprob]
@@ -236,8 +285,14 @@ class ChatFormat:
             "index": choice.index,
             name: value,
             "logprobs": content,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
         }
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        has_calls = self._calls[choice.index] > 0
+        return (
+            "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
+        )
 
     def _logprob(self, choice: Choice, token_logprob: TokenLogprob) -> Json:
         is_first = choice.index not in self._begun

@@ -5,8 +5,9 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from megatron.bridge.inference.server.answers import (
     Format,
     TokenTexts,
 )
+from megatron.bridge.inference.server.chat import plan_chat, template_options
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
-from megatron.bridge.inference.server.errors import ApiError, to_json
+from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.generation import Generation
 from megatron.bridge.inference.server.metrics import CONTENT_TYPE, Metrics
 from megatron.bridge.inference.server.schemas import (
@@ -36,6 +38,7 @@ from megatron.bridge.inference.server.schemas import (
     TokenizeRequest,
 )
 from megatron.bridge.utils.errors import UserError, did_you_mean
+from megatron.bridge.version import __version__ as VERSION
 
 _PAGE = Path(__file__).parent / "page.html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -52,6 +55,7 @@ class Server:
     seconds: float  # time limit of a request
     created: int  # start time of the server in seconds since 1970
     adapters: tuple[str, ...] = ()  # names of adapters, which clients use as names of models
+    tool_parser: str | None = None  # name of the format of calls; None takes the chat template's
     client: EngineClient | None = None
     metrics: Metrics | None = None
     is_ready: bool = False
@@ -73,13 +77,28 @@ class Server:
         """Call the tokenizer in a thread, one call at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
-    def check_length(self, tokens: int) -> int:
-        """Return the number of tokens that may follow a prompt."""
+    def check_length(self, tokens: int, limit: int | None = None, name: str = "max_tokens") -> int:
+        """Return the number of tokens that may follow a prompt.
+
+        Args:
+            tokens: Tokens of the prompt.
+            limit: Tokens that the client asks for at most; None asks for as many as fit.
+            name: The field with the limit.
+
+        Raises:
+            ApiError: The prompt alone or with the answer exceeds the context.
+        """
         free_tokens = self.max_context - tokens
         if free_tokens < 1:
             message = f"the prompt has {tokens} tokens, more than the context of {self.max_context} allows: shorten it"
             raise ApiError(400, message, "prompt", "context_length_exceeded")
-        return free_tokens
+        if limit is not None and limit > free_tokens:
+            message = (
+                f"a prompt of {tokens} tokens and {name}={limit} exceed the context of {self.max_context}: shorten the "
+                f"prompt, or lower {name}"
+            )
+            raise ApiError(400, message, name, "context_length_exceeded")
+        return free_tokens if limit is None else limit
 
     def generation(
         self,
@@ -108,6 +127,7 @@ def make_app(server: Server) -> FastAPI:
     """Create the application; ``server.client`` is set when the event loop runs."""
     app = FastAPI(
         title="Megatron Bridge",
+        version=VERSION,
         docs_url=None,
         redoc_url=None,
         default_response_class=AsciiJSONResponse,
@@ -129,6 +149,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, UserError):
         return ApiError(400, str(error))
+    if isinstance(error, SlowReaderError):
+        return ApiError(499, str(error))
     if isinstance(error, EngineGoneError):
         return ApiError(
             503, f"the engine has ended: {str(error).splitlines()[-1]}", code="engine_ended"
@@ -206,6 +228,15 @@ def _add_facts(app: FastAPI, server: Server) -> None:
             raise ApiError(503, "the model is not ready yet: try again later", code="not_ready")
         return {"status": "ready"}
 
+    @app.get("/ping")
+    @app.post("/ping")
+    async def ping() -> dict[str, str]:
+        return await health()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.text() if server.metrics else b"", media_type=CONTENT_TYPE)
@@ -262,7 +293,14 @@ def _add_tokenizer(app: FastAPI, server: Server) -> None:
 
 def _tokenize_body(server: Server, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return server.reader.tokens([message.as_record() for message in body.messages], "messages")
+        record = {
+            "messages": [message.as_record() for message in body.messages],
+            "tools": [tool.as_record() for tool in body.tools or ()],
+            "chat_template_kwargs": template_options(
+                server.reader, server.reader.template_source(), body.chat_template_kwargs, None
+            ),
+        }
+        return server.reader.tokens(record, "messages")
     return server.reader.hf.encode(body.prompt, add_special_tokens=body.add_special_tokens)
 
 
@@ -276,7 +314,16 @@ def _add_generation(app: FastAPI, server: Server) -> None:
             await server.tokenize(server.reader.tokens, prompt, "prompt") for prompt in body.prompts
         ]
         count = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        more = {"max_new_tokens": count, "logprobs": body.logprobs, "adapter_name": adapter}
+        for prompt in prompts:
+            # a prompt that fills the context can be scored without an answer
+            if count or len(prompt) > server.max_context:
+                server.check_length(len(prompt), count)
+        more = {
+            "max_new_tokens": count,
+            "logprobs": body.logprobs,
+            "adapter_name": adapter,
+            "grammar": await server.tokenize(body.grammar),
+        }
         echoed = None
         if body.echo:
             echoed = [
@@ -295,22 +342,14 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         adapter = server.adapter_of(body.model)
-        records = [message.as_record() for message in body.messages]
-        prompt = await server.tokenize(server.reader.tokens, records, "messages")
-        free_tokens = server.check_length(len(prompt))
-        limit = (
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        )
+        plan = await server.tokenize(plan_chat, server.reader, body, server.tool_parser)
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limit = server.check_length(len(plan.prompt), getattr(body, name), name)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        more = {
-            "max_new_tokens": free_tokens if limit is None else limit,
-            "logprobs": top,
-            "adapter_name": adapter,
-        }
-        sampling = body.sampling(**more)
-        generation = server.generation(
-            ChatFormat(server.texts, top), [prompt], sampling, body.include_usage
-        )
+        more = {"max_new_tokens": limit, "logprobs": top, "adapter_name": adapter}
+        sampling = body.sampling(**more, **plan.changes)
+        chat_format = ChatFormat(server.texts, top, plan.answer_format)
+        generation = server.generation(chat_format, [plan.prompt], sampling, body.include_usage)
         return await _answer_request(generation, request, bool(body.stream))
 
 
@@ -328,20 +367,35 @@ def _check_ids(prompts: Sequence[str | list[int]]) -> None:
 async def _answer_request(generation: Generation, request: Request, stream: bool) -> Response:
     if stream:
         await generation.start()
-        return StreamingResponse(
-            _event_stream(generation), media_type="text/event-stream", headers=_NO_BUFFERS
-        )
+        return _EventResponse(generation)
     return AsciiJSONResponse(await _unless_gone(generation, request))
 
 
 _NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-async def _event_stream(generation: Generation) -> AsyncIterator[bytes]:
+class _EventResponse(StreamingResponse):
+    """A stream of server-sent events; when its sending ends, by whatever cause, the engine is told so."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._events = _event_stream(generation)
+        super().__init__(self._events, media_type="text/event-stream", headers=_NO_BUFFERS)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+            await self._events.aclose()
+
+
+async def _event_stream(generation: Generation) -> AsyncGenerator[bytes]:
     """Yield server-sent events; an error is the last event, without [DONE]."""
     try:
-        async for piece in generation.pieces():
-            yield b"data: " + to_json(piece) + b"\n\n"
+        async with aclosing(generation.pieces()) as pieces:
+            async for piece in pieces:
+                yield b"data: " + to_json(piece) + b"\n\n"
         yield b"data: [DONE]\n\n"
     except Exception as error:  # the status line has already been sent
         yield b"data: " + to_json(as_api_error(error).body) + b"\n\n"

@@ -5,6 +5,10 @@ import json
 from typing import Any
 
 
+class SlowReaderError(Exception):
+    """A client has not read a part of the answer in time."""
+
+
 class ApiError(Exception):
     """An error response: a message for the user, the name of the invalid field, and a code for programs."""
 

@@ -4,9 +4,9 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
@@ -65,8 +65,8 @@ class Generation:
         """
         self._end = asyncio.get_running_loop().time() + self.seconds
         try:
-            for index, prompt in enumerate(self.prompts):
-                self._streams.append(self.client.submit(prompt, self._sampling_of(index)))
+            for prompt in self.prompts:
+                self._streams.append(self.client.submit(prompt, self.sampling))
             async with self._deadline():
                 for stream in self._streams:
                     await stream.accepted()
@@ -81,12 +81,6 @@ class Generation:
             raise
         self._times = self.metrics.watch(sum(map(len, self.prompts)))
 
-    def _sampling_of(self, prompt_index: int) -> Sampling:
-        """Return the sampling of a prompt; if the request has a seed, each prompt gets a different one."""
-        if self.sampling.seed is None or prompt_index == 0:
-            return self.sampling
-        return replace(self.sampling, seed=self.sampling.seed + prompt_index)
-
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
         """Apply the request's time limit; a timeout raises an error response."""
@@ -99,7 +93,7 @@ class Generation:
             )
             raise ApiError(504, message, code="timeout") from error
 
-    async def _progress(self) -> AsyncIterator[tuple[Choice, Progress]]:
+    async def _progress(self) -> AsyncGenerator[tuple[Choice, Progress]]:
         """Yield the steps of all choices as they are computed."""
         merged: asyncio.Queue[Any] = asyncio.Queue()
         tasks = [
@@ -145,16 +139,18 @@ class Generation:
             "usage": usage(self.prompts, self._choices)
         }
 
-    async def pieces(self) -> AsyncIterator[Json]:
+    async def pieces(self) -> AsyncGenerator[Json]:
         """Yield the response as a stream of chunks."""
         begun: set[int] = set()
-        async for choice, progress in self._progress():
-            if choice.index not in begun:
-                begun.add(choice.index)
-                for first in self.format.first_pieces(choice):
-                    yield self._answer(self.format.chunk_kind, [first])
-            if progress.piece or progress.logprobs or progress.finish_reason is not None:
-                yield self._answer(self.format.chunk_kind, [self.format.piece(choice, progress)])
+        async with aclosing(self._progress()) as steps:
+            async for choice, progress in steps:
+                if choice.index not in begun:
+                    begun.add(choice.index)
+                    for first in self.format.first_pieces(choice):
+                        yield self._answer(self.format.chunk_kind, [first])
+                piece = self.format.piece(choice, progress)
+                if piece is not None:
+                    yield self._answer(self.format.chunk_kind, [piece])
         if self.include_usage:
             yield self._answer(self.format.chunk_kind, []) | {
                 "usage": usage(self.prompts, self._choices)

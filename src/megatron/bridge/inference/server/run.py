@@ -7,6 +7,7 @@ The checks cover the API key, the host name, the size of the body, and clients t
 
 import asyncio
 import hmac
+import logging
 import signal
 import socket
 import sys
@@ -23,8 +24,9 @@ from megatron.bridge.inference.llm import LLM
 from megatron.bridge.inference.requests import NOT_FINITE, Sampling
 from megatron.bridge.inference.server.app import Server, make_app
 from megatron.bridge.inference.server.engine_client import EngineClient, EngineGoneError
-from megatron.bridge.inference.server.errors import ApiError, to_json
+from megatron.bridge.inference.server.errors import ApiError, SlowReaderError, to_json
 from megatron.bridge.inference.server.metrics import Metrics
+from megatron.bridge.inference.server.tool_parsers import find_tool_format
 from megatron.bridge.inference.workers import Workers
 from megatron.bridge.utils.errors import UserError
 
@@ -32,6 +34,7 @@ IMAGE_PATH = "/v1/chat/completions"  # endpoint whose bodies may contain images
 OPEN_PATHS = (
     "/",
     "/health",
+    "/ping",
 )  # need no key: the chat page asks for it, and load balancers have none
 TEXT_BYTES, IMAGE_BYTES = 1 << 20, 32 << 20  # size limits of bodies without and with images
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -87,8 +90,17 @@ class Guard:
         except ApiError as error:
             await _refuse_request(send, error)
             return
-        if body is not None:
-            await self._app(scope, _replay_body(body, receive), self._in_time(send))
+        if body is None:
+            return
+        if scope["method"] == "OPTIONS":
+            await _answer_options(send)
+            return
+        try:
+            await self._app(
+                _with_content_type(scope), _replay_body(body, receive), self._in_time(send)
+            )
+        except SlowReaderError as error:
+            sys.stderr.write(f"{scope['method']} {scope['path']}: {error}\n")
 
     def _refusal(self, scope: Message) -> ApiError | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -97,7 +109,11 @@ class Guard:
             return ApiError(
                 403, f"host {host!r} is not this server: call it as {sorted(self._config.hosts)[0]}"
             )
-        if self._config.key is None or scope["path"] in OPEN_PATHS:
+        is_from_page = b"origin" in headers or b"sec-fetch-site" in headers
+        if scope["method"] == "POST" and b"content-type" not in headers and is_from_page:
+            # a page of another origin may send such a body without asking first
+            return ApiError(415, "the content type is missing: send application/json")
+        if self._config.key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(
@@ -114,9 +130,28 @@ class Guard:
         """Wrap ``send`` with a timeout for clients that do not read; the server then closes the connection."""
 
         async def timed(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._config.seconds)
+            try:
+                await asyncio.wait_for(send(message), self._config.seconds)
+            except TimeoutError as error:
+                raise SlowReaderError(
+                    f"the client has not read its answer for {self._config.seconds:.0f} s: the request is aborted"
+                ) from error
 
         return timed
+
+
+def drop_note_of_uvicorn() -> None:
+    """Leave out uvicorn's line about an unfinished answer, which follows the guard's line about the reason."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.addFilter(lambda record: "without completing response" not in record.getMessage())
+
+
+def _with_content_type(scope: Message) -> Message:
+    """Return the scope of a request whose body is JSON unless the client says otherwise."""
+    headers = scope["headers"]
+    if scope["method"] != "POST" or any(name.lower() == b"content-type" for name, _ in headers):
+        return scope
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
 def _host_name(value: str) -> str:
@@ -162,6 +197,13 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
+async def _answer_options(send: Send) -> None:
+    """Answer a browser's question about requests of pages of other origins: none are allowed."""
+    headers = [(b"allow", b"GET, POST, OPTIONS")]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def _refuse_request(send: Send, error: ApiError) -> None:
     """Send an error and close the connection, because the client may still be sending the body."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
@@ -181,6 +223,7 @@ class ServeConfig:
     max_queue: int = 256  # maximum waiting choices in addition to running ones
     request_seconds: float = 600.0  # time limit of a request
     drain_seconds: float = 600.0  # time limit of running requests after SIGTERM
+    tool_parser: str | None = None  # format of calls of tools; None takes the chat template's
 
 
 def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
@@ -189,6 +232,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
         raise UserError(
             f"--host {config.host} can be reached by others: give --api-key-file, or leave the host at 127.0.0.1"
         )
+    find_tool_format("", config.tool_parser)  # refuses unknown names
     size = llm_module.ranks_of(options)
     with _bound_socket(config) as sock, Workers(size, LLM, path, options) as workers:
         ((reader, max_context, _),) = workers.iterate("facts", ())
@@ -206,6 +250,7 @@ def serve(path: str, options: dict[str, Any], config: ServeConfig) -> None:
             seconds=config.request_seconds,
             created=int(time.time()),
             adapters=adapters,
+            tool_parser=config.tool_parser,
         )
         _Run(server, workers, config, options.get("max_requests", 32)).run(sock)
 
@@ -247,6 +292,7 @@ class _Run:
         app = make_app(self._server)
         body_bytes = TEXT_BYTES if self._server.reader.media is None else IMAGE_BYTES
         app.router.lifespan_context = self._lifespan
+        drop_note_of_uvicorn()
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 Guard(app, GuardConfig(self._config.api_key, hosts, body_bytes)),

@@ -1,34 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of requests. Unknown fields are errors, and so are values that would have no effect."""
+"""Fields of requests.
 
+Unknown fields are errors, and so are values that would have no effect on the answer although they ask for one. Fields
+that other servers take and that change no token by their nature, such as ``user``, are accepted.
+"""
+
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    model_validator,
+)
 
-from megatron.bridge.inference.requests import Sampling
+from megatron.bridge.inference.grammars import (
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+    written_grammar,
+)
+from megatron.bridge.inference.requests import MOST_BIAS, Sampling
 from megatron.bridge.utils.errors import did_you_mean
 
 MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, LONGEST_STOP, MOST_PROMPTS = 16, 20, 16, 256, 64
 MOST_MESSAGES, MOST_CHARACTERS = 1000, 1 << 20
 
 NOT_SUPPORTED = {
-    "functions": "functions are not supported: leave it out",
-    "function_call": "functions are not supported: leave it out",
-    "tools": "tools are not supported: leave it out",
-    "tool_choice": "tools are not supported: leave it out",
-    "parallel_tool_calls": "tools are not supported: leave it out",
+    "functions": "functions are the older form of tools: use tools",
+    "function_call": "functions are the older form of tools: use tool_choice",
     "audio": "audio is not supported: leave it out",
     "modalities": "only text is generated: leave it out",
-    "prediction": "predicted outputs are not supported: leave it out",
+    "web_search_options": "the server searches nothing: leave it out",
+    "verbosity": "no open model reads it: ask for it in a message",
+    "length_penalty": "beams are not supported: leave it out",
+    "early_stopping": "beams are not supported: leave it out",
+    "use_beam_search": "beams are not supported: leave it out",
+    "add_generation_prompt": "the server always asks for an answer: leave it out",
+    "continue_final_message": (
+        "the last answer cannot be continued: leave it out, or use /v1/completions"
+    ),
+    "spaces_between_special_tokens": "the tokenizer decides it: leave it out",
     "chat_template": "templates of requests are not used: start the server with --chat-template",
-    "guided_json": "grammars are not supported: leave it out",
-    "guided_regex": "grammars are not supported: leave it out",
     "suffix": "text cannot be inserted before a suffix: leave it out",
 }
 """Fields that other servers support, and what to use instead."""
 
 # fields with the same names in ``Sampling``
+_MOST_TOOLS = 128
+_DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "spaces_between_special_tokens": (True,),
+    "verbosity": ("medium",),
+}
+"""Fields without support, and the values by which a client asks for what the server does anyway."""
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("top_p", "min_p", "n", "seed", "stop", "ignore_eos", *_PENALTIES)
 
@@ -53,13 +89,75 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI pads events with it; it changes no token
     continuous_usage_stats: Literal[False] | None = None
 
 
-class TextFormat(_Strict):
-    """The only supported response format."""
+class JsonSchema(_Strict):
+    """OpenAI's description of a structured answer; each schema is followed, whatever ``strict`` is."""
 
-    type: Literal["text"]
+    name: Text | None = None
+    description: Text | None = None
+    content: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's form of a structured answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type=json_schema: give both")
+        return self
+
+    def grammar(self) -> str | None:
+        """Return the grammar of the answer; None for any text."""
+        if self.json_schema is not None:
+            return json_grammar(self.json_schema.content)
+        return json_grammar({"type": "object"}) if self.type == "json_object" else None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's form of a structured answer."""
+
+    content: dict[str, Any] | Text | None = Field(None, alias="json")
+    regex: Text | None = Field(None, min_length=1)
+    choice: list[Text] | None = Field(None, min_length=1, max_length=1024)
+    grammar_text: Text | None = Field(None, min_length=1, alias="grammar")
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "StructuredOutputs":
+        given = self.model_dump(exclude_none=True, by_alias=True)
+        if len(given) != 1 or given == {"json_object": False}:
+            raise ValueError("give one of json, regex, choice, grammar and json_object=true")
+        self.parsed_schema()
+        return self
+
+    def parsed_schema(self) -> Any:
+        """Return the JSON schema, which may be a text."""
+        if not isinstance(self.content, str):
+            return self.content
+        schema = json.loads(self.content)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("json must be a JSON schema")
+        return schema
+
+    def grammar(self) -> str:
+        """Return the grammar of the answer."""
+        if self.content is not None:
+            return json_grammar(self.parsed_schema())
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        if self.choice is not None:
+            return choice_grammar(self.choice)
+        if self.grammar_text is not None:
+            return written_grammar(self.grammar_text)
+        return json_grammar({"type": "object"})
 
 
 class GenerationRequest(_Strict):
@@ -68,7 +166,7 @@ class GenerationRequest(_Strict):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0, le=1 << 31)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
@@ -82,10 +180,33 @@ class GenerationRequest(_Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    # these change no token
     user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_default_values(cls, body: Any) -> Any:
+        """Drop fields that are not supported and have the value that leaves the answer as it is."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if name in cls.model_fields or not _is_default(name, value)
+        }
 
     @model_validator(mode="after")
     def _check(self) -> "GenerationRequest":
@@ -105,7 +226,41 @@ class GenerationRequest(_Strict):
         ]
         if bad:
             raise ValueError(f"logit_bias[{bad[0]!r:.40}] must be a token id in decimal digits")
+        for token, bias in (self.logit_bias or {}).items():
+            if not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise ValueError(
+                    f"logit_bias[{token}]={bias} must be from -{MOST_BIAS} to {MOST_BIAS}"
+                )
         return self
+
+    def _structures(self) -> list[ResponseFormat | StructuredOutputs]:
+        """Return all forms of a structured answer that the request asks for."""
+        structures: list[ResponseFormat | StructuredOutputs] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            structures.append(self.response_format)
+        if self.structured_outputs is not None:
+            structures.append(self.structured_outputs)
+        for name in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{name}")
+            if value is not None:
+                structures.append(StructuredOutputs.model_validate({name: value}))
+        return structures
+
+    @model_validator(mode="after")
+    def _check_structures(self) -> "GenerationRequest":
+        structures = self._structures()
+        if len(structures) > 1:
+            raise ValueError(
+                "give one of response_format, structured_outputs and the fields guided_..."
+            )
+        if structures and self.ignore_eos:
+            raise ValueError("ignore_eos: the format of the answer says where it ends: remove one")
+        return self
+
+    def grammar(self) -> str | None:
+        """Return the grammar of the answer; None for any text."""
+        structures = self._structures()
+        return structures[0].grammar() if structures else None
 
     def sampling(self, **more: Any) -> Sampling:
         """Return the sampling of the request, with OpenAI's defaults."""
@@ -179,7 +334,8 @@ class ImageUrl(_Strict):
     """An image inside the request, as a data URL."""
 
     url: Annotated[Text, AfterValidator(_in_request)]
-    detail: Literal["auto"] | None = None
+    # OpenAI's own models see more or fewer pixels by it; here the processor of the model decides
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImagePart(_Strict):
@@ -187,20 +343,105 @@ class ImagePart(_Strict):
     image_url: ImageUrl
 
 
+class FunctionCall(_Strict):
+    name: Text = Field(min_length=1, max_length=256)
+    arguments: Text  # a JSON object
+
+
+class ToolCall(_Strict):
+    """A call in an earlier answer."""
+
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+    index: int | None = None  # clients that join the deltas of a stream keep it
+
+
+def _check_nothing(value: Any) -> Any:
+    if value:
+        raise ValueError("cannot be given to the model: put text into content")
+    return value
+
+
+Nothing = Annotated[Any, AfterValidator(_check_nothing)]
+"""A field of OpenAI's answers that is empty in every answer of this server."""
+
+
 class ChatMessage(_Strict):
+    """A message of a conversation; an answer of the server, as its clients dump it, is one."""
+
     role: Text = Field(max_length=64)
-    content: Text | list[Annotated[TextPart | ImagePart, Discriminator("type")]]
+    content: Text | list[Annotated[TextPart | ImagePart, Discriminator("type")]] | None = None
     name: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
+    # fields of OpenAI's answers
+    refusal: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    annotations: Nothing = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "ChatMessage":
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content of the role {self.role} is missing: give a text")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to the role assistant, not {self.role}")
+        return self
 
     @property
     def characters(self) -> int:
         """Number of characters in the message."""
-        if isinstance(self.content, str):
-            return len(self.content)
-        return sum(len(part.text) for part in self.content if isinstance(part, TextPart))
+        calls = self.tool_calls or []
+        size = sum(len(call.function.name) + len(call.function.arguments) for call in calls)
+        size += len(self.reasoning_content or "")
+        if isinstance(self.content, list):
+            texts = [part.text for part in self.content if isinstance(part, TextPart)]
+            return size + sum(map(len, texts))
+        return size + len(self.content or "")
 
     def as_record(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
+        """Return the message in the format of training records."""
+        record = self.model_dump(
+            exclude_none=True, exclude={"refusal", "audio", "function_call", "annotations"}
+        )
+        for call in record.get("tool_calls", ()):
+            call.pop("index", None)
+        if not record.get("tool_calls"):
+            record.pop("tool_calls", None)
+        record.setdefault("content", "")
+        return record
+
+
+class ToolFunction(_Strict):
+    """The function that a tool describes."""
+
+    name: Text = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None  # JSON schema
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    type: Literal["function"]
+    function: ToolFunction
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it: what the client has sent."""
+        function = self.function.model_dump(exclude_unset=True, exclude={"strict"})
+        return {"type": "function", "function": function}
+
+
+class FunctionName(_Strict):
+    name: Text
+
+
+class NamedTool(_Strict):
+    """The choice of a tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest):
@@ -210,7 +451,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=0, le=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    response_format: TextFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":
@@ -223,7 +470,27 @@ class ChatRequest(GenerationRequest):
         limits = (self.max_tokens, self.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        self._check_tool_choice()
         return self
+
+    def _check_tool_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools has two functions of one name: names must differ")
+        if isinstance(self.tool_choice, NamedTool):
+            chosen = self.tool_choice.function.name
+            if chosen not in names:
+                hint = did_you_mean(chosen, names)
+                raise ValueError(f"tool_choice: {chosen!r:.70} is not in tools{hint}")
+        elif self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice=required needs tools: give at least one")
+        if self._structures() and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice demands a call and the format another text: give one")
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeRequest(_Strict):
@@ -232,6 +499,8 @@ class TokenizeRequest(_Strict):
     model: str | None = None
     prompt: Text | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    tools: list[Tool] | None = Field(None, max_length=_MOST_TOOLS)
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -259,6 +528,13 @@ def describe(error: Mapping[str, Any], names: list[str]) -> tuple[str, str | Non
         return f"{field} is not a field of this request{did_you_mean(path[-1], names)}", field
     message = str(error["msg"]).removeprefix("Value error, ")
     return (message if field is None else f"{field}: {message}"), field
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Return whether a field that is not supported asks for nothing."""
+    if name not in NOT_SUPPORTED:
+        return False
+    return value is None or value in _DEFAULT_VALUES.get(name, ())
 
 
 def _is_variant(part: Any) -> bool:

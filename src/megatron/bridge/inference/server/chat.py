@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepare a chat request: its prompt, what its answer may be, and how to read the answer."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.bridge.inference.grammars import (
+    added_ids_by_text,
+    after_harmony_reasoning,
+    after_reasoning,
+    json_rule,
+    mark_expression,
+)
+from megatron.bridge.inference.prompts import PromptReader
+from megatron.bridge.inference.server.answer_reader import AnswerFormat
+from megatron.bridge.inference.server.errors import ApiError
+from megatron.bridge.inference.server.schemas import ChatRequest, NamedTool, Tool
+from megatron.bridge.inference.server.tool_parsers import (
+    JSON_FORMAT,
+    ForcedCall,
+    ReasoningFormat,
+    ToolFormat,
+    find_reasoning_format,
+    find_tool_format,
+)
+from megatron.bridge.utils.errors import did_you_mean
+
+_ARGUMENTS_OF_RENDERING = frozenset(
+    (
+        "messages",
+        "conversations",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    )
+)
+_TAIL = 32  # tokens at the end of a prompt in which a mark of reasoning may be
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """What the server computes for a chat request.
+
+    Attributes:
+        prompt: token ids.
+        answer_format: how to read the answer; None if all of it is content.
+        changes: values of ``Sampling`` that follow from tools, reasoning and response format.
+    """
+
+    prompt: list[int]
+    answer_format: AnswerFormat | None
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_chat(reader: PromptReader, body: ChatRequest, tool_parser: str | None) -> ChatPlan:
+    """Render a conversation and find out how to read the answer.
+
+    Args:
+        reader: Converts the conversation to tokens.
+        body: The request.
+        tool_parser: Name of the format of calls; None takes the one of the chat template.
+
+    Raises:
+        ApiError: The chat template does not render the tools, or has no such option.
+        UserError: The chat template refuses the conversation.
+    """
+    tools = body.offered_tools
+    tool_records = [tool.as_record() for tool in tools]
+    source = reader.template_source(tool_records)
+    if tools and not _reads(source, "tools"):
+        raise ApiError(
+            400,
+            "tools: the chat template of this model does not render tools: leave them out, send tool_choice=none, "
+            "or start the server with a --template that does",
+            "tools",
+        )
+    prompt = reader.tokens(
+        {
+            "messages": [message.as_record() for message in body.messages],
+            "tools": tool_records,
+            "chat_template_kwargs": template_options(
+                reader, source, body.chat_template_kwargs, body.reasoning_effort
+            ),
+        },
+        "messages",
+    )
+    return _plan_answer(reader, body, prompt, source, find_tool_format(source, tool_parser))
+
+
+def _plan_answer(
+    reader: PromptReader,
+    body: ChatRequest,
+    prompt: list[int],
+    source: str,
+    tool_format: ToolFormat,
+) -> ChatPlan:
+    tools = body.offered_tools
+    is_harmony = tool_format.name == "harmony"
+    added_ids = added_ids_by_text(reader.hf)
+    reasoning, has_begun = None, False
+    if not is_harmony:
+        reasoning, has_begun = _reasoning_of_prompt(reader.hf, prompt, source)
+    grammar = body.grammar()
+    is_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    if is_forced:
+        if tool_format.forced is None:
+            tool_format = JSON_FORMAT
+        grammar = _forced_grammar(tool_format, _forced_tools(body), body, added_ids)
+    if grammar is not None and reasoning is not None:
+        grammar = after_reasoning(grammar, reasoning.begin, reasoning.end, has_begun, added_ids)
+    elif grammar is not None and is_harmony and not is_forced:
+        grammar = after_harmony_reasoning(grammar, added_ids)
+    if not tools and reasoning is None and not is_harmony:
+        return ChatPlan(prompt, None, {"grammar": grammar})
+    answer_format = AnswerFormat(
+        tool_format if tools or is_harmony else None,
+        {tool.function.name: tool.function.parameters or {} for tool in tools},
+        reasoning,
+        has_begun,
+        body.parallel_tool_calls is not False,
+    )
+    shown_ids = [added_ids[mark] for mark in answer_format.marks if mark in added_ids]
+    return ChatPlan(prompt, answer_format, {"grammar": grammar, "shown_ids": shown_ids})
+
+
+def _reads(source: str, name: str) -> bool:
+    """Return whether a chat template mentions a variable."""
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+def template_options(
+    reader: PromptReader, source: str, given: Mapping[str, Any] | None, effort: str | None
+) -> dict[str, Any]:
+    """Return the variables of a chat template that a request sets.
+
+    Args:
+        reader: Has the tokenizer.
+        source: The chat template.
+        given: ``chat_template_kwargs`` of the request.
+        effort: ``reasoning_effort`` of the request.
+
+    Raises:
+        ApiError: The chat template does not read one of them.
+    """
+    given = dict(given or {})
+    reserved = _ARGUMENTS_OF_RENDERING | reader.hf.special_tokens_map.keys()
+    names = sorted(set(re.findall(r"\b[A-Za-z_]\w*\b", source)) - reserved)
+    for name in given:
+        if name in reserved:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs.{name:.70} is set by the server: leave it out",
+                "chat_template_kwargs",
+            )
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ApiError(
+                400,
+                f"chat_template_kwargs.{name:.70} is not read by the chat template of this model{hint}: leave it out",
+                "chat_template_kwargs",
+            )
+    return _effort_options(source, effort) | given
+
+
+def _effort_options(source: str, effort: str | None) -> dict[str, Any]:
+    """Return the variables by which a template knows ``reasoning_effort``; other templates do not."""
+    if effort is None:
+        return {}
+    if _reads(source, "reasoning_effort"):
+        return {"reasoning_effort": effort}
+    for switch in ("enable_thinking", "thinking"):
+        if re.search(rf"\b{switch}\s+is\s+(not\s+)?(defined|false|true)\b", source):
+            return {switch: effort != "none"}
+    return {}
+
+
+def _reasoning_of_prompt(
+    hf: Any, prompt: list[int], source: str
+) -> tuple[ReasoningFormat | None, bool]:
+    """Return the marks of reasoning that the answer may have, and whether it begins inside of reasoning."""
+    reasoning = find_reasoning_format(source)
+    if reasoning is None:
+        return None, False
+    tail = hf.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+    if tail.endswith(reasoning.end):
+        return None, False
+    return reasoning, tail.endswith(reasoning.begin.rstrip())
+
+
+def _forced_tools(body: ChatRequest) -> list[Tool]:
+    if not isinstance(body.tool_choice, NamedTool):
+        return body.offered_tools
+    chosen = body.tool_choice.function.name
+    return [tool for tool in body.offered_tools if tool.function.name == chosen]
+
+
+def _forced_grammar(
+    tool_format: ToolFormat, tools: list[Tool], body: ChatRequest, added_ids: Mapping[str, int]
+) -> str:
+    """Return the grammar of answers that are calls of these tools."""
+    form: ForcedCall | None = tool_format.forced
+    assert form is not None
+
+    def expression(text: str) -> str:
+        return mark_expression(text, added_ids)
+
+    has_one = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+    more = "" if has_one else f"({expression(form.between)} call)*"
+    rules = [f"start: {expression(form.first)} call {more} {expression(form.last)}"]
+    names = [f"call_{index}" for index in range(len(tools))]
+    rules.append(f"call: {' | '.join(names)}")
+    for name, tool in zip(names, tools, strict=True):
+        before = expression(form.before.replace("NAME", tool.function.name))
+        schema = {"type": "object", **(tool.function.parameters or {})}
+        rules.append(f"{name}: {before} {name}_arguments {expression(form.after)}")
+        rules.append(f"{name}_arguments: {json_rule(schema)}")
+    return "\n".join(rules)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server's endpoints over a scripted engine: each request is answered with the next text of a list."""
+
+import asyncio
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from tests.unit_tests.project.tree import ROOT
+
+BESIDE = ROOT / ".cache/serve"  # where scripts/extra.sh installs it
+if BESIDE.is_dir() and str(BESIDE) not in sys.path:
+    sys.path.append(str(BESIDE))
+
+HAS_SERVER = find_spec("uvicorn") is not None and find_spec("openai") is not None
+
+
+class ScriptedEngine:
+    """Answers like ``EngineClient``, token by token, with the given texts in order."""
+
+    def __init__(self, hf, texts, ends=True):
+        self.hf, self.texts, self.ends = hf, list(texts), ends
+        self.submitted = []  # prompts and samplings, as the engine gets them
+        self.forgotten = []  # numbers of the requests that were dropped before their end
+
+    def submit(self, prompt, sampling):
+        from megatron.bridge.inference.engine import Detokenizer
+        from megatron.bridge.inference.server.engine_client import RequestStream
+        from megatron.bridge.inference.server.engine_loop import Accepted, Progress
+
+        stream = RequestStream(self, len(self.submitted), sampling.n)
+        self.submitted.append((self.hf.decode(prompt), sampling))
+        stream.put(Accepted(stream.id))
+        for choice in range(sampling.n):
+            detokenizer = Detokenizer(self.hf, sampling.stop, sampling.shown_ids)
+            tokens = self.hf.encode(self.texts.pop(0), add_special_tokens=False)
+            for token in tokens[: sampling.max_new_tokens]:
+                stream.put(Progress(stream.id, choice, detokenizer.add(token), [token]))
+            reason = "stop" if len(tokens) < sampling.max_new_tokens else "length"
+            last = Progress(stream.id, choice, detokenizer.finish(), [], finish_reason=reason)
+            if self.ends:
+                stream.put(last)
+        return stream
+
+    def forget(self, stream):
+        if stream.open_choices:
+            self.forgotten.append(stream.id)
+
+
+@contextmanager
+def scripted_server(
+    hf, texts, tool_parser=None, key=None, context=1 << 16, seconds=30.0, ends=True
+):
+    """Serve the texts; yields OpenAI's client and the engine."""
+    import uvicorn
+    from openai import OpenAI
+
+    from megatron.bridge.inference.prompts import PromptReader
+    from megatron.bridge.inference.server.app import Server, make_app
+    from megatron.bridge.inference.server.engine_loop import Load
+    from megatron.bridge.inference.server.metrics import Metrics
+    from megatron.bridge.inference.server.run import Guard, GuardConfig, drop_note_of_uvicorn
+
+    server = Server("toy", PromptReader(hf, max_context=context), context, 60.0, 0)
+    server.tool_parser = tool_parser
+    server.client = engine = ScriptedEngine(hf, texts, ends)
+    server.metrics = Metrics("toy", lambda: Load(0, 0, 0.0))
+    server.is_ready = True
+    drop_note_of_uvicorn()
+    config = uvicorn.Config(
+        Guard(make_app(server), GuardConfig(key, seconds=seconds)),
+        port=0,
+        log_level="error",
+        lifespan="off",
+    )
+    process = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(process.serve()))
+    thread.start()
+    try:
+        while not process.started:
+            time.sleep(0.01)
+        port = process.servers[0].sockets[0].getsockname()[1]
+        address = f"http://127.0.0.1:{port}/v1"
+        yield OpenAI(base_url=address, api_key=key or "none", max_retries=0, timeout=60), engine
+    finally:
+        process.should_exit = True
+        thread.join()
