@@ -196,7 +196,8 @@ class Grammars:
         backend = getattr(self._hf, "backend_tokenizer", None)
         if backend is None:
             raise UserError(
-                "a grammar needs a fast tokenizer (tokenizer.json), which the model does not have: remove the grammar"
+                "a grammar needs a fast tokenizer, which the model does not have: remove the grammar, or use a "
+                "tokenizer that transformers loads as a fast one"
             )
         if not self._ends:
             raise UserError("a grammar needs an end token, which the model does not have")

@@ -600,7 +600,7 @@ COMMANDS = [
         (
             "more than all tokens",
             ["generate", LLAMA, "--prompt", "hi", "--top-p", "2"],
-            ("=2.0", "at most 1"),
+            ("=2.0", "from 0 to 1"),
         ),
         (
             "memory in words",

@@ -76,7 +76,7 @@ def plan_chat(reader: PromptReader, body: ChatRequest, tool_parser: str | None) 
         raise ApiError(
             400,
             "tools: the chat template of this model does not render tools: leave them out, send tool_choice=none, "
-            "or start the server with a --template that does",
+            "or start the server with a --chat-template that does",
             "tools",
         )
     prompt = reader.tokens(
