@@ -59,7 +59,8 @@ def _read_full_layers(
     layer_values = {int(layer): values for layer, values in (layers or {}).items()}
     if layer_values and sorted(layer_values) != full:
         raise UserError(
-            f"per_layer_config={layer_values} must describe the layers without a window: {full}"
+            f"per_layer_config={layer_values} must describe the layers without a window, which are {full} "
+            "in layer_types"
         )
     first = next(iter(layer_values.values()), cast(Mapping[str, Any], {}))
     if any(

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import ceil, inf
+from math import ceil, inf, isfinite
 from typing import Any
 
 from megatron.bridge.backends.specs.layer_specs import moe_pattern
@@ -204,11 +204,20 @@ MAMBA_SIZES: tuple[Field, ...] = (
     Field("chunk_size", "mamba_chunk_size"),
 )
 
+
+def _read_step_limit(limit: Sequence[float], _: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Return (smallest step, largest step), None for no largest step."""
+    smallest, largest = limit
+    if not isfinite(smallest):
+        raise UserError(f"time_step_limit={list(limit)}: the smallest step must be a finite number")
+    return smallest, None if largest == inf else largest
+
+
 STEP_LIMIT = Field(
     "time_step_limit",
     ("mamba_smallest_step", "mamba_largest_step"),
     default=(0.0, inf),
-    to=lambda limit, _: (limit[0], None if limit[1] == inf else limit[1]),
+    to=_read_step_limit,
     back=lambda limit, _: [limit[0], inf if limit[1] is None else limit[1]],
 )
 """Limits of the step sizes of a trained model."""
