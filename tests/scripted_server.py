@@ -72,6 +72,7 @@ def scripted_server(
     config = uvicorn.Config(
         Guard(make_app(server), GuardConfig(key, seconds=seconds)),
         port=0,
+        log_config=None,  # configuring closes absl's handler, and with it the stream that pytest captures
         log_level="error",
         lifespan="off",
     )

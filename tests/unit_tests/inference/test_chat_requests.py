@@ -12,6 +12,7 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
+from tests.pages import blocks
 from tests.scripted_server import HAS_SERVER, scripted_server
 from tests.unit_tests.data.conftest import tokenizer_dir  # noqa: F401 - a fixture
 from tests.unit_tests.project.tree import ROOT
@@ -85,6 +86,32 @@ NO_EFFECT = {
     "modalities": ["text"], "prediction": {"type": "content", "content": "x"}, "functions": [],
     "function_call": "none", "web_search_options": None, "audio": None, "verbosity": "medium",
 }  # fmt: skip
+
+
+PAGE = ROOT / "docs/serving.md"
+
+
+def run_example(title, address, model="toy"):
+    """Execute a client of the page against a server at another address, with another name."""
+    (source,) = [block.text for block in blocks(PAGE) if block.title == title]
+    assert "http://127.0.0.1:8000/v1" in source
+    source = source.replace("http://127.0.0.1:8000/v1", address)
+    source = re.sub(r'model="\w+"', f'model="{model}"', source)
+    exec(compile(source, title, "exec"), {"__name__": "__main__"})
+
+
+def test_the_client_of_the_page(hf, capsys):
+    with scripted_server(hf, ["A toy."]) as (client, engine):
+        run_example("ask.py", str(client.base_url))
+    assert capsys.readouterr().out == "A toy."
+    assert "Who are you?" in engine.submitted[0][0]
+
+
+def test_the_agent_of_the_page(hf, capsys):
+    with scripted_server(hf, [CALL.replace(', "days": 2', ""), "Yes."]) as (client, engine):
+        run_example("agent.py", str(client.base_url))
+    assert capsys.readouterr().out == "Yes.\n"
+    assert "It rains in Rome." in engine.submitted[1][0]
 
 
 def test_fields_that_change_no_token_are_accepted(hf):

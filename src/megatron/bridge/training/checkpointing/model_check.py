@@ -8,7 +8,7 @@ from typing import Any
 from megatron.bridge.checkpoint import model_io, paths
 from megatron.bridge.checkpoint.collective import on_first_rank
 from megatron.bridge.models.conversion.auto_bridge import AutoBridge
-from megatron.bridge.models.conversion.model_bridge import function_fields
+from megatron.bridge.models.conversion.model_bridge import bridge_for, function_fields
 from megatron.bridge.models.hf_pretrained.hub import is_hf_model
 from megatron.bridge.training.state import Run
 from megatron.bridge.utils.config.serialize import TARGET, to_plain
@@ -79,8 +79,9 @@ def note_other_function(run: Run, path: Path) -> None:
 def _stored_function(path: Path) -> dict[str, Any]:
     """Return the settings of the model in a Hugging Face or Megatron directory that change what it computes."""
     if is_hf_model(path):
-        bridge = AutoBridge.from_hf_pretrained(path, adapter="none")
-        return function_of(bridge.to_megatron_provider(load_weights=False))
+        # without AutoBridge.to_megatron_provider, whose notes the loading of the weights prints
+        pretrained = AutoBridge.from_hf_pretrained(path, adapter="none").hf_pretrained
+        return function_of(bridge_for(pretrained.config).provider_bridge(pretrained))
     return _from_run_config(path)
 
 
