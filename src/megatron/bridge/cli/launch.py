@@ -108,8 +108,8 @@ def _add_process_options(group: OptionGroup) -> None:
         default=[],
         metavar="FIELD=VALUE",
         help=(
-            "field of NeMo-Run's executor for all but slurm, kubernetes and ray, the value in "
-            "YAML; repeatable"
+            "further field of NeMo-Run's DockerExecutor, such as shm_size=30g, the value in YAML; "
+            "repeatable"
         ),
     )
 
