@@ -4,9 +4,9 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from megatron.bridge.cli.support.options import add_recipe_options
+from megatron.bridge.cli.support.output_files import HtmlPage, OutputFile
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import write_file
 from megatron.bridge.cli.support.train_job import STEPS, Job, forward_step, prepare, step_function
@@ -50,7 +50,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--timeline",
-        type=Path,
+        type=HtmlPage,
         metavar="FILE",
         help="with --dry-run: write an HTML page with the predicted pipeline of a step",
     )
@@ -76,7 +76,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument(
         "--messages",
-        type=Path,
+        type=OutputFile,
         metavar="FILE",
         help="with --rehearse-rank, write each message in order as JSON lines",
     )

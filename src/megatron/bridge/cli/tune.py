@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.bridge.cli.support import output_files, tune_probe, tune_rl
+from megatron.bridge.cli.support import tune_probe, tune_rl
 from megatron.bridge.cli.support.options import TRAIN_MODES, add_recipe_options
+from megatron.bridge.cli.support.output_files import HtmlPage, YamlFile, header
 from megatron.bridge.cli.support.parser import Parser, count
 from megatron.bridge.cli.support.text_format import columns, write_file
 from megatron.bridge.cli.support.train_job import Job, prepare
@@ -106,10 +107,16 @@ def add_arguments(parser: Parser) -> None:
         help="run the N best layouts on this machine, half of them longer each time",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the config with the best layout as YAML"
+        "--output",
+        type=YamlFile,
+        metavar="FILE",
+        help="write the config with the best layout as YAML",
     )
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write an HTML page with timeline and tables"
+        "--report",
+        type=HtmlPage,
+        metavar="FILE",
+        help="write an HTML page with timeline and tables",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     tune_rl.add_rl_options(parser)
@@ -544,7 +551,7 @@ def _valid(job: Job, search: "Search", price: "Price") -> "Price | None":
 def _write_yaml(job: Job, search: "Search", price: "Price", path: Path | None) -> None:
     if path is not None:
         text = dump_yaml(tune_probe.with_layout(job, search, price))
-        write_file("--output", path, output_files.header("tune") + text)
+        write_file("--output", path, header("tune") + text)
 
 
 def _page(job: Job, search: "Search", results: "Found") -> str:

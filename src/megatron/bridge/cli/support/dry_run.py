@@ -39,7 +39,8 @@ from megatron.bridge.training.inputs import (
     input_problems,
     with_vocabulary,
 )
-from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml, leaf_values
+from megatron.bridge.utils.config.keys import leaf_values
+from megatron.bridge.utils.config.origins import DEFAULT, annotated_yaml
 
 
 @dataclass(frozen=True)

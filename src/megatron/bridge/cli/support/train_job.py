@@ -20,8 +20,9 @@ from megatron.bridge.training.config.early import check_early
 from megatron.bridge.utils.atomic import read_text
 from megatron.bridge.utils.config import yaml_text
 from megatron.bridge.utils.config.interpolation import references_in, resolve_tree
+from megatron.bridge.utils.config.keys import leaf_values
 from megatron.bridge.utils.config.names import TARGET, importing, locate
-from megatron.bridge.utils.config.origins import Origins, leaf_values
+from megatron.bridge.utils.config.origins import Origins
 from megatron.bridge.utils.config.overrides import (
     Change,
     Layer,
