@@ -156,13 +156,13 @@ def find_slot(config: Any, key: str) -> Slot:
     slot: Slot | None = None
     for depth, name in enumerate(names):
         owner_key = slot.key if slot else ""
-        if not is_group(owner) and not isinstance(owner, (dict, list, tuple)):
+        if not _has_members(owner):
             raise UserError(
                 f"{key} cannot be set: {owner_key} is {owner!r}, which has no members; set {owner_key} itself"
             )
         value = child_of(owner, name)
-        is_new_member = isinstance(owner, dict) and depth == len(names) - 1
-        if value is MISSING and not is_new_member:
+        is_last = depth == len(names) - 1
+        if value is MISSING and not (is_last and _takes_new_members(owner)):
             raise _unknown_key(config, key, owner_key, owner)
         if is_group(owner):
             annotation = field_types(cast("type[Any]", type(owner))).get(name, Any)
@@ -174,6 +174,14 @@ def find_slot(config: Any, key: str) -> Slot:
         owner = value
     assert slot is not None
     return slot
+
+
+def _has_members(owner: Any) -> bool:
+    return is_group(owner) or isinstance(owner, dict | list | tuple)
+
+
+def _takes_new_members(owner: Any) -> bool:
+    return isinstance(owner, dict)
 
 
 def _item_annotation(owner: Any, name: str, annotation: Any) -> Any:
