@@ -281,7 +281,7 @@ def _take_source(args: argparse.Namespace) -> None:
         args.recipe = source
 
 
-def _smallest_world_size(job: train_job.Job) -> int:
+def _smallest_world_size(job: train_job.TrainJob) -> int:
     """Return the processes of the recipe, and more only if the layout of the model needs more."""
     model = job.config.model
     replica = (
